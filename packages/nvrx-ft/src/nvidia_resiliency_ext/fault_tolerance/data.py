@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plain data that a rank, its monitor and the launcher exchange; not how it travels.
+
+Nothing here does I/O. The encoding is in `_ipc/messages.py`, the sockets are in `ipc_connector`.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+__all__ = [
+    "FT_LAUNCHER_IPC_SOCKET_ENV_VAR",
+    "FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR",
+    "AuthkeyMsg",
+    "ErrorMsg",
+    "HeartbeatMsg",
+    "HeartbeatTimeouts",
+    "InitMsg",
+    "OkMsg",
+    "RankInfo",
+    "SectionAction",
+    "SectionMsg",
+    "SectionTimeouts",
+    "UpdateConfigMsg",
+    "WorkloadAction",
+    "WorkloadControlRequest",
+]
+
+FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR = "FT_RANK_MONITOR_IPC_SOCKET"
+FT_LAUNCHER_IPC_SOCKET_ENV_VAR = "FT_LAUNCHER_IPC_SOCKET"
+
+
+def current_global_rank() -> int:
+    """Return this process's global rank: the process group's, else `RANK`'s.
+
+    torch is asked only when the program has already imported it.
+
+    Raises:
+        RuntimeError: neither knows a rank.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    rank = os.environ.get("RANK", "")
+    try:
+        return int(rank)
+    except ValueError:
+        raise RuntimeError(
+            "the global rank is unknown: torch.distributed is not initialised and the environment"
+            f" variable RANK is {rank!r}; start the program with ft_launcher or set RANK"
+        ) from None
+
+
+@dataclass
+class RankInfo:
+    """Who a rank is: its place in the job, its host and its process."""
+
+    global_rank: int
+    local_rank: int
+    host: str
+    pid: int
+
+    @staticmethod
+    def get_for_current_rank() -> "RankInfo":
+        """Describe this process.
+
+        Raises:
+            RuntimeError: the global rank is unknown.
+        """
+        return RankInfo(
+            global_rank=current_global_rank(),
+            local_rank=int(os.environ.get("LOCAL_RANK", "-1")),
+            host=os.uname().nodename.split(".", 1)[0],
+            pid=os.getpid(),
+        )
+
+
+@dataclass
+class HeartbeatTimeouts:
+    """Limits in seconds for the first heartbeat and for the gap between two; None = no limit."""
+
+    initial: float | None = None
+    subsequent: float | None = None
+    were_calculated: bool | None = None
+
+    @property
+    def are_valid(self) -> bool:
+        """Whether both limits are set."""
+        return self.initial is not None and self.subsequent is not None
+
+
+@dataclass
+class SectionTimeouts:
+    """Limits in seconds for each section and for the time outside all; None = no limit."""
+
+    section: Mapping[str, float | None] = field(default_factory=dict)
+    out_of_section: float | None = None
+    calculated_sections: set[str] = field(default_factory=set)
+    is_out_of_section_calculated: bool = False
+
+    def __post_init__(self) -> None:
+        """Accept the list that JSON makes of a set."""
+        self.calculated_sections = set(self.calculated_sections)
+
+    @property
+    def were_calculated(self) -> bool:
+        """Whether every limit comes from a measurement."""
+        return self.is_out_of_section_calculated and self.calculated_sections.issuperset(
+            self.section
+        )
+
+    @property
+    def are_valid(self) -> bool:
+        """Whether no limit is missing."""
+        return self.out_of_section is not None and None not in self.section.values()
+
+
+class SectionAction(Enum):
+    """What happened to a section."""
+
+    OPEN = 1
+    CLOSE = 2
+    CLOSE_ALL = 3
+
+
+class WorkloadAction(Enum):
+    """What a rank may ask its launcher to do."""
+
+    Continue = 0
+    ExcludeThisNode = 1
+    ShutdownWorkload = 2
+
+
+@dataclass
+class WorkloadControlRequest:
+    """A rank's request to its launcher, handled at the node's next rendezvous."""
+
+    action: WorkloadAction
+    description: str = "<not set>"
+
+
+@dataclass
+class AuthkeyMsg:
+    """The first message of a session. No key is needed: the peer's uid is checked."""
+
+    authkey: str | None = None
+
+
+@dataclass
+class InitMsg:
+    """A rank introduces itself to its monitor."""
+
+    rank_info: RankInfo | None = None
+    iteration: int | None = None
+    num_warmup_iters: int | None = None
+
+
+@dataclass
+class HeartbeatMsg:
+    """A rank is alive."""
+
+    rank: int
+    state: Any = None
+
+
+@dataclass
+class SectionMsg:
+    """A rank opened or closed a section; `section` is None for CLOSE_ALL."""
+
+    rank: int
+    section: str | None
+    action: SectionAction
+    iteration: int | None = None
+
+
+@dataclass
+class UpdateConfigMsg:
+    """New timeouts from a rank, or a new cycle number from the launcher; None = unchanged."""
+
+    hb_timeouts: HeartbeatTimeouts | None = None
+    section_timeouts: SectionTimeouts | None = None
+    current_cycle: int | None = None
+
+
+class OkMsg:
+    """A request was accepted; keyword arguments of the answer become attributes."""
+
+    def __init__(self, **attrs: Any) -> None:
+        """Take the attributes of the answer, for example `cfg`."""
+        self.__dict__.update(attrs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Explain an attribute that the answer does not carry."""
+        raise AttributeError(f"this answer carries no {name!r}, only {sorted(self.__dict__)}")
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by attributes."""
+        return isinstance(other, OkMsg) and self.__dict__ == other.__dict__
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """Show the attributes."""
+        attributes = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
+        return f"OkMsg({attributes})"
+
+
+@dataclass
+class ErrorMsg:
+    """A request was refused."""
+
+    cause: str = "<not set>"

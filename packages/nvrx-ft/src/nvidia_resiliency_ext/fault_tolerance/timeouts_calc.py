@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured times of one rank and the timeouts that follow from them; sends nothing to a monitor.
+
+The numbers are plain; the one collective, `TimeoutsCalc.synchronize_all`, is carried out by
+`_timeouts/reduction.py`.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterable
+
+from nvidia_resiliency_ext.fault_tolerance._timeouts.errors import TimeoutsCalcError
+from nvidia_resiliency_ext.fault_tolerance.data import (
+    HeartbeatTimeouts,
+    SectionAction,
+    SectionTimeouts,
+)
+
+__all__ = ["TimeoutsCalc", "TimeoutsCalcError"]
+
+_NO_DATA = -1.0
+
+
+class TimeoutsCalc:
+    """Longest intervals seen so far between heartbeats, in each section and outside all sections.
+
+    All times are seconds of one monotonic clock; -1 means "not measured yet". Not thread-safe: it
+    belongs to the thread that runs the training loop.
+
+    Example:
+        >>> calc = TimeoutsCalc(sections=["step"], start_time=0.0, safety_factor=2.0)
+        >>> calc.update_on_section_event("step", SectionAction.OPEN, 1.0)
+        >>> calc.update_on_section_event("step", SectionAction.CLOSE, 4.0)
+        >>> calc.get_section_timeouts().section["step"]
+        6.0
+    """
+
+    def __init__(
+        self,
+        sections: Iterable[str] | None = None,
+        start_time: float | None = None,
+        safety_factor: float = 5.0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start with nothing measured.
+
+        Args:
+            sections: names of the sections that are timed.
+            start_time: when the rank started; now if None.
+            safety_factor: a timeout is this many times the longest interval seen.
+            clock: source of the time wherever a method is not given one.
+        """
+        self._clock = clock
+        self.start_time: float = clock() if start_time is None else start_time
+        self.safety_factor = safety_factor
+        self.prev_hb_time: float | None = None
+        self.count = 0
+        self.initial_max_time = _NO_DATA
+        self.subsequent_max_time = _NO_DATA
+        self.open_sections: dict[str, float] = {}
+        self.last_section_close_time: float | None = None
+        self.out_of_section_max_time = _NO_DATA
+        self.section_to_max_time: dict[str, float] = dict.fromkeys(sections or (), _NO_DATA)
+
+    @property
+    def is_out_of_section(self) -> bool:
+        """Whether no section is open."""
+        return not self.open_sections
+
+    def reset_start_time(self) -> None:
+        """Let the time to the first heartbeat, and the first out-of-section stretch, begin now."""
+        self.start_time = self._clock()
+
+    def update_on_heartbeat(self, hb_time: float | None = None) -> None:
+        """Take a heartbeat at `hb_time` (now if None) into account."""
+        now = self._clock() if hb_time is None else hb_time
+        previous = self.prev_hb_time
+        if previous is None:
+            self.initial_max_time = max(self.initial_max_time, now - self.start_time)
+        else:
+            self.subsequent_max_time = max(self.subsequent_max_time, now - previous)
+        self.count += 1
+        self.prev_hb_time = now
+
+    def update_on_section_event(
+        self, section: str | None, action: SectionAction, event_time: float | None = None
+    ) -> None:
+        """Take the opening or closing of a section at `event_time` (now if None) into account.
+
+        Raises:
+            TimeoutsCalcError: the section is unknown, open already, or not open.
+        """
+        now = self._clock() if event_time is None else event_time
+        if action is SectionAction.CLOSE_ALL:
+            for name in list(self.open_sections):
+                self._close(name, now)
+            return
+        if section is None or section not in self.section_to_max_time:
+            known = sorted(self.section_to_max_time)
+            raise TimeoutsCalcError(f"section {section!r} is unknown; known sections: {known}")
+        if action is SectionAction.OPEN:
+            self._open(section, now)
+        else:
+            self._close(section, now)
+
+    def _open(self, section: str, now: float) -> None:
+        if section in self.open_sections:
+            raise TimeoutsCalcError(f"section {section!r} is open already")
+        self.maybe_bump_oos_time(now)
+        self.open_sections[section] = now
+
+    def _close(self, section: str, now: float) -> None:
+        opened = self.open_sections.pop(section, None)
+        if opened is None:
+            raise TimeoutsCalcError(f"section {section!r} is not open")
+        self.section_to_max_time[section] = max(self.section_to_max_time[section], now - opened)
+        if not self.open_sections:
+            self.last_section_close_time = now
+
+    def maybe_bump_oos_time(self, curr_time: float | None = None) -> None:
+        """Count the current out-of-section stretch up to `curr_time` (now if None), if in one."""
+        if self.open_sections:
+            return
+        now = self._clock() if curr_time is None else curr_time
+        last_close = self.last_section_close_time
+        stretch_start = self.start_time if last_close is None else last_close
+        self.out_of_section_max_time = max(self.out_of_section_max_time, now - stretch_start)
+
+    def synchronize_all(self) -> None:
+        """Replace every measured value by its maximum over all ranks of the default process group.
+
+        A collective: one all-reduce. All ranks must have the same sections, in any order.
+
+        Raises:
+            TimeoutsCalcError: torch.distributed is not initialised, or sections differ by rank.
+        """
+        from nvidia_resiliency_ext.fault_tolerance._timeouts.reduction import max_over_ranks
+
+        names = sorted(self.section_to_max_time)
+        own = [self.initial_max_time, self.subsequent_max_time, self.out_of_section_max_time]
+        own += [self.section_to_max_time[name] for name in names]
+        initial, subsequent, out_of_section, *sections = max_over_ranks(own, names)
+        self.initial_max_time = initial
+        self.subsequent_max_time = subsequent
+        self.out_of_section_max_time = out_of_section
+        self.section_to_max_time.update(zip(names, sections, strict=True))
+
+    def can_get_hb_timeouts(self) -> bool:
+        """Return whether both kinds of heartbeat interval were measured."""
+        return self.initial_max_time >= 0 and self.subsequent_max_time >= 0
+
+    def get_hb_timeouts(self, current: HeartbeatTimeouts | None = None) -> HeartbeatTimeouts:
+        """Return heartbeat timeouts; the mean with `current`'s when those were calculated too.
+
+        Raises:
+            TimeoutsCalcError: not enough heartbeats were seen.
+        """
+        if not self.can_get_hb_timeouts():
+            raise TimeoutsCalcError(
+                f"heartbeat timeouts need at least two heartbeats, {self.count} were seen"
+            )
+        initial = self.initial_max_time * self.safety_factor
+        subsequent = self.subsequent_max_time * self.safety_factor
+        if current is not None and current.were_calculated:
+            initial = _mean(initial, current.initial)
+            subsequent = _mean(subsequent, current.subsequent)
+        return HeartbeatTimeouts(initial, subsequent, were_calculated=True)
+
+    def can_get_section_timeouts(
+        self,
+        selected_sections: Collection[str] | None = None,
+        calc_out_of_section: bool = True,
+    ) -> bool:
+        """Return whether everything that was asked for was measured.
+
+        Raises:
+            TimeoutsCalcError: a selected section is unknown.
+        """
+        return not self._unmeasured(selected_sections, calc_out_of_section)
+
+    def get_section_timeouts(
+        self,
+        selected_sections: Collection[str] | None = None,
+        calc_out_of_section: bool = True,
+        current: SectionTimeouts | None = None,
+    ) -> SectionTimeouts:
+        """Return section timeouts, merged into `current`.
+
+        What is selected is calculated, as the mean with `current`'s value when that was calculated
+        too; the rest keeps `current`'s value (None without one).
+
+        Raises:
+            TimeoutsCalcError: a selected section is unknown, or something was not measured.
+        """
+        unmeasured = self._unmeasured(selected_sections, calc_out_of_section)
+        if unmeasured:
+            raise TimeoutsCalcError(f"never measured: {', '.join(unmeasured)}")
+        before = SectionTimeouts() if current is None else current
+        selected = set(self._selected(selected_sections))
+        section: dict[str, float | None] = dict.fromkeys(self.section_to_max_time)
+        section.update(before.section)
+        for name in selected:
+            value = self.section_to_max_time[name] * self.safety_factor
+            known = name in before.calculated_sections
+            section[name] = _mean(value, before.section.get(name)) if known else value
+        out_of_section = before.out_of_section
+        if calc_out_of_section:
+            value = self.out_of_section_max_time * self.safety_factor
+            known = before.is_out_of_section_calculated
+            out_of_section = _mean(value, before.out_of_section) if known else value
+        return SectionTimeouts(
+            section=section,
+            out_of_section=out_of_section,
+            calculated_sections=before.calculated_sections | selected,
+            is_out_of_section_calculated=before.is_out_of_section_calculated or calc_out_of_section,
+        )
+
+    def _selected(self, selected_sections: Collection[str] | None) -> Collection[str]:
+        if selected_sections is None:
+            return self.section_to_max_time.keys()
+        unknown = sorted(set(selected_sections) - self.section_to_max_time.keys())
+        if unknown:
+            known = sorted(self.section_to_max_time)
+            raise TimeoutsCalcError(f"sections {unknown} are unknown; known sections: {known}")
+        return selected_sections
+
+    def _unmeasured(
+        self, selected_sections: Collection[str] | None, calc_out_of_section: bool
+    ) -> list[str]:
+        selected = sorted(self._selected(selected_sections))
+        missing = [f"section {name!r}" for name in selected if self.section_to_max_time[name] < 0]
+        if calc_out_of_section and self.out_of_section_max_time < 0:
+            missing.append("the time out of sections")
+        return missing
+
+
+def _mean(new: float, old: float | None) -> float:
+    return new if old is None else 0.5 * new + 0.5 * old
