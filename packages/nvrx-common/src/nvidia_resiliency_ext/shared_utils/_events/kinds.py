@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the kinds of events and their fields; knows nothing of files.
+
+Times end in ``_s`` (seconds). A field that is ``None`` is not written. Events that describe a
+span (``Phase``, ``FirstStep``, ``Progress``, the checkpoint kinds) are recorded when the span ends:
+it began ``dur_s`` (``window_s``, ``stall_s``) before the event's time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "KINDS",
+    "CkptLoad",
+    "CkptSave",
+    "CkptVerify",
+    "CycleEnd",
+    "CycleStart",
+    "Dropped",
+    "Event",
+    "Fault",
+    "FirstStep",
+    "Health",
+    "InprocRestart",
+    "JobEnd",
+    "JobStart",
+    "Phase",
+    "Progress",
+    "Standby",
+    "Straggler",
+    "TimeoutsSet",
+    "Verdict",
+    "WorkerExit",
+    "WorkerStart",
+]
+
+
+class Event:
+    """One thing that happened: immutable, compared by value.
+
+    Equality and representation live here, once, because generating them for every kind would
+    double the cost of importing this module.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[str] = ""
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """Return the names of this kind's fields, in the order of their definition."""
+        bases = reversed(cls.__mro__)
+        return tuple(name for base in bases for name in getattr(base, "__slots__", ()))
+
+    def __eq__(self, other: object) -> bool:
+        """Compare kind and fields."""
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self.field_names())
+
+    def __hash__(self) -> int:
+        """Hash kind and fields (fields that hold lists cannot be hashed)."""
+        return hash((self.kind, *(getattr(self, name) for name in self.field_names())))
+
+    def __repr__(self) -> str:
+        """Show the kind and the fields that have a value."""
+        given = ((name, getattr(self, name)) for name in self.field_names())
+        shown = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
+        return f"{type(self).__name__}({shown})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class JobStart(Event):
+    """The launcher of a node starts its work. ``argv_hash`` names the command without showing it."""
+
+    kind: ClassVar[str] = "job_start"
+    argv_hash: str | None = None
+    nnodes: int | str | None = None
+    nproc: int | None = None
+    policy: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class JobEnd(Event):
+    """The launcher of a node leaves; ``result`` is ``success`` or says why not."""
+
+    kind: ClassVar[str] = "job_end"
+    result: str
+    exit_code: int | None = None
+    restarts: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class CycleStart(Event):
+    """A cycle of workers begins on this node: the rendezvous is done and workers start."""
+
+    kind: ClassVar[str] = "cycle_start"
+    world_size: int | None = None
+    nodes: int | Sequence[str] | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class CycleEnd(Event):
+    """A cycle of workers is over on this node: all of them are gone."""
+
+    kind: ClassVar[str] = "cycle_end"
+    result: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class WorkerStart(Event):
+    """A worker process starts; ``saved_s`` is what a warm start did not have to wait for."""
+
+    kind: ClassVar[str] = "worker_start"
+    warm: bool | None = None
+    cold_reason: str | None = None
+    saved_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class WorkerExit(Event):
+    """A worker process is gone: an exit code, or the signal that ended it."""
+
+    kind: ClassVar[str] = "worker_exit"
+    exit_code: int | None = None
+    signal: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Fault(Event):
+    """Something went wrong.
+
+    ``cause`` is one of killed, exited, exception, hang_section, hang_heartbeat, node_lost,
+    unhealthy, requested. ``late_s`` is the time between the moment at which the fault could first
+    be called one (the death, the missed deadline) and this event.
+    """
+
+    kind: ClassVar[str] = "fault"
+    cause: str
+    what: str | None = None
+    detail: str | None = None
+    detected_by: str | None = None
+    deadline_s: float | None = None
+    late_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Phase(Event):
+    """A part of a restart ended.
+
+    ``name`` is one of detect, evidence, stop, reclaim, rendezvous, start, init.
+    """
+
+    kind: ClassVar[str] = "phase"
+    name: str
+    dur_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class FirstStep(Event):
+    """The first training step of a worker ended, ``dur_s`` after its ``worker_start``."""
+
+    kind: ClassVar[str] = "first_step"
+    dur_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Progress(Event):
+    """Training went on: ``steps`` steps in the last ``window_s`` seconds."""
+
+    kind: ClassVar[str] = "progress"
+    iteration: int | None = None
+    steps: int | None = None
+    window_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class TimeoutsSet(Event):
+    """A deadline was set: either of a named ``section`` or of a ``heartbeat`` kind."""
+
+    kind: ClassVar[str] = "timeouts_set"
+    section: str | None = None
+    heartbeat: str | None = None
+    value_s: float | None = None
+    calculated: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class InprocRestart(Event):
+    """Ranks restarted inside their processes; ``phases`` maps a phase to its seconds."""
+
+    kind: ClassVar[str] = "inproc_restart"
+    iteration: int | None = None
+    cause: str | None = None
+    ranks: Sequence[int] | str | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    kept_ranks: Sequence[int] | str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class _Checkpoint(Event):
+    """What a checkpoint event says; ``stall_s`` is the time that training stood still."""
+
+    id: str | None = None
+    iteration: int | None = None
+    bytes: int | None = None
+    stall_s: float | None = None
+    write_s: float | None = None
+    mode: str | None = None
+    replica: int | str | None = None
+    result: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class CkptSave(_Checkpoint):
+    """A save ended; ``result`` is ``ok`` only when the checkpoint can be loaded."""
+
+    kind: ClassVar[str] = "ckpt_save"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class CkptLoad(_Checkpoint):
+    """A load ended."""
+
+    kind: ClassVar[str] = "ckpt_load"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class CkptVerify(_Checkpoint):
+    """A stored checkpoint was checked."""
+
+    kind: ClassVar[str] = "ckpt_verify"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Health(Event):
+    """A health check ended; ``result`` is pass, fail or skipped."""
+
+    kind: ClassVar[str] = "health"
+    check: str
+    result: str
+    evidence: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Straggler(Event):
+    """Ranks were found to be slower than the others."""
+
+    kind: ClassVar[str] = "straggler"
+    ranks: Sequence[int] | str | None = None
+    scores: Mapping[str, float] | Sequence[float] | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Verdict(Event):
+    """Attribution said what should be done about a fault."""
+
+    kind: ClassVar[str] = "verdict"
+    action: str
+    reason_code: str | None = None
+    ranks: Sequence[int] | str | None = None
+    nodes: Sequence[str] | str | None = None
+    confidence: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Standby(Event):
+    """A standby worker changed its state."""
+
+    kind: ClassVar[str] = "standby"
+    slot: int
+    state: str
+    seconds: float | None = None
+    private_mb: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Dropped(Event):
+    """Events are missing from the file here."""
+
+    kind: ClassVar[str] = "dropped"
+    count: int
+    bytes: int | None = None
+    why: str | None = None
+
+
+KINDS: dict[str, type[Event]] = {
+    kind.kind: kind
+    for kind in (
+        JobStart,
+        JobEnd,
+        CycleStart,
+        CycleEnd,
+        WorkerStart,
+        WorkerExit,
+        Fault,
+        Phase,
+        FirstStep,
+        Progress,
+        TimeoutsSet,
+        InprocRestart,
+        CkptSave,
+        CkptLoad,
+        CkptVerify,
+        Health,
+        Straggler,
+        Verdict,
+        Standby,
+        Dropped,
+    )
+}

@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the writing of events: one append-only file per node, shared by its processes.
+
+It does not own the kinds of events (``kinds``), their text (``encode``) or reading (``read``).
+Nothing here raises into the program that is being recorded: what cannot be written is counted,
+one warning says so, and a ``dropped`` event tells about it as soon as writing works again. There
+is no lock, so a fork or a signal handler in the middle of ``record`` cannot block anybody.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+
+from .encode import encode_line
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .kinds import Event
+
+__all__ = ["MAX_FILE_BYTES", "NULL_EVENTS", "SCHEMA", "EventLog"]
+
+SCHEMA = "nvrx_events.v1"
+MAX_FILE_BYTES = 64 * 1024 * 1024
+# What is still written when the file is full; at twice the limit nothing is.
+_ESSENTIAL_KINDS = frozenset({"fault", "cycle_start", "cycle_end", "job_start", "job_end", "dropped"})
+_REOPEN_AFTER_S = 5.0
+_NAME_LIMIT = 64
+_FIELD_NAMES: dict[type[Event], tuple[str, ...]] = {}
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def _name_part(text: str) -> str:
+    """Return ``text`` as a piece of a file name: no separators, no leading dot, bounded."""
+    kept = "".join(ch if ch.isascii() and (ch.isalnum() or ch in "._-") else "_" for ch in text)
+    return kept.lstrip(".")[:_NAME_LIMIT] or "unknown"
+
+
+class EventLog:
+    """The events of one node, written by one process of it.
+
+    Every process of a node appends whole lines to the same file with one system call each. The
+    object may be used from any thread and goes on working in a forked child. Writing stops at
+    ``max_bytes`` except for faults, cycles and the job's start and end.
+
+    Example:
+        >>> from nvidia_resiliency_ext.shared_utils.events import EventLog, Fault
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     log = EventLog.create(
+        ...         directory, src="launcher", job_id="7", launch_id="a1", host="node1"
+        ...     )
+        ...     log.record(Fault(cause="killed", what="signal 9"), cycle=0, rank=3)
+        ...     log.close()
+    """
+
+    enabled = True
+
+    def __init__(
+        self,
+        directory: str,
+        *,
+        src: str,
+        job_id: str | None,
+        launch_id: str,
+        host: str,
+        versions: Mapping[str, str] | None = None,
+        max_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        """Describe a log without opening it; use ``create`` or ``join``."""
+        self.directory = directory
+        self.src = src
+        self.job_id = job_id
+        self.launch_id = launch_id
+        self.host = host
+        self.max_bytes = max_bytes
+        self._versions = dict(versions or {})
+        self._fd = -1
+        self._identity = (0, 0)
+        self._is_closed = False
+        self._is_line_torn = False
+        self._has_warned = False
+        self._has_told_limit = False
+        self._next_open_at = 0.0
+        self._dropped_count = 0
+        self._dropped_bytes = 0
+        self._dropped_why = ""
+        self._all_dropped_count = 0
+
+    @classmethod
+    def create(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        src: str,
+        job_id: str | None,
+        launch_id: str,
+        host: str,
+        versions: Mapping[str, str] | None = None,
+        max_bytes: int = MAX_FILE_BYTES,
+    ) -> EventLog:
+        """Start the file of this node and launch and write its header line.
+
+        A file of the same host and launch that is there already is never continued: this launch
+        then gets a number behind its id (see the attribute ``launch_id``). A directory that
+        cannot be written gives one warning and a log that tries again later.
+
+        Args:
+            directory: Where the file goes; made with mode 0700 when missing.
+            src: Who writes: launcher, monitor, rank, wrapper, ckpt, straggler or attribution.
+            job_id: The scheduler's job, if there is one.
+            launch_id: Unique for this launcher.
+            host: The node's name.
+            versions: Versions worth knowing later, by distribution.
+            max_bytes: The size at which the file is full.
+        """
+        log = cls(
+            os.fspath(directory),
+            src=src,
+            job_id=job_id,
+            launch_id=launch_id,
+            host=host,
+            versions=versions,
+            max_bytes=max_bytes,
+        )
+        log._open(is_new=True)
+        return log
+
+    @classmethod
+    def join(cls, *, src: str) -> EventLog:
+        """Continue the file of this node from another process.
+
+        The environment says which one: ``NVRX_EVENT_DIR``, ``NVRX_LAUNCH_ID`` and, where the
+        launcher calls the node by another name than the kernel does, ``NVRX_EVENT_HOST``. Without
+        the first two nothing is recorded (``NULL_EVENTS``).
+        """
+        directory = os.environ.get("NVRX_EVENT_DIR")
+        launch_id = os.environ.get("NVRX_LAUNCH_ID")
+        if not directory or not launch_id:
+            return NULL_EVENTS
+        host = os.environ.get("NVRX_EVENT_HOST") or os.uname().nodename
+        log = cls(directory, src=src, job_id=None, launch_id=launch_id, host=host)
+        log._open(is_new=False)
+        return log
+
+    @property
+    def path(self) -> str:
+        """Path of the file."""
+        name = f"events-{_name_part(self.host)}-{_name_part(self.launch_id)}.jsonl"
+        return os.path.join(self.directory, name)
+
+    @property
+    def dropped_count(self) -> int:
+        """How many events this process could not write so far."""
+        return self._all_dropped_count
+
+    def environment(self) -> dict[str, str]:
+        """Return what the environment of a child must hold so that its ``join`` finds this file."""
+        given = {
+            "NVRX_EVENT_DIR": os.path.abspath(self.directory),
+            "NVRX_LAUNCH_ID": self.launch_id,
+        }
+        if self.host != os.uname().nodename:
+            given["NVRX_EVENT_HOST"] = self.host
+        return given
+
+    def record(
+        self,
+        event: Event,
+        *,
+        cycle: int | None,
+        rank: int | None = None,
+        t: float | None = None,
+        m: float | None = None,
+    ) -> None:
+        """Append one event.
+
+        Args:
+            event: What happened.
+            cycle: The launcher's cycle, None outside any.
+            rank: The global rank that it happened to, None when it is not about one rank.
+            t: Wall time in seconds, default now. Give it for something noticed late.
+            m: Monotonic time in seconds, default now.
+        """
+        fields: dict[str, object] = {
+            "t": time.time() if t is None else t,
+            "m": time.monotonic() if m is None else m,
+            "kind": event.kind,
+            "src": self.src,
+            "cycle": cycle,
+            "rank": rank,
+            "pid": os.getpid(),
+        }
+        kind = type(event)
+        names = _FIELD_NAMES.get(kind)
+        if names is None:
+            names = _FIELD_NAMES[kind] = kind.field_names()
+        for name in names:
+            value = getattr(event, name)
+            if value is not None:
+                fields[name] = value
+        self._append(event.kind, fields)
+
+    def close(self) -> None:
+        """Tell what was dropped and close the file; later events are ignored."""
+        if self._dropped_count and self._is_usable():
+            self._tell_dropped()
+        self._is_closed = True
+        self._release()
+
+    def _append(self, kind: str, fields: Mapping[str, object]) -> None:
+        if self._is_closed:
+            return
+        try:
+            line = encode_line(fields)
+        except Exception as error:  # noqa: BLE001 - a foreign object's __str__ may do anything
+            self._drop(0, f"not writable as text: {type(error).__name__}")
+            return
+        if not self._is_usable():
+            self._drop(len(line), self._dropped_why or "no file")
+            return
+        size = os.fstat(self._fd).st_size
+        if size + len(line) > self.max_bytes and not self._passes_limit(kind, size):
+            self._drop(len(line), "file limit reached")
+            return
+        if self._dropped_count and size < self.max_bytes:
+            self._tell_dropped()
+        self._write(line)
+
+    def _passes_limit(self, kind: str, size: int) -> bool:
+        """Say whether a full file still takes this kind; the first time, note that it is full."""
+        if not self._has_told_limit:
+            self._has_told_limit = True
+            self._warn(f"{self.path} is full ({self.max_bytes} bytes)")
+            note = {"count": 0, "bytes": 0, "why": "file limit reached: essential kinds only"}
+            self._write(self._own_line("dropped", note))
+        return kind in _ESSENTIAL_KINDS and size < 2 * self.max_bytes
+
+    def _own_line(self, kind: str, fields: Mapping[str, object]) -> bytes:
+        common = {"t": time.time(), "m": time.monotonic(), "kind": kind, "src": self.src}
+        return encode_line({**common, "cycle": None, "rank": None, "pid": os.getpid(), **fields})
+
+    def _tell_dropped(self) -> None:
+        count, lost_bytes = self._dropped_count, self._dropped_bytes
+        told = {"count": count, "bytes": lost_bytes, "why": self._dropped_why}
+        if self._write(self._own_line("dropped", told)):
+            self._dropped_count -= count
+            self._dropped_bytes -= lost_bytes
+
+    def _write(self, line: bytes) -> bool:
+        """Write one line; what a failed write left behind is ended by the next one's newline."""
+        data = b"\n" + line if self._is_line_torn else line
+        try:
+            written = os.write(self._fd, data)
+        except OSError as error:
+            self._drop(len(line), error.strerror or type(error).__name__)
+            return False
+        self._is_line_torn = written < len(data)
+        if self._is_line_torn:
+            self._drop(len(line), "short write")
+        return not self._is_line_torn
+
+    def _drop(self, size: int, why: str) -> None:
+        self._dropped_count += 1
+        self._all_dropped_count += 1
+        self._dropped_bytes += size
+        self._dropped_why = why
+        self._warn(f"events are being dropped, cannot write {self.path}: {why}")
+
+    def _warn(self, message: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            import logging
+
+            logging.getLogger("nvrx").warning("%s", message)
+
+    def _is_usable(self) -> bool:
+        """Say whether the descriptor is still our file; open the file again when it is not.
+
+        A program may close every descriptor that it does not know, and the number may then belong
+        to a file of its own.
+        """
+        if self._fd >= 0:
+            try:
+                found = os.fstat(self._fd)
+            except OSError:
+                self._fd = -1
+            else:
+                if (found.st_dev, found.st_ino) == self._identity and found.st_nlink:
+                    return True
+                if (found.st_dev, found.st_ino) == self._identity:
+                    self._release()
+                self._fd = -1
+        if time.monotonic() < self._next_open_at:
+            return False
+        self._open(is_new=False)
+        return self._fd >= 0
+
+    def _release(self) -> None:
+        """Close the descriptor if it is still ours."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        try:
+            found = os.fstat(fd)
+            if (found.st_dev, found.st_ino) == self._identity:
+                os.close(fd)
+        except OSError:
+            return  # somebody else closed it: nothing is left to do
+
+    def _open(self, *, is_new: bool) -> None:
+        try:
+            os.makedirs(self.directory, mode=0o700, exist_ok=True)
+            self._fd = self._open_new() if is_new else self._open_existing()
+            found = os.fstat(self._fd)
+            self._identity = (found.st_dev, found.st_ino)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                self._release()
+                self._fail("not a regular file of this user")
+        except OSError as error:
+            self._fd = -1
+            self._fail(error.strerror or type(error).__name__)
+
+    def _fail(self, why: str) -> None:
+        self._next_open_at = time.monotonic() + _REOPEN_AFTER_S
+        self._dropped_why = why
+        self._warn(f"no events are recorded in {self.path}: {why}")
+
+    def _open_new(self) -> int:
+        first_id = self.launch_id
+        for number in range(2, 100):
+            try:
+                fd = os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+            except FileExistsError:
+                self.launch_id = f"{first_id[: _NAME_LIMIT - 3]}.{number}"
+                continue
+            os.write(fd, self._header())
+            return fd
+        raise FileExistsError(errno.EEXIST, f"too many files of launch {first_id}")
+
+    def _open_existing(self) -> int:
+        try:
+            return os.open(self.path, _FLAGS)
+        except FileNotFoundError:
+            pass
+        try:
+            fd = os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return os.open(self.path, _FLAGS)
+        os.write(fd, self._header())
+        return fd
+
+    def _header(self) -> bytes:
+        return encode_line(
+            {
+                "kind": "header",
+                "schema": SCHEMA,
+                "host": self.host,
+                "launch_id": self.launch_id,
+                "job_id": self.job_id,
+                "boot_id": _boot_id(),
+                "clock": {"wall": time.time(), "mono": time.monotonic()},
+                "versions": self._versions,
+            }
+        )
+
+
+class _NullEventLog(EventLog):
+    """Takes everything, keeps nothing."""
+
+    enabled = False
+
+    def __init__(self) -> None:
+        """Make a log without a file."""
+        super().__init__("", src="", job_id=None, launch_id="", host="")
+
+    def record(
+        self,
+        event: Event,
+        *,
+        cycle: int | None,
+        rank: int | None = None,
+        t: float | None = None,
+        m: float | None = None,
+    ) -> None:
+        """Do nothing."""
+
+    def environment(self) -> dict[str, str]:
+        """Return nothing: there is no file to find."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _boot_id() -> str | None:
+    """Return the kernel's id of this boot: monotonic times of two boots cannot be compared."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read(64).strip()
+    except OSError:
+        return None
+
+
+NULL_EVENTS: EventLog = _NullEventLog()

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the reading of event files; what the events mean is the report's business.
+
+A file may be torn (a process died while it wrote), mixed (many processes append to it) or hostile.
+A line that is not an event is counted and skipped, kinds and fields that this version does not
+know are kept, and every size is limited.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from ..errors import NvrxError
+from .log import SCHEMA
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from typing import BinaryIO
+
+__all__ = ["EventFile", "EventFileError", "EventRecord", "read_events"]
+
+_LINE_LIMIT = 64 * 1024
+_FILE_LIMIT = 256 * 1024 * 1024
+_COMMON_NAMES = ("t", "m", "kind", "src", "cycle", "rank", "pid")
+
+
+class EventFileError(NvrxError, ValueError):
+    """A file is not a file of events, or cannot be read."""
+
+    def __init__(self, path: str, why: str) -> None:
+        """Name the file and what is wrong with it."""
+        super().__init__(f"{path}: {why}")
+        self.path = path
+        self.why = why
+
+
+@dataclass(frozen=True, slots=True)
+class EventRecord:
+    """One line of an event file; ``fields`` holds what is particular to its kind."""
+
+    t: float
+    m: float | None
+    kind: str
+    src: str
+    cycle: int | None
+    rank: int | None
+    pid: int | None
+    fields: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class EventFile:
+    """What one file says: its header (empty when it has none), its events in file order."""
+
+    path: str
+    header: Mapping[str, object]
+    events: tuple[EventRecord, ...]
+    bad_lines: int
+
+    @property
+    def host(self) -> str:
+        """Name of the node."""
+        host = self.header.get("host")
+        return host if isinstance(host, str) else os.path.basename(self.path)
+
+
+def read_events(path: str | os.PathLike[str]) -> EventFile:
+    """Read one event file.
+
+    Raises:
+        EventFileError: The file cannot be read, is empty, or holds no event of a known schema.
+    """
+    name = os.fspath(path)
+    header: Mapping[str, object] = {}
+    events: list[EventRecord] = []
+    bad_lines = 0
+    try:
+        # A fifo or a device must not block the reader.
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            for line in _lines(file):
+                found = _parse(line)
+                if isinstance(found, EventRecord):
+                    events.append(found)
+                elif found is None:
+                    bad_lines += 1
+                elif not header:
+                    header = found
+    except OSError as error:
+        raise EventFileError(name, error.strerror or "cannot be read") from error
+    schema = header.get("schema")
+    if header and schema != SCHEMA:
+        raise EventFileError(name, f"has schema {schema!r:.60}, this version reads {SCHEMA}")
+    if not header and not events:
+        raise EventFileError(name, "is not an event file" if bad_lines else "is empty")
+    return EventFile(path=name, header=header, events=tuple(events), bad_lines=bad_lines)
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; one longer than the limit comes as an empty, hence bad, line."""
+    left = _FILE_LIMIT
+    while left > 0:
+        line = file.readline(_LINE_LIMIT)
+        if not line:
+            return
+        left -= len(line)
+        if len(line) == _LINE_LIMIT and not line.endswith(b"\n"):
+            while line and not line.endswith(b"\n"):
+                line = file.readline(_LINE_LIMIT)
+                left -= len(line)
+            yield b""
+        elif line.strip():
+            yield line
+
+
+def _parse(line: bytes) -> EventRecord | Mapping[str, object] | None:
+    """Return the event or header in a line, None when there is neither.
+
+    A line that begins with the rest of an event which a dying process left unfinished still ends
+    with a whole one.
+    """
+    found = _parse_object(line)
+    if found is None:
+        start = line.rfind(b'{"t":')
+        found = _parse_object(line[start:]) if start > 0 else None
+    if found is None:
+        return None
+    if found.get("kind") == "header":
+        return found
+    return _record(found)
+
+
+def _parse_object(line: bytes) -> dict[str, object] | None:
+    try:
+        value = json.loads(line, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+def _record(found: dict[str, object]) -> EventRecord | None:
+    t, kind, src = found.get("t"), found.get("kind"), found.get("src")
+    if not _is_time(t) or not isinstance(kind, str) or not kind:
+        return None
+    m = found.get("m")
+    return EventRecord(
+        t=float(t),  # type: ignore[arg-type]
+        m=float(m) if _is_time(m) else None,  # type: ignore[arg-type]
+        kind=kind,
+        src=src if isinstance(src, str) else "",
+        cycle=_integer(found.get("cycle")),
+        rank=_integer(found.get("rank")),
+        pid=_integer(found.get("pid")),
+        fields={name: value for name, value in found.items() if name not in _COMMON_NAMES},
+    )
+
+
+def _is_time(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) < 1e12 and isfinite(value)
+
+
+def _integer(value: object) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if abs(value) < 2**53 else None
