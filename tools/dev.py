@@ -91,9 +91,7 @@ def environment() -> dict[str, str]:
     skip_extension = "STRAGGLER_DET_SKIP_CUPTI_EXT_BUILD"
     if skip_extension not in env and shutil.which(env.get("CXX", "c++")) is None:
         env[skip_extension] = "1"
-        say(
-            f"no C++ compiler found: the extension of nvrx-straggler is left out ({skip_extension}=1)"
-        )
+        say(f"no C++ compiler found: nvrx-straggler goes without extension ({skip_extension}=1)")
     return env
 
 
@@ -114,6 +112,11 @@ def install_hatch() -> None:
 def run(tasks: list[Task]) -> int:
     """Run the tasks in turn, all of them, and return the first failure's exit code."""
     env = environment()
+    if any(":" not in task[0] for task in tasks):
+        made = subprocess.run([str(HATCH), "env", "create"], cwd=ROOT, env=env, check=False)
+        if made.returncode:
+            say("the environment could not be made")
+            return made.returncode
     failures: list[tuple[str, int]] = []
     for task in tasks:
         started = time.monotonic()

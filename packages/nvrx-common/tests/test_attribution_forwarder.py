@@ -11,8 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nvidia_resiliency_ext
 import pytest
+
+import nvidia_resiliency_ext
 
 ROOT_PACKAGE = Path(nvidia_resiliency_ext.__file__).parent
 
