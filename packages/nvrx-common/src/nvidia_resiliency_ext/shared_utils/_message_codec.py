@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values to JSON trees and back, for a closed set of types; no sockets and no frames here.
+
+JSON carries strings, booleans, null, lists, 64-bit integers, finite floats and objects with string
+keys as they are. Everything else is an object with the single reserved key `$`:
+
+    {"$": "Name", "f": {...}}       a registered dataclass, fields by name
+    {"$": "Name", "v": "MEMBER"}    a registered enum, member by name
+    {"$": "bytes", "v": base64}     {"$": "float", "v": "inf" | "-inf" | "nan"}
+    {"$": "tuple" | "set" | "frozenset", "v": [...]}
+    {"$": "map", "v": [[key, value], ...]}   a mapping whose keys JSON cannot hold
+"""
+
+from __future__ import annotations
+
+import binascii
+import dataclasses
+import enum
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from nvidia_resiliency_ext.shared_utils._message_shapes import Check, field_checks
+from nvidia_resiliency_ext.shared_utils.errors import MalformedFrameError, UnknownMessageError
+
+__all__ = ["Codec"]
+
+_DEEPEST = 32
+_SMALLEST_INT, _LARGEST_INT = -(1 << 63), (1 << 64) - 1
+_LONGEST_INT_TEXT = 20
+_RESERVED = frozenset(("bytes", "float", "frozenset", "map", "set", "tuple"))
+_SPECIAL_FLOATS = frozenset(("inf", "-inf", "nan"))
+
+
+class Codec:
+    """Turns values of a closed set of types into JSON text and back; immutable after it is made.
+
+    Args:
+        types: Dataclasses and enums that may appear anywhere in a message.
+
+    Raises:
+        TypeError: A type is neither a dataclass nor an enum.
+        ValueError: Two types share a name, or one has the name of a built-in form.
+    """
+
+    def __init__(self, types: tuple[type, ...]) -> None:
+        self._by_name: dict[str, type] = {}
+        self._checks: dict[type, Mapping[str, Check]] = {}
+        for kind in types:
+            if not (isinstance(kind, type) and _is_message_type(kind)):
+                raise TypeError(f"{kind!r} is neither a dataclass nor an enum")
+            if kind.__name__ in _RESERVED or self._by_name.get(kind.__name__, kind) is not kind:
+                raise ValueError(f"two message types are called {kind.__name__!r}")
+            self._by_name[kind.__name__] = kind
+
+    def dumps(self, value: object) -> bytes:
+        """Return the JSON text of a value.
+
+        Raises:
+            UnknownMessageError: It holds an object of a type that is not in the set.
+            MalformedFrameError: It nests too deeply, or an integer has more than 64 bits.
+        """
+        return _ENCODER.encode(self._pack(value, _DEEPEST)).encode("ascii")
+
+    def loads(self, data: bytes) -> object:
+        """Return the value of a JSON text from an untrusted peer.
+
+        Raises:
+            UnknownMessageError: It names a type that is not in the set.
+            MalformedFrameError: It is wrong in any other way.
+        """
+        try:
+            tree = _DECODER.decode(data.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise MalformedFrameError(f"not a JSON message: {error}") from error
+        return self._unpack(tree, _DEEPEST)
+
+    def _pack(self, value: object, depth: int) -> object:
+        if depth == 0:
+            raise MalformedFrameError(f"a message nests deeper than {_DEEPEST} levels")
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind.__name__ in self._by_name and self._by_name[kind.__name__] is kind:
+            return self._pack_registered(value, depth)
+        packer = _PACKERS.get(kind)
+        if packer is None:
+            raise UnknownMessageError(kind.__qualname__)
+        return packer(self, value, depth - 1)
+
+    def _pack_registered(self, value: object, depth: int) -> object:
+        name = type(value).__name__
+        if isinstance(value, enum.Enum):
+            if type(value).__members__.get(value.name or "") is not value:
+                raise MalformedFrameError(f"{value!r} is a combination and not a member")
+            return {"$": name, "v": value.name}
+        fields = {
+            field.name: self._pack(getattr(value, field.name), depth - 1)
+            for field in dataclasses.fields(value)  # type: ignore[arg-type]  # checked in __init__
+            if field.init
+        }
+        return {"$": name, "f": fields}
+
+    def _unpack(self, tree: object, depth: int) -> object:
+        if depth == 0:
+            raise MalformedFrameError(f"a message nests deeper than {_DEEPEST} levels")
+        if isinstance(tree, dict):
+            tag = tree.get("$")
+            if tag is not None:
+                return self._unpack_tagged(tag, tree, depth)
+            if "$" in tree:
+                raise MalformedFrameError("a tagged value has no name")
+            return {key: self._unpack(item, depth - 1) for key, item in tree.items()}
+        if isinstance(tree, list):
+            return [self._unpack(item, depth - 1) for item in tree]
+        if isinstance(tree, float) and not math.isfinite(tree):
+            raise MalformedFrameError("a number is out of range")
+        return tree
+
+    def _unpack_tagged(self, tag: object, tree: dict[str, object], depth: int) -> object:
+        if not isinstance(tag, str):
+            raise MalformedFrameError("the name of a tagged value is no string")
+        if tag in _UNPACKERS:
+            if tree.keys() != {"$", "v"}:
+                raise MalformedFrameError(f"a tagged {tag} has no value, or more than one")
+            return _UNPACKERS[tag](self, tree["v"], depth - 1)
+        kind = self._by_name.get(tag)
+        if kind is None:
+            raise UnknownMessageError(tag)
+        if issubclass(kind, enum.Enum):
+            member = tree.get("v")
+            if tree.keys() != {"$", "v"} or not isinstance(member, str):
+                raise MalformedFrameError(f"a {tag} needs the name of a member")
+            if member not in kind.__members__:
+                raise MalformedFrameError(f"{tag} has no member {member[:100]!r}")
+            return kind.__members__[member]
+        fields = tree.get("f")
+        if tree.keys() != {"$", "f"} or not isinstance(fields, dict):
+            raise MalformedFrameError(f"a {tag} needs its fields")
+        return self._make(kind, {k: self._unpack(v, depth - 1) for k, v in fields.items()})
+
+    def _make(self, kind: type, values: dict[str, object]) -> object:
+        if kind not in self._checks:
+            self._checks[kind] = field_checks(kind)
+        checks = self._checks[kind]
+        for name, value in values.items():
+            check = checks.get(name)
+            if check is None:
+                raise MalformedFrameError(f"{kind.__name__} has no field {name[:100]!r}")
+            if not check(value):
+                given = type(value).__name__
+                raise MalformedFrameError(f"{kind.__name__}.{name} cannot be a {given}")
+        try:
+            return kind(**values)
+        except Exception as error:
+            # A missing field, or the type's own validation: whatever it raises is about the peer.
+            raise MalformedFrameError(f"{kind.__name__} refuses its fields: {error}") from error
+
+    def _pack_int(self, value: int, _: int) -> object:
+        if not _SMALLEST_INT <= value <= _LARGEST_INT:
+            raise MalformedFrameError("an integer has more than 64 bits")
+        return value
+
+    def _pack_float(self, value: float, _: int) -> object:
+        return value if math.isfinite(value) else {"$": "float", "v": str(value)}
+
+    def _pack_bytes(self, value: bytes, _: int) -> object:
+        return {"$": "bytes", "v": binascii.b2a_base64(value, newline=False).decode("ascii")}
+
+    def _pack_list(self, value: list[object], depth: int) -> object:
+        return [self._pack(item, depth) for item in value]
+
+    def _pack_tuple(self, value: tuple[object, ...], depth: int) -> object:
+        return {"$": "tuple", "v": [self._pack(item, depth) for item in value]}
+
+    def _pack_set(self, value: set[object], depth: int) -> object:
+        return {"$": type(value).__name__, "v": [self._pack(item, depth) for item in value]}
+
+    def _pack_dict(self, value: dict[object, object], depth: int) -> object:
+        if all(type(key) is str and key != "$" for key in value):
+            return {key: self._pack(item, depth) for key, item in value.items()}
+        pairs = [[self._pack(k, depth), self._pack(v, depth)] for k, v in value.items()]
+        return {"$": "map", "v": pairs}
+
+    def _unpack_bytes(self, value: object, _: int) -> object:
+        text = value if isinstance(value, str) else "?"
+        try:
+            data = binascii.a2b_base64(text)
+        except ValueError as error:
+            raise MalformedFrameError("bytes are not in base64") from error
+        if binascii.b2a_base64(data, newline=False) != text.encode("ascii"):
+            raise MalformedFrameError("bytes are not in the canonical form of base64")
+        return data
+
+    def _unpack_float(self, value: object, _: int) -> object:
+        if not isinstance(value, str) or value not in _SPECIAL_FLOATS:
+            raise MalformedFrameError("a special float is none of inf, -inf and nan")
+        return float(value)
+
+    def _unpack_items(self, value: object, depth: int) -> list[object]:
+        if not isinstance(value, list):
+            raise MalformedFrameError("a collection has no list of items")
+        return [self._unpack(item, depth) for item in value]
+
+    def _unpack_tuple(self, value: object, depth: int) -> object:
+        return tuple(self._unpack_items(value, depth))
+
+    def _unpack_set(self, value: object, depth: int) -> object:
+        return set(_hashable(self._unpack_items(value, depth)))
+
+    def _unpack_frozenset(self, value: object, depth: int) -> object:
+        return frozenset(_hashable(self._unpack_items(value, depth)))
+
+    def _unpack_map(self, value: object, depth: int) -> object:
+        if not isinstance(value, list):
+            raise MalformedFrameError("a mapping has no list of pairs")
+        pairs = [self._unpack_items(pair, depth) for pair in value]
+        if any(len(pair) != 2 for pair in pairs):  # noqa: PLR2004
+            raise MalformedFrameError("a mapping has an entry that is no pair")
+        keys = _hashable([key for key, _ in pairs])
+        return dict(zip(keys, (item for _, item in pairs), strict=True))
+
+
+def _is_message_type(kind: type) -> bool:
+    return dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum)
+
+
+def _hashable(items: list[object]) -> list[object]:
+    try:
+        for item in items:
+            hash(item)
+    except TypeError as error:
+        raise MalformedFrameError("an element of a set, or a key, cannot be hashed") from error
+    return items
+
+
+def _parse_int(text: str) -> int:
+    # Python needs quadratic time for long numbers.
+    number = int(text) if len(text) <= _LONGEST_INT_TEXT else _LARGEST_INT + 1
+    if not _SMALLEST_INT <= number <= _LARGEST_INT:
+        raise ValueError("an integer has more than 64 bits")
+    return number
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON")
+
+
+_PLAIN = frozenset((str, bool, type(None)))
+_PACKERS: dict[type, Callable[[Codec, Any, int], object]] = {
+    int: Codec._pack_int,
+    float: Codec._pack_float,
+    bytes: Codec._pack_bytes,
+    list: Codec._pack_list,
+    tuple: Codec._pack_tuple,
+    set: Codec._pack_set,
+    frozenset: Codec._pack_set,
+    dict: Codec._pack_dict,
+}
+_UNPACKERS: dict[str, Callable[[Codec, object, int], object]] = {
+    "bytes": Codec._unpack_bytes,
+    "float": Codec._unpack_float,
+    "frozenset": Codec._unpack_frozenset,
+    "map": Codec._unpack_map,
+    "set": Codec._unpack_set,
+    "tuple": Codec._unpack_tuple,
+}
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+_DECODER = json.JSONDecoder(parse_int=_parse_int, parse_constant=_refuse_constant)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The error tree of nvrx-common; it holds no behaviour beyond fields and messages."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ChildStartError",
+    "ConfigError",
+    "DeadlineExceededError",
+    "FrameTooLargeError",
+    "MalformedFrameError",
+    "NvrxError",
+    "PathOutsideRootsError",
+    "PeerClosedError",
+    "PeerRefusedError",
+    "UnknownMessageError",
+    "UnsafePathError",
+    "WireError",
+]
+
+
+class NvrxError(Exception):
+    """Base of every error that the nvrx packages raise on purpose."""
+
+
+class ConfigError(NvrxError, ValueError):
+    """A setting is wrong; the message names the key, the value and what is allowed."""
+
+
+class WireError(NvrxError):
+    """A peer sent, or was about to be sent, something that the protocol does not know."""
+
+
+class MalformedFrameError(WireError):
+    """The bytes are no message: not JSON, wrong shape, unknown or missing field."""
+
+
+class FrameTooLargeError(WireError):
+    """A frame is larger than the protocol allows.
+
+    Args:
+        size_bytes: Size that the frame has or announces.
+        limit_bytes: Largest size allowed.
+    """
+
+    def __init__(self, size_bytes: int, limit_bytes: int) -> None:
+        super().__init__(size_bytes, limit_bytes)
+        self.size_bytes = size_bytes
+        self.limit_bytes = limit_bytes
+
+    def __str__(self) -> str:
+        return f"a frame of {self.size_bytes} bytes is over the limit of {self.limit_bytes}"
+
+
+class UnknownMessageError(WireError):
+    """A type is not in the closed set of this connection.
+
+    Args:
+        name: Name of the type, cut to a printable length.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name[:200]
+
+    def __str__(self) -> str:
+        return f"type {self.name!r} is not in the message set of this connection"
+
+
+class PeerClosedError(WireError, ConnectionError):
+    """The peer closed the connection before a whole message had arrived or left."""
+
+
+class PeerRefusedError(NvrxError, PermissionError):
+    """The process at the other end runs as somebody else.
+
+    Args:
+        pid: Process at the other end, as the kernel sees it.
+        uid: Its user.
+        own_uid: The user that was expected.
+    """
+
+    def __init__(self, pid: int, uid: int, own_uid: int) -> None:
+        super().__init__(pid, uid, own_uid)
+        self.pid = pid
+        self.uid = uid
+        self.own_uid = own_uid
+
+    def __str__(self) -> str:
+        return f"peer process {self.pid} runs as uid {self.uid}, expected uid {self.own_uid}"
+
+
+class DeadlineExceededError(NvrxError, TimeoutError):
+    """Something did not happen within the time given to it."""
+
+
+class UnsafePathError(NvrxError, OSError):
+    """A path cannot be trusted: a symbolic link, a foreign owner or open permissions.
+
+    It is built like an `OSError`: `UnsafePathError(errno, message, path)`.
+    """
+
+
+class PathOutsideRootsError(UnsafePathError, ValueError):
+    """A path leaves the roots that it is confined to."""
+
+
+class ChildStartError(NvrxError):
+    """A child process could not be started.
+
+    Args:
+        argv: The command.
+        reason: What the system said.
+    """
+
+    def __init__(self, argv: tuple[str, ...], reason: str) -> None:
+        super().__init__(argv, reason)
+        self.argv = argv
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"cannot start {' '.join(self.argv)[:500]!r}: {self.reason}"

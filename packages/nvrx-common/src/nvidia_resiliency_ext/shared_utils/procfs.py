@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernel says about processes, read from /proc; it writes nothing and signals nobody.
+
+A process may vanish at any moment, so every reader answers `None`, `False` or "not in the list"
+for a process that is gone or that we may not look at. Other errors, such as too many open files,
+are raised: they say nothing about the process, and a caller must not take it for dead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+__all__ = [
+    "Memory",
+    "ProcStat",
+    "boot_id",
+    "catches_signal",
+    "environ_value",
+    "is_available",
+    "is_running",
+    "maps_name",
+    "memory",
+    "pid_namespace",
+    "pids_in_groups",
+    "pids_with_environ",
+    "read_stat",
+    "running_in_groups",
+    "wchan",
+]
+
+_GONE = (FileNotFoundError, ProcessLookupError, PermissionError, NotADirectoryError)
+_CHUNK_BYTES = 65536
+_LARGEST_READ_BYTES = 64 << 20
+# Fields of /proc/<pid>/stat, counted from the one after the command's closing parenthesis.
+_STATE, _PPID, _PGID, _SID, _START_TICKS = 0, 1, 2, 3, 19
+_DEAD_STATES = frozenset("ZXx")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcStat:
+    """One line of /proc/<pid>/stat.
+
+    Attributes:
+        pid: Process.
+        state: One letter, such as `R`, `S`, `D`, `T` or `Z`.
+        ppid: Parent.
+        pgid: Process group.
+        sid: Session.
+        start_ticks: Start since boot in clock ticks; pid and this name one process of one boot.
+        comm: Name of the program, at most 15 bytes.
+    """
+
+    pid: int
+    state: str
+    ppid: int
+    pgid: int
+    sid: int
+    start_ticks: int
+    comm: str
+
+    @property
+    def running(self) -> bool:
+        """Whether it is more than a zombie that waits for its parent."""
+        return self.state not in _DEAD_STATES
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of one process in bytes; `None` where the kernel tells only the resident size.
+
+    Attributes:
+        rss: Resident, with everything shared counted in full.
+        pss: Resident, with shared pages divided by their users.
+        uss: Resident and private: what its end would free.
+    """
+
+    rss: int
+    pss: int | None
+    uss: int | None
+
+
+def is_available() -> bool:
+    """Return whether /proc is mounted and shows this process under its own number."""
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        return False
+
+
+def read_stat(pid: int) -> ProcStat | None:
+    """Return what the kernel says about a process, or `None` when there is none."""
+    data = _read(f"/proc/{pid}/stat")
+    return None if data is None else _parse_stat(pid, data)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether the process exists and is not a zombie."""
+    stat = read_stat(pid)
+    return stat is not None and stat.running
+
+
+def environ_value(pid: int, name: str) -> str | None:
+    """Return a variable of the environment that the process was started with.
+
+    A program that rewrites its title can overwrite that memory; then this answers `None`.
+    """
+    data = _read(f"/proc/{pid}/environ")
+    if data is None:
+        return None
+    prefix = os.fsencode(name) + b"="
+    for entry in data.split(b"\0"):
+        if entry.startswith(prefix):
+            return os.fsdecode(entry[len(prefix) :])
+    return None
+
+
+def pids_with_environ(name: str, value: str, *, skip_self: bool = True) -> list[int]:
+    """Return the processes that were started with `name` set to `value`, in one scan.
+
+    Zombies are not among them: their environment is gone.
+    """
+    needle = b"\0" + os.fsencode(f"{name}={value}") + b"\0"
+    own_pid = os.getpid() if skip_self else -1
+    found = []
+    for pid in _pids():
+        if pid == own_pid:
+            continue
+        data = _read(f"/proc/{pid}/environ")
+        if data and needle in b"\0" + data + b"\0":
+            found.append(pid)
+    return found
+
+
+def running_in_groups(pgids: Collection[int]) -> list[ProcStat]:
+    """Return the processes of the given groups that are not zombies."""
+    wanted = frozenset(pgids)
+    if not wanted:
+        return []
+    stats = (read_stat(pid) for pid in _pids())
+    return [stat for stat in stats if stat is not None and stat.pgid in wanted and stat.running]
+
+
+def pids_in_groups(pgids: Collection[int]) -> list[int]:
+    """Return the numbers of the processes of the given groups that are not zombies."""
+    return [stat.pid for stat in running_in_groups(pgids)]
+
+
+def maps_name(pid: int, needle: str) -> bool:
+    """Return whether the process maps a file whose path contains `needle`."""
+    data = _read(f"/proc/{pid}/maps")
+    if data is None:
+        return False
+    wanted = os.fsencode(needle)
+    # A line is "address perms offset device inode path"; the path may contain blanks.
+    lines = (line.split(None, 5) for line in data.splitlines())
+    return any(len(fields) > 5 and wanted in fields[5] for fields in lines)  # noqa: PLR2004
+
+
+def boot_id() -> str:
+    """Return the kernel's name for this boot, or `""` where it is hidden."""
+    data = _read("/proc/sys/kernel/random/boot_id")
+    return "" if data is None else data.decode("ascii", "replace").strip()
+
+
+def pid_namespace() -> str:
+    """Return the name of the namespace in which our process numbers count, or `""`."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def catches_signal(pid: int, sig: int) -> bool:
+    """Return whether the process has installed a handler for the signal."""
+    mask = _status_field(pid, b"SigCgt:")
+    return mask is not None and bool(int(mask, 16) >> (sig - 1) & 1)
+
+
+def wchan(pid: int) -> str | None:
+    """Return the kernel function in which the process waits, `""` when it does not wait."""
+    data = _read(f"/proc/{pid}/wchan")
+    if data is None:
+        return None
+    name = data.decode("ascii", "replace").strip()
+    return "" if name == "0" else name
+
+
+def memory(pid: int) -> Memory | None:
+    """Return the memory of a process, or `None` when there is no such process."""
+    data = _read(f"/proc/{pid}/smaps_rollup")
+    if data:
+        sizes: dict[bytes, int] = {}
+        for line in data.splitlines():
+            key, _, rest = line.partition(b":")
+            number = rest.split()
+            if len(number) == 2 and number[1] == b"kB":  # noqa: PLR2004
+                sizes[key] = int(number[0]) * 1024
+        if b"Rss" in sizes:
+            private = sizes.get(b"Private_Clean", 0) + sizes.get(b"Private_Dirty", 0)
+            return Memory(sizes[b"Rss"], sizes.get(b"Pss"), private)
+    pages = _read(f"/proc/{pid}/statm")
+    if not pages:
+        return None
+    return Memory(int(pages.split()[1]) * os.sysconf("SC_PAGE_SIZE"), None, None)
+
+
+def _pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def _parse_stat(pid: int, data: bytes) -> ProcStat | None:
+    # The command stands in parentheses and may itself contain blanks and parentheses.
+    opening, closing = data.find(b"("), data.rfind(b")")
+    fields = data[closing + 1 :].split()
+    if opening < 0 or len(fields) <= _START_TICKS:
+        return None
+    return ProcStat(
+        pid=pid,
+        state=fields[_STATE].decode("ascii"),
+        ppid=int(fields[_PPID]),
+        pgid=int(fields[_PGID]),
+        sid=int(fields[_SID]),
+        start_ticks=int(fields[_START_TICKS]),
+        comm=data[opening + 1 : closing].decode("utf-8", "replace"),
+    )
+
+
+def _status_field(pid: int, key: bytes) -> bytes | None:
+    for line in (_read(f"/proc/{pid}/status") or b"").splitlines():
+        if line.startswith(key):
+            return line[len(key) :].strip()
+    return None
+
+
+def _read(path: str) -> bytes | None:
+    # A process that vanishes after open() fails the read with ESRCH.
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except _GONE:
+        return None
+    try:
+        data = chunk = os.read(descriptor, _CHUNK_BYTES)
+        while chunk and len(data) < _LARGEST_READ_BYTES:
+            chunk = os.read(descriptor, _CHUNK_BYTES)
+            data += chunk
+    except _GONE:
+        return None
+    finally:
+        os.close(descriptor)
+    return data
