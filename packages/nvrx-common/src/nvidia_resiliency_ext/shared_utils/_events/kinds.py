@@ -75,7 +75,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class JobStart(Event):
-    """The launcher of a node starts its work. ``argv_hash`` names the command without showing it."""
+    """A node's launcher starts; ``argv_hash`` names the command without showing it."""
 
     kind: ClassVar[str] = "job_start"
     argv_hash: str | None = None

@@ -7,6 +7,7 @@ one warning says so, and a ``dropped`` event tells about it as soon as writing w
 is no lock, so a fork or a signal handler in the middle of ``record`` cannot block anybody.
 """
 
+# ruff: noqa: PTH100, PTH103, PTH118, PTH123 - importing pathlib costs more than all that this module does
 from __future__ import annotations
 
 import errno
@@ -27,7 +28,9 @@ __all__ = ["MAX_FILE_BYTES", "NULL_EVENTS", "SCHEMA", "EventLog"]
 SCHEMA = "nvrx_events.v1"
 MAX_FILE_BYTES = 64 * 1024 * 1024
 # What is still written when the file is full; at twice the limit nothing is.
-_ESSENTIAL_KINDS = frozenset({"fault", "cycle_start", "cycle_end", "job_start", "job_end", "dropped"})
+_ESSENTIAL_KINDS = frozenset(
+    {"fault", "cycle_start", "cycle_end", "job_start", "job_end", "dropped"}
+)
 _REOPEN_AFTER_S = 5.0
 _NAME_LIMIT = 64
 _FIELD_NAMES: dict[type[Event], tuple[str, ...]] = {}
@@ -60,7 +63,7 @@ class EventLog:
 
     enabled = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a file of events says about itself
         self,
         directory: str,
         *,
@@ -92,7 +95,7 @@ class EventLog:
         self._all_dropped_count = 0
 
     @classmethod
-    def create(
+    def create(  # noqa: PLR0913 - what a file of events says about itself
         cls,
         directory: str | os.PathLike[str],
         *,

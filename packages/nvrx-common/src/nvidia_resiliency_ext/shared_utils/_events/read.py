@@ -6,6 +6,7 @@ A line that is not an event is counted and skipped, kinds and fields that this v
 know are kept, and every size is limited.
 """
 
+# ruff: noqa: PTH119, PTH123 - importing pathlib costs more than all that this module does
 from __future__ import annotations
 
 import json
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from ..errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from .log import SCHEMA
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ __all__ = ["EventFile", "EventFileError", "EventRecord", "read_events"]
 
 _LINE_LIMIT = 64 * 1024
 _FILE_LIMIT = 256 * 1024 * 1024
+_LATEST_TIME = 1e12
+_LARGEST_INTEGER = 2**53
 _COMMON_NAMES = ("t", "m", "kind", "src", "cycle", "rank", "pid")
 
 
@@ -166,10 +169,10 @@ def _record(found: dict[str, object]) -> EventRecord | None:
 def _is_time(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return abs(value) < 1e12 and isfinite(value)
+    return abs(value) < _LATEST_TIME and isfinite(value)
 
 
 def _integer(value: object) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int):
         return None
-    return value if abs(value) < 2**53 else None
+    return value if abs(value) <= _LARGEST_INTEGER else None

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the configuration of the logger "nvrx"; only programs call it, libraries just log.
+
+The format of a line and the files of a node are the business of ``log_node_local_tmp``. Handlers
+that a user put on the logger are never touched.
+"""
+
+# ruff: noqa: PTH103 - importing pathlib costs more than all that this module does
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+
+from ._logging import settings
+from ._logging.formatters import DynamicLogFormatter, JsonLineFormatter, line_format
+from ._logging.node_local import NodeLocalTmpLogHandler
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    _TextHandler = logging.StreamHandler[TextIO]
+else:
+    _TextHandler = logging.StreamHandler  # cannot be subscripted by Python 3.10
+
+__all__ = ["LogConfig", "LogManager", "setup_logger"]
+
+
+class LogConfig:
+    """What the environment says about logging, read when asked; never instantiated."""
+
+    name = "nvrx"
+    _aggr_file_prefix = "nvrx_log_"
+
+    @classmethod
+    def get_node_id(cls) -> str:
+        """Return the name of this host."""
+        import socket
+
+        return socket.gethostname()
+
+    @classmethod
+    def get_log_file(cls) -> str:
+        """Return the name of this node's merged log file."""
+        return f"{cls._aggr_file_prefix}{cls.get_node_id()}.log"
+
+    @classmethod
+    def get_node_local_tmp_dir(cls, node_local_tmp_dir: str | None = None) -> str | None:
+        """Return the directory of the per-node log files, None for none."""
+        return node_local_tmp_dir or os.environ.get("NVRX_NODE_LOCAL_TMPDIR") or None
+
+    @classmethod
+    def get_max_file_size(cls, file_size_kb: int | None = None) -> int:
+        """Return the size in bytes at which a per-node log file is followed by the next."""
+        if file_size_kb is None:
+            default = settings.DEFAULT_MAX_FILE_SIZE_KB
+            file_size_kb = settings.integer("NVRX_LOG_MAX_FILE_SIZE_KB", _warn_once, default)
+        return (file_size_kb or 0) * 1024
+
+    @classmethod
+    def get_max_log_files(cls) -> int:
+        """Return how many older per-node log files stay."""
+        default = settings.DEFAULT_MAX_LOG_FILES
+        return settings.integer("NVRX_LOG_MAX_LOG_FILES", _warn_once, default) or 0
+
+    @classmethod
+    def get_workload_rank(cls) -> int | None:
+        """Return the global rank of this worker."""
+        return settings.integer("RANK", _warn_once)
+
+    @classmethod
+    def get_workload_local_rank(cls) -> int | None:
+        """Return this worker's rank on its node."""
+        return settings.integer("LOCAL_RANK", _warn_once)
+
+    @classmethod
+    def get_infra_rank(cls) -> int | None:
+        """Return the rank that Slurm gave to this process, counted over a whole array."""
+        return settings.infra_rank(_warn_once)
+
+    @classmethod
+    def get_infra_local_rank(cls) -> int | None:
+        """Return the rank that Slurm gave to this process on its node."""
+        return settings.integer("SLURM_LOCALID", _warn_once)
+
+    @classmethod
+    def get_log_level(cls) -> int:
+        """Return ``logging.DEBUG`` where it was asked for, else ``logging.INFO``."""
+        return logging.DEBUG if settings.flag("NVRX_LOG_DEBUG") else logging.INFO
+
+    @classmethod
+    def get_process_name(cls, proc_name: str | None = None) -> str:
+        """Return the name of this process in the names of its log files."""
+        return proc_name or str(os.getpid())
+
+    @classmethod
+    def get_log_to_stdout_cfg(cls) -> bool:
+        """Say whether the console handler writes to stdout instead of stderr."""
+        return settings.flag("NVRX_LOG_TO_STDOUT")
+
+
+class LogManager:
+    """Configures the logger "nvrx" once, at construction, from arguments and environment.
+
+    The handlers that an earlier manager installed are flushed and closed at once; those of the
+    user stay. Any thread may construct one: the last wins.
+
+    Args:
+        node_local_tmp_dir: Directory of per-node files; default ``NVRX_NODE_LOCAL_TMPDIR``.
+        node_local_tmp_prefix: Name of this process in their names; default its pid.
+        log_file: Append to this file instead.
+    """
+
+    def __init__(
+        self,
+        node_local_tmp_dir: str | None = None,
+        node_local_tmp_prefix: str | None = None,
+        log_file: str | None = None,
+    ) -> None:
+        with _state.lock, _HeldWarnings():
+            self._workload_rank = LogConfig.get_workload_rank()
+            self._workload_local_rank = LogConfig.get_workload_local_rank()
+            self._infra_rank = LogConfig.get_infra_rank()
+            self._infra_local_rank = LogConfig.get_infra_local_rank()
+            self.log_level = LogConfig.get_log_level()
+            self._node_local_tmp_dir = LogConfig.get_node_local_tmp_dir(node_local_tmp_dir)
+            self._logger = logging.getLogger(LogConfig.name)
+            handler = self._make_handler(node_local_tmp_prefix, log_file)
+            handler.setFormatter(self._make_formatter(has_log_file=bool(log_file)))
+            _state.replace_handlers(self._logger, handler)
+            self._logger.setLevel(self.log_level)
+            self._logger.propagate = False
+
+    @property
+    def node_local_tmp_logging_enabled(self) -> bool:
+        """Whether a directory of per-node log files is configured."""
+        return self._node_local_tmp_dir is not None
+
+    @property
+    def workload_rank(self) -> int | None:
+        """Global rank of this worker."""
+        return self._workload_rank
+
+    @property
+    def workload_local_rank(self) -> int | None:
+        """This worker's rank on its node."""
+        return self._workload_local_rank
+
+    @property
+    def infra_rank(self) -> int | None:
+        """Rank that the scheduler gave to this process."""
+        return self._infra_rank
+
+    @property
+    def infra_local_rank(self) -> int | None:
+        """Rank that the scheduler gave to this process on its node."""
+        return self._infra_local_rank
+
+    @property
+    def logger(self) -> logging.Logger:
+        """The logger "nvrx"."""
+        return self._logger
+
+    def _make_handler(self, prefix: str | None, log_file: str | None) -> logging.Handler:
+        if log_file:
+            return logging.FileHandler(log_file, mode="a", encoding="utf-8")
+        directory = self._node_local_tmp_dir
+        if directory is None:
+            return _ConsoleHandler(is_stdout=LogConfig.get_log_to_stdout_cfg())
+        from .os_utils import validate_directory
+
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        validate_directory(directory)
+        return NodeLocalTmpLogHandler(
+            self._workload_rank,
+            directory,
+            LogConfig.get_max_file_size(),
+            LogConfig.get_max_log_files(),
+            LogConfig.get_process_name(prefix),
+        )
+
+    def _make_formatter(self, *, has_log_file: bool) -> logging.Formatter:
+        node = LogConfig.get_node_id()
+        if settings.is_json(_warn_once):
+            ranks = {
+                "workload": self._workload_rank,
+                "workload_local": self._workload_local_rank,
+                "infra": self._infra_rank,
+                "infra_local": self._infra_local_rank,
+            }
+            return JsonLineFormatter(node, ranks, settings.cycle(_warn_once))
+        return DynamicLogFormatter(
+            self._workload_rank,
+            self._workload_local_rank,
+            self._infra_rank,
+            self._infra_local_rank,
+            fmt=line_format(node, self._file_prefix() if has_log_file else ""),
+        )
+
+    def _file_prefix(self) -> str:
+        """Return ``<infra rank>: ``, as wide as the highest rank of the job."""
+        rank = "?" if self._infra_rank is None else str(self._infra_rank)
+        world_size = settings.integer("WORLD_SIZE", _warn_once)
+        return f"{rank.rjust(len(str(world_size - 1)) if world_size else 0)}: "
+
+
+def setup_logger(
+    node_local_tmp_dir: str | None = None,
+    force_reset: bool = False,
+    node_local_tmp_prefix: str | None = None,
+    log_file: str | None = None,
+) -> logging.Logger:
+    """Configure the logger "nvrx" and return it; without effect when it has handlers already.
+
+    Args:
+        node_local_tmp_dir: Directory of per-node files; default ``NVRX_NODE_LOCAL_TMPDIR``.
+        force_reset: Configure it anew from the present environment.
+        node_local_tmp_prefix: Name of this process in the names of those files.
+        log_file: Append to this file instead.
+
+    Example:
+        >>> logger = setup_logger()
+        >>> logger.info("ready")
+    """
+    logger = logging.getLogger(LogConfig.name)
+    with _state.lock:
+        if force_reset or not logger.handlers:
+            _state.manager = LogManager(node_local_tmp_dir, node_local_tmp_prefix, log_file)
+    return logger
+
+
+class _ConsoleHandler(_TextHandler):
+    """Writes to what ``sys.stderr`` or ``sys.stdout`` is at that moment, as tests replace it."""
+
+    def __init__(self, *, is_stdout: bool) -> None:
+        logging.Handler.__init__(self)
+        self._is_stdout = is_stdout
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        """The stream of this moment."""
+        return sys.stdout if self._is_stdout else sys.stderr
+
+
+class _HeldWarnings:
+    """Keeps warnings back until a handler is there to take them."""
+
+    def __enter__(self) -> None:
+        _state.held = []
+
+    def __exit__(self, *error: object) -> None:
+        messages, _state.held = _state.held or [], None
+        for message in messages:
+            logging.getLogger(LogConfig.name).warning("%s", message)
+
+
+class _State:
+    """The state of this module, all of it under ``lock``."""
+
+    def __init__(self) -> None:
+        self.manager: LogManager | None = None
+        self.handlers: list[logging.Handler] = []
+        self.warned: set[str] = set()
+        self.held: list[str] | None = None
+        self.renew_lock()
+
+    def renew_lock(self) -> None:
+        """Replace a lock that a thread of the parent may have held while it forked."""
+        self.lock = threading.RLock()
+
+    def replace_handlers(self, logger: logging.Logger, handler: logging.Handler) -> None:
+        """Put ``handler`` in the place of those that were installed here before."""
+        old, self.handlers = self.handlers, [handler]
+        logger.addHandler(handler)
+        for unused in old:
+            logger.removeHandler(unused)
+            _close(unused)
+
+
+def _close(handler: logging.Handler) -> None:
+    try:
+        handler.flush()
+    except (OSError, ValueError) as error:
+        # The disk is full or somebody closed the stream: the handler goes all the same.
+        logging.getLogger(LogConfig.name).debug("log handler not flushed: %s", error)
+    handler.close()
+
+
+def _warn_once(message: str) -> None:
+    with _state.lock:
+        if message in _state.warned:
+            return
+        _state.warned.add(message)
+        if _state.held is not None:
+            _state.held.append(message)
+            return
+    logging.getLogger(LogConfig.name).warning("%s", message)
+
+
+_state = _State()
+os.register_at_fork(after_in_child=_state.renew_lock)
