@@ -120,6 +120,8 @@ def run(tasks: list[Task]) -> int:
     failures: list[tuple[str, int]] = []
     for task in tasks:
         started = time.monotonic()
+        if task[0] == "alone":
+            forget_wheels()
         say("== " + " ".join(arg.removeprefix(f"{ROOT}/") for arg in task))
         code = subprocess.run([str(HATCH), "run", *task], cwd=ROOT, env=env, check=False).returncode
         if task[0] == "serial" and code == NO_TESTS_COLLECTED:
@@ -132,6 +134,12 @@ def run(tasks: list[Task]) -> int:
         say("failed: " + ", ".join(f"{name} ({code})" for name, code in failures))
         return failures[0][1]
     return 0
+
+
+def forget_wheels() -> None:
+    """Remove wheels of earlier versions, so that each distribution has one."""
+    for wheel in (ROOT / "dist").glob("*.whl"):
+        wheel.unlink()
 
 
 def say(line: str) -> None:
