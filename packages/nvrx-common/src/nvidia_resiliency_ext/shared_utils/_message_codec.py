@@ -18,11 +18,13 @@ import dataclasses
 import enum
 import json
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nvidia_resiliency_ext.shared_utils._message_shapes import Check, field_checks
 from nvidia_resiliency_ext.shared_utils.errors import MalformedFrameError, UnknownMessageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 __all__ = ["Codec"]
 
@@ -48,11 +50,29 @@ class Codec:
         self._by_name: dict[str, type] = {}
         self._checks: dict[type, Mapping[str, Check]] = {}
         for kind in types:
-            if not (isinstance(kind, type) and _is_message_type(kind)):
+            if not _is_message_type(kind):
                 raise TypeError(f"{kind!r} is neither a dataclass nor an enum")
             if kind.__name__ in _RESERVED or self._by_name.get(kind.__name__, kind) is not kind:
                 raise ValueError(f"two message types are called {kind.__name__!r}")
             self._by_name[kind.__name__] = kind
+        self._packers: dict[type, Callable[[Any, int], object]] = {
+            int: self._pack_int,
+            float: self._pack_float,
+            bytes: self._pack_bytes,
+            list: self._pack_list,
+            tuple: self._pack_tuple,
+            set: self._pack_set,
+            frozenset: self._pack_set,
+            dict: self._pack_dict,
+        }
+        self._unpackers: dict[str, Callable[[object, int], object]] = {
+            "bytes": self._unpack_bytes,
+            "float": self._unpack_float,
+            "frozenset": self._unpack_frozenset,
+            "map": self._unpack_map,
+            "set": self._unpack_set,
+            "tuple": self._unpack_tuple,
+        }
 
     def dumps(self, value: object) -> bytes:
         """Return the JSON text of a value.
@@ -84,10 +104,10 @@ class Codec:
             return value
         if kind.__name__ in self._by_name and self._by_name[kind.__name__] is kind:
             return self._pack_registered(value, depth)
-        packer = _PACKERS.get(kind)
+        packer = self._packers.get(kind)
         if packer is None:
             raise UnknownMessageError(kind.__qualname__)
-        return packer(self, value, depth - 1)
+        return packer(value, depth - 1)
 
     def _pack_registered(self, value: object, depth: int) -> object:
         name = type(value).__name__
@@ -121,10 +141,10 @@ class Codec:
     def _unpack_tagged(self, tag: object, tree: dict[str, object], depth: int) -> object:
         if not isinstance(tag, str):
             raise MalformedFrameError("the name of a tagged value is no string")
-        if tag in _UNPACKERS:
+        if tag in self._unpackers:
             if tree.keys() != {"$", "v"}:
                 raise MalformedFrameError(f"a tagged {tag} has no value, or more than one")
-            return _UNPACKERS[tag](self, tree["v"], depth - 1)
+            return self._unpackers[tag](tree["v"], depth - 1)
         kind = self._by_name.get(tag)
         if kind is None:
             raise UnknownMessageError(tag)
@@ -222,7 +242,9 @@ class Codec:
         return dict(zip(keys, (item for _, item in pairs), strict=True))
 
 
-def _is_message_type(kind: type) -> bool:
+def _is_message_type(kind: object) -> bool:
+    if not isinstance(kind, type):
+        return False
     return dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum)
 
 
@@ -248,23 +270,5 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 _PLAIN = frozenset((str, bool, type(None)))
-_PACKERS: dict[type, Callable[[Codec, Any, int], object]] = {
-    int: Codec._pack_int,
-    float: Codec._pack_float,
-    bytes: Codec._pack_bytes,
-    list: Codec._pack_list,
-    tuple: Codec._pack_tuple,
-    set: Codec._pack_set,
-    frozenset: Codec._pack_set,
-    dict: Codec._pack_dict,
-}
-_UNPACKERS: dict[str, Callable[[Codec, object, int], object]] = {
-    "bytes": Codec._unpack_bytes,
-    "float": Codec._unpack_float,
-    "frozenset": Codec._unpack_frozenset,
-    "map": Codec._unpack_map,
-    "set": Codec._unpack_set,
-    "tuple": Codec._unpack_tuple,
-}
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _DECODER = json.JSONDecoder(parse_int=_parse_int, parse_constant=_refuse_constant)

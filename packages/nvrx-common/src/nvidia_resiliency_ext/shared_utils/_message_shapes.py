@@ -26,7 +26,7 @@ def field_checks(kind: type) -> Mapping[str, Check]:
         TypeError: An annotation cannot be resolved, or is of a kind that no message may have.
     """
     checks = {}
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]  # callers pass dataclasses
+    for field in dataclasses.fields(kind):
         if field.init:
             try:
                 checks[field.name] = _check(_resolve(field.type, kind))

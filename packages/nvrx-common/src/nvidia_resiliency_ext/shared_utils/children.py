@@ -8,26 +8,32 @@ told apart by their start time. Setting `NVRX_FORCE_NO_PIDFD=1` forces that path
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import select
 import signal as signals
 import subprocess
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, TYPE_CHECKING, final
 
 from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils._child_setup import child_setup, keep_exit_statuses
+from nvidia_resiliency_ext.shared_utils._pid_handle import PidHandle
+from nvidia_resiliency_ext.shared_utils._process_watch import (
+    open_watch,
+    pidfd_available,
+    wait_readable,
+)
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
 
 __all__ = ["Child", "ExitStatus", "PidHandle", "pidfd_available", "start_child"]
 
 logger = logging.getLogger("nvrx")
 
-_PR_SET_PDEATHSIG = 1
 _LOST_STATUS = 255
 _CLOSE_WAIT_S = 10.0
 
@@ -72,6 +78,7 @@ class ExitStatus:
         return cls(None, -code) if code < 0 else cls(code)
 
 
+@final
 class Child:
     """One child process from its start until it is reaped; made by `start_child`.
 
@@ -97,7 +104,7 @@ class Child:
         self._leads_group = new_session
         self._lock = threading.Lock()
         self._status: ExitStatus | None = None
-        self._watch = _open_watch(process.pid)
+        self._watch = open_watch(process.pid)
 
     @property
     def stdin(self) -> IO[bytes] | None:
@@ -131,7 +138,7 @@ class Child:
         deadline = Deadline.after(timeout_s)
         status = self.poll()
         while status is None and not deadline.expired():
-            _wait_readable(self.fileno(), deadline.timeout())
+            wait_readable(self.fileno(), deadline.timeout())
             status = self.poll()
         return status
 
@@ -180,9 +187,8 @@ class Child:
 
     def close(self) -> None:
         """Kill what still runs, reap it and give the descriptors back; harmless when repeated."""
-        if self._process.returncode is None and self.poll() is None:
-            if self.stop(0.0, first=signals.SIGKILL) is None:
-                logger.warning("process %d does not end after SIGKILL", self.pid)
+        if self.poll() is None and self.stop(0.0, first=signals.SIGKILL) is None:
+            logger.warning("process %d does not end after SIGKILL", self.pid)
         for pipe in (self.stdin, self.stdout, self.stderr):
             if pipe is not None:
                 _close_pipe(pipe)
@@ -223,92 +229,7 @@ class Child:
         return self._status
 
 
-class PidHandle:
-    """A hold on a process that is not our child: it never acts on a recycled number.
-
-    Attributes:
-        pid: Its number.
-        start_ticks: Its start since boot in clock ticks.
-    """
-
-    def __init__(self, pid: int, start_ticks: int | None = None) -> None:
-        """Take hold of a running process.
-
-        Args:
-            pid: Its number.
-            start_ticks: Its start, where the caller knows it from before.
-
-        Raises:
-            ProcessLookupError: No such process runs, or one that started at another time.
-        """
-        self.pid = pid
-        self._descriptor = os.pidfd_open(pid) if pidfd_available() else None
-        stat = procfs.read_stat(pid)
-        # Alive after the stat was read means that the stat is of the process behind the pidfd.
-        if stat is None or not stat.running or self._ended():
-            self.close()
-            raise ProcessLookupError(f"there is no running process {pid}")
-        self.start_ticks = stat.start_ticks
-        if start_ticks is not None and start_ticks != stat.start_ticks:
-            self.close()
-            raise ProcessLookupError(f"process {pid} is another one that took over its number")
-
-    def fileno(self) -> int | None:
-        """Return a descriptor, readable once the process has ended; `None` without pidfd."""
-        return self._descriptor
-
-    def alive(self) -> bool:
-        """Return whether the process still runs; a zombie does not."""
-        if self._descriptor is not None:
-            return not self._ended()
-        stat = procfs.read_stat(self.pid)
-        return stat is not None and stat.running and stat.start_ticks == self.start_ticks
-
-    def signal(self, sig: int) -> bool:
-        """Send it a signal; return whether it was still there to get it."""
-        try:
-            if self._descriptor is not None:
-                signals.pidfd_send_signal(self._descriptor, sig)
-            elif self.alive():
-                os.kill(self.pid, sig)
-            else:
-                return False
-        except ProcessLookupError:
-            return False
-        return True
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the process has ended; return whether it has.
-
-        Without pidfd this looks at /proc ten times a second: the kernel tells nobody but a parent.
-        """
-        deadline = Deadline.after(timeout_s)
-        while self.alive() and not deadline.expired():
-            if self._descriptor is not None:
-                _wait_readable(self._descriptor, deadline.timeout())
-            else:
-                select.select([], [], [], min(0.1, deadline.remaining()))
-        return not self.alive()
-
-    def close(self) -> None:
-        """Give the descriptor back; the process is left alone."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-
-    def __enter__(self) -> PidHandle:
-        """Return itself; leaving the block closes it."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close it."""
-        self.close()
-
-    def _ended(self) -> bool:
-        return self._descriptor is not None and _wait_readable(self._descriptor, 0.0)
-
-
-def start_child(
+def start_child(  # noqa: PLR0913 - each is one property of the child
     argv: Sequence[str],
     *,
     env: Mapping[str, str] | None = None,
@@ -341,7 +262,7 @@ def start_child(
         ChildStartError: The program cannot be run.
     """
     command = tuple(argv)
-    _keep_exit_statuses()
+    keep_exit_statuses()
     try:
         process = subprocess.Popen(
             command,
@@ -352,7 +273,7 @@ def start_child(
             stderr=stderr,
             pass_fds=tuple(pass_fds),
             start_new_session=new_session,
-            preexec_fn=_child_setup(die_with_parent=die_with_parent),  # noqa: PLW1509
+            preexec_fn=child_setup(die_with_parent=die_with_parent),  # noqa: PLW1509
         )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ChildStartError(command, str(error)) from error
@@ -364,80 +285,6 @@ def start_child(
         raise ChildStartError(command, f"it cannot be watched: {error}") from error
 
 
-@functools.lru_cache(maxsize=1)
-def pidfd_available() -> bool:
-    """Return whether processes can be watched and signalled through pidfds; probed once."""
-    if os.environ.get("NVRX_FORCE_NO_PIDFD") == "1" or not hasattr(os, "pidfd_open"):
-        return False
-    try:
-        descriptor = os.pidfd_open(os.getpid())
-    except OSError:
-        return False
-    try:
-        signals.pidfd_send_signal(descriptor, 0)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
-class _PidfdWatch:
-    """Watches and signals a process through its pidfd."""
-
-    def __init__(self, pid: int) -> None:
-        self._descriptor = os.pidfd_open(pid)
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def send(self, sig: int) -> None:
-        signals.pidfd_send_signal(self._descriptor, sig)
-
-    def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-class _ThreadWatch:
-    """Watches a child of ours with a thread that ends, and closes a pipe, when the child does."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._reader, writer = os.pipe()
-        self._thread = threading.Thread(
-            target=_close_at_exit_of, args=(pid, writer), name=f"nvrx-watch-{pid}", daemon=True
-        )
-        self._thread.start()
-
-    def fileno(self) -> int:
-        return self._reader
-
-    def send(self, sig: int) -> None:
-        os.kill(self._pid, sig)
-
-    def close(self) -> None:
-        descriptor, self._reader = self._reader, -1
-        if descriptor >= 0:
-            self._thread.join(_CLOSE_WAIT_S)
-            os.close(descriptor)
-
-
-def _open_watch(pid: int) -> _PidfdWatch | _ThreadWatch:
-    return _PidfdWatch(pid) if pidfd_available() else _ThreadWatch(pid)
-
-
-def _close_at_exit_of(pid: int, writer: int) -> None:
-    try:
-        # WNOWAIT leaves the status to Child.poll, which may also be faster than this thread.
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    except ChildProcessError:
-        pass
-    finally:
-        os.close(writer)
-
-
 def _group_remains(pgid: int) -> bool:
     # While a group has members the kernel gives its number to no new process, so a process under
     # that number, or a member of another session, means that the group is somebody else's.
@@ -445,57 +292,8 @@ def _group_remains(pgid: int) -> bool:
     return any(stat.sid == pgid for stat in members) and all(stat.pid != pgid for stat in members)
 
 
-def _wait_readable(descriptor: int, timeout_s: float | None) -> bool:
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    # A day at most per call: the milliseconds of a longer time overflow.
-    return bool(poller.poll(None if timeout_s is None else min(timeout_s, 86400.0) * 1000.0))
-
-
 def _close_pipe(pipe: IO[bytes]) -> None:
     try:
         pipe.close()
     except BrokenPipeError:
         logger.debug("a child ended before it read all of its input")
-
-
-def _keep_exit_statuses() -> None:
-    # A parent that ignored SIGCHLD leaves that to us, and the kernel then drops exit statuses.
-    if signals.getsignal(signals.SIGCHLD) is not signals.SIG_IGN:
-        return
-    if threading.current_thread() is threading.main_thread():
-        signals.signal(signals.SIGCHLD, signals.SIG_DFL)
-    else:
-        logger.warning("SIGCHLD is ignored: exit statuses of child processes will be lost")
-
-
-def _child_setup(*, die_with_parent: bool) -> Callable[[], None] | None:
-    """Return what the child runs before exec; `None` lets Popen use the faster vfork."""
-    masked = bool(signals.pthread_sigmask(signals.SIG_BLOCK, ()))
-    if not die_with_parent and not masked:
-        return None
-    # Everything is looked up here: between fork and exec nothing may be imported.
-    set_death_signal = _load_prctl() if die_with_parent else None
-    return functools.partial(_set_up_child, os.getpid(), set_death_signal)
-
-
-def _set_up_child(parent_pid: int, set_death_signal: Callable[[int, int], int] | None) -> None:
-    signals.pthread_sigmask(signals.SIG_SETMASK, ())
-    if set_death_signal is None:
-        return
-    if set_death_signal(_PR_SET_PDEATHSIG, signals.SIGKILL) != 0:
-        raise OSError("prctl(PR_SET_PDEATHSIG) was refused")
-    # The parent may have died before the call above; the kernel then sends nothing.
-    if os.getppid() != parent_pid:
-        os._exit(1)
-
-
-@functools.lru_cache(maxsize=1)
-def _load_prctl() -> Callable[[int, int], int]:
-    import ctypes  # noqa: PLC0415 - costs milliseconds that most starts need not pay
-
-    prctl = ctypes.CDLL(None).prctl
-    prctl.argtypes = (ctypes.c_int, ctypes.c_ulong)
-    prctl.restype = ctypes.c_int
-    function: Callable[[int, int], int] = prctl
-    return function

@@ -9,8 +9,11 @@ are raised: they say nothing about the process, and a caller must not take it fo
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
 
 __all__ = [
     "Memory",

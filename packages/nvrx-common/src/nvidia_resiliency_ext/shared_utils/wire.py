@@ -46,6 +46,7 @@ MAX_FRAME_BYTES = 1 << 20
 
 _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("iII")
+_FD = struct.Struct("i")
 
 
 class MessageSet:
@@ -214,7 +215,9 @@ def send_with_fds(
     with _deadline_on(sock, timeout_s) as arm:
         arm()
         try:
-            sent = socket.send_fds(sock, [data], list(fds), socket.MSG_NOSIGNAL)
+            # Not socket.send_fds and recv_fds: they drop the flags.
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _pack_fds(fds))] if fds else []
+            sent = sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise PeerClosedError("the peer is gone") from error
         _send_all(sock, data[sent:], arm)
@@ -238,14 +241,17 @@ def receive_with_fds(
     with _deadline_on(sock, timeout_s) as arm:
         arm()
         try:
-            data, fds, flags, _ = socket.recv_fds(sock, max_bytes, max_fds, socket.MSG_CMSG_CLOEXEC)
+            data, ancillary, flags, _ = sock.recvmsg(
+                max_bytes, socket.CMSG_LEN(max_fds * _FD.size), socket.MSG_CMSG_CLOEXEC
+            )
         except ConnectionResetError as error:
             raise PeerClosedError("the peer is gone") from error
+    fds = _unpack_fds(ancillary)
     if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(fds) > max_fds:
         for descriptor in fds:
             os.close(descriptor)
         raise MalformedFrameError("the peer sent more bytes or descriptors than fit")
-    return data, list(fds)
+    return data, fds
 
 
 def peer_credentials(sock: socket.socket) -> PeerCredentials:
@@ -303,3 +309,16 @@ def _receive_exactly(sock: socket.socket, size: int, arm: Callable[[], None]) ->
             raise PeerClosedError("the peer closed the connection")
         received += data
     return bytes(received)
+
+
+def _pack_fds(fds: Sequence[int]) -> bytes:
+    return b"".join(_FD.pack(descriptor) for descriptor in fds)
+
+
+def _unpack_fds(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = []
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            whole = data[: len(data) - len(data) % _FD.size]
+            fds += [descriptor for (descriptor,) in _FD.iter_unpack(whole)]
+    return fds
