@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher's loop on one node: feeds what happens to `decide`, and does what it says.
+
+It owns the order of things, not the things: processes, rendezvous, monitor and records are
+given to it. One thread; every wait is in the event loop.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from nvidia_resiliency_ext.shared_utils.children import ExitStatus
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+from . import decide
+from .chronicle import Chronicle
+from .decide import Assignment, Cause, Effect, Event, Node, Phase, Policy
+from .faults import Failure, cause_of, read_error_file, root_cause
+from .loop import EventLoop
+from .output import Tee
+from .rendezvous import Rendezvous
+from .workers import Starter, WorkerGroup, WorkerSpec
+
+logger = logging.getLogger("nvrx")
+
+PROGRESS_INTERVAL_S = 10.0
+
+
+class MonitorLink(Protocol):
+    """What the agent needs of the rank monitor."""
+
+    def prepare(self, cycle: int) -> None:
+        """Be ready for the ranks of `cycle`; waits, with a bound, until the sockets listen."""
+
+    def workers_changed(self, cycle: int, pgids: list[int]) -> None:
+        """Tell the monitor the process groups to sweep if the launcher dies."""
+
+    def hang_report(self, local_rank: int) -> dict[str, object]:
+        """Return the monitor's report on a rank that it killed in this cycle, or {}."""
+
+    def last_iteration(self) -> int | None:
+        """Return the highest iteration that a local rank has told in this cycle."""
+
+    def steps_of_rank0(self) -> tuple[int | None, int]:
+        """Return iteration and number of heartbeats or steps of local rank 0."""
+
+
+class ProgressTracker(Protocol):
+    """What the agent needs of `progress_tracker.TrainingProgressTracker`."""
+
+    def update_iteration(self, iteration: int) -> None:
+        """Take note of an iteration reached."""
+
+    def analyze_previous_cycle(self) -> None:
+        """Judge the cycle that just ended."""
+
+    def should_terminate_early(self) -> bool:
+        """Return whether the job makes no progress any more."""
+
+
+class Specs(Protocol):
+    """Makes the specs of a round's workers."""
+
+    def __call__(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
+        """Return one spec per local rank.
+
+        Raises:
+            LogDirectoryError: when a worker's folder cannot be made.
+        """
+
+
+class Result:
+    """How the job ended here: exit code, reason, and the failures of the last cycle."""
+
+    def __init__(self, exit_code: int, reason: str, failures: Sequence[Failure]) -> None:
+        self.exit_code = exit_code
+        self.reason = reason
+        self.failures = list(failures)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What an agent works with; the assembly makes it."""
+
+    policy: Policy
+    loop: EventLoop
+    clock: Clock
+    rendezvous: Rendezvous
+    starter: Starter
+    specs: Specs
+    monitor: MonitorLink
+    tracker: ProgressTracker
+    chronicle: Chronicle
+    tee: Tee
+    host: str
+
+
+class NodeAgent:
+    """Runs the cycles of one node until `decide` says that it is over.
+
+    It owns the worker group; the other parts belong to the caller.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._node = Node(parts.policy)
+        self._loop = parts.loop
+        self._clock = parts.clock
+        self._rendezvous = rendezvous = parts.rendezvous
+        self._starter = parts.starter
+        self._specs = parts.specs
+        self._monitor = parts.monitor
+        self._tracker = parts.tracker
+        self._chronicle = parts.chronicle
+        self._host = parts.host
+        self._workers = WorkerGroup(
+            parts.loop,
+            parts.clock,
+            parts.tee,
+            on_exit=self._worker_exited,
+            on_stopped=self._group_stopped,
+        )
+        self._events: collections.deque[Event] = collections.deque()
+        self._exits: list[tuple[int, ExitStatus, float]] = []
+        self._failures: list[Failure] = []
+        self._assignment: Assignment | None = None
+        self._error_files: dict[int, str] = {}
+        self._cycle_start_time: float | None = None
+        self._steps_at_tick: tuple[int, float] = (0, 0.0)
+        self._finish: decide.Finish | None = None
+        self._perform: dict[type, Callable[..., None]] = {
+            decide.Join: self._join,
+            decide.StartWorkers: self._start_workers,
+            decide.StopWorkers: self._stop_workers,
+            decide.KillWorkers: self._kill_workers,
+            decide.ReportFault: self._report_fault,
+            decide.OpenNextRound: lambda effect: rendezvous.open_next(effect.cause),
+            decide.CloseRendezvous: lambda effect: rendezvous.close(effect.reason),
+            decide.Finish: self._note_finish,
+        }
+
+    @property
+    def phase(self) -> Phase:
+        """Where the node stands."""
+        return self._node.phase
+
+    @property
+    def workers(self) -> WorkerGroup:
+        """The worker processes of the present cycle."""
+        return self._workers
+
+    # What happens, told by the effects ------------------------------------------------------
+
+    def post(self, event: Event) -> None:
+        """Hand in an event; it is decided in the order of arrival."""
+        self._events.append(event)
+
+    def _worker_exited(self, local_rank: int, status: ExitStatus) -> None:
+        """Take note of an exit; those seen in one round of the loop are judged together."""
+        self._exits.append((local_rank, status, self._clock.wall()))
+
+    def _group_stopped(self, given_up: tuple[int, ...]) -> None:
+        """Take note that the cycle's workers are gone."""
+        self.post(decide.GroupStopped(given_up))
+
+    # The loop ------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Run cycles until the job is over here."""
+        fd = self._rendezvous.fileno()
+        if fd is not None:
+            self._loop.watch(fd, self._poll_rendezvous)
+        self._loop.call_at(self._clock.monotonic() + PROGRESS_INTERVAL_S, self._tick_progress)
+        self._join(decide.Join(0, None))
+        while self._finish is None:
+            if not self._settle():
+                self._loop.run_once()
+        self._chronicle.cycle_ended(self._finish.reason)
+        return Result(self._finish.exit_code, self._finish.reason, self._failures)
+
+    def _settle(self) -> bool:
+        """Decide one thing that is waiting; exits first, they are the causes."""
+        if self._exits:
+            self._judge_exits()
+            return True
+        if self._events:
+            self._feed(self._events.popleft())
+            return True
+        return False
+
+    def _feed(self, event: Event) -> None:
+        before = self._node.phase
+        self._node, effects = decide.decide(self._node, event)
+        if before is Phase.STOPPING and isinstance(event, decide.GroupStopped):
+            self._chronicle.workers_stopped()
+        for effect in effects:
+            self._apply(effect)
+
+    def _apply(self, effect: Effect) -> None:
+        self._perform[type(effect)](effect)
+
+    # Exits ---------------------------------------------------------------------------------
+
+    def _judge_exits(self) -> None:
+        self._workers.reap_exited()
+        exits, self._exits = self._exits, []
+        running = self._node.phase is Phase.RUNNING
+        failures = [
+            self._failure(rank, status, seen_at)
+            for rank, status, seen_at in exits
+            if running and status.code != 0
+        ]
+        cause: Cause | None = None
+        no_progress = False
+        if failures:
+            self._failures = failures
+            cause = cause_of(root_cause(failures))
+            no_progress = self._makes_no_progress()
+        for local_rank, status, _ in exits:
+            self._chronicle.worker_exited(local_rank, status)
+            own = cause if status.code != 0 else None
+            self._feed(decide.WorkerExited(local_rank, status, own, no_progress))
+
+    def _failure(self, local_rank: int, status: ExitStatus, seen_at: float) -> Failure:
+        assert self._assignment is not None
+        started = self._workers.started[local_rank]
+        return Failure(
+            rank=self._assignment.rank_offset + local_rank,
+            local_rank=local_rank,
+            pid=started.child.pid,
+            host=self._host,
+            status=status,
+            seen_at=seen_at,
+            error=read_error_file(self._error_files.get(local_rank, "")),
+            hang=self._monitor.hang_report(local_rank),
+        )
+
+    def _makes_no_progress(self) -> bool:
+        iteration = self._monitor.last_iteration()
+        if iteration is not None:
+            self._tracker.update_iteration(iteration)
+        self._tracker.analyze_previous_cycle()
+        return self._tracker.should_terminate_early()
+
+    # Effects -------------------------------------------------------------------------------
+
+    def _join(self, effect: decide.Join) -> None:
+        if effect.cause is not None:
+            self._chronicle.cycle_ended(effect.cause.what)
+            self._cycle_start_time = self._clock.wall()
+        self._rendezvous.join(effect.cycle)
+        self._poll_rendezvous()
+
+    def _poll_rendezvous(self) -> None:
+        self._events.extend(self._rendezvous.poll())
+
+    def _start_workers(self, effect: decide.StartWorkers) -> None:
+        assignment = self._assignment = effect.assignment
+        self._chronicle.round_joined(assignment)
+        self._failures = []
+        self._steps_at_tick = (0, self._clock.monotonic())
+        try:
+            specs = self._specs(assignment, self._cycle_start_time)
+            self._error_files = {spec.local_rank: spec.output.error_file for spec in specs}
+            self._monitor.prepare(assignment.cycle)
+            self._workers.start(specs, self._starter)
+        except NvrxError as error:
+            self.post(decide.StartFailed(Cause("start", str(error), host=self._host)))
+            return
+        workers = self._workers.started
+        self._monitor.workers_changed(
+            assignment.cycle, [started.child.pid for started in workers.values()]
+        )
+        self._chronicle.workers_started(workers)
+
+    def _stop_workers(self, effect: decide.StopWorkers) -> None:
+        self._workers.stop(effect.signum, effect.grace_s)
+
+    def _kill_workers(self, _effect: decide.KillWorkers) -> None:
+        logger.warning("asked a second time: all workers are killed now")
+        self._workers.kill()
+
+    def _report_fault(self, effect: decide.ReportFault) -> None:
+        self._chronicle.fault(
+            effect.cause,
+            effect.outcome,
+            effect.restarts_left,
+            failures=self._failures,
+            last_iteration=self._monitor.last_iteration(),
+        )
+
+    def _note_finish(self, effect: decide.Finish) -> None:
+        self._finish = effect
+
+    def _tick_progress(self) -> None:
+        now = self._clock.monotonic()
+        if self._node.phase is Phase.RUNNING:
+            iteration, steps = self._monitor.steps_of_rank0()
+            before, at = self._steps_at_tick
+            if steps > before:
+                self._chronicle.progress(iteration, steps - before, now - at)
+                self._steps_at_tick = (steps, now)
+        self._loop.call_at(now + PROGRESS_INTERVAL_S, self._tick_progress)

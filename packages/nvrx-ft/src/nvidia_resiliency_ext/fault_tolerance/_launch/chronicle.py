@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launcher says about a job: log lines, events and failure records, in one place.
+
+The agent tells it what happened; it measures the durations between those calls. It decides
+nothing, and a record that cannot be written never stops the job.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+from nvidia_resiliency_ext.shared_utils import events
+from nvidia_resiliency_ext.shared_utils.children import ExitStatus
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+
+from .decide import Assignment, Cause, Outcome
+from .faults import Failure
+from .records import FailureLog, FailureRecord, RestartTimes
+from .workers import Started
+
+logger = logging.getLogger("nvrx")
+
+
+class Chronicle:
+    """The launcher's record of one job on one node. One thread only."""
+
+    def __init__(
+        self, log: events.EventLog, failures: FailureLog, clock: Clock, *, host: str
+    ) -> None:
+        self._events = log
+        self._failures = failures
+        self._clock = clock
+        self._host = host
+        self._cycle = 0
+        self._rank_offset = 0
+        self._started_at: float | None = None
+        self._first_steps: set[int] = set()
+        self._fault: tuple[Cause, Outcome, int | None] | None = None
+        self._also_failed: list[str] = []
+        self._times = RestartTimes()
+        self.restarts = 0
+        self.faults = 0
+
+    def job_started(self, *, argv: Sequence[str], nnodes: str, nproc: int, policy: str) -> None:
+        """Record the job's start; of the command line only a digest, it may hold secrets."""
+        import zlib
+
+        digest = f"{zlib.crc32(chr(0).join(argv).encode()):08x}"
+        self._record(events.JobStart(digest, nnodes, nproc, policy))
+
+    def round_joined(self, assignment: Assignment) -> None:
+        """Record that the rendezvous of a cycle is complete."""
+        self._times.joined = self._clock.monotonic()
+        self._cycle = assignment.cycle
+        self._rank_offset = assignment.rank_offset
+        reason = self._fault[0].what if self._fault else "start"
+        self._record(events.CycleStart(assignment.world_size, assignment.group_world_size, reason))
+
+    def workers_started(self, workers: Mapping[int, Started]) -> None:
+        """Record how each worker was started; the time runs from here to the first step."""
+        self._started_at = self._times.started = self._clock.monotonic()
+        self._first_steps.clear()
+        reasons = set()
+        for local_rank, started in workers.items():
+            event = events.WorkerStart(started.warm, started.cold_reason, started.saved_s or None)
+            self._record(event, local_rank=local_rank)
+            if started.cold_reason:
+                reasons.add(started.cold_reason)
+        warm = sum(started.warm for started in workers.values())
+        logger.info(
+            "cycle %d: %d workers started (%d from standby), pids %s",
+            self._cycle,
+            len(workers),
+            warm,
+            ",".join(str(started.child.pid) for started in workers.values()),
+        )
+        for reason in sorted(reasons):
+            logger.info("cycle %d: cold start: %s", self._cycle, reason)
+        self._restart_complete()
+
+    def first_step(self, local_rank: int, at: float) -> None:
+        """Record a rank's first heartbeat or finished step at `at` (monotonic s)."""
+        if self._started_at is None or local_rank in self._first_steps:
+            return
+        self._first_steps.add(local_rank)
+        duration = max(0.0, at - self._started_at)
+        # The record is written when the message arrives; the event carries when it happened.
+        lag = self._clock.monotonic() - at
+        self._events.record(
+            events.FirstStep(round(duration, 6)),
+            cycle=self._cycle,
+            rank=self._rank_offset + local_rank,
+            t=self._clock.wall() - lag,
+            m=at,
+        )
+
+    def progress(self, iteration: int | None, steps: int, window_s: float) -> None:
+        """Record how far rank 0 has come."""
+        self._record(events.Progress(iteration, steps, round(window_s, 3)), local_rank=0)
+
+    def worker_exited(self, local_rank: int, status: ExitStatus) -> None:
+        """Record one exit."""
+        self._record(events.WorkerExit(status.code, status.signal), local_rank=local_rank)
+
+    def standby(self, slot: int, state: str, seconds: float | None, private: int | None) -> None:
+        """Record a standby's change of state; `private` is bytes."""
+        private_mb = None if private is None else round(private / 1e6, 1)
+        self._record(events.Standby(slot, state, seconds, private_mb))
+
+    def fault(
+        self,
+        cause: Cause,
+        outcome: Outcome,
+        restarts_left: int,
+        *,
+        failures: Iterable[Failure],
+        last_iteration: int | None,
+    ) -> None:
+        """Record why a cycle ends and what follows."""
+        self.faults += 1
+        self._fault = (cause, outcome, last_iteration)
+        self._also_failed = [
+            f"rank {failure.rank}: {failure.status.describe()}"
+            for failure in failures
+            if failure.rank != cause.rank
+        ]
+        self._times = RestartTimes(fault=self._clock.monotonic())
+        if cause.detected_by != "monitor":  # The monitor has recorded what it found itself.
+            self._events.record(
+                events.Fault(cause.kind, cause.what, None, cause.detected_by),
+                cycle=self._cycle,
+                rank=cause.rank,
+            )
+        if outcome is Outcome.RESTART:
+            logger.warning("restarting because %s (%d restarts left)", cause.what, restarts_left)
+        elif outcome is Outcome.NO_RESTART:
+            logger.error("stopping for good, no progress: %s", cause.what)
+        else:
+            logger.error("stopping for good, no restart left: %s", cause.what)
+
+    def workers_stopped(self) -> None:
+        """Record that the cycle's workers are gone."""
+        now = self._times.stopped = self._clock.monotonic()
+        if self._times.fault is not None:
+            self._record(events.Phase("stop", round(now - self._times.fault, 6)))
+
+    def cycle_ended(self, result: str) -> None:
+        """Record the end of a cycle."""
+        self._record(events.CycleEnd(result))
+
+    def _restart_complete(self) -> None:
+        if self._fault is None:
+            return
+        self.restarts += 1
+        durations = self._times.durations()
+        for name, key in (("rendezvous", "rendezvous_s"), ("start", "start_s")):
+            seconds = durations[key]
+            if seconds is not None:
+                self._record(events.Phase(name, seconds))
+        self._write_failure(self._cycle - 1)
+
+    def _write_failure(self, cycle: int) -> None:
+        if self._fault is None:
+            return
+        cause, outcome, last_iteration = self._fault
+        self._failures.write(
+            FailureRecord(
+                time=self._clock.wall(),
+                host=self._host,
+                cycle=cycle,
+                outcome=outcome.value,
+                cause=cause,
+                last_iteration=last_iteration,
+                others=tuple(self._also_failed),
+                times=self._times,
+            )
+        )
+        self._fault = None
+
+    def job_ended(self, result: str, exit_code: int) -> None:
+        """Record the end of the job and close nothing: the event log belongs to the caller."""
+        self._write_failure(self._cycle)
+        self._record(events.JobEnd(result, exit_code, self.restarts))
+        log = logger.info if exit_code == 0 else logger.error
+        log("job ended with exit code %d: %s (%d restarts)", exit_code, result, self.restarts)
+
+    def _record(self, event: events.Event, *, local_rank: int | None = None) -> None:
+        rank = None if local_rank is None else self._rank_offset + local_rank
+        self._events.record(event, cycle=self._cycle, rank=rank)

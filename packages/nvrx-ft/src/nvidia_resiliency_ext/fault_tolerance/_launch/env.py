@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment of a worker: what torchrun gives, and what this launcher adds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .decide import Assignment
+
+RUN_ID_ENV_VAR = "NVRX_RUN_ID"
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnvironment:
+    """What is the same for all workers of a node over all cycles."""
+
+    nproc: int
+    role: str
+    job_id: str
+    run_id: str
+    max_restarts: int
+    launch_id: str
+    event_dir: str
+    launcher_socket: str
+    monitor_sockets: tuple[str, ...]
+    omp_num_threads: str | None = None
+
+
+def shared_variables(job: JobEnvironment, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return what every worker of the node has, whatever its rank and cycle."""
+    added = {
+        RUN_ID_ENV_VAR: job.run_id,
+        "NVRX_LAUNCH_ID": job.launch_id,
+        "NVRX_EVENT_DIR": job.event_dir,
+        "NVRX_MEMBERSHIP": "active",
+        "FT_LAUNCHER_IPC_SOCKET": job.launcher_socket,
+        "LOCAL_WORLD_SIZE": str(job.nproc),
+        "ROLE_NAME": job.role,
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        "TORCHELASTIC_RUN_ID": job.job_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "TORCH_ELASTIC_WORKER_IDENTICAL": inherited.get("TORCH_ELASTIC_WORKER_IDENTICAL", "1"),
+    }
+    if job.omp_num_threads is not None:
+        added["OMP_NUM_THREADS"] = job.omp_num_threads
+    return added
+
+
+@dataclass(frozen=True, slots=True)
+class CycleStamp:
+    """When a cycle started (unix s), and the rank that the scheduler gave this node, if any.
+
+    `cycle_start_time` is the beginning of the cycle's rendezvous, from cycle 1 on.
+    """
+
+    launch_time: float
+    cycle_start_time: float | None = None
+    infra_rank: int | None = None
+
+
+def rank_variables(
+    job: JobEnvironment,
+    assignment: Assignment,
+    local_rank: int,
+    stamp: CycleStamp,
+    error_file: str,
+) -> dict[str, str]:
+    """Return what differs between workers and cycles; `@record` writes to `error_file`."""
+    rank = assignment.rank_offset + local_rank
+    world_size = str(assignment.world_size)
+    variables = {
+        "LOCAL_RANK": str(local_rank),
+        "RANK": str(rank),
+        "ROLE_RANK": str(rank),
+        "WORLD_SIZE": world_size,
+        "ROLE_WORLD_SIZE": world_size,
+        "GROUP_RANK": str(assignment.group_rank),
+        "GROUP_WORLD_SIZE": str(assignment.group_world_size),
+        "MASTER_ADDR": assignment.master_addr,
+        "MASTER_PORT": str(assignment.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(assignment.cycle),
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "NVRX_CYCLE": str(assignment.cycle),
+        "NVRX_LAUNCH_TIME": repr(stamp.launch_time),
+    }
+    if job.monitor_sockets:
+        variables["FT_RANK_MONITOR_IPC_SOCKET"] = job.monitor_sockets[local_rank]
+    if stamp.cycle_start_time is not None:
+        variables["NVRX_CYCLE_START_TIME"] = repr(stamp.cycle_start_time)
+    if stamp.infra_rank is not None and stamp.infra_rank >= 0:
+        variables["NVRX_INFRA_RANK"] = str(stamp.infra_rank)
+    return variables

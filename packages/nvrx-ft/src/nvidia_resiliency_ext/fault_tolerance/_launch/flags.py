@@ -1,0 +1,479 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of all flags of `ft_launcher`; how they are read is `parser.py`'s part.
+
+The flags of options come from the table of options. `later` and `harmless` mean what they mean
+there. A flag is written with dashes; underscores are taken anywhere for them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from nvidia_resiliency_ext.fault_tolerance._config import table
+from nvidia_resiliency_ext.fault_tolerance._config import values as v
+
+from . import syntax
+
+__all__ = ["DEFAULT_NO_RESTART_EXIT_CODE", "FLAGS", "GROUPS", "OLD_SPELLINGS", "Flag"]
+
+TORCHRUN = "torchrun"
+DEPRECATED = "deprecated"
+GROUPS = (TORCHRUN, *table.GROUPS, DEPRECATED)
+DEFAULT_NO_RESTART_EXIT_CODE = 93
+
+_NODES_LATER = "jobs of several nodes"
+_LOG_SERVER_LATER = "the log server"
+_CYCLE_LOGS_LATER = "one log file per cycle"
+_ATTRIBUTION_LATER = "the attribution service"
+
+
+class Flag(NamedTuple):
+    """One flag.
+
+    Attributes:
+        name: The flag without its leading dashes.
+        kind: How its value is read; None for a switch, which has no value.
+        default: Its value when nobody gives one.
+        group: Heading in `--help`.
+        help: One sentence.
+        env: Whether `PET_<DEST>` in the environment stands in for it.
+        short: One letter, for the few that have one.
+        dest: Attribute of the result; the name with underscores if empty.
+        later: The feature that a later version brings.
+        harmless: Values accepted all the same; empty stands for the default.
+        deprecated: What to do instead; the flag still works.
+    """
+
+    name: str
+    kind: v.Kind | None
+    default: object
+    group: str
+    help: str
+    env: bool = False
+    short: str = ""
+    dest: str = ""
+    later: str = ""
+    harmless: tuple[object, ...] = ()
+    deprecated: str = ""
+
+    @property
+    def attribute(self) -> str:
+        """Name in the parsed result."""
+        return self.dest or self.name.replace("-", "_")
+
+    def is_refused(self, value: object) -> bool:
+        """Say whether giving this value asks for something this version cannot do."""
+        return bool(self.later) and value not in (self.harmless or (self.default,))
+
+
+def _torchrun(
+    name: str,
+    kind: v.Kind | None,
+    default: object,
+    help_text: str,
+    *,
+    env: bool = True,
+    short: str = "",
+    later: str = "",
+    harmless: tuple[object, ...] = (),
+) -> Flag:
+    return Flag(name, kind, default, TORCHRUN, help_text, env, short, "", later, harmless)
+
+
+_TORCHRUN_FLAGS = (
+    _torchrun(
+        "nnodes",
+        syntax.NODES,
+        "1:1",
+        "Number of nodes, or the least and the largest number.",
+        later=_NODES_LATER,
+        harmless=("1", "1:1"),
+    ),
+    _torchrun(
+        "nproc-per-node",
+        syntax.PROCESSES,
+        "1",
+        "Workers on this node: a number, the number of CPUs or GPUs, or auto (GPUs, else CPUs).",
+    ),
+    _torchrun("rdzv-backend", v.choice("c10d"), "c10d", "Rendezvous backend."),
+    _torchrun("rdzv-endpoint", syntax.ENDPOINT, "", "Where nodes meet; not needed on one node."),
+    _torchrun("rdzv-id", v.TEXT, "none", "The job's name; the same on all nodes."),
+    _torchrun("rdzv-conf", syntax.CONFIGURATION, "", "Further settings of the rendezvous."),
+    _torchrun("standalone", None, False, "One node: take a free endpoint and a random id."),
+    _torchrun("max-restarts", v.COUNT, 0, "Restarts of the workers before the job fails."),
+    _torchrun(
+        "term-timeout",
+        v.SECONDS,
+        1800.0,
+        "Time from SIGTERM to SIGKILL for a worker when the launcher itself was signalled.",
+    ),
+    _torchrun(
+        "workers-stop-timeout",
+        v.SECONDS,
+        15.0,
+        "Time from SIGTERM to SIGKILL for a worker when workers are restarted.",
+    ),
+    _torchrun(
+        "monitor-interval",
+        v.INTERVAL,
+        0.3,
+        "Longest time between two looks at the workers; a death is noticed at once anyway.",
+    ),
+    _torchrun(
+        "start-method",
+        v.choice("spawn", "fork", "forkserver"),
+        "spawn",
+        "How functions are started; a script is always a fresh process.",
+    ),
+    _torchrun("role", v.TEXT, "default", "The workers' role."),
+    _torchrun("module", None, False, "Run the script as a module, like python -m.", short="m"),
+    _torchrun("no-python", None, False, "Run the script itself, without python before it."),
+    _torchrun("run-path", None, False, "Run the script with runpy.run_path."),
+    _torchrun("log-dir", v.TEXT, None, "Directory for logs and for the record of what happened."),
+    _torchrun(
+        "redirects",
+        syntax.STREAMS,
+        "0",
+        "Write streams to files: 1 stdout, 2 stderr, 3 both, or by local rank (0:1,1:3).",
+        short="r",
+    ),
+    _torchrun(
+        "tee",
+        syntax.STREAMS,
+        "0",
+        "Write streams to files and to the console; values as for --redirects.",
+        short="t",
+    ),
+    _torchrun(
+        "local-ranks-filter", syntax.RANKS, "", "Local ranks whose streams the console shows."
+    ),
+    _torchrun(
+        "node-rank", v.COUNT, 0, "Rank of this node.", later=_NODES_LATER
+    ),
+    _torchrun("master-addr", syntax.ENDPOINT, "127.0.0.1", "Address of rank 0."),
+    _torchrun(
+        "master-port",
+        v.integer_in(0, 65535),
+        29500,
+        "Port of rank 0; not given, every cycle has a fresh one.",
+    ),
+    _torchrun("local-addr", v.TEXT, None, "Address of this node."),
+    _torchrun(
+        "logs-specs",
+        v.TEXT,
+        None,
+        "Entry point in group torchrun.logs_specs.",
+        env=False,
+        later="a log specification of one's own",
+    ),
+    _torchrun(
+        "event-log-handler",
+        v.TEXT,
+        "null",
+        "Handler of torch's own events.",
+        later="torch's own event log",
+    ),
+    _torchrun(
+        "duplicate-stdout-filters",
+        syntax.FILTERS,
+        [],
+        "Texts; lines of stdout that hold one are also written to a file of their own.",
+        later="a second file of filtered lines",
+    ),
+    _torchrun(
+        "duplicate-stderr-filters",
+        syntax.FILTERS,
+        [],
+        "Texts; lines of stderr that hold one are also written to a file of their own.",
+        later="a second file of filtered lines",
+    ),
+    _torchrun(
+        "numa-binding",
+        v.choice("node", "socket", "exclusive", "core-complex"),
+        None,
+        "Bind workers to the CPUs near their GPUs.",
+        env=False,
+        later="binding to NUMA nodes",
+    ),
+    _torchrun(
+        "signals-to-handle",
+        syntax.SIGNALS,
+        "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "Signals that the launcher passes to the workers.",
+    ),
+    _torchrun(
+        "shutdown-timeout",
+        v.SECONDS,
+        None,
+        "The same as --workers-stop-timeout.",
+    ),
+    _torchrun(
+        "virtual-local-rank",
+        None,
+        False,
+        "Give every worker LOCAL_RANK 0 and one visible GPU.",
+        later="a virtual local rank",
+    ),
+)
+
+_OWN_FLAGS = (
+    Flag("version", None, False, table.FAULT_TOLERANCE, "Show what is installed and leave."),
+    Flag(
+        "ft-cfg-path",
+        v.TEXT,
+        None,
+        table.FAULT_TOLERANCE,
+        "YAML file with a section fault_tolerance; flags win over it.",
+        env=True,
+    ),
+    Flag(
+        "ft-ignore-missing-cfg",
+        None,
+        False,
+        table.FAULT_TOLERANCE,
+        "Go on with the defaults when the file or its section does not exist.",
+    ),
+    Flag(
+        "ft-ignore-unknown-cfg",
+        None,
+        False,
+        table.FAULT_TOLERANCE,
+        "Warn about unknown keys in the file instead of leaving with exit code 2.",
+    ),
+    Flag(
+        "ft-restart-policy",
+        table.RESTART_POLICY,
+        "any-failed",
+        table.FAULT_TOLERANCE,
+        "When workers are restarted: after any failure, or when too few nodes are healthy.",
+        later="restarting only when too few nodes are healthy",
+    ),
+    Flag(
+        "ft-rdzv-impl",
+        v.choice("barrier", "legacy"),
+        "barrier",
+        table.FAULT_TOLERANCE,
+        "Implementation of the rendezvous.",
+        later="the older rendezvous",
+    ),
+    Flag(
+        "ft-no-restart-exit-code",
+        v.integer_in(1, 255),
+        DEFAULT_NO_RESTART_EXIT_CODE,
+        table.FAULT_TOLERANCE,
+        "Exit code of a job that must not be started again.",
+    ),
+    Flag(
+        "ft-node-health-check-endpoint",
+        v.TEXT,
+        None,
+        table.HEALTH,
+        "Unix socket of a service that judges this node's health.",
+        later="an external health check",
+    ),
+    Flag(
+        "ft-per-cycle-applog-prefix",
+        syntax.WHOLE_PATH,
+        None,
+        table.LOGGING,
+        "Write the workers' output to one file per cycle.",
+        env=True,
+        later=_CYCLE_LOGS_LATER,
+    ),
+    Flag(
+        "ft-nvrx-logfile",
+        syntax.WHOLE_PATH,
+        None,
+        table.LOGGING,
+        "Write the launchers' output to this file.",
+        env=True,
+        later=_LOG_SERVER_LATER,
+    ),
+    Flag(
+        "ft-enable-log-server",
+        v.BOOL,
+        False,
+        table.LOGGING,
+        "Collect the logs of all nodes on one.",
+        env=True,
+        later=_LOG_SERVER_LATER,
+    ),
+    Flag(
+        "ft-log-server-port",
+        v.integer_in(1, 65535),
+        50051,
+        table.LOGGING,
+        "First port of the log server.",
+        env=True,
+        later=_LOG_SERVER_LATER,
+    ),
+    Flag(
+        "ft-log-aggregator-count",
+        v.COUNT,
+        0,
+        table.LOGGING,
+        "Log servers of the first level; 0 takes one per 1536 nodes.",
+        env=True,
+        later=_LOG_SERVER_LATER,
+    ),
+    Flag(
+        "ft-log-leaf-max-queue-chunks",
+        v.INTEGER,
+        -1,
+        table.LOGGING,
+        "Length of a log server's queue; -1 chooses it.",
+        env=True,
+        later=_LOG_SERVER_LATER,
+    ),
+    Flag(
+        "ft-log-server-log-prefix",
+        v.TEXT,
+        None,
+        table.LOGGING,
+        "Prefix of the log servers' own logs.",
+        env=True,
+        later=_LOG_SERVER_LATER,
+    ),
+    Flag(
+        "ft-log-server-graceful-shutdown-timeout",
+        v.SECONDS,
+        60.0,
+        table.LOGGING,
+        "Longest wait for a log server to write what it has.",
+        env=True,
+        later=_LOG_SERVER_LATER,
+    ),
+    Flag(
+        "ft-attribution-startup-timeout",
+        v.SECONDS,
+        20.0,
+        table.ATTRIBUTION,
+        "Longest wait for the service to start.",
+        later=_ATTRIBUTION_LATER,
+    ),
+    Flag(
+        "ft-attribution-llm-api-key-file",
+        v.TEXT,
+        None,
+        table.ATTRIBUTION,
+        "File with the key of the model endpoint.",
+        later=_ATTRIBUTION_LATER,
+    ),
+    Flag(
+        "ft-attribution-llm-base-url",
+        v.TEXT,
+        None,
+        table.ATTRIBUTION,
+        "Address of the model endpoint.",
+        later=_ATTRIBUTION_LATER,
+    ),
+    Flag(
+        "ft-attribution-llm-model",
+        v.TEXT,
+        None,
+        table.ATTRIBUTION,
+        "Name of the model.",
+        later=_ATTRIBUTION_LATER,
+    ),
+    Flag(
+        "ft-attribution-analysis-backend",
+        v.choice("lib", "mcp"),
+        None,
+        table.ATTRIBUTION,
+        "Where the analysis runs.",
+        later=_ATTRIBUTION_LATER,
+    ),
+    Flag(
+        "ft-attribution-log-level",
+        v.choice("DEBUG", "INFO", "WARNING"),
+        None,
+        table.ATTRIBUTION,
+        "Level of the service's log.",
+        later=_ATTRIBUTION_LATER,
+    ),
+)
+
+_DEPRECATED_FLAGS = (
+    Flag(
+        "ft-use-infra-group-rank",
+        v.BOOL,
+        True,
+        DEPRECATED,
+        "Ranks follow the scheduler's order.",
+        deprecated="ranks follow the scheduler's order anyway",
+    ),
+    Flag(
+        "ft-attrsvc-host",
+        v.TEXT,
+        None,
+        DEPRECATED,
+        "Host of the attribution service.",
+        deprecated="use --ft-attribution-endpoint http://HOST:PORT",
+    ),
+    Flag(
+        "ft-attrsvc-port",
+        v.integer_in(1, 65535),
+        None,
+        DEPRECATED,
+        "Port of the attribution service.",
+        deprecated="use --ft-attribution-endpoint http://HOST:PORT",
+    ),
+    Flag(
+        "ft-attribution-compute-timeout",
+        v.SECONDS,
+        None,
+        DEPRECATED,
+        "Has no meaning any more.",
+        deprecated="it has no meaning any more",
+    ),
+    Flag(
+        "ft-progress-update-interval",
+        v.INTERVAL,
+        None,
+        DEPRECATED,
+        "Has no meaning any more.",
+        deprecated="it has no meaning any more",
+    ),
+)
+
+
+def _flag_of(option: table.Option) -> Flag:
+    return Flag(
+        option.flag,
+        option.kind,
+        None,
+        option.group,
+        option.help,
+        dest="ft_" + option.field,
+        later=option.later,
+        harmless=option.harmless or (option.default,),
+    )
+
+
+def _old_spellings() -> dict[str, str]:
+    """Return the flag's present name by each older spelling that is worth a warning."""
+    old = {
+        "fault-tol-cfg-path": "ft-cfg-path",
+        "ignore-missing-fault-tol-cfg": "ft-ignore-missing-cfg",
+        "restart-policy": "ft-restart-policy",
+        "ft-log-server-log": "ft-log-server-log-prefix",
+    }
+    for option in table.OPTIONS:
+        old["ft-param-" + option.field.replace("_", "-")] = option.flag
+        for alias in option.yaml_aliases:
+            name = alias.replace("_", "-")
+            old["ft-" + name] = old["ft-param-" + name] = option.flag
+    return old
+
+
+FLAGS: tuple[Flag, ...] = (
+    *_TORCHRUN_FLAGS,
+    *_OWN_FLAGS,
+    *(_flag_of(option) for option in table.OPTIONS),
+    *_DEPRECATED_FLAGS,
+)
+OLD_SPELLINGS: dict[str, str] = _old_spellings()
+# Present spellings beside the name; they need no warning.
+OTHER_SPELLINGS: dict[str, str] = {
+    option.plain_flag: option.flag for option in table.OPTIONS if option.flag_aliases
+}

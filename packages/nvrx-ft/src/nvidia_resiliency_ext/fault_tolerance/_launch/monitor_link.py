@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher's side of the rank monitor: reports kept by local rank, slots, a monitor that died.
+
+It judges no rank; the monitor does. When the monitor process is gone, another is started at the
+same paths, and the ranks connect to it by themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from nvidia_resiliency_ext.fault_tolerance._monitor import control
+from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
+from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotView, read_slot
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+from .loop import EventLoop
+
+logger = logging.getLogger("nvrx")
+
+READY_TIMEOUT_S = 30.0
+LEAVE_TIMEOUT_S = 3.0
+MIN_RESTART_INTERVAL_S = 1.0
+
+
+class MonitorUnavailableError(NvrxError):
+    """The monitor process does not come up."""
+
+
+class NoMonitor:
+    """Stands in when `NVRX_DISABLE_RANK_MONITORS` switches monitoring off."""
+
+    def prepare(self, cycle: int) -> None:
+        """Nothing to prepare."""
+
+    def workers_changed(self, cycle: int, pgids: list[int]) -> None:
+        """Nobody to tell."""
+
+    def hang_report(self, _local_rank: int) -> dict[str, object]:
+        """Nobody reports."""
+        return {}
+
+    def last_iteration(self) -> int | None:
+        """Nobody knows."""
+        return None
+
+    def steps_of_rank0(self) -> tuple[int | None, int]:
+        """Nobody counts."""
+        return None, 0
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class SharedMonitor:
+    """One monitor process for all local ranks of this node.
+
+    Args:
+        start: Starts a monitor process for a cycle; called again when one died.
+        loop: Where its messages are waited for.
+        clock: The clock of the loop.
+        on_first_step: Called with (local rank, monotonic s) at a rank's first sign of work.
+        on_unkillable: Called with a local rank that survived SIGKILL.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[int], MonitorHandle],
+        loop: EventLoop,
+        clock: Clock,
+        *,
+        on_first_step: Callable[[int, float], None],
+    ) -> None:
+        self._start = start
+        self._loop = loop
+        self._clock = clock
+        self._on_first_step = on_first_step
+        self._cycle = 0
+        self._pgids: list[int] = []
+        self._hangs: dict[int, dict[str, object]] = {}
+        self._closing = False
+        self._handle = self._open()
+
+    def _open(self) -> MonitorHandle:
+        self._started_at = self._clock.monotonic()
+        handle = self._start(self._cycle)
+        self._loop.watch(handle.fileno(), self._receive)
+        return handle
+
+    def prepare(self, cycle: int) -> None:
+        """Name the cycle and wait until the sockets listen.
+
+        Raises:
+            MonitorUnavailableError: when they do not within `READY_TIMEOUT_S`.
+        """
+        self._cycle = cycle
+        self._hangs.clear()
+        if not self._handle.wait_ready(READY_TIMEOUT_S):
+            raise MonitorUnavailableError(
+                f"the rank monitor (pid {self._handle.child.pid}) did not come up within "
+                f"{READY_TIMEOUT_S:g} s; see its last lines above, or set "
+                f"NVRX_DISABLE_RANK_MONITORS=1 to go on without hang detection"
+            )
+        if cycle > 0:
+            self._handle.send(control.CycleChanged(cycle))
+
+    def workers_changed(self, cycle: int, pgids: list[int]) -> None:
+        """Tell the monitor what to sweep if this launcher dies."""
+        self._pgids = pgids
+        self._handle.send(control.WorkersChanged(cycle, pgids))
+
+    def hang_report(self, local_rank: int) -> dict[str, object]:
+        """Return the report on a rank killed in this cycle; it was sent before the kill."""
+        self._receive()
+        return self._hangs.get(local_rank, {})
+
+    def last_iteration(self) -> int | None:
+        """Return the highest iteration that any local rank has told in this cycle."""
+        told = [view.iteration for view in self._views() if view.iteration is not None]
+        return max(told, default=None)
+
+    def steps_of_rank0(self) -> tuple[int | None, int]:
+        """Return iteration and number of steps of local rank 0, heartbeats where it has none."""
+        views = self._views()
+        if not views:
+            return None, 0
+        return views[0].iteration, views[0].step_count or views[0].heartbeat_count
+
+    def _views(self) -> list[SlotView]:
+        handle = self._handle
+        return [read_slot(slot, handle.layout) for slot in handle.slots]
+
+    def _receive(self) -> None:
+        for message in self._handle.receive():
+            self._handle_message(message)
+        if self._handle.is_gone and not self._closing:
+            self._replace()
+
+    def _handle_message(self, message: object) -> None:
+        if isinstance(message, control.FirstStep):
+            self._on_first_step(message.local_rank, message.t)
+        elif isinstance(message, control.HangFound):
+            local_rank = message.report.get("local_rank")
+            if isinstance(local_rank, int):
+                self._hangs[local_rank] = message.report
+        elif isinstance(message, control.LogLine):
+            logger.log(message.level, "%s", message.text)
+        elif isinstance(message, control.RankUnkillable):
+            logger.error(
+                "rank %d (pid %d) survived SIGKILL: state %s in %s",
+                message.rank,
+                message.pid,
+                message.state,
+                message.wchan or "?",
+            )
+
+    def _replace(self) -> None:
+        self._loop.unwatch(self._handle.fileno())
+        status = self._handle.child.wait(timeout_s=1.0)
+        logger.warning(
+            "the rank monitor (pid %d) ended: %s; starting another",
+            self._handle.child.pid,
+            status.describe() if status else "it closed its socket",
+        )
+        self._handle.close()
+        earliest = self._started_at + MIN_RESTART_INTERVAL_S
+        if self._clock.monotonic() >= earliest:
+            self._reopen()
+        else:
+            self._loop.call_at(earliest, self._reopen)
+
+    def _reopen(self) -> None:
+        if self._closing:
+            return
+        self._handle = self._open()
+        if self._pgids:
+            self._handle.send(control.WorkersChanged(self._cycle, self._pgids))
+
+    def close(self) -> None:
+        """Let the monitor sweep the run's processes and leave; kill it if it does not."""
+        self._closing = True
+        self._receive()
+        self._loop.unwatch(self._handle.fileno())
+        self._handle.leave(LEAVE_TIMEOUT_S)
+        self._handle.close()
+
+
+def monitor_socket_names(nproc: int) -> Sequence[str]:
+    """Return the names of the sockets in the run directory, one per local rank."""
+    return [f"rmon{local_rank}.sock" for local_rank in range(nproc)]

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker processes of one cycle on this node: start, watch, stop. It decides nothing.
+
+Each worker leads a session and a process group of its own and dies with the launcher. A worker
+comes from a standby that is told to go, or from a fresh interpreter; from then on both are the
+same to this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from nvidia_resiliency_ext.shared_utils.children import Child, ExitStatus, start_child
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+
+from . import stopping
+from .loop import EventLoop, Timer
+from .output import Stream, Target, Tee, WorkerOutput, open_target
+
+logger = logging.getLogger("nvrx")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What one worker is to be: its command, whole environment and streams."""
+
+    local_rank: int
+    rank: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    output: WorkerOutput
+    line_prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A process that is now a worker, and how it was started."""
+
+    child: Child
+    warm: bool
+    cold_reason: str | None = None
+    saved_s: float = 0.0
+
+
+class Starter(Protocol):
+    """Makes workers out of specs."""
+
+    def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
+        """Start one worker; the descriptors replace inherited streams and stay the caller's."""
+
+
+class ColdStarter:
+    """Starts a fresh process for each worker."""
+
+    def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
+        """Start the command of `spec`.
+
+        Raises:
+            ChildStartError: the command cannot be executed.
+        """
+        child = start_child(
+            spec.argv,
+            env=spec.env,
+            stdout=stdout_fd,
+            stderr=stderr_fd,
+            new_session=True,
+            die_with_parent=True,
+        )
+        return Started(child, warm=False)
+
+
+class WorkerGroup:
+    """The workers of one cycle on one event loop; restarted cycle after cycle.
+
+    Args:
+        loop: Where exits and deadlines are waited for.
+        clock: The clock of the loop.
+        tee: Copies files to the console for streams that ask for it.
+        on_exit: Called with (local rank, exit status) once per worker.
+        on_stopped: Called with the local ranks given up, once per `stop`.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        clock: Clock,
+        tee: Tee,
+        *,
+        on_exit: Callable[[int, ExitStatus], None],
+        on_stopped: Callable[[tuple[int, ...]], None],
+    ) -> None:
+        self._loop = loop
+        self._clock = clock
+        self._tee = tee
+        self._on_exit = on_exit
+        self._on_stopped = on_stopped
+        self._started: dict[int, Started] = {}
+        self._running: set[int] = set()
+        self._stopping: stopping.Stopping | None = None
+        self._timer: Timer | None = None
+
+    @property
+    def started(self) -> Mapping[int, Started]:
+        """All workers of this cycle by local rank, those that exited too."""
+        return self._started
+
+    @property
+    def running_pids(self) -> list[int]:
+        """Process ids of the workers that have not exited."""
+        return [self._started[rank].child.pid for rank in sorted(self._running)]
+
+    def start(self, specs: Sequence[WorkerSpec], starter: Starter) -> None:
+        """Start one worker per spec.
+
+        Raises:
+            ChildStartError: a command cannot be executed; those started before run on.
+            LogDirectoryError: a log file cannot be made.
+        """
+        self._forget()
+        for spec in specs:
+            with contextlib.ExitStack() as opened:
+                fds = [_open(opened, target) for target in (spec.output.stdout, spec.output.stderr)]
+                started = starter.start(spec, *fds)
+            self._started[spec.local_rank] = started
+            self._running.add(spec.local_rank)
+            self._follow(spec)
+        # Watched only now: no exit is handled while some of the group are yet to start.
+        for rank in self._running:
+            fd = self._started[rank].child.fileno()
+            self._loop.watch(fd, lambda rank=rank: self._exited(rank))  # type: ignore[misc]
+
+    def _follow(self, spec: WorkerSpec) -> None:
+        pairs = ((Stream.STDOUT, spec.output.stdout), (Stream.STDERR, spec.output.stderr))
+        for stream, target in pairs:
+            if target.tee and target.path is not None:
+                self._tee.follow(target.path, spec.line_prefix, stream)
+
+    def _exited(self, local_rank: int) -> None:
+        child = self._started[local_rank].child
+        status = child.poll()
+        if status is None:
+            return
+        self._loop.unwatch(child.fileno())
+        self._running.discard(local_rank)
+        if self._stopping is not None:
+            self._stopping = stopping.exited(self._stopping, local_rank)
+        self._on_exit(local_rank, status)
+        self._check_stopped()
+
+    def reap_exited(self) -> None:
+        """Handle every exit that has happened by now: they belong to one fault."""
+        for rank in sorted(self._running):
+            self._exited(rank)
+
+    def stop(self, signum: int, grace_s: float) -> None:
+        """Ask all workers to end with `signum`; each has `grace_s` seconds before SIGKILL."""
+        state, sends = stopping.begin(
+            sorted(self._running), signum, grace_s, self._clock.monotonic()
+        )
+        self._stopping = state
+        self._send(sends)
+        self._check_stopped()
+
+    def kill(self) -> None:
+        """SIGKILL all workers that are left."""
+        if self._stopping is None:
+            self.stop(signal.SIGKILL, 0.0)
+        else:
+            self._stopping, sends = stopping.force(self._stopping, self._clock.monotonic())
+            self._send(sends)
+            self._rearm()
+
+    def _send(self, sends: Iterable[stopping.Send]) -> None:
+        for send in sends:
+            for signum in send.signums:
+                self._started[send.local_rank].child.signal_group(signum)
+
+    def _advance(self) -> None:
+        if self._stopping is None:
+            return
+        self._stopping, sends = stopping.advance(self._stopping, self._clock.monotonic())
+        for send in sends:
+            logger.warning(
+                "worker %d (pid %d) did not end in time: SIGKILL",
+                send.local_rank,
+                self._started[send.local_rank].child.pid,
+            )
+        self._send(sends)
+        self._check_stopped()
+
+    def _check_stopped(self) -> None:
+        if self._stopping is None:
+            return
+        if not self._stopping.is_over:
+            self._rearm()
+            return
+        given_up = self._stopping.given_up
+        self._stopping = None
+        self._rearm()
+        for started in self._started.values():
+            # Children that a worker left in its group would hold its memory and devices.
+            started.child.signal_group(signal.SIGKILL)
+        self._tee.finish()
+        self._on_stopped(given_up)
+
+    def _rearm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = self._stopping.due if self._stopping is not None else None
+        if due is not None:
+            self._timer = self._loop.call_at(due, self._advance)
+
+    def _forget(self) -> None:
+        for started in self._started.values():
+            self._loop.unwatch(started.child.fileno())
+            started.child.close()
+        self._started.clear()
+        self._running.clear()
+
+    def close(self) -> None:
+        """SIGKILL and reap whatever is left, leftovers in the groups included."""
+        for started in self._started.values():
+            started.child.signal_group(signal.SIGKILL)
+        self._forget()
+        self._stopping = None
+        self._rearm()
+        self._tee.finish()
+
+
+def _open(opened: contextlib.ExitStack, target: Target) -> int | None:
+    fd = open_target(target)
+    if fd is not None:
+        opened.callback(os.close, fd)
+    return fd

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher's effects one by one: loop, ports, signals, faults, output."""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+import pytest
+
+from nvidia_resiliency_ext.fault_tolerance._launch import faults, output
+from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._launch.ports import PortInUseError, PortReservation
+from nvidia_resiliency_ext.fault_tolerance._launch.rendezvous import LocalRendezvous
+from nvidia_resiliency_ext.fault_tolerance._launch.signals import SignalInbox
+from nvidia_resiliency_ext.shared_utils.children import ExitStatus
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+
+
+@pytest.fixture
+def loop():
+    loop = EventLoop(SystemClock())
+    yield loop
+    loop.close()
+
+
+def test_timers_fire_in_order_and_not_when_cancelled(loop):
+    """Due timers fire by time; a cancelled one never does."""
+    now, seen = SystemClock().monotonic(), []
+    loop.call_at(now, lambda: seen.append("b"))
+    loop.call_at(now - 1, lambda: seen.append("a"))
+    loop.call_at(now - 2, lambda: seen.append("never")).cancel()
+    loop.run_once(until=now)
+    assert seen == ["a", "b"]
+
+
+def test_unwatched_in_the_same_round_is_not_called(loop):
+    """A descriptor that a callback takes out is not called although it was ready."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    seen = []
+
+    def take_out(mine, other):
+        seen.append(mine)
+        loop.unwatch(pairs[other][0].fileno())
+
+    for mine, other in ((0, 1), (1, 0)):
+        pairs[mine][1].send(b"x")
+        loop.watch(pairs[mine][0].fileno(), lambda m=mine, o=other: take_out(m, o))
+    loop.run_once(until=SystemClock().monotonic())
+    assert len(seen) == 1
+    for pair in pairs:
+        for end in pair:
+            end.close()
+
+
+def test_reserved_port_can_be_listened_on_and_is_not_given_away():
+    """While a port is reserved, rank 0 can listen on it, on IPv4 and IPv6."""
+    reservation = PortReservation()
+    for family, address in ((socket.AF_INET, ""), (socket.AF_INET6, "::")):
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, reservation.port))
+            listener.listen()
+    reservation.release()
+
+
+def test_fixed_port_in_use_is_an_error_with_the_remedy():
+    """A port that somebody listens on is refused with the flag and the way out."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(PortInUseError, match=f"--master-port {port}.*choose another"):
+            PortReservation(port)
+
+
+def test_each_round_has_a_fresh_port_unless_fixed():
+    """MASTER_PORT changes with the cycle; a fixed one stays."""
+
+    def port_of(rendezvous, cycle):
+        rendezvous.join(cycle)
+        (ready,) = rendezvous.poll()
+        assert ready.assignment.cycle == cycle
+        return ready.assignment.master_port
+
+    free = LocalRendezvous(nproc=2, master_addr="127.0.0.1", master_port=None)
+    ports = [port_of(free, cycle) for cycle in range(3)]
+    assert len(set(ports)) == 3
+    free.shutdown()
+    fixed = LocalRendezvous(nproc=2, master_addr="127.0.0.1", master_port=ports[0])
+    assert [port_of(fixed, cycle) for cycle in range(3)] == [ports[0]] * 3
+    fixed.shutdown()
+
+
+def test_signal_arrives_as_a_number_and_handlers_come_back(loop):
+    """A signal wakes the loop while the inbox is installed; afterwards the old handler is back."""
+    inbox, before = SignalInbox((signal.SIGHUP,)), signal.getsignal(signal.SIGHUP)
+    with inbox.installed():
+        loop.watch(inbox.fileno(), lambda: seen.extend(inbox.receive()))
+        seen = []
+        os.kill(os.getpid(), signal.SIGHUP)
+        loop.run_once(until=SystemClock().monotonic() + 10)
+    assert seen == [signal.SIGHUP]
+    assert signal.getsignal(signal.SIGHUP) is before
+    inbox.close()
+
+
+def failure(rank, status=None, *, seen_at=100.0, error=None, hang=None):
+    status = status or ExitStatus(None, 9)
+    return faults.Failure(rank, rank, 10 + rank, "h", status, seen_at, error, hang or {})
+
+
+def test_root_cause_is_the_earliest_time_in_the_error_files():
+    """The rank whose error file has the earliest time is blamed, not the first one reaped."""
+    early = faults.ErrorFile("e", "ValueError: boom", "", 50.0)
+    first = faults.root_cause(
+        [failure(0, seen_at=99.0), failure(1, ExitStatus(1), seen_at=101.0, error=early)]
+    )
+    assert first.rank == 1
+    assert faults.cause_of(first).what == "rank 1 on host h exited with code 1: ValueError: boom"
+
+
+def test_hang_report_makes_the_cause_a_hang():
+    """A rank killed by the monitor is reported as hung with section, elapsed time and limit."""
+    hang = {"rule": "section", "section": "step", "elapsed": 10.5, "limit": 10.0}
+    cause = faults.cause_of(failure(2, hang=hang))
+    assert (cause.kind, cause.detected_by) == ("hang_section", "monitor")
+    assert cause.what == "rank 2 on host h hung: section 'step' for 10.50 s, limit 10 s"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b'{"message": 7}',
+        b"[" * 100_000,
+        b'{"message": {"extraInfo": 3}}',
+    ],
+)
+def test_any_error_file_is_survived(tmp_path, content):
+    """A worker may write anything into its error file; the launcher goes on."""
+    path = tmp_path / "error.json"
+    path.write_bytes(content)
+    faults.cause_of(failure(0, ExitStatus(1), error=faults.read_error_file(str(path))))
+    assert faults.read_error_file(str(tmp_path / "absent")) is None
+
+
+def test_torch_error_file_is_understood(tmp_path):
+    """Message, traceback and time of a file that `@record` wrote are read."""
+    path = tmp_path / "error.json"
+    extra = {"py_callstack": "Traceback...", "timestamp": "17"}
+    path.write_text(json.dumps({"message": {"message": "E: x", "extraInfo": extra}}))
+    assert faults.read_error_file(str(path)) == faults.ErrorFile(
+        str(path), "E: x", "Traceback...", 17.0
+    )
+
+
+def test_streams_follow_redirects_tee_and_filter():
+    """Redirects go to files, tee copies, ranks filtered out are silent on the console."""
+    settings = output.OutputSettings({0: 1, 1: 0}, {0: 2, 1: 2}, frozenset({0}))
+    first = output.worker_output(settings, "d", 0)
+    assert first.stdout == output.Target("d/stdout.log")
+    assert first.stderr == output.Target("d/stderr.log", tee=True)
+    second = output.worker_output(settings, "d", 1)
+    assert second.stdout == output.Target(os.devnull)
+    assert second.stderr == output.Target("d/stderr.log", tee=False)
+
+
+def test_tee_copies_whole_lines_with_prefix_and_the_last_words(tmp_path, loop, capfdbinary):
+    """Lines appear with their prefix as they are written; an unfinished one at the end."""
+    path = tmp_path / "stdout.log"
+    path.touch()
+    tee = output.Tee()
+    tee.follow(str(path), "[default0]:", output.Stream.STDOUT)
+    with path.open("ab", buffering=0) as file:
+        file.write(b"one\ntw")
+        if tee.fileno() is not None:
+            loop.watch(tee.fileno(), tee.look)
+            loop.run_once(until=SystemClock().monotonic() + 10)
+        assert capfdbinary.readouterr().out == b"[default0]:one\n"
+        file.write(b"o")
+    tee.close()
+    assert capfdbinary.readouterr().out == b"[default0]:two\n"
+
+
+def test_log_directory_that_cannot_be_written_names_path_and_remedy(tmp_path):
+    """A file in place of the directory is one clear error, and nothing is left behind."""
+    blocker = tmp_path / "file"
+    blocker.touch()
+    with pytest.raises(output.LogDirectoryError, match=r"--log-dir .*file: .*name a directory"):
+        output.OutputFiles.beneath(str(blocker), "job")
+    if sys.platform == "linux" and os.path.exists("/dev/full"):
+        assert list(tmp_path.iterdir()) == [blocker]

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stopping workers: who gets which signal when."""
+
+import signal
+
+from nvidia_resiliency_ext.fault_tolerance._launch import stopping
+from nvidia_resiliency_ext.fault_tolerance._launch.stopping import KILL_BOUND_S, Send
+
+
+def test_everybody_is_woken_and_asked():
+    """SIGCONT precedes the signal, so that a stopped worker can end."""
+    _, sends = stopping.begin([0, 1], signal.SIGTERM, 15.0, 100.0)
+    assert sends == (
+        Send(0, (signal.SIGCONT, signal.SIGTERM)),
+        Send(1, (signal.SIGCONT, signal.SIGTERM)),
+    )
+
+
+def test_only_the_stubborn_one_is_killed():
+    """A worker that ignores the request is killed at its deadline; the others are left alone."""
+    state, _ = stopping.begin([0, 1], signal.SIGTERM, 15.0, 100.0)
+    state = stopping.exited(state, 0)
+    assert state.due == 115.0
+    state, sends = stopping.advance(state, 114.9)
+    assert sends == ()
+    state, sends = stopping.advance(state, 115.0)
+    assert sends == (Send(1, (signal.SIGKILL,)),)
+    assert not state.is_over
+    assert stopping.exited(state, 1).is_over
+
+
+def test_survivor_of_sigkill_is_given_up():
+    """A process in state D is reported after a bound instead of being waited for."""
+    state, _ = stopping.begin([3], signal.SIGTERM, 1.0, 0.0)
+    state, _ = stopping.advance(state, 1.0)
+    state, sends = stopping.advance(state, 1.0 + KILL_BOUND_S)
+    assert (sends, state.is_over, state.given_up, state.due) == ((), True, (3,), None)
+
+
+def test_force_kills_now_and_only_once():
+    """A forced stop does not wait for the deadline and does not signal twice."""
+    state, _ = stopping.begin([0, 1], signal.SIGINT, 1800.0, 0.0)
+    state, sends = stopping.force(state, 2.0)
+    assert sends == (Send(0, (signal.SIGKILL,)), Send(1, (signal.SIGKILL,)))
+    _, sends = stopping.force(state, 3.0)
+    assert sends == ()
+
+
+def test_stopping_nobody_is_over_at_once():
+    """There is nothing to wait for when no worker runs."""
+    state, sends = stopping.begin([], signal.SIGTERM, 15.0, 0.0)
+    assert (state.is_over, sends, state.due) == (True, (), None)
