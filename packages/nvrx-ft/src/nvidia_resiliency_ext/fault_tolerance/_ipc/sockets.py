@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unix stream sockets by path: listen on one with nobody else, connect to one within a time."""
+
+import errno
+import os
+import socket
+import stat
+import struct
+
+from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError
+
+__all__ = ["SOCKET_PATH_LIMIT_BYTES", "connect", "listen", "set_ipc_socket_timeouts"]
+
+SOCKET_PATH_LIMIT_BYTES = 107
+_TIMEVAL = struct.Struct("@ll")
+
+
+def listen(path: str, backlog: int = 128) -> socket.socket:
+    """Return a non-blocking listening socket at `path` that only this user may connect to.
+
+    A socket that a dead process left at `path` is removed first.
+
+    Raises:
+        ValueError: the path is too long for a socket.
+        FileExistsError: something that is no socket is at `path`, or somebody listens there.
+    """
+    _check_length(path)
+    _remove_stale(path)
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # Before bind: the file then never exists with more permissions.
+        os.fchmod(server.fileno(), 0o600)
+        server.bind(path)
+        server.listen(backlog)
+        server.setblocking(False)
+    except BaseException:  # whatever happens, the descriptor must not stay behind
+        server.close()
+        raise
+    return server
+
+
+def connect(path: str, timeout_s: float) -> socket.socket:
+    """Return a blocking socket connected to `path`.
+
+    Raises:
+        ValueError: the path is too long for a socket.
+        FileNotFoundError: nothing is at `path`.
+        ConnectionRefusedError: nobody listens there.
+        DeadlineExceededError: the listener's queue stays full.
+    """
+    _check_length(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # A non-blocking connect to a full queue fails at once; only this limit lets it wait.
+        set_ipc_socket_timeouts(sock.fileno(), timeout_s)
+        sock.connect(path)
+        set_ipc_socket_timeouts(sock.fileno(), 0.0)
+    except BlockingIOError as error:
+        sock.close()
+        raise DeadlineExceededError(f"{path}: no room to connect within {timeout_s} s") from error
+    except BaseException:  # whatever happens, the descriptor must not stay behind
+        sock.close()
+        raise
+    return sock
+
+
+def set_ipc_socket_timeouts(fileno: int, timeout: float) -> None:
+    """Let the kernel end sends and receives on a blocking socket after `timeout` s; 0 = never."""
+    whole = int(timeout)
+    microseconds = int((timeout - whole) * 1e6)
+    if timeout > 0 and whole == 0 and microseconds == 0:
+        microseconds = 1
+    limit = _TIMEVAL.pack(whole, microseconds)
+    sock = socket.socket(fileno=fileno)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    finally:
+        sock.detach()
+
+
+def _check_length(path: str) -> None:
+    size = len(os.fsencode(path))
+    if size > SOCKET_PATH_LIMIT_BYTES:
+        raise ValueError(
+            f"socket path {path!r} has {size} bytes, the system allows"
+            f" {SOCKET_PATH_LIMIT_BYTES}: choose a shorter directory, for example with TMPDIR"
+        )
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise FileExistsError(errno.EEXIST, "not a socket, left alone", path)
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        probe.setblocking(False)
+        probe.connect(path)
+    except ConnectionRefusedError:
+        os.unlink(path)
+    except BlockingIOError:
+        raise FileExistsError(errno.EEXIST, "somebody listens on this socket", path) from None
+    else:
+        raise FileExistsError(errno.EEXIST, "somebody listens on this socket", path)
+    finally:
+        probe.close()

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes and the interpreter, as `utils` offers them."""

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A one-way mailbox between processes of one user on one host: a thread receives, anyone sends."""
+
+import logging
+import os
+import select
+import threading
+from collections import deque
+
+from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import Mailbox
+from nvidia_resiliency_ext.fault_tolerance._ipc.messages import MESSAGES
+from nvidia_resiliency_ext.fault_tolerance._ipc.sockets import connect
+from nvidia_resiliency_ext.fault_tolerance.data import ErrorMsg, OkMsg
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.errors import PeerClosedError, WireError
+from nvidia_resiliency_ext.shared_utils.wire import (
+    MessageSet,
+    receive_message,
+    require_same_user,
+    send_message,
+)
+
+__all__ = ["IpcConnector"]
+
+logger = logging.getLogger("nvrx")
+
+
+class IpcConnector:
+    """One end of a mailbox at a socket path: the receiver starts it, senders just send.
+
+    Plain data, tuples, sets and the messages of `data` may be sent; nothing else, and never code.
+    All methods may be called from any thread; the receiver's thread ends with `stop_receiving`.
+
+    Example:
+        >>> receiver = IpcConnector("/tmp/example.sock")
+        >>> receiver.start_receiving()
+        >>> IpcConnector("/tmp/example.sock").send({"step": 1})
+        >>> receiver.fetch_received()
+        [{'step': 1}]
+        >>> receiver.stop_receiving()
+
+    Args:
+        socket_path: path of the Unix socket, at most 107 bytes.
+        messages: what may be sent; the same on both ends.
+    """
+
+    THREAD_FINISH_TIMEOUT = 60
+    """Seconds that `stop_receiving` waits for the thread."""
+
+    SEND_TIMEOUT_S = 60.0
+    """Seconds that `send` waits for the receiver unless told otherwise."""
+
+    def __init__(self, socket_path: str, messages: MessageSet = MESSAGES) -> None:
+        self.socket_path = socket_path
+        self._messages = messages
+        self._received: deque[object] = deque()
+        # Guards starting and stopping; the deque is safe by itself.
+        self._lock = threading.Lock()
+        self._receiver: _Receiver | None = None
+
+    def start_receiving(self) -> None:
+        """Listen, in a thread of its own.
+
+        Raises:
+            RuntimeError: it listens already.
+            ValueError: the path is too long for a socket.
+            FileExistsError: another process listens there, or it is no socket.
+        """
+        with self._lock:
+            if self._receiver is not None:
+                raise RuntimeError(f"{self.socket_path}: receiving was started already")
+            mailbox = Mailbox(self.socket_path, self._messages, deliver=self._received.append)
+            self._receiver = _Receiver(mailbox)
+
+    def stop_receiving(self) -> None:
+        """End the thread and remove the socket; what was received stays. May be repeated."""
+        with self._lock:
+            receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close(self.THREAD_FINISH_TIMEOUT)
+
+    def fetch_received(self) -> list[object]:
+        """Return and forget everything received so far, oldest first."""
+        fetched: list[object] = []
+        while True:
+            try:
+                fetched.append(self._received.popleft())
+            except IndexError:
+                return fetched
+
+    def peek_received(self) -> list[object]:
+        """Return everything received so far and keep it."""
+        return list(self._received.copy())
+
+    def clear(self) -> None:
+        """Forget everything received so far."""
+        self._received.clear()
+
+    def send(self, message: object, timeout_s: float | None = None) -> None:
+        """Send a message and wait until the receiver has it.
+
+        Raises:
+            FileNotFoundError: there is no receiver: no socket at the path.
+            ConnectionRefusedError: there is no receiver: nobody listens on the socket.
+            RuntimeError: the receiver did not accept the message.
+            DeadlineExceededError: no answer in time (a `TimeoutError`); it may still arrive.
+            WireError: the message holds something that may not be sent, or is over 1 MiB.
+        """
+        self._messages.encode(message)  # what cannot be sent is the caller's fault, not the peer's
+        deadline = Deadline.after(self.SEND_TIMEOUT_S if timeout_s is None else timeout_s)
+        with connect(self.socket_path, deadline.remaining()) as sock:
+            require_same_user(sock)
+            try:
+                send_message(sock, self._messages, message, deadline.remaining())
+                answer = receive_message(sock, self._messages, deadline.remaining())
+            except PeerClosedError as error:
+                raise RuntimeError(f"{self.socket_path}: closed without an answer") from error
+            except WireError as error:
+                raise RuntimeError(f"{self.socket_path}: not an answer: {error}") from error
+        if not isinstance(answer, OkMsg):
+            cause = answer.cause if isinstance(answer, ErrorMsg) else repr(answer)[:200]
+            raise RuntimeError(  # noqa: TRY004 - the public exception
+                f"{self.socket_path}: message not accepted: {cause}"
+            )
+
+
+class _Receiver:
+    """The thread that serves a mailbox until it is closed."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="nvrx-ipc-receiver", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        os.write(self._wake_write, b"x")
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.error("%s: the receiver thread does not end", self._mailbox.socket_path)
+            return
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake_read, select.POLLIN)
+        poll.register(self._mailbox.fileno(), select.POLLIN)
+        try:
+            while all(descriptor != self._wake_read for descriptor, _ in poll.poll()):
+                self._mailbox.receive()
+        except Exception:
+            # The thread's boundary: senders then find nobody listening, and the log says why.
+            logger.exception("%s: receiving ended", self._mailbox.socket_path)
+        finally:
+            self._mailbox.close()

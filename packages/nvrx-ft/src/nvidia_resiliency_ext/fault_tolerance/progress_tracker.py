@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counting restarts that brought no progress; it neither restarts nor ends anything.
+
+Only the launcher process holds a tracker.
+"""
+
+import logging
+
+from nvidia_resiliency_ext.fault_tolerance._progress.iteration_file import IterationFile
+
+__all__ = ["TrainingProgressTracker"]
+
+logger = logging.getLogger("nvrx")
+
+
+class TrainingProgressTracker:
+    """Compares the iteration reached in each cycle with the furthest one reached before.
+
+    The iteration comes from the file that checkpointing keeps, when one is configured, else from
+    what ranks report through `update_iteration`. Not thread-safe.
+
+    Attributes:
+        current_max_iteration: furthest iteration of the present cycle.
+        last_restart_iteration: the baseline: furthest iteration of all earlier cycles.
+        no_progress_count: cycles in a row that gained less than the minimum.
+        cycle_number: the present cycle.
+
+    Example:
+        >>> tracker = TrainingProgressTracker(max_no_progress_cycles=1)
+        >>> tracker.update_iteration(10)
+        >>> tracker.analyze_previous_cycle()
+        >>> tracker.should_terminate_early()
+        False
+        >>> tracker.update_iteration(10)
+        >>> tracker.analyze_previous_cycle()
+        >>> tracker.should_terminate_early()
+        True
+    """
+
+    def __init__(
+        self,
+        min_progress_iterations: int = 1,
+        max_no_progress_cycles: int = 3,
+        initial_cycle_number: int = 0,
+        checkpoint_iteration_file: str | None = None,
+    ) -> None:
+        """Start counting; read the file, if any, as the baseline.
+
+        Args:
+            min_progress_iterations: a cycle that gains fewer iterations made no progress.
+            max_no_progress_cycles: so many such cycles in a row are too many; <= 0 disables.
+            initial_cycle_number: number of the present cycle.
+            checkpoint_iteration_file: path of a file that holds the last saved iteration.
+        """
+        self.min_progress_iterations = min_progress_iterations
+        self.max_no_progress_cycles = max_no_progress_cycles
+        self.checkpoint_iteration_file = checkpoint_iteration_file
+        self.current_max_iteration = 0
+        self.last_restart_iteration = 0
+        self.no_progress_count = 0
+        self.cycle_number = initial_cycle_number
+        self._warned_no_iterations = False
+        self._file = (
+            IterationFile(checkpoint_iteration_file)
+            if checkpoint_iteration_file and self.is_enabled
+            else None
+        )
+        if self._file is not None:
+            self.last_restart_iteration = self._file.read() or 0
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether cycles without progress are counted at all."""
+        return self.max_no_progress_cycles > 0
+
+    def update_iteration(self, iteration: int) -> None:
+        """Note an iteration that a rank reported; lower ones than before change nothing."""
+        self.current_max_iteration = max(self.current_max_iteration, iteration)
+
+    def sync_cycle_number(self, cycle_number: int) -> None:
+        """Take over the cycle number that the job agreed on."""
+        self.cycle_number = cycle_number
+
+    def analyze_previous_cycle(self) -> None:
+        """Judge the cycle that just ended; call it once before each restart."""
+        if not self.is_enabled:
+            return
+        if self._file is not None:
+            saved = self._file.read()
+            if saved is None:
+                self.cycle_number += 1
+                return
+            self.current_max_iteration = saved
+        self._count(self.current_max_iteration - self.last_restart_iteration)
+        self.cycle_number += 1
+        # A cycle that resumed from an older checkpoint and died early must not lower the bar.
+        self.last_restart_iteration = max(self.last_restart_iteration, self.current_max_iteration)
+        self.current_max_iteration = 0
+
+    def should_terminate_early(self) -> bool:
+        """Return whether too many cycles in a row made no progress."""
+        return self.is_enabled and self.no_progress_count >= self.max_no_progress_cycles
+
+    def close(self) -> None:
+        """Let go of the file; a read that a dead file system holds is left to its daemon thread."""
+        if self._file is not None:
+            self._file.close()
+
+    def _count(self, gained: int) -> None:
+        if self.current_max_iteration == 0 and self.last_restart_iteration == 0:
+            if not self._warned_no_iterations:
+                self._warned_no_iterations = True
+                logger.warning(
+                    "no iteration is known, so cycles without progress cannot be counted: set"
+                    " checkpoint_iteration_file or let ranks report iterations with their sections"
+                )
+            return
+        if gained >= self.min_progress_iterations:
+            self.no_progress_count = 0
+            logger.info("cycle %d gained %d iterations", self.cycle_number, gained)
+            return
+        self.no_progress_count += 1
+        logger.warning(
+            "cycle %d reached iteration %d, %d were reached before: no progress, %d of %d cycles",
+            self.cycle_number,
+            self.current_max_iteration,
+            self.last_restart_iteration,
+            self.no_progress_count,
+            self.max_no_progress_cycles,
+        )
