@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of the documentation; it builds offline and every warning is an error."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "_ext"))
+
+project = "nvrx"
+author = "the nvrx authors"
+copyright = author  # noqa: A001 - the name that Sphinx reads
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser", "nvrx_reference"]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build", "_ext"]
+html_theme = "furo"
+html_title = "nvrx"
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+# Docstrings mark code with single backticks.
+default_role = "code"
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
