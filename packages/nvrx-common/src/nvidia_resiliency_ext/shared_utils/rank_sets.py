@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sets of ranks and hosts in the short form that people and Slurm use: `0-3,6`, `node[001-004]`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["format_hosts", "format_ranks", "parse_ranks"]
+
+_MOST_RANKS = 1 << 20
+_DIGITS = "0123456789"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as sorted ranges, each rank once: `[0, 1, 2, 3, 6]` gives `0-3,6`.
+
+    Raises:
+        ValueError: A rank is negative.
+    """
+    numbers = sorted(set(ranks))
+    if numbers and numbers[0] < 0:
+        raise ValueError(f"a rank is never negative, not even {numbers[0]}")
+    return _format_ranges(numbers, width=0)
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Return the sorted ranks of a text such as `0-3,6`; the empty text is the empty set.
+
+    Raises:
+        ValueError: It is no such text, a range runs backwards, or there are over a million ranks.
+    """
+    ranks: set[int] = set()
+    for part in text.split(",") if text.strip() else ():
+        first_text, dash, last_text = part.strip().partition("-")
+        first = _parse_rank(first_text, text)
+        last = _parse_rank(last_text, text) if dash else first
+        if last < first:
+            raise ValueError(f"the range {part.strip()!r} runs backwards")
+        if last - first >= _MOST_RANKS or len(ranks) + last - first >= _MOST_RANKS:
+            raise ValueError(f"more than {_MOST_RANKS} ranks in one set")
+        ranks.update(range(first, last + 1))
+    return sorted(ranks)
+
+
+def format_hosts(hosts: Iterable[str]) -> str:
+    """Return host names as Slurm ranges, each host once: `node[001-004,007],login1`.
+
+    Names that share a prefix and the width of a zero-padded number at their end form one range;
+    groups come in alphabetical order.
+    """
+    numbered: dict[str, list[str]] = {}
+    for host in sorted(set(hosts)):
+        prefix = host.rstrip(_DIGITS)
+        numbered.setdefault(prefix, []).append(host[len(prefix) :])
+    groups: list[str] = []
+    for prefix, texts in numbered.items():
+        groups += _format_group(prefix, texts)
+    return ",".join(groups)
+
+
+def _format_group(prefix: str, texts: list[str]) -> list[str]:
+    padded_widths = {len(text) for text in texts if len(text) > 1 and text[0] == "0"}
+    by_width: dict[int, list[int]] = {}
+    formatted = []
+    for text in texts:
+        if text:
+            # 10 belongs to 08 and 09 where those exist, else to 8 and 9.
+            width = len(text) if len(text) in padded_widths else 0
+            by_width.setdefault(width, []).append(int(text))
+        else:
+            formatted.append(prefix)
+    for width, numbers in sorted(by_width.items()):
+        ranges = _format_ranges(sorted(numbers), width)
+        formatted.append(f"{prefix}[{ranges}]" if len(numbers) > 1 else f"{prefix}{ranges}")
+    return formatted
+
+
+def _format_ranges(numbers: list[int], width: int) -> str:
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(f"{end:0{width}d}" for end in ends) for ends in ranges)
+
+
+def _parse_rank(text: str, whole: str) -> int:
+    stripped = text.strip()
+    if not stripped or len(stripped) > len(str(_MOST_RANKS)) + 3 or stripped.strip(_DIGITS):
+        raise ValueError(f"{whole[:200]!r} is no set of ranks such as '0-3,6'")
+    return int(stripped)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The private directory of one run: its sockets and small files; it opens no socket itself.
+
+It is called `nvrx-<label>-<random>`, open to our user only, and holds `owner.json`, by which a
+later start can tell that the run is over and clean up.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import stat
+import time
+from typing import TYPE_CHECKING, final
+
+from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils._safe_files import atomic_write, remove_tree_at
+from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["MAX_SOCKET_PATH_BYTES", "RunDir", "remove_stale_run_dirs", "stale_run_dirs"]
+
+MAX_SOCKET_PATH_BYTES = 107
+"""Longest path that the kernel takes for a Unix socket."""
+
+logger = logging.getLogger("nvrx")
+
+_RESERVED_FOR_NAMES_BYTES = 40
+_RANDOM_BYTES = 8
+_LONGEST_LABEL = 24
+_LABEL_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
+_OWNER_FILE = "owner.json"
+_LARGEST_OWNER_FILE_BYTES = 4096
+
+
+@final
+class RunDir:
+    """A 0700 directory that lives as long as a run; the run's owner removes it.
+
+    Example:
+        >>> with RunDir.create("demo") as run_dir:
+        ...     path = run_dir.socket_path("launcher.sock")
+
+    Attributes:
+        path: Its absolute path.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Take over a directory that a process of our user made with `create`.
+
+        Raises:
+            UnsafePathError: It is no directory of ours, or others may enter it.
+            OSError: It is not there.
+        """
+        status = os.lstat(path)
+        _refuse_foreign(path, status)
+        self.path = os.path.abspath(path)
+        self._identity = (status.st_dev, status.st_ino)
+
+    @classmethod
+    def create(cls, label: str, environ: Mapping[str, str] = os.environ) -> RunDir:
+        """Make a new run directory owned by this process.
+
+        It lies in `$XDG_RUNTIME_DIR`, `$TMPDIR`, `/tmp` or `/dev/shm`: the first that is ours or
+        sticky, can be written, and leaves room for socket names of 40 bytes.
+
+        Args:
+            label: What the run is, in at most 24 letters, digits, `_`, `.` and `-`.
+            environ: Where to look up the places.
+
+        Raises:
+            ValueError: The label is none.
+            OSError: No place will have it.
+        """
+        if not 0 < len(label) <= _LONGEST_LABEL or not _LABEL_CHARACTERS.issuperset(label):
+            raise ValueError(f"{label!r} is no label of 1 to {_LONGEST_LABEL} plain characters")
+        name = f"nvrx-{label}-{os.urandom(_RANDOM_BYTES).hex()}"
+        last_error: OSError | None = None
+        for place in _places(environ):
+            path = os.path.join(place, name)
+            room_bytes = MAX_SOCKET_PATH_BYTES - len(os.fsencode(path)) - 1
+            if room_bytes < _RESERVED_FOR_NAMES_BYTES:
+                continue
+            try:
+                return cls._create_at(path, label)
+            except OSError as error:
+                last_error = error
+        message = "no place for a run directory: set TMPDIR to a short path that can be written"
+        raise OSError(errno.ENOENT, message) from last_error
+
+    @classmethod
+    def _create_at(cls, path: str, label: str) -> RunDir:
+        os.mkdir(path, 0o700)
+        try:
+            owner = json.dumps(_describe_owner(label)).encode()
+            atomic_write(os.path.join(path, _OWNER_FILE), owner, fsync=False)
+            return cls(path)
+        except OSError:
+            _remove(path)
+            raise
+
+    def socket_path(self, name: str) -> str:
+        """Return the path of a socket in it; 40 bytes of name always fit.
+
+        Raises:
+            ValueError: The name is not a plain file name, or the path is too long.
+        """
+        if not name or "/" in name or "\0" in name or name in (".", "..", _OWNER_FILE):
+            raise ValueError(f"{name!r} is no name for a socket")
+        path = os.path.join(self.path, name)
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            raise ValueError(f"{path!r} is over {MAX_SOCKET_PATH_BYTES} bytes, too long a path")
+        return path
+
+    def remove(self) -> None:
+        """Remove it with all that is in it; harmless when it is gone or another has its name.
+
+        Raises:
+            OSError: Something in it cannot be removed.
+        """
+        try:
+            status = os.lstat(self.path)
+        except FileNotFoundError:
+            return
+        if (status.st_dev, status.st_ino) == self._identity:
+            _remove(self.path)
+
+    def __enter__(self) -> RunDir:
+        """Return itself; leaving the block removes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove it."""
+        self.remove()
+
+
+def stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the run directories of our user whose owner is certainly no more.
+
+    That is: an earlier boot of this host, or a process number that is free or was given to a
+    process that started at another time. An owner that cannot be judged from here, such as one
+    on another host that shares the directory or in another container, counts as alive.
+    """
+    if not procfs.is_available() or not procfs.boot_id():
+        return []
+    found = []
+    for place in _places(environ):
+        with os.scandir(place) as entries:
+            paths = [entry.path for entry in entries if entry.name.startswith("nvrx-")]
+        found += [path for path in paths if _is_stale(path)]
+    return sorted(found)
+
+
+def remove_stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Remove what `stale_run_dirs` finds; return the paths that were removed."""
+    removed = []
+    for path in stale_run_dirs(environ):
+        try:
+            _remove(path)
+        except OSError as error:
+            logger.warning("cannot remove the stale run directory %s: %s", path, error)
+        else:
+            removed.append(path)
+    return removed
+
+
+def _places(environ: Mapping[str, str]) -> list[str]:
+    """Return the directories that may hold run directories and can be trusted with them."""
+    own_uid = os.geteuid()
+    candidates = [environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR"), "/tmp", "/dev/shm"]  # noqa: S108
+    places: list[str] = []
+    for candidate in candidates:
+        if not candidate or not os.path.isabs(candidate):
+            continue
+        place = os.path.realpath(candidate)
+        try:
+            status = os.stat(place)
+        except OSError:
+            continue
+        # In a directory that others can write to, only the sticky bit keeps our name ours.
+        sticky = bool(status.st_mode & stat.S_ISVTX)
+        closed = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        trusted = sticky or (closed and status.st_uid in (own_uid, 0))
+        if trusted and os.access(place, os.R_OK | os.W_OK | os.X_OK) and place not in places:
+            places.append(place)
+    return places
+
+
+def _describe_owner(label: str) -> dict[str, object]:
+    own = procfs.read_stat(os.getpid())
+    return {
+        "pid": os.getpid(),
+        "start_ticks": None if own is None else own.start_ticks,
+        "boot_id": procfs.boot_id(),
+        "host": os.uname().nodename,
+        "pid_namespace": procfs.pid_namespace(),
+        "uid": os.geteuid(),
+        "created": time.time(),
+        "label": label,
+    }
+
+
+def _is_stale(path: str) -> bool:
+    try:
+        _refuse_foreign(path, os.lstat(path))
+        owner = _read_owner(path)
+    except (OSError, ValueError):
+        return False
+    if owner.get("host") != os.uname().nodename:
+        return False
+    if owner["boot_id"] != procfs.boot_id():
+        return True
+    pid, start_ticks = owner.get("pid"), owner.get("start_ticks")
+    if owner.get("pid_namespace") != procfs.pid_namespace() or not isinstance(pid, int):
+        return False
+    stat_now = procfs.read_stat(pid)
+    if stat_now is None or not stat_now.running:
+        return True
+    return isinstance(start_ticks, int) and stat_now.start_ticks != start_ticks
+
+
+def _read_owner(path: str) -> dict[str, object]:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(os.path.join(path, _OWNER_FILE), flags)
+    try:
+        data = os.read(descriptor, _LARGEST_OWNER_FILE_BYTES)
+    finally:
+        os.close(descriptor)
+    owner = json.loads(data)
+    if not isinstance(owner, dict) or not owner.get("boot_id"):
+        raise ValueError("an owner file that names no boot")
+    return owner
+
+
+def _refuse_foreign(path: str, status: os.stat_result) -> None:
+    if not stat.S_ISDIR(status.st_mode):
+        raise UnsafePathError(errno.ENOTDIR, "not a directory", path)
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        message = "the directory belongs to somebody else, or is open to others"
+        raise UnsafePathError(errno.EPERM, message, path)
+
+
+def _remove(path: str) -> None:
+    parent, name = os.path.split(path)
+    try:
+        directory = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        remove_tree_at(name, directory)
+    finally:
+        os.close(directory)
