@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from nvidia_resiliency_ext.fault_tolerance._config import table
 from nvidia_resiliency_ext.fault_tolerance._config import values as v
+from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import DEFAULT_NO_RESTART_EXIT_CODE
 
 from . import syntax
 
-__all__ = ["DEFAULT_NO_RESTART_EXIT_CODE", "FLAGS", "GROUPS", "OLD_SPELLINGS", "Flag"]
+__all__ = ["FLAGS", "GROUPS", "OLD_SPELLINGS", "OTHER_SPELLINGS", "Flag"]
 
 TORCHRUN = "torchrun"
 DEPRECATED = "deprecated"
 GROUPS = (TORCHRUN, *table.GROUPS, DEPRECATED)
-DEFAULT_NO_RESTART_EXIT_CODE = 93
 
 _NODES_LATER = "jobs of several nodes"
 _LOG_SERVER_LATER = "the log server"
@@ -42,6 +42,7 @@ class Flag(NamedTuple):
         later: The feature that a later version brings.
         harmless: Values accepted all the same; empty stands for the default.
         deprecated: What to do instead; the flag still works.
+        shown_default: What `--help` calls the default, where it is decided elsewhere.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Flag(NamedTuple):
     later: str = ""
     harmless: tuple[object, ...] = ()
     deprecated: str = ""
+    shown_default: object = None
 
     @property
     def attribute(self) -> str:
@@ -66,7 +68,7 @@ class Flag(NamedTuple):
         return bool(self.later) and value not in (self.harmless or (self.default,))
 
 
-def _torchrun(
+def _torchrun(  # noqa: PLR0913  # the fields of Flag
     name: str,
     kind: v.Kind | None,
     default: object,
@@ -147,9 +149,7 @@ _TORCHRUN_FLAGS = (
     _torchrun(
         "local-ranks-filter", syntax.RANKS, "", "Local ranks whose streams the console shows."
     ),
-    _torchrun(
-        "node-rank", v.COUNT, 0, "Rank of this node.", later=_NODES_LATER
-    ),
+    _torchrun("node-rank", v.COUNT, 0, "Rank of this node.", later=_NODES_LATER),
     _torchrun("master-addr", syntax.ENDPOINT, "127.0.0.1", "Address of rank 0."),
     _torchrun(
         "master-port",
@@ -447,6 +447,7 @@ def _flag_of(option: table.Option) -> Flag:
         dest="ft_" + option.field,
         later=option.later,
         harmless=option.harmless or (option.default,),
+        shown_default=option.default,
     )
 
 

@@ -171,7 +171,8 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
         ValueError: A name is no signal, or one that no process can handle.
     """
     numbers = tuple(
-        signal.Signals[part.strip().upper()] if part.strip().upper() in signal.Signals.__members__
+        signal.Signals[part.strip().upper()]
+        if part.strip().upper() in signal.Signals.__members__
         else _no_signal(part)
         for part in text.split(",")
     )

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of fault tolerance: one table, and the dataclass, file and flags made from it.
+
+`table.py` lists the options; `values.py` turns text into values; `settings.py` holds the dataclass;
+`yaml_file.py` reads one section of a file; `sources.py` merges file and flags;
+`documentation.py` writes the reference page. The command line itself is `_launch/parser.py`.
+"""

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`FaultToleranceConfig`: the options as one object. Reading files is `sources.py`'s part.
+
+The fields are written out for readers and type checkers; a test compares them with the table.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from . import values
+from .errors import FaultToleranceConfigError, nearest
+from .table import DEFAULT_PREWARM_IMPORT, OPTION_OF_KEY, OPTIONS
+
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["FaultToleranceConfig"]
+
+
+@dataclass
+class FaultToleranceConfig:
+    """What the launcher, the monitor and the ranks of a job agree on.
+
+    A plain value: two are equal when all options are, and one may be pickled or sent as the dict
+    of `to_dict`. Everything is checked when it is made, and all mistakes are reported at once. It
+    is not locked against later assignment, which is not checked.
+
+    Example:
+        >>> config = FaultToleranceConfig(rank_section_timeouts={"step": 60}, log_level="DEBUG")
+        >>> config.rank_section_timeouts, config.log_level
+        ({'step': 60.0}, 10)
+
+    Raises:
+        ValueError: A value is not allowed; the message names the field, the value and the rule.
+    """
+
+    workload_check_interval: float = 5.0
+    initial_rank_heartbeat_timeout: float | None = None
+    rank_heartbeat_timeout: float | None = None
+    rank_section_timeouts: Mapping[str, float | None] = field(default_factory=dict)
+    rank_out_of_section_timeout: float | None = None
+    node_health_check_interval: float = 5.0
+    safety_factor: float = 5.0
+    rank_termination_signal: signal.Signals = signal.SIGKILL
+    log_level: int = 20
+    restart_check_interval: float = 60.0
+    enable_nic_monitor: bool = False
+    enable_nic_healthcheck: bool = True
+    enable_dist_storage_healthcheck: bool = False
+    storage_healthcheck_path: str | None = None
+    pci_topo_file: str | None = None
+    link_down_path_template: str | None = None
+    link_state_path_template: str | None = None
+    skip_section_response: bool = True
+    segment: int | None = None
+    numa_bind_strict: bool = True
+    gpu_memory_reclaim_timeout: float = 50.0
+    gpu_memory_tolerance_mb: float = 512.0
+    gpu_memory_poll_interval: float = 2.0
+    check_remaining_processes: bool = False
+    max_no_progress_cycles: int = 3
+    min_progress_iterations: int = 1
+    checkpoint_iteration_file: str | None = None
+    install_exception_hook: bool = False
+    num_warmup_iterations: int = 5
+    attribution_endpoint: str | None = None
+    attribution_stop_action: str | None = None
+    attribution_export_url: str | None = None
+    cycle_info_dir: str | None = None
+    prewarm: str = "auto"
+    prewarm_import: str = DEFAULT_PREWARM_IMPORT
+    monitor_mode: str = "shared"
+    monitor_loss: str = "ignore"
+    orphan_workers: str = "kill"
+    lease: float = 5.0
+    hang_evidence_timeout: float = 2.0
+    preempt_signal: signal.Signals | None = None
+    restart_budget_window: float | None = None
+    rdzv_token_file: str | None = None
+    attribution_node_action: str = "log"
+
+    def __post_init__(self) -> None:
+        problems = []
+        for option in OPTIONS:
+            try:
+                value = values.read(option.kind, getattr(self, option.field), option.field)
+            except ValueError as error:  # all problems at once
+                problems.append(str(error))
+            else:
+                setattr(self, option.field, value)
+        if problems:
+            raise FaultToleranceConfigError(problems)
+
+    @property
+    def is_progress_tracking_enabled(self) -> bool:
+        """Whether a job that makes no progress is given up."""
+        return self.max_no_progress_cycles > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all options as values that JSON and YAML can hold; signals go by name."""
+        plain: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, signal.Signals):
+                value = value.name
+            elif isinstance(value, Mapping):
+                value = dict(value)
+            plain[item.name] = value
+        return plain
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> FaultToleranceConfig:
+        """Return the config that `to_dict` described; options left out have their defaults.
+
+        Raises:
+            ValueError: A key is unknown or a value is not allowed.
+        """
+        return FaultToleranceConfig.from_kwargs(ignore_not_recognized=False, **plain)
+
+    @staticmethod
+    def from_kwargs(ignore_not_recognized: bool = True, **kwargs: Any) -> FaultToleranceConfig:
+        """Return a config of the given options.
+
+        Args:
+            ignore_not_recognized: Log unknown names once instead of raising.
+            **kwargs: Options by field name; older names of a field are taken too.
+
+        Raises:
+            ValueError: A value is not allowed, or a name is unknown and may not be ignored.
+        """
+        known: dict[str, Any] = {}
+        unknown = []
+        for key, value in kwargs.items():
+            option = OPTION_OF_KEY.get(key)
+            if option is None:
+                unknown.append(f"unknown option {key!r}{nearest(key, OPTION_OF_KEY)}")
+            else:
+                known[option.field] = value
+        if unknown and not ignore_not_recognized:
+            raise FaultToleranceConfigError(unknown)
+        if unknown:
+            _warn([f"ignored: {problem}" for problem in unknown])
+        return FaultToleranceConfig(**known)
+
+    @staticmethod
+    def from_yaml_file(
+        cfg_path: str | os.PathLike[str], ignore_not_recognized: bool = True
+    ) -> FaultToleranceConfig:
+        """Return the config of the first `fault_tolerance` mapping in a YAML file.
+
+        Args:
+            cfg_path: The file; the mapping may stand at any depth.
+            ignore_not_recognized: Log unknown keys once instead of raising.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: The file cannot be understood, has no such mapping, or holds a wrong value.
+        """
+        from .sources import Layers, merge_file
+
+        layers = Layers()
+        merge_file(layers, os.fspath(cfg_path), ignore_unknown=ignore_not_recognized)
+        _warn(layers.warnings)
+        return layers.config()
+
+    @staticmethod
+    def from_args(args: argparse.Namespace) -> FaultToleranceConfig:
+        """Return defaults, overridden by the file at `args.ft_cfg_path`, then by `args.ft_<field>`.
+
+        Raises:
+            FileNotFoundError: The file does not exist.
+            ValueError: A key is unknown or a value is not allowed.
+        """
+        from .sources import layers_from_args
+
+        layers = layers_from_args(args)
+        _warn(layers.warnings)
+        return layers.config()
+
+    def to_yaml_file(self, cfg_path: str | os.PathLike[str]) -> None:
+        """Write a file that `from_yaml_file` reads back as an equal config."""
+        import yaml
+
+        text = yaml.safe_dump({"fault_tolerance": self.to_dict()}, sort_keys=False)
+        with open(cfg_path, "w", encoding="utf-8") as stream:  # pathlib is slow to import
+            stream.write(text)
+
+
+def _warn(texts: list[str]) -> None:
+    if texts:
+        import logging
+
+        for text in texts:
+            logging.getLogger("nvrx").warning("%s", text)
+
+
+# The public path is what pickles and messages should name.
+FaultToleranceConfig.__module__ = "nvidia_resiliency_ext.fault_tolerance.config"

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merging the sources of options: a file, then the command line; who gave what stays known.
+
+Knowing where a value came from is what lets a complaint name it, and lets the launcher tell an
+option that was asked for from one that merely has its default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import values
+from .errors import FaultToleranceConfigError, SectionMissingError, nearest
+from .settings import FaultToleranceConfig
+from .table import DEPRECATED_KEYS, OPTION_OF_KEY, OPTIONS
+from .yaml_file import Entry, read_section
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable
+
+__all__ = ["Given", "Layers", "layers_from_args", "merge_entries", "merge_file"]
+
+_DEPRECATED = {item.key: item for item in DEPRECATED_KEYS}
+
+
+class Given(NamedTuple):
+    """A value that somebody gave, and where."""
+
+    value: Any
+    where: str
+
+
+@dataclass(slots=True)
+class Layers:
+    """What the sources gave, the later over the earlier.
+
+    Attributes:
+        given: Options by field name.
+        deprecated: Keys of earlier releases that are no option.
+        warnings: What a program should say once.
+        problems: What is wrong; `config` raises all of it.
+    """
+
+    given: dict[str, Given] = field(default_factory=dict)
+    deprecated: dict[str, Given] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def config(self) -> FaultToleranceConfig:
+        """Return the merged config.
+
+        Raises:
+            FaultToleranceConfigError: Something was wrong in any source.
+        """
+        if self.problems:
+            raise FaultToleranceConfigError(self.problems)
+        return FaultToleranceConfig(**{name: given.value for name, given in self.given.items()})
+
+    def refused(self) -> list[str]:
+        """Return a sentence for each option given that this version knows but cannot do."""
+        return [
+            f"{given.where}: {option.later} is not available in this version; leave it out"
+            for option in OPTIONS
+            if (given := self.given.get(option.field)) and option.is_refused(given.value)
+        ]
+
+    def restart_policy(self) -> Given | None:
+        """Return the restart policy that a file asked for."""
+        return self.deprecated.get("restart_policy")
+
+
+def merge_file(layers: Layers, path: str, *, ignore_unknown: bool) -> None:
+    """Add the options of a file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        FaultToleranceConfigError: The file cannot be read or understood.
+    """
+    merge_entries(layers, path, read_section(path), ignore_unknown=ignore_unknown)
+
+
+def merge_entries(
+    layers: Layers, path: str, entries: Iterable[Entry], *, ignore_unknown: bool
+) -> None:
+    """Add the options of a file that was read before."""
+    own: dict[str, str] = {}
+    unknown = []
+    for key, raw, line in entries:
+        where = f"{path} line {line}: {key}"
+        option = OPTION_OF_KEY.get(key)
+        old = _DEPRECATED.get(key)
+        if option is None and old is None:
+            known = (*OPTION_OF_KEY, *_DEPRECATED)
+            unknown.append(f"{path} line {line}: unknown key {key!r}{nearest(key, known)}")
+            continue
+        if option is not None and option.field in own:
+            layers.problems.append(f"{where}: is the same as {own[option.field]!r}; keep one")
+            continue
+        kind = option.kind if option is not None else _DEPRECATED[key].kind
+        try:
+            value = values.read(kind, raw, where)
+        except ValueError as error:
+            layers.problems.append(str(error))
+            continue
+        if option is not None:
+            own[option.field] = key
+            layers.given[option.field] = Given(value, where)
+            if key != option.field:
+                layers.warnings.append(f"{where}: is an old name of {option.field}")
+        elif old is not None:
+            layers.deprecated[key] = Given(value, where)
+            layers.warnings.append(f"{where}: is deprecated; {old.note}")
+    if unknown and ignore_unknown:
+        layers.warnings.append("ignored: " + "; ".join(unknown))
+    elif unknown:
+        layers.problems += unknown
+    _merge_attribution_address(layers)
+
+
+def _merge_attribution_address(layers: Layers) -> None:
+    host = layers.deprecated.get("attrsvc_host")
+    port = layers.deprecated.get("attrsvc_port")
+    if host is None and port is None:
+        return
+    if host is None or port is None:
+        lone = host or port
+        assert lone is not None
+        layers.problems.append(f"{lone.where}: needs both a host and a port")
+        return
+    layers.given.setdefault(
+        "attribution_endpoint", Given(f"http://{host.value}:{port.value}", host.where)
+    )
+
+
+def layers_from_args(args: argparse.Namespace) -> Layers:
+    """Return what a parsed command line and the file that it names gave.
+
+    Raises:
+        FileNotFoundError: The file does not exist, and may not be missing.
+        FaultToleranceConfigError: The file cannot be read or understood.
+    """
+    layers = Layers()
+    path = getattr(args, "ft_cfg_path", None)
+    if path:
+        ignore_unknown = bool(getattr(args, "ft_ignore_unknown_cfg", False))
+        may_be_missing = bool(getattr(args, "ft_ignore_missing_cfg", False))
+        try:
+            merge_file(layers, path, ignore_unknown=ignore_unknown)
+        except (FileNotFoundError, SectionMissingError) as error:
+            if not may_be_missing:
+                raise
+            layers.warnings.append(f"going on without a configuration file: {error}")
+    sources: dict[str, str] = getattr(args, "given", {})
+    for option in OPTIONS:
+        dest = f"ft_{option.field}"
+        raw = getattr(args, dest, None)
+        if raw is None:
+            continue
+        where = sources.get(dest, f"--{option.flag}")
+        try:
+            value = values.read(option.kind, raw, where)
+        except ValueError as error:  # all problems at once
+            layers.problems.append(str(error))
+        else:
+            layers.given[option.field] = Given(value, where)
+    for old in DEPRECATED_KEYS:
+        dest = f"ft_{old.key}"
+        if dest in sources:
+            layers.deprecated[old.key] = Given(getattr(args, dest), sources[dest])
+    _merge_attribution_address(layers)
+    return layers

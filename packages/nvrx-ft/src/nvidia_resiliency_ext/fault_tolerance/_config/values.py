@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of values: how a setting is read from text, YAML or Python, and what is allowed.
+
+A kind's `parse` raises `ValueError` or `TypeError` without a message; `read` adds who, what and
+what is allowed, so that every complaint reads the same. Nothing here knows a particular option.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+__all__ = [
+    "BOOL",
+    "COUNT",
+    "FACTOR",
+    "INTEGER",
+    "INTERVAL",
+    "INTERVAL_OR_NONE",
+    "LOG_LEVEL",
+    "MODULES",
+    "PATHS",
+    "PATH_TEMPLATE",
+    "SECONDS",
+    "SECONDS_OR_NONE",
+    "SECTIONS",
+    "SIGNAL",
+    "SIGNAL_OR_NONE",
+    "SIZE_MB",
+    "TEXT",
+    "Kind",
+    "choice",
+    "describe",
+    "integer_in",
+    "or_none",
+    "read",
+]
+
+_NONE_WORDS = ("", "none", "null")
+_TRUE_WORDS = ("true", "yes", "1")
+_FALSE_WORDS = ("false", "no", "0")
+_LOG_LEVELS = {
+    "DEBUG": 10,
+    "DBG": 10,
+    "INFO": 20,
+    "WARNING": 30,
+    "WARN": 30,
+    "ERROR": 40,
+    "CRITICAL": 50,
+}
+_LOWEST_LOG_LEVEL, _HIGHEST_LOG_LEVEL = 10, 50
+_SHOWN_CHARACTERS = 80
+
+
+class Kind(NamedTuple):
+    """How one sort of value is read.
+
+    Attributes:
+        annotation: The type as the dataclass writes it.
+        expects: What is allowed, as it follows "... is not".
+        metavar: What `--help` shows for the value.
+        parse: Turns what was given into the value.
+    """
+
+    annotation: str
+    expects: str
+    metavar: str
+    parse: Callable[[Any], Any]
+
+
+def read(kind: Kind, raw: object, where: str) -> Any:
+    """Return the value of `raw`.
+
+    Raises:
+        ValueError: It is not allowed; the message says where it stood and what is.
+    """
+    try:
+        return kind.parse(raw)
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"{where}: {describe(raw)} is not {kind.expects}") from None
+
+
+def describe(raw: object) -> str:
+    """Return a short, harmless text for a value of unknown origin."""
+    if isinstance(raw, Mapping):
+        return "a mapping"
+    if isinstance(raw, (list, tuple, set)):
+        return "a list"
+    text = repr(raw)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+
+
+def _number(raw: Any) -> float:
+    if isinstance(raw, bool) or not (isinstance(raw, str) or hasattr(raw, "__float__")):
+        raise TypeError
+    value = float(raw)
+    if not math.isfinite(value):
+        raise ValueError
+    return value
+
+
+def _integer(raw: Any) -> int:
+    if isinstance(raw, str):
+        return int(raw)
+    if isinstance(raw, bool) or not hasattr(raw, "__index__"):
+        raise TypeError
+    return int(raw)
+
+
+def _at_least_zero(raw: Any) -> float:
+    value = _number(raw)
+    if value < 0:
+        raise ValueError
+    return value
+
+
+def _above_zero(raw: Any) -> float:
+    value = _number(raw)
+    if value <= 0:
+        raise ValueError
+    return value
+
+
+def _count(raw: Any) -> int:
+    value = _integer(raw)
+    if value < 0:
+        raise ValueError
+    return value
+
+
+def _bool(raw: Any) -> bool:
+    if isinstance(raw, (list, tuple, set, Mapping)):
+        raise TypeError
+    word = str(raw).strip().lower()
+    if word in _TRUE_WORDS:
+        return True
+    if word in _FALSE_WORDS:
+        return False
+    raise ValueError
+
+
+def _text(raw: Any) -> str:
+    if not isinstance(raw, str) or not raw or "\0" in raw:
+        raise ValueError
+    return raw
+
+
+def _signal(raw: Any) -> signal.Signals:
+    if isinstance(raw, str) and not raw.strip().isdigit():
+        name = raw.strip().upper()
+        found = signal.Signals.__members__.get(name if name.startswith("SIG") else f"SIG{name}")
+        if found is None:
+            raise ValueError
+        return found
+    return signal.Signals(_integer(raw))
+
+
+def _log_level(raw: Any) -> int:
+    if isinstance(raw, str) and raw.strip().upper() in _LOG_LEVELS:
+        return _LOG_LEVELS[raw.strip().upper()]
+    value = _integer(raw)
+    if not _LOWEST_LOG_LEVEL <= value <= _HIGHEST_LOG_LEVEL:
+        raise ValueError
+    return value
+
+
+def _sections(raw: Any) -> dict[str, float | None]:
+    if isinstance(raw, str):
+        pairs = [part.rpartition(":") for part in raw.split(",") if part.strip()]
+        items: list[tuple[Any, Any]] = [(name.strip(), value) for name, _, value in pairs]
+    elif isinstance(raw, Mapping):
+        items = list(raw.items())
+    elif raw is None:
+        items = []
+    else:
+        raise TypeError
+    sections = {_section_name(name): SECONDS_OR_NONE.parse(value) for name, value in items}
+    if len(sections) != len(items):
+        raise ValueError
+    return sections
+
+
+def _section_name(name: Any) -> str:
+    # What a flag could not say again, or a log line not show, is no name.
+    if not isinstance(name, str) or not name.isprintable() or not name.strip():
+        raise ValueError
+    if any(character in name for character in ":,") or name != name.strip():
+        raise ValueError
+    return name
+
+
+def _comma_list(raw: Any) -> list[str]:
+    if isinstance(raw, str):
+        raw = raw.split(",")
+    if not isinstance(raw, (list, tuple)) or not all(isinstance(part, str) for part in raw):
+        raise TypeError
+    parts = [part.strip() for part in raw if part.strip()]
+    if not parts or any("," in part or "\0" in part for part in parts):
+        raise ValueError
+    return parts
+
+
+def _paths(raw: Any) -> str:
+    paths = _comma_list(raw)
+    if not all(path.startswith("/") for path in paths):
+        raise ValueError
+    return ",".join(paths)
+
+
+def _modules(raw: Any) -> str:
+    modules = _comma_list(raw)
+    if not all(part.isidentifier() for module in modules for part in module.split(".")):
+        raise ValueError
+    return ",".join(modules)
+
+
+def _path_template(raw: Any) -> str:
+    text = _text(raw)
+    if "{nic}" not in text and "{dev_name}" not in text:
+        raise ValueError
+    return text
+
+
+def or_none(kind: Kind) -> Kind:
+    """Return the kind that also takes `None`, "none", "null" and the empty text."""
+
+    def parse(raw: Any) -> Any:
+        if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NONE_WORDS):
+            return None
+        return kind.parse(raw)
+
+    return Kind(f"{kind.annotation} | None", f"{kind.expects}, or none", kind.metavar, parse)
+
+
+def choice(*allowed: str) -> Kind:
+    """Return the kind that takes one of a few words."""
+
+    def parse(raw: Any) -> str:
+        # YAML 1.1 reads a bare `on` or `off` as a truth value.
+        if isinstance(raw, bool):
+            raw = "on" if raw else "off"
+        if not isinstance(raw, str) or raw not in allowed:
+            raise ValueError
+        return raw
+
+    return Kind("str", "one of " + ", ".join(allowed), "{" + ",".join(allowed) + "}", parse)
+
+
+def integer_in(lowest: int, highest: int) -> Kind:
+    """Return the kind that takes an integer within limits, both included."""
+
+    def parse(raw: Any) -> int:
+        value = _integer(raw)
+        if not lowest <= value <= highest:
+            raise ValueError
+        return value
+
+    return Kind("int", f"an integer from {lowest} to {highest}", "N", parse)
+
+
+SECONDS = Kind("float", "a number of seconds >= 0", "SECONDS", _at_least_zero)
+SECONDS_OR_NONE = or_none(SECONDS)
+INTERVAL = Kind("float", "a number of seconds > 0", "SECONDS", _above_zero)
+INTERVAL_OR_NONE = or_none(INTERVAL)
+FACTOR = Kind("float", "a number > 0", "FACTOR", _above_zero)
+SIZE_MB = Kind("float", "a number of megabytes >= 0", "MB", _at_least_zero)
+COUNT = Kind("int", "an integer >= 0", "N", _count)
+INTEGER = Kind("int", "an integer", "N", _integer)
+BOOL = Kind("bool", "one of true, false, yes, no, 1, 0", "BOOL", _bool)
+TEXT = Kind("str", "a text that is not empty", "TEXT", _text)
+SIGNAL = Kind("signal.Signals", "the name or number of a signal", "SIGNAL", _signal)
+SIGNAL_OR_NONE = or_none(SIGNAL)
+LOG_LEVEL = Kind(
+    "int", "a number from 10 to 50 or one of " + ", ".join(_LOG_LEVELS), "LEVEL", _log_level
+)
+SECTIONS = Kind(
+    "Mapping[str, float | None]",
+    "a set of NAME:SECONDS with SECONDS >= 0 or none, each name once (setup:600,step:180)",
+    "NAME:SECONDS,...",
+    _sections,
+)
+PATHS = Kind("str", "a comma separated list of absolute paths", "PATH,...", _paths)
+MODULES = Kind("str", "a comma separated list of module names", "MODULE,...", _modules)
+PATH_TEMPLATE = Kind("str", "a path that holds {nic}", "PATH", _path_template)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the `fault_tolerance` section of a YAML file; what its values mean is decided elsewhere.
+
+Such files are often the whole configuration of a training program. The rest of the file is
+somebody else's: it is parsed into nodes, never built, so that foreign tags and repeated keys there
+do no harm. Aliases share nodes and are not expanded, so that a small file cannot grow in memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .errors import FaultToleranceConfigError, SectionMissingError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["SECTION", "SIZE_LIMIT_BYTES", "Entry", "read_section"]
+
+SECTION = "fault_tolerance"
+SIZE_LIMIT_BYTES = 1 << 20
+_MERGE_TAG = "tag:yaml.org,2002:merge"
+
+
+class Entry(NamedTuple):
+    """One key of the section: a scalar, a list of scalars, or a mapping of them."""
+
+    key: str
+    value: Any
+    line: int
+
+
+def read_section(path: str) -> list[Entry]:
+    """Return the entries of the first `fault_tolerance` mapping, depth first, in a file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        SectionMissingError: There is no such mapping, or it is empty.
+        FaultToleranceConfigError: The file cannot be read or understood.
+    """
+    import yaml
+
+    text = _read_text(path)
+    loader = None
+    try:
+        loader = yaml.SafeLoader(text)
+        section = _find(loader.get_single_node(), path)
+        entries = _Reader(loader, path).entries(section)
+    except yaml.YAMLError as error:
+        raise FaultToleranceConfigError([_explain(error, path)]) from None
+    except RecursionError:
+        raise FaultToleranceConfigError([f"{path}: is nested too deeply to be read"]) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+    if not entries:
+        raise SectionMissingError([f"{path}: section {SECTION} is empty; give it an option"])
+    return entries
+
+
+def _read_text(path: str) -> str:
+    try:
+        with open(path, "rb") as stream:  # pathlib is slow to import
+            data = stream.read(SIZE_LIMIT_BYTES + 1)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise FaultToleranceConfigError([f"{path}: cannot be read: {reason}"]) from None
+    if len(data) > SIZE_LIMIT_BYTES:
+        raise FaultToleranceConfigError(
+            [f"{path}: is larger than {SIZE_LIMIT_BYTES >> 20} MiB; is it the right file?"]
+        )
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FaultToleranceConfigError(
+            [f"{path}: is no UTF-8 text (byte {error.start}); save it as UTF-8"]
+        ) from None
+
+
+def _explain(error: Exception, path: str) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{path} line {mark.line + 1}" if mark is not None else path
+    problem = str(getattr(error, "problem", None) or error).splitlines()[0]
+    remedy = "; indent with spaces" if "\\t" in problem else ""
+    return f"{where}: is not YAML: {problem}{remedy}"
+
+
+def _line(node: Any) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _find(root: Any, path: str) -> Any:
+    """Return the node of the first section that is a mapping."""
+    stray = None
+    for node in _mappings(root):
+        sections = [value for key, value in node.value if key.value == SECTION]
+        if len(sections) > 1:
+            raise FaultToleranceConfigError(
+                [f"{path} line {_line(sections[1])}: {SECTION} stands there twice; keep one"]
+            )
+        for value in sections:
+            if value.id == "mapping":
+                return value
+            stray = stray or value
+    if stray is not None and stray.value:
+        raise FaultToleranceConfigError(
+            [f"{path} line {_line(stray)}: {SECTION} is no mapping; write keys and values below it"]
+        )
+    problem = "is empty" if stray is not None else "is missing"
+    raise SectionMissingError([f"{path}: section {SECTION} {problem}; add it, with an option"])
+
+
+def _mappings(root: Any) -> Iterator[Any]:
+    """Yield every mapping of a document once, depth first."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if node.id == "mapping":
+            yield node
+            waiting.extend(value for _, value in reversed(node.value))
+        elif node.id == "sequence":
+            waiting.extend(reversed(node.value))
+
+
+class _Reader:
+    """Builds the values of one section."""
+
+    def __init__(self, loader: Any, path: str) -> None:
+        self._loader = loader
+        self._path = path
+        self._pairs_of: dict[int, dict[str, tuple[Any, Any]]] = {}
+
+    def entries(self, section: Any) -> list[Entry]:
+        return [
+            Entry(name, self._value(name, value), _line(key))
+            for name, (key, value) in self._pairs(section).items()
+        ]
+
+    def _pairs(self, mapping: Any) -> dict[str, tuple[Any, Any]]:
+        """Return the pairs by name, merged ones (`<<`) overridden by the mapping's own."""
+        known = self._pairs_of.get(id(mapping))
+        if known is not None:
+            return known
+        # Set early: a mapping that merges itself sees what it has so far, and comes to an end.
+        merged = self._pairs_of[id(mapping)] = {}
+        own: dict[str, tuple[Any, Any]] = {}
+        for key, value in mapping.value:
+            if key.tag == _MERGE_TAG:
+                # The first of several merged mappings wins, as YAML has it.
+                for source in value.value if value.id == "sequence" else [value]:
+                    if source.id != "mapping":
+                        raise self._error(source, "<< takes a mapping")
+                    merged.update({k: p for k, p in self._pairs(source).items() if k not in merged})
+                continue
+            if key.id != "scalar":
+                raise self._error(key, "a key is no plain word")
+            if key.value in own:
+                raise self._error(key, f"key {key.value!r} stands there twice; keep one")
+            own[key.value] = (key, value)
+        merged.update(own)
+        return merged
+
+    def _value(self, name: str, node: Any) -> Any:
+        if node.id == "sequence":
+            return [self._scalar(name, item) for item in node.value]
+        if node.id == "mapping":
+            return {
+                key: self._scalar(f"{name}.{key}", item)
+                for key, (_, item) in self._pairs(node).items()
+            }
+        return self._scalar(name, node)
+
+    def _scalar(self, name: str, node: Any) -> Any:
+        if node.id != "scalar":
+            raise self._error(node, f"{name} is nested too deeply")
+        try:
+            return self._loader.construct_object(node)
+        except ValueError:
+            # For example an integer of ten thousand digits or the 31st of February.
+            raise self._error(node, f"{name} is no value that can be read") from None
+
+    def _error(self, node: Any, problem: str) -> FaultToleranceConfigError:
+        return FaultToleranceConfigError([f"{self._path} line {_line(node)}: {problem}"])

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command of a worker, from the script and the flags that say how to run it.
+
+Pure but for looking whether script and interpreter exist: a wrong name is better said once, here,
+than by every worker.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["WorkerCommand", "missing_program", "missing_script", "worker_command"]
+
+_RUN_PATH_MODULE = "nvidia_resiliency_ext.fault_tolerance._launch.run_path"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCommand:
+    """What a worker runs.
+
+    Attributes:
+        argv: The whole command; `${local_rank}` in it stands for the worker's local rank.
+        entry: The script's path, the module's name or the program.
+        is_module: Whether `entry` is a module run with `-m`.
+        is_python: Whether a Python interpreter runs it.
+    """
+
+    argv: tuple[str, ...]
+    entry: str
+    is_module: bool
+    is_python: bool
+
+    def for_local_rank(self, local_rank: int) -> tuple[str, ...]:
+        """Return the command of one worker, as torchrun substitutes the macro.
+
+        The interpreter is left alone. As in torchrun, `$$` becomes `$`.
+        """
+        if not any("$" in word for word in self.argv[1:]):
+            return self.argv
+        from string import Template
+
+        rest = (Template(word).safe_substitute(local_rank=local_rank) for word in self.argv[1:])
+        return (self.argv[0], *rest)
+
+
+def worker_command(
+    script: str,
+    script_args: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    is_module: bool = False,
+    is_python: bool = True,
+    is_run_path: bool = False,
+) -> WorkerCommand:
+    """Return the command that runs a script."""
+    python = environ.get("PYTHON_EXEC") or sys.executable
+    if is_run_path:
+        argv = (python, "-u", "-m", _RUN_PATH_MODULE, script, *script_args)
+        return WorkerCommand(argv, script, is_module=False, is_python=True)
+    if not is_python:
+        return WorkerCommand((script, *script_args), script, is_module=False, is_python=False)
+    module = ("-m",) if is_module else ()
+    argv = (python, "-u", *module, script, *script_args)
+    return WorkerCommand(argv, script, is_module=is_module, is_python=True)
+
+
+def missing_script(path: str) -> str:
+    """Return what keeps Python from running the file `path`, or an empty text."""
+    if not os.path.exists(path):  # pathlib is slow to import
+        return f"script {path!r} does not exist; name a file, or a module with -m"
+    # Python runs a directory or an archive that holds __main__.py.
+    if os.path.isdir(path):  # pathlib is slow to import
+        path = os.path.join(path, "__main__.py")  # pathlib is slow to import
+        if not os.path.isfile(path):  # pathlib is slow to import
+            return f"script {os.path.dirname(path)!r} is a directory without __main__.py"  # pathlib is slow to import
+    if not os.access(path, os.R_OK):
+        return f"script {path!r} cannot be read; change its permissions"
+    return ""
+
+
+def missing_program(name: str, environ: Mapping[str, str]) -> str:
+    """Return what keeps `name` from being executed, or an empty text."""
+    if "/" in name:
+        candidates = [name]
+    else:
+        folders = (environ.get("PATH") or os.defpath).split(os.pathsep)
+        candidates = [
+            os.path.join(folder or ".", name) for folder in folders
+        ]  # pathlib is slow to import
+    files = [path for path in candidates if os.path.isfile(path)]  # pathlib is slow to import
+    if any(os.access(path, os.X_OK) for path in files):
+        return ""
+    if files:
+        return f"program {name!r} is not executable; change its permissions"
+    return f"program {name!r} does not exist or is not on PATH"

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many workers a node runs: a number, its CPUs or its GPUs. The devices are only counted.
+
+Nothing is asked of a driver: importing torch or opening a device takes longer than a whole launch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+__all__ = ["count_cpus", "count_gpus", "determine_local_world_size", "local_world_size"]
+
+
+def determine_local_world_size(nproc_per_node: str) -> int:
+    """Return the number of workers that `--nproc-per-node` stands for on this machine.
+
+    Raises:
+        ValueError: It is none of a number > 0, cpu, gpu and auto, or there is no GPU.
+    """
+    return local_world_size(nproc_per_node, os.environ)
+
+
+def local_world_size(nproc_per_node: str, environ: Mapping[str, str], root: str = "/") -> int:
+    """Return what `determine_local_world_size` does, for a given environment and file tree."""
+    if nproc_per_node == "cpu":
+        return count_cpus()
+    if nproc_per_node in ("gpu", "auto"):
+        gpus = count_gpus(environ, root)
+        if gpus == 0 and nproc_per_node == "gpu":
+            raise ValueError(
+                "--nproc-per-node gpu: no GPU is visible here; check /dev/nvidia* and "
+                "CUDA_VISIBLE_DEVICES, or give a number"
+            )
+        return gpus or count_cpus()
+    try:
+        count = int(nproc_per_node)
+    except ValueError:
+        count = 0
+    if count <= 0:
+        raise ValueError(
+            f"--nproc-per-node: {nproc_per_node!r} is not a number of workers > 0, cpu, gpu or auto"
+        )
+    return count
+
+
+def count_cpus() -> int:
+    """Return the number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def count_gpus(environ: Mapping[str, str], root: str = "/") -> int:
+    """Return the number of GPUs that a worker would see.
+
+    Args:
+        environ: Holds CUDA_VISIBLE_DEVICES, if it is set.
+        root: Where the file tree with dev and proc begins.
+    """
+    present = _present_gpus(root)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or present == 0:
+        return present
+    count = 0
+    for name in visible.split(","):
+        entry = name.strip()
+        # CUDA stops at the first entry that is no device of the machine.
+        if entry.isdecimal():
+            if int(entry) >= present:
+                break
+        elif not entry.startswith(("GPU-", "MIG-")):
+            break
+        count += 1
+    return count
+
+
+def _present_gpus(root: str) -> int:
+    # A container has the device nodes it may use; /proc may list the whole machine's.
+    nodes = [name for name in _listing(root, "dev") if name.removeprefix("nvidia").isdecimal()]
+    nodes = [name for name in nodes if name.startswith("nvidia")]
+    return len(nodes) or len(_listing(root, "proc/driver/nvidia/gpus"))
+
+
+def _listing(root: str, path: str) -> list[str]:
+    try:
+        return os.listdir(os.path.join(root, path))  # pathlib is slow to import
+    except OSError:
+        return []

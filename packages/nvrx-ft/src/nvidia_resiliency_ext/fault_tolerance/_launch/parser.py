@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the command line of `ft_launcher`; the flags themselves are listed in `flags.py`.
+
+The words before the script are the launcher's, all from the script on are the script's. That
+border is drawn here and not by argparse, which would take a `--` away from the script. What is
+left, one word per flag, goes through argparse, which also writes the help. A wrong command line
+ends the program with one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from nvidia_resiliency_ext.fault_tolerance._config import values
+
+from .flags import FLAGS, GROUPS, OLD_SPELLINGS, OTHER_SPELLINGS, Flag
+
+__all__ = ["PROGRAM", "USAGE_ERROR_EXIT_CODE", "get_args_parser", "parse_args", "usage_error"]
+
+PROGRAM = "ft_launcher"
+USAGE_ERROR_EXIT_CODE = 2
+_WIDEST_HELP = 100
+_NARROWEST_HELP = 60
+
+_SHORT = {flag.short: flag for flag in FLAGS if flag.short}
+_BY_NAME = {flag.name: flag for flag in FLAGS}
+
+
+def usage_error(problem: object) -> NoReturn:
+    """Say on one line of stderr what is wrong with the command line or a file; leave with 2."""
+    text = " ".join(str(problem).split())
+    sys.stderr.write(f"{PROGRAM}: error: {text}\n")
+    sys.exit(USAGE_ERROR_EXIT_CODE)
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line.
+
+    Its result has, besides a value for each flag, `given` (who gave each value that is no default:
+    a flag or an environment variable, by attribute) and `warnings` (texts to be logged once).
+    """
+    parser = _LauncherParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} [options] SCRIPT [arguments of the script]",
+        description="Run a PyTorch program on the workers of this node and keep it running.",
+        formatter_class=_formatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    groups[GROUPS[0]].add_argument("-h", "--help", action="help", help="Show this and leave.")
+    for flag in FLAGS:
+        words = [f"-{flag.short}", f"--{flag.name}"] if flag.short else [f"--{flag.name}"]
+        options: dict[str, Any] = {"dest": flag.attribute, "help": _help_text(flag)}
+        if flag.name == "version":
+            options["action"] = _Version
+        else:
+            options["action"] = _Given
+            options["flag"] = flag
+        groups[flag.group].add_argument(*words, **options)
+    groups[GROUPS[-1]].description = (
+        "Still taken, with a warning: --ft-param-OPTION for --ft-OPTION, and "
+        + ", ".join(f"--{old}" for old in OLD_SPELLINGS if not old.startswith("ft-param-"))
+        + "."
+    )
+    parser.add_argument("training_script", nargs="?", help="Script or, with -m, module to run.")
+    parser.add_argument(
+        "training_script_args", nargs=argparse.REMAINDER, help="Its arguments, taken as they are."
+    )
+    return parser
+
+
+def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
+    """Return the parsed command line, `sys.argv[1:]` if none is given."""
+    return get_args_parser().parse_args(args)
+
+
+def _help_text(flag: Flag) -> str:
+    text = flag.help
+    default = flag.shown_default if flag.default is None else flag.default
+    has_default = default is not None and default not in (False, "", [], {})
+    if has_default:
+        text += f" Default: {getattr(default, 'name', default)}."
+    if flag.later:
+        text += " (Other values are" if has_default else " (This is"
+        text += " not available in this version.)"
+    return text.replace("%", "%%")
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    # argparse would import shutil, with its compression modules, to ask the terminal.
+    try:
+        columns = int(os.environ.get("COLUMNS", "0")) or os.get_terminal_size().columns
+    except (OSError, ValueError):
+        columns = _WIDEST_HELP
+    width = min(max(columns - 2, _NARROWEST_HELP), _WIDEST_HELP)
+    return argparse.HelpFormatter(prog, max_help_position=30, width=width)
+
+
+class _Given(argparse.Action):
+    """Keeps what was given and by which flag; it becomes a value when all words are read."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, flag: Flag, help: str) -> None:  # noqa: A002  # argparse names it so
+        super().__init__(
+            option_strings,
+            dest,
+            nargs=0 if flag.kind is None else None,
+            default=argparse.SUPPRESS,
+            metavar=None if flag.kind is None else flag.kind.metavar,
+            help=help,
+        )
+        self.flag = flag
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        del parser, option_string
+        raw = True if self.flag.kind is None else values
+        namespace.given[self.flag.attribute] = (raw, f"--{self.flag.name}")
+
+
+class _Version(argparse.Action):
+    """Prints what the self-check finds, and leaves."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:  # noqa: A002  # argparse names it so
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from nvidia_resiliency_ext.shared_utils import doctor
+
+        for finding in doctor.findings():
+            sys.stdout.write(f"{finding}\n")
+        parser.exit()
+
+
+class _LauncherParser(argparse.ArgumentParser):
+    """An `ArgumentParser` that draws the border to the script's arguments itself."""
+
+    def parse_args(  # type: ignore[override]  # the overloads add nothing here
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error("; ".join(_unknown(word) for word in unknown))
+        if parsed.training_script is None:
+            self.error(f"no script to run; write {PROGRAM} [options] SCRIPT [arguments]")
+        return parsed
+
+    def parse_known_args(  # type: ignore[override]  # the overloads add nothing here
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        namespace = argparse.Namespace() if namespace is None else namespace
+        namespace.given = {}
+        words, rest, warnings = self._split(list(sys.argv[1:] if args is None else args))
+        parsed, unknown = super().parse_known_args(words, namespace)
+        given = _with_environment(parsed.given, os.environ)
+        problems = _fill(parsed, given)
+        if problems:
+            self.error("; ".join(problems))
+        parsed.training_script, parsed.training_script_args = (
+            (rest[0], rest[1:])
+            if rest
+            else (
+                None,
+                [],
+            )
+        )
+        parsed.given = {attribute: where for attribute, (_, where) in given.items()}
+        parsed.warnings = warnings + [
+            f"{parsed.given[flag.attribute]} is deprecated; {flag.deprecated}"
+            for flag in FLAGS
+            if flag.deprecated and flag.attribute in given
+        ]
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        usage_error(message)
+
+    def _split(self, args: list[str]) -> tuple[list[str], list[str], list[str]]:
+        """Return the launcher's words, one per flag; the script and its words; warnings."""
+        words: list[str] = []
+        warnings: list[str] = []
+        position = 0
+        while position < len(args):
+            word = args[position]
+            position += 1
+            if word == "--":
+                break
+            if not word.startswith("-") or word == "-":
+                position -= 1
+                break
+            flag, name, value = _recognise(word)
+            if name in OLD_SPELLINGS:
+                text = f"--{name} is deprecated; use --{OLD_SPELLINGS[name]}"
+                warnings += [text] if text not in warnings else []
+            if flag is None or flag.name == "version":
+                words.append(word)
+            elif flag.kind is None:
+                if value is not None:
+                    self.error(f"--{flag.name} takes no value, got {value!r}")
+                words.append(f"--{flag.name}")
+                # Further letters of the same word, as in -mr3.
+                if not word.startswith("--") and len(word) > 2:  # noqa: PLR2004  # dash and letter
+                    position -= 1
+                    args[position] = "-" + word[2:]
+            else:
+                if value is None:
+                    if position == len(args) or _is_flag(args[position]):
+                        self.error(f"--{flag.name} needs a value: {flag.kind.expects}")
+                    value = args[position]
+                    position += 1
+                words.append(f"--{flag.name}={value}")
+        return words, args[position:], warnings
+
+
+def _recognise(word: str) -> tuple[Flag | None, str, str | None]:
+    """Return the flag of a word, the name it was called by, and the value in the same word."""
+    if not word.startswith("--"):
+        flag = _SHORT.get(word[1])
+        if flag is None or flag.kind is None or len(word) == 2:  # noqa: PLR2004  # dash and letter
+            return flag, word[1], None
+        return flag, word[1], word[2:].removeprefix("=")
+    name, equals, value = word[2:].partition("=")
+    name = name.replace("_", "-")
+    present = OLD_SPELLINGS.get(name) or OTHER_SPELLINGS.get(name, name)
+    return _BY_NAME.get(present), name, value if equals else None
+
+
+def _is_flag(word: str) -> bool:
+    # A negative number or a single dash is a value.
+    if word.startswith("--"):
+        return True
+    return word.startswith("-") and word[1:2] in _SHORT
+
+
+def _unknown(word: str) -> str:
+    from nvidia_resiliency_ext.fault_tolerance._config.errors import nearest
+
+    name = word.partition("=")[0]
+    known = [f"--{flag.name}" for flag in FLAGS] + [f"--{old}" for old in OLD_SPELLINGS]
+    hint = nearest(name.replace("_", "-"), known) or f"; see {PROGRAM} --help"
+    return f"unknown flag {values.describe(name)}{hint}"
+
+
+def _with_environment(
+    given: Mapping[str, tuple[Any, str]], environ: Mapping[str, str]
+) -> dict[str, tuple[Any, str]]:
+    """Return what was given, by flags and then by `PET_` variables."""
+    filled = dict(given)
+    for flag in FLAGS:
+        name = f"PET_{flag.attribute.upper()}"
+        if flag.env and flag.attribute not in filled and name in environ:
+            filled[flag.attribute] = (environ[name], name)
+    return filled
+
+
+def _fill(parsed: argparse.Namespace, given: Mapping[str, tuple[Any, str]]) -> list[str]:
+    """Set every flag's attribute; return what is wrong with the values."""
+    problems = []
+    for flag in FLAGS:
+        raw, where = given.get(flag.attribute, (flag.default, ""))
+        value = raw
+        if where:
+            kind = flag.kind or values.BOOL
+            try:
+                value = values.read(kind, raw, where)
+            except ValueError as error:  # all problems at once
+                problems.append(str(error))
+            if value is None:
+                # "none" given on the command line must still win over a file.
+                value = raw
+        setattr(parsed, flag.attribute, list(value) if isinstance(value, list) else value)
+    return problems

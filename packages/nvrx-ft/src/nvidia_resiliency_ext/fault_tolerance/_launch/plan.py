@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the parsed command line to a `LaunchPlan`: everything a launch needs, checked.
+
+Reads the configuration file and looks whether script and GPUs exist; starts and changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
+from nvidia_resiliency_ext.fault_tolerance._config.sources import Layers, layers_from_args
+
+from . import surroundings, syntax
+from .command import WorkerCommand, missing_program, missing_script, worker_command
+from .flags import FLAGS
+from .launch_config import get_rdzv_endpoint
+from .local_world import local_world_size
+
+if TYPE_CHECKING:
+    import argparse
+    import signal
+
+    from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+
+__all__ = ["LaunchPlan", "PrewarmSettings", "plan_from_args"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrewarmSettings:
+    """How workers are kept warm: `mode` is auto, on or off; `modules` are imported early."""
+
+    mode: str
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """Everything that a launch on this node needs. Times are seconds.
+
+    Attributes:
+        command: What a worker runs.
+        nproc_per_node: Workers on this node.
+        min_nodes: Nodes without which the job does not start.
+        max_nodes: Nodes that work at most.
+        run_id: The job's name.
+        role: The workers' role.
+        max_restarts: Restarts before the job fails.
+        restart_policy: When workers are restarted.
+        term_timeout_s: From SIGTERM to SIGKILL when the launcher was signalled.
+        workers_stop_timeout_s: From SIGTERM to SIGKILL when workers are restarted.
+        monitor_interval_s: Between two looks at the workers, at most.
+        start_method: How functions are started.
+        master_addr: Address of rank 0.
+        master_port: Port of rank 0 in every cycle; None takes a fresh one for each.
+        local_addr: Address of this node.
+        rdzv_backend: How nodes meet.
+        rdzv_endpoint: Where nodes meet.
+        rdzv_configuration: Settings of the rendezvous.
+        log_dir: Directory for logs and record.
+        redirects: Streams written to files, by local rank.
+        tee: Streams written to files and to the console, by local rank.
+        local_ranks_filter: Local ranks that the console shows; None shows all.
+        log_line_prefix_template: Prefix of a worker's lines on the console.
+        signals_to_handle: Signals passed to the workers.
+        omp_num_threads: OMP_NUM_THREADS of the workers; None leaves it as it is.
+        no_restart_exit_code: Exit code of a job that must not be started again.
+        monitors_enabled: Whether ranks are watched.
+        prewarm: How workers are kept warm.
+        fault_tolerance: How faults are noticed and handled.
+        warnings: What the launcher should log once, at WARNING.
+    """
+
+    command: WorkerCommand
+    nproc_per_node: int
+    min_nodes: int
+    max_nodes: int
+    run_id: str
+    role: str
+    max_restarts: int
+    restart_policy: str
+    term_timeout_s: float
+    workers_stop_timeout_s: float
+    monitor_interval_s: float
+    start_method: str
+    master_addr: str
+    master_port: int | None
+    local_addr: str | None
+    rdzv_backend: str
+    rdzv_endpoint: str
+    rdzv_configuration: Mapping[str, str]
+    log_dir: str | None
+    redirects: Mapping[int, syntax.Std]
+    tee: Mapping[int, syntax.Std]
+    local_ranks_filter: frozenset[int] | None
+    log_line_prefix_template: str | None
+    signals_to_handle: tuple[signal.Signals, ...]
+    omp_num_threads: str | None
+    no_restart_exit_code: int
+    monitors_enabled: bool
+    prewarm: PrewarmSettings
+    fault_tolerance: FaultToleranceConfig
+    warnings: tuple[str, ...]
+
+
+def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchPlan:
+    """Return the plan of a parsed command line.
+
+    Args:
+        args: What `parser.parse_args` returned.
+        environ: The launcher's environment.
+
+    Raises:
+        FaultToleranceConfigError: Something cannot be done as asked; it names everything wrong.
+    """
+    surroundings.check_one_launcher_per_node(environ)
+    layers = _layers(args)
+    problems = layers.problems + _refused(args, layers) + surroundings.refused_variables(environ)
+    command = _command(args, environ, problems)
+    try:
+        nproc = local_world_size(args.nproc_per_node, environ)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise FaultToleranceConfigError(problems)
+    config = layers.config()
+    for text in surroundings.deprecated_variables(environ):
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+    threads = surroundings.omp_rule(environ, nproc)
+    notes = [*args.warnings, *layers.warnings, *([threads.warning] if threads.warning else [])]
+    policy = layers.restart_policy()
+    min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
+    return LaunchPlan(
+        command=command,
+        nproc_per_node=nproc,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        run_id=_random_id() if args.standalone else args.rdzv_id,
+        role=args.role,
+        max_restarts=args.max_restarts,
+        restart_policy=policy.value if policy else args.ft_restart_policy,
+        term_timeout_s=args.term_timeout,
+        workers_stop_timeout_s=_workers_stop_timeout_s(args),
+        monitor_interval_s=args.monitor_interval,
+        start_method=args.start_method,
+        master_addr=syntax.parse_endpoint(args.master_addr)[0],
+        master_port=(args.master_port or None) if "master_port" in args.given else None,
+        local_addr=args.local_addr,
+        rdzv_backend=args.rdzv_backend,
+        rdzv_endpoint="localhost:0" if args.standalone else get_rdzv_endpoint(args),
+        rdzv_configuration=syntax.parse_configuration(args.rdzv_conf),
+        log_dir=args.log_dir,
+        redirects=syntax.streams_by_rank(args.redirects, nproc),
+        tee=syntax.streams_by_rank(args.tee, nproc),
+        local_ranks_filter=syntax.parse_ranks(args.local_ranks_filter),
+        log_line_prefix_template=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        signals_to_handle=syntax.parse_signals(args.signals_to_handle),
+        omp_num_threads=threads.omp_num_threads,
+        no_restart_exit_code=args.ft_no_restart_exit_code,
+        monitors_enabled=not environ.get("NVRX_DISABLE_RANK_MONITORS"),
+        prewarm=PrewarmSettings(config.prewarm, tuple(config.prewarm_import.split(","))),
+        fault_tolerance=config,
+        warnings=tuple(notes),
+    )
+
+
+def _layers(args: argparse.Namespace) -> Layers:
+    try:
+        return layers_from_args(args)
+    except FileNotFoundError:
+        where = args.given.get("ft_cfg_path", "--ft-cfg-path")
+        problem = (
+            f"{where}: file {args.ft_cfg_path!r} does not exist; correct the path, or add "
+            "--ft-ignore-missing-cfg to go on without it"
+        )
+        raise FaultToleranceConfigError([problem]) from None
+
+
+def _refused(args: argparse.Namespace, layers: Layers) -> list[str]:
+    """Return a sentence for each thing asked for that this version knows but cannot do."""
+    problems = layers.refused()
+    options = {f"ft_{field}" for field in layers.given}
+    for flag in FLAGS:
+        name = flag.attribute
+        value = getattr(args, name, None)
+        if name in args.given and name not in options and flag.is_refused(value):
+            problems.append(_not_available(args.given[name], value, flag.later))
+    policy = layers.restart_policy()
+    if (
+        policy is not None
+        and policy.value != "any-failed"
+        and "ft_restart_policy" not in args.given
+    ):
+        problems.append(_not_available(policy.where, policy.value, "this policy"))
+    return problems
+
+
+def _not_available(where: str, value: Any, what: str) -> str:
+    shown = "" if value is True else f" {value}"
+    return f"{where}{shown}: {what} is not available in this version; leave it out"
+
+
+def _command(
+    args: argparse.Namespace, environ: Mapping[str, str], problems: list[str]
+) -> WorkerCommand:
+    """Return the workers' command; what keeps it from running is added to `problems`."""
+    if args.module and (args.no_python or args.run_path):
+        other = "--run-path" if args.run_path else "--no-python"
+        problems.append(f"--module and {other} exclude each other; give one of them")
+    command = worker_command(
+        args.training_script,
+        args.training_script_args,
+        environ,
+        is_module=args.module,
+        is_python=not args.no_python,
+        is_run_path=args.run_path,
+    )
+    if command.is_python and environ.get("PYTHON_EXEC"):
+        missing = missing_program(command.argv[0], environ)
+        problems += [f"PYTHON_EXEC: {missing}"] if missing else []
+    if not command.is_module:
+        missing = (
+            missing_script(command.entry)
+            if command.is_python
+            else missing_program(command.entry, environ)
+        )
+        problems += [missing] if missing else []
+    return command
+
+
+def _workers_stop_timeout_s(args: argparse.Namespace) -> float:
+    # torch's newer name for the same; ours wins when both are given.
+    if args.shutdown_timeout is not None and "workers_stop_timeout" not in args.given:
+        return float(args.shutdown_timeout)
+    return float(args.workers_stop_timeout)
+
+
+def _random_id() -> str:
+    return os.urandom(16).hex()

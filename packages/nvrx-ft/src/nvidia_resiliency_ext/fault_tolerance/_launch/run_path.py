@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker of `--run-path` runs: the script, by its path, inside this interpreter."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+__all__ = ["run_script_path"]
+
+
+def run_script_path(training_script: str, *training_script_args: str) -> None:
+    """Run a script as `__main__`, with `sys.argv` as if it had been started by itself."""
+    sys.argv = [training_script, *training_script_args]
+    runpy.run_path(training_script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    run_script_path(*sys.argv[1:])

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launcher's own environment variables mean for a launch. Pure.
+
+Workers' variables are in `env.py`; `PET_` variables stand in for flags and are read by `parser.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from nvidia_resiliency_ext.fault_tolerance._config import values
+from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "ThreadsRule",
+    "check_one_launcher_per_node",
+    "deprecated_variables",
+    "omp_rule",
+    "refused_variables",
+]
+
+_MULTI_LAUNCHERS = "NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE"
+
+
+class ThreadsRule(NamedTuple):
+    """The value of OMP_NUM_THREADS that workers get, None to leave it alone, and a warning."""
+
+    omp_num_threads: str | None
+    warning: str
+
+
+def omp_rule(environ: Mapping[str, str], nproc: int) -> ThreadsRule:
+    """Return what torchrun does: one thread per worker unless somebody decided otherwise."""
+    if nproc == 1 or "OMP_NUM_THREADS" in environ:
+        return ThreadsRule(None, "")
+    return ThreadsRule(
+        "1",
+        "OMP_NUM_THREADS is not set: every worker gets 1, so that they do not overload this "
+        "machine; set it to what suits the program",
+    )
+
+
+def check_one_launcher_per_node(environ: Mapping[str, str]) -> None:
+    """Refuse a Slurm step that starts several launchers on a node.
+
+    Raises:
+        FaultToleranceConfigError: It does, and nobody said that this is wanted.
+    """
+    tasks = environ.get("SLURM_TASKS_PER_NODE", "")
+    if not environ.get("SLURM_JOB_ID") or not tasks or _is_true(environ, _MULTI_LAUNCHERS):
+        return
+    if all(_is_one_task(entry.strip()) for entry in tasks.split(",")):
+        return
+    problem = (
+        f"SLURM_TASKS_PER_NODE={tasks!r}: one launcher per node is expected; start the step "
+        f"with --ntasks-per-node=1, or set {_MULTI_LAUNCHERS}=1 if several are meant"
+    )
+    raise FaultToleranceConfigError([problem])
+
+
+def _is_one_task(entry: str) -> bool:
+    count, bracket, repeats = entry.partition("(x")
+    return count == "1" and (not bracket or (repeats.endswith(")") and repeats[:-1].isdecimal()))
+
+
+def _is_true(environ: Mapping[str, str], name: str) -> bool:
+    raw = environ.get(name, "")
+    if not raw:
+        return False
+    try:
+        return bool(values.read(values.BOOL, raw, name))
+    except ValueError as error:
+        raise FaultToleranceConfigError([str(error)]) from None
+
+
+def refused_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each variable that asks for what this version cannot do."""
+    if environ.get("NVRX_GPUS_PER_NUMA"):
+        return ["NVRX_GPUS_PER_NUMA: binding to NUMA nodes is not available in this version"]
+    return []
+
+
+def deprecated_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each variable that is set and has no meaning any more."""
+    if "FT_LAUNCHER_LOGLEVEL" in environ:
+        return ["FT_LAUNCHER_LOGLEVEL is deprecated; use --ft-log-level or NVRX_LOG_DEBUG=1"]
+    return []
