@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns one non-blocking stream of frames and descriptors; knows no message's meaning.
+
+Sending never waits: what the peer does not take is kept, up to a bound, and then the oldest
+droppable messages go first. A stuck peer therefore costs its own messages and nobody's time.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.errors import WireError
+from nvidia_resiliency_ext.shared_utils.wire import FrameReader, receive_with_fds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nvidia_resiliency_ext.shared_utils.wire import MessageSet
+
+__all__ = ["Channel"]
+
+MAX_WAITING = 256
+_READ_BYTES = 65536
+_MAX_FDS = 64
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    data: bytes
+    fds: list[int]
+    is_droppable: bool
+
+
+class Channel:
+    """A connected Unix socket that is read and written without ever blocking.
+
+    Not thread-safe. Owns the socket and every received descriptor that was not taken.
+    """
+
+    def __init__(self, sock: socket.socket, messages: MessageSet) -> None:
+        """Take over a connected stream socket."""
+        sock.setblocking(False)
+        self.sock = sock
+        self.is_over = False
+        self._messages = messages
+        self._reader = FrameReader()
+        self._fds: deque[int] = deque()
+        self._waiting: deque[_Outgoing] = deque()
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self.sock.fileno()
+
+    @property
+    def wants_to_write(self) -> bool:
+        """Whether something waits for the peer to take it."""
+        return bool(self._waiting)
+
+    def receive(self) -> list[object]:
+        """Return the messages that arrived since the last call; never waits.
+
+        A peer that closed, or sent anything but well-formed frames, ends the channel: `is_over`
+        is then true, and the owner closes it. The messages before that are still returned.
+        """
+        received: list[object] = []
+        while not self.is_over:
+            try:
+                data, fds = receive_with_fds(self.sock, _READ_BYTES, _MAX_FDS, 0)
+            except TimeoutError:
+                break
+            except (OSError, WireError):
+                self.is_over = True
+                break
+            self._fds.extend(fds)
+            if not data:
+                self.is_over = True
+                break
+            try:
+                for payload in self._reader.feed(data):
+                    received.append(self._messages.decode(payload))  # noqa: PERF401 - may raise
+            except WireError:
+                self.is_over = True
+        return received
+
+    def take_fds(self, count: int) -> list[int]:
+        """Return the next received descriptors; the caller owns them.
+
+        Returns:
+            `count` descriptors, or fewer when the peer sent fewer.
+        """
+        return [self._fds.popleft() for _ in range(min(count, len(self._fds)))]
+
+    def send(self, message: object, fds: Sequence[int] = (), *, is_droppable: bool = False) -> None:
+        """Send a message, or keep it until the peer takes it; never waits.
+
+        Args:
+            message: One of the channel's message set.
+            fds: Descriptors to attach; the caller keeps its own.
+            is_droppable: May be thrown away first when too much waits.
+        """
+        if self.is_over:
+            return
+        data = self._messages.encode(message)
+        self._waiting.append(_Outgoing(data, [os.dup(fd) for fd in fds], is_droppable))
+        self.flush()
+        while len(self._waiting) > MAX_WAITING:
+            self._drop_one()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the peer takes it."""
+        while self._waiting and not self.is_over:
+            first = self._waiting[0]
+            try:
+                sent = self._send_some(first)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.is_over = True
+                return
+            _close_all(first.fds)
+            if sent == len(first.data):
+                self._waiting.popleft()
+            else:
+                first.data = first.data[sent:]
+                first.is_droppable = False
+
+    def close(self) -> None:
+        """Close the socket and every descriptor that nobody took; idempotent.
+
+        Take the channel out of its selector first.
+        """
+        self.is_over = True
+        self.sock.close()
+        _close_all(self._fds)
+        while self._waiting:
+            _close_all(self._waiting.popleft().fds)
+
+    def _send_some(self, outgoing: _Outgoing) -> int:
+        if outgoing.fds:
+            return socket.send_fds(self.sock, [outgoing.data], outgoing.fds, socket.MSG_NOSIGNAL)
+        return self.sock.send(outgoing.data, socket.MSG_NOSIGNAL)
+
+    def _drop_one(self) -> None:
+        # The first one may be half sent: dropping it would tear the stream.
+        rest = list(self._waiting)[1:]
+        victim = next((item for item in rest if item.is_droppable), rest[0])
+        self._waiting.remove(victim)
+        _close_all(victim.fds)
+
+
+def _close_all(fds: deque[int] | list[int]) -> None:
+    while fds:
+        os.close(fds.pop())

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the messages of the monitor: with the launcher, and with a rank; it moves no bytes.
+
+The launcher's end of the socketpair closing is the monitor's order to sweep and leave. Ranks
+never send what happens in a step (that is in their slot), only what happens once per session.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nvidia_resiliency_ext.shared_utils.wire import MessageSet
+
+__all__ = [
+    "LAUNCHER_MESSAGES",
+    "RANK_MESSAGES",
+    "Accepted",
+    "Answer",
+    "Ask",
+    "CycleChanged",
+    "FirstActivity",
+    "FirstStep",
+    "HangFound",
+    "Hello",
+    "Leave",
+    "LogLine",
+    "RankJoined",
+    "RankLeft",
+    "RankUnkillable",
+    "Ready",
+    "Refused",
+    "SetTimeouts",
+    "SlotReplaced",
+    "Start",
+    "StepBegun",
+    "TimeoutsChanged",
+    "WorkersChanged",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Launcher to monitor, first of all: everything it needs to begin.
+
+    `local_ranks` names the local rank of each socket (0, 1, ... when empty). Without a `run_id`
+    the monitor stands alone: it sweeps nothing, removes no directory, and obeys signals.
+    """
+
+    config: dict[str, Any]
+    socket_paths: list[str]
+    run_id: str = ""
+    run_dir: str = ""
+    record_dir: str = ""
+    cycle: int = 0
+    host: str = ""
+    events: dict[str, str] = field(default_factory=dict)
+    local_ranks: list[int] = field(default_factory=list)
+    is_restarter_logger: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CycleChanged:
+    """Launcher to monitor: reports from now on belong to this cycle."""
+
+    cycle: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersChanged:
+    """Launcher to monitor: the process groups of the workers, for the sweep."""
+
+    cycle: int
+    pgids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TimeoutsChanged:
+    """Launcher to monitor: keys of the configuration that change at once, for every rank."""
+
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Launcher to monitor: sweep, remove the run directory and exit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Monitor to launcher: sockets listen; the slots' descriptors come with it, in order."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStep:
+    """Monitor to launcher: the rank's first heartbeat or first finished step (monotonic s)."""
+
+    local_rank: int
+    t: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankJoined:
+    """Monitor to launcher: a rank opened its session."""
+
+    local_rank: int
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankLeft:
+    """Monitor to launcher: a session ended, with the last iteration known."""
+
+    local_rank: int
+    iteration: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class HangFound:
+    """Monitor to launcher, before the kill: who broke which rule, and where the evidence is.
+
+    Keys of `report`: rule, section, elapsed, limit, iteration, cycle, rank, local_rank, pid, host,
+    time (wall clock), late_s, stacks (path or None), state, wchan, rss_bytes, signal.
+    """
+
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RankUnkillable:
+    """Monitor to launcher: the process survived SIGKILL (it is in an uninterruptible call)."""
+
+    local_rank: int
+    rank: int
+    pid: int
+    state: str
+    wchan: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReplaced:
+    """Monitor to launcher: a rank handed its slot back to this new monitor; descriptor attached."""
+
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """Monitor to launcher: a line for the launcher's log (it owns the handlers)."""
+
+    level: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Rank to monitor: opens the session; a slot's descriptor comes with it after a reconnect.
+
+    `pid` counts only where the kernel cannot tell it (another pid namespace).
+    """
+
+    rank: int
+    local_rank: int
+    host: str
+    pid: int
+    iteration: int | None = None
+    num_warmup_iters: int | None = None
+    dump_signal: int = 0
+    hands_back_slot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Monitor to rank: the session is open; slot and dump pipe are attached, in this order."""
+
+    session_id: int
+    config: dict[str, Any]
+    sections: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Monitor to rank: no session, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimeouts:
+    """Rank to monitor: keys of the configuration that change for this rank; answered."""
+
+    request: int
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Rank to monitor, only when calls are answered: look at my slot now; answered."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Monitor to rank: the request was carried out, or why not."""
+
+    request: int
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FirstActivity:
+    """Rank to monitor: first heartbeat or section of the session; not answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBegun:
+    """Rank to monitor: first heartbeat or first finished step of the session; not answered."""
+
+    t: float
+
+
+LAUNCHER_MESSAGES = MessageSet(
+    Start,
+    CycleChanged,
+    WorkersChanged,
+    TimeoutsChanged,
+    Leave,
+    Ready,
+    FirstStep,
+    RankJoined,
+    RankLeft,
+    HangFound,
+    RankUnkillable,
+    SlotReplaced,
+    LogLine,
+)
+
+RANK_MESSAGES = MessageSet(
+    Hello,
+    Accepted,
+    Refused,
+    SetTimeouts,
+    Ask,
+    Answer,
+    FirstActivity,
+    StepBegun,
+)

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns a monitor process from its parent's side; what its messages mean is the parent's business.
+
+The monitor is an isolated interpreter without `site`, so that it starts in tens of milliseconds
+and carries no torch; it gets the parent's module search path over the socket.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.shared_utils.children import Child, start_child
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+from .channel import Channel
+from .control import LAUNCHER_MESSAGES, Leave, LogLine, Ready, SlotReplaced, Start
+from .slot import SlotLayout, SlotMemory
+from .sweep import RUN_ID_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["MonitorHandle", "MonitorStartError"]
+
+logger = logging.getLogger("nvrx")
+
+_BOOT = (
+    "import os,sys\n"
+    "f=int(sys.argv[1])\n"
+    "def r(n):\n"
+    " b=b''\n"
+    " while len(b)<n:\n"
+    "  c=os.read(f,n-len(b))\n"
+    "  if not c: os._exit(1)\n"
+    "  b+=c\n"
+    " return b\n"
+    "sys.path[:]=r(int.from_bytes(r(4),'big')).decode('utf-8','surrogateescape').split('\\0')\n"
+    "from nvidia_resiliency_ext.fault_tolerance._monitor.boot import main\n"
+    "main(f)\n"
+)
+DEFAULT_READY_LIMIT_S = 30.0
+
+
+class MonitorStartError(NvrxError, RuntimeError):
+    """The monitor process did not come up."""
+
+
+class MonitorHandle:
+    """A running monitor: its process, its socket and the slots of its ranks.
+
+    Closing the socket (or dying) makes the monitor sweep and leave. Not thread-safe.
+
+    Attributes:
+        child: The process.
+        layout: Layout of the slots.
+        slots: One view per local rank in the order of the socket paths, as 8-byte words for
+            `read_slot`; empty until the monitor is ready.
+    """
+
+    def __init__(self, child: Child, channel: Channel, layout: SlotLayout, count: int) -> None:
+        """Take over a process; use `launch` or `start`."""
+        self.child = child
+        self.layout = layout
+        self.slots: list[memoryview] = []
+        self._channel = channel
+        self._count = count
+        self._memories: list[SlotMemory] = []
+
+    @classmethod
+    def start(
+        cls,
+        config: Mapping[str, Any],
+        socket_paths: Sequence[str],
+        *,
+        timeout_s: float = DEFAULT_READY_LIMIT_S,
+        env: Mapping[str, str] | None = None,
+        **order: Any,
+    ) -> MonitorHandle:
+        """Start a monitor and wait until its sockets listen.
+
+        Args:
+            config: The configuration in its plain form.
+            socket_paths: One per local rank.
+            timeout_s: How long to wait.
+            env: Environment of the process; ours if None.
+            order: Further fields of `control.Start`.
+
+        Raises:
+            MonitorStartError: It died or was not ready in time.
+        """
+        handle = cls.launch(config, socket_paths, env=env, **order)
+        try:
+            handle.wait_ready(timeout_s)
+        except MonitorStartError:
+            handle.close()
+            raise
+        return handle
+
+    @classmethod
+    def launch(
+        cls,
+        config: Mapping[str, Any],
+        socket_paths: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        **order: Any,
+    ) -> MonitorHandle:
+        """Start a monitor without waiting; `Ready` is among the first messages of `receive`."""
+        begin = Start(config=dict(config), socket_paths=list(socket_paths), **order)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        argv = [sys.executable, "-I", "-S", "-c", _BOOT, str(theirs.fileno())]
+        # An outer run's id would let the outer sweep kill this monitor before its own sweep.
+        given = dict(os.environ if env is None else env)
+        given.pop(RUN_ID_VARIABLE, None)
+        try:
+            child = start_child(argv, env=given, pass_fds=[theirs.fileno()], new_session=True)
+        except NvrxError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        path = "\0".join(os.path.abspath(p) for p in sys.path).encode("utf-8", "surrogateescape")
+        ours.sendall(len(path).to_bytes(4, "big") + path + LAUNCHER_MESSAGES.encode(begin))
+        layout = SlotLayout(tuple(config.get("rank_section_timeouts") or ()))
+        return cls(child, Channel(ours, LAUNCHER_MESSAGES), layout, len(begin.socket_paths))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the monitor listens and the slots are here."""
+        return len(self.slots) == self._count
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the monitor's end of the socket closed."""
+        return self._channel.is_over
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `receive` has something."""
+        return self._channel.fileno()
+
+    def receive(self) -> list[object]:
+        """Return the monitor's messages since the last call; never waits.
+
+        Log lines go to the logger "nvrx", and new descriptors of slots into `slots`: neither is
+        returned. When `is_over` is true afterwards, the monitor is gone: look at `child`.
+        """
+        received: list[object] = []
+        self._channel.flush()
+        for message in self._channel.receive():
+            match message:
+                case LogLine(level, text):
+                    logger.log(level, "%s", text)
+                case SlotReplaced(local_rank):
+                    self._replace_slot(local_rank)
+                case Ready():
+                    self._take_slots()
+                    received.append(message)
+                case _:
+                    received.append(message)
+        return received
+
+    def send(self, message: object) -> None:
+        """Send a message; never waits. A monitor that is gone is not an error here."""
+        self._channel.send(message)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until the monitor listens.
+
+        Raises:
+            MonitorStartError: It died or was not ready in time.
+        """
+        deadline = Deadline.after(timeout_s)
+        while not self.is_ready:
+            self._wait_readable(deadline)
+            self.receive()
+            if self._channel.is_over:
+                status = self.child.wait(1.0)
+                how = "closed its socket" if status is None else status.describe()
+                raise MonitorStartError(f"the rank monitor did not start: {how}")
+            if deadline.expired() and not self.is_ready:
+                raise MonitorStartError(f"the rank monitor was not ready after {timeout_s} s")
+
+    def leave(self, timeout_s: float) -> bool:
+        """Order the monitor to sweep and leave; kill it if it does not; return whether it left."""
+        self.send(Leave())
+        status = self.child.wait(timeout_s)
+        self.close()
+        return status is not None
+
+    def close(self) -> None:
+        """Close the socket, end the process if it still runs, give back the memory; idempotent."""
+        self._channel.close()
+        self.child.close()
+        self.slots = []
+        for memory in self._memories:
+            memory.close()
+        self._memories = []
+
+    def _take_slots(self) -> None:
+        fds = self._channel.take_fds(self._count)
+        self._memories = [SlotMemory.adopt(fd, self.layout, must_be_sealed=False) for fd in fds]
+        self.slots = [memory.words for memory in self._memories]
+
+    def _replace_slot(self, index: int) -> None:
+        for fd in self._channel.take_fds(1):
+            self._memories[index].close()
+            self._memories[index] = SlotMemory.adopt(fd, self.layout, must_be_sealed=False)
+            self.slots[index] = self._memories[index].words
+
+    def _wait_readable(self, deadline: Deadline) -> None:
+        import select
+
+        poller = select.poll()
+        poller.register(self.fileno(), select.POLLIN)
+        poller.poll(max(0.0, deadline.remaining()) * 1000.0)

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the monitor's side of one local rank: carries out what the session machine decides."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nvidia_resiliency_ext.shared_utils.children import PidHandle
+
+from . import control, session
+from .doorway import Doorway, Watcher
+from .evidence import Evidence, SlowThread, inspect_process, save_evidence
+from .limits import change_limits, policy_of
+from .report import describe, hang_report
+from .slot import SlotError, SlotLayout, SlotMemory, SlotView, read_slot
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .doorway import Connection
+    from .restart_lines import RestartLines
+    from .verdict import Verdict
+
+__all__ = ["PortHost", "RankPort"]
+
+logger = logging.getLogger("nvrx")
+
+MAX_STACKS_BYTES = 1 << 20
+_NO_PIDFD_POLL_S = 0.1
+
+
+class PortHost(Watcher, Protocol):
+    """What a port needs of the process that it lives in."""
+
+    cycle: int
+    host: str
+    run_dir: str
+    record_dir: str
+    slow: SlowThread
+
+    def tell(self, message: object, fds: Sequence[int] = ()) -> None:
+        """Send a message to the launcher, if there is one; never waits."""
+
+    def record_fault(self, report: Mapping[str, Any]) -> None:
+        """Put a hang into the record of events; never waits."""
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    """The process that has, or asks for, the session."""
+
+    connection: Connection
+    hello: control.Hello
+    process: PidHandle
+    dump_fd: int = -1
+    evidence: Evidence | None = None
+    stacks: bytearray | None = None
+    signalled_at: float | None = None
+    has_told_life: bool = False
+    has_told_step: bool = False
+
+
+class RankPort:
+    """One local rank: its socket, its slot, and at most one session."""
+
+    def __init__(
+        self,
+        host: PortHost,
+        local_rank: int,
+        path: str,
+        config: Mapping[str, Any],
+        lines: RestartLines,
+    ) -> None:
+        """Make the slot and listen.
+
+        Args:
+            host: The monitor process.
+            local_rank: The rank's index on this node.
+            path: Where the rank will connect.
+            config: The configuration in its plain form; this port keeps a copy of its own.
+            lines: The log lines of layered restarts.
+        """
+        self.local_rank = local_rank
+        self._host = host
+        self._config = dict(config)
+        self._layout = SlotLayout(tuple(config.get("rank_section_timeouts") or ()))
+        self.memory = SlotMemory.create(
+            self._layout, directory=host.run_dir, name=f"nvrx-slot{local_rank}"
+        )
+        self._lines = lines
+        self._state = session.SessionState()
+        self._policy = policy_of(self._config)
+        self._holder: _Holder | None = None
+        self._newcomer: _Holder | None = None
+        self._doorway = Doorway(path, host, self._welcome)
+
+    def next_wake(self) -> float | None:
+        """When `tick` has something to do, on the monotonic clock."""
+        times = [self._state.wake_at, self._doorway.next_expiry(), self._lines.next_check]
+        if self._holder is not None and self._holder.process.fileno() is None:
+            times.append(time.monotonic() + _NO_PIDFD_POLL_S)
+        return min((at for at in times if at is not None), default=None)
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+        self._doorway.expire(now)
+        holder = self._holder
+        if holder is not None and holder.process.fileno() is None and not holder.process.alive():
+            self._feed(session.Died())
+        if self._state.wake_at is not None and self._state.wake_at <= now:
+            self._feed(session.Woke())
+        self._lines.check(now)
+
+    def set_limits(self, changes: Mapping[str, Any]) -> str | None:
+        """Change limits at once; return what was wrong with them, if anything."""
+        problem = change_limits(self._config, changes)
+        self._renew_policy()
+        self._look_now()
+        return problem
+
+    def close(self) -> None:
+        """End the session without touching the process, and stop listening."""
+        self._doorway.close()
+        if self._holder is not None:
+            self._end()
+        self._lines.finish()
+        self.memory.close()
+
+    def _welcome(self, connection: Connection, hello: control.Hello) -> None:
+        # The holder's own end may be in the queue behind this newcomer.
+        self._read_holder()
+        try:
+            process = PidHandle(connection.pid or hello.pid)
+        except ProcessLookupError:
+            connection.channel.close()
+            return
+        holder = self._holder
+        self._newcomer = _Holder(connection, hello, process)
+        is_alive = holder is not None and holder.process.alive()
+        self._feed(session.Joined(connection.number, is_alive))
+
+    def _read_holder(self) -> None:
+        holder = self._holder
+        if holder is None or holder.connection.channel.is_over:
+            return
+        channel = holder.connection.channel
+        channel.flush()
+        for message in channel.receive():
+            self._handle(holder, message)
+        if channel.is_over:
+            self._host.unwatch(channel)
+            channel.close()
+            self._feed(session.Closed(holder.connection.number))
+        else:
+            self._host.watch(channel, self._read_holder, write=channel.wants_to_write)
+
+    def _handle(self, holder: _Holder, message: object) -> None:
+        channel = holder.connection.channel
+        match message:
+            case control.SetTimeouts(request, changes):
+                channel.send(control.Answer(request, self.set_limits(changes)))
+            case control.Ask(request):
+                self._look_now()
+                channel.send(control.Answer(request))
+            case control.StepBegun(t):
+                self._tell_step(holder, t)
+            case control.FirstActivity():
+                self._tell_life(holder)
+            case _:
+                channel.is_over = True  # a second hello, or a message of the other direction
+
+    def _feed(self, event: session.Event) -> None:
+        self._state, effects = session.step(self._state, event, time.monotonic(), self._policy)
+        for effect in effects:
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: session.Effect) -> None:
+        match effect:
+            case session.Accept(_, session_id):
+                self._accept(session_id)
+            case session.Refuse(_, reason):
+                self._refuse(reason)
+            case session.End():
+                self._end()
+            case session.Look():
+                self._feed(session.Looked(self._look()))
+            case session.SaveEvidence():
+                self._save()
+            case session.Report(verdict):
+                self._report(verdict)
+            case session.ReportUnkillable():
+                self._report_unkillable()
+            case _:
+                self._act_on_process(effect)
+
+    def _act_on_process(self, effect: session.Effect) -> None:
+        holder = self._holder
+        assert holder is not None
+        match effect:
+            case session.Inspect():
+                self._inspect(holder)
+            case session.AskStacks():
+                holder.signalled_at = time.monotonic()
+                holder.process.signal(holder.hello.dump_signal)
+            case session.Terminate():
+                holder.process.signal(signal.SIGCONT)
+                holder.process.signal(self._policy.termination_signal)
+            case session.Kill():
+                holder.process.signal(signal.SIGKILL)
+
+    def _accept(self, session_id: int) -> None:
+        holder, self._newcomer = self._newcomer, None
+        assert holder is not None
+        self._holder = holder
+        self._renew_policy()
+        self._take_slot(holder)
+        holder.dump_fd, dump_write_fd = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(holder.dump_fd, False)
+        accepted = control.Accepted(session_id, self._config, list(self._layout.sections))
+        channel = holder.connection.channel
+        channel.send(accepted, [self.memory.fd, dump_write_fd])
+        os.close(dump_write_fd)
+        self._host.watch(channel, self._read_holder, write=channel.wants_to_write)
+        self._host.watch(holder.dump_fd, self._read_dump)
+        pidfd = holder.process.fileno()
+        if pidfd is not None:
+            self._host.watch(pidfd, lambda: self._feed(session.Died()))
+        rank, pid = holder.hello.rank, holder.process.pid
+        self._host.tell(control.RankJoined(self.local_rank, rank, pid))
+        logger.debug("rank %d (pid %d) joined its monitor", rank, pid)
+
+    def _take_slot(self, holder: _Holder) -> None:
+        fds = holder.connection.channel.take_fds(1) if holder.hello.hands_back_slot else []
+        for fd in fds:
+            try:
+                adopted = SlotMemory.adopt(fd, self._layout, must_be_sealed=True)
+            except SlotError as exc:
+                os.close(fd)
+                logger.info("rank %d gets a new slot, for %s", holder.hello.rank, exc)
+            else:
+                self.memory.close()
+                self.memory = adopted
+                self._host.tell(control.SlotReplaced(self.local_rank), [fd])
+                return
+        self.memory.clear()
+
+    def _refuse(self, reason: str) -> None:
+        newcomer, self._newcomer = self._newcomer, None
+        assert newcomer is not None
+        rank, pid = newcomer.hello.rank, newcomer.process.pid
+        logger.warning("rank %d: pid %d was refused: %s", rank, pid, reason)
+        newcomer.connection.channel.send(control.Refused(reason))
+        newcomer.connection.channel.close()
+        newcomer.process.close()
+
+    def _end(self) -> None:
+        holder, self._holder = self._holder, None
+        assert holder is not None
+        view = self._look(holder)
+        self._host.unwatch(holder.connection.channel)
+        holder.connection.channel.close()
+        pidfd = holder.process.fileno()
+        if pidfd is not None:
+            self._host.unwatch(pidfd)
+        holder.process.close()
+        self._close_dump(holder)
+        self._host.tell(control.RankLeft(self.local_rank, view.iteration))
+        self._lines.lost(time.monotonic())
+
+    def _look_now(self) -> None:
+        if self._state.phase is session.Phase.LIVE:
+            self._feed(session.Woke())
+
+    def _look(self, holder: _Holder | None = None) -> SlotView:
+        """Read the slot, and pass on what a message of the rank may have failed to tell."""
+        holder = holder or self._holder
+        view = read_slot(self.memory.words, self._layout)
+        if holder is not None and view.session_id:
+            if view.is_active:
+                self._tell_life(holder)
+            stepped_at = view.heartbeat_first or view.step_first_close
+            if stepped_at is not None:
+                self._tell_step(holder, stepped_at)
+        return view
+
+    def _tell_life(self, holder: _Holder) -> None:
+        if not holder.has_told_life:
+            holder.has_told_life = True
+            self._lines.alive()
+
+    def _tell_step(self, holder: _Holder, at: float) -> None:
+        if not holder.has_told_step:
+            holder.has_told_step = True
+            self._host.tell(control.FirstStep(self.local_rank, at))
+
+    def _renew_policy(self) -> None:
+        asked = None if self._holder is None else self._holder.hello.num_warmup_iters
+        self._policy = policy_of(self._config, asked)
+
+    def _inspect(self, holder: _Holder) -> None:
+        if not holder.process.alive():
+            self._feed(session.Died())
+            return
+        holder.stacks, holder.signalled_at = bytearray(), None
+        holder.evidence = inspect_process(holder.process.pid, holder.hello.dump_signal)
+        self._feed(session.Inspected(holder.evidence.can_dump))
+
+    def _read_dump(self) -> None:
+        holder = self._holder
+        assert holder is not None
+        try:
+            data = os.read(holder.dump_fd, 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            self._close_dump(holder)
+        elif holder.stacks is not None:
+            if len(holder.stacks) < MAX_STACKS_BYTES:
+                holder.stacks += data
+            self._feed(session.Dumped(data.endswith(b"\n")))
+
+    def _close_dump(self, holder: _Holder) -> None:
+        if holder.dump_fd >= 0:
+            self._host.unwatch(holder.dump_fd)
+            os.close(holder.dump_fd)
+            holder.dump_fd = -1
+
+    def _save(self) -> None:
+        holder, host = self._holder, self._host
+        assert holder is not None
+        assert holder.evidence is not None
+        name = f"stacks-{host.host}-c{host.cycle}-r{holder.hello.rank}"
+        pid, evidence, stacks = holder.process.pid, holder.evidence, bytes(holder.stacks or b"")
+        directory = host.record_dir
+
+        def done(result: tuple[int | None, str | None] | None) -> None:
+            if holder is self._holder:
+                rss_bytes, path = result or (None, None)
+                holder.evidence = replace(evidence, rss_bytes=rss_bytes, stacks_path=path)
+                self._feed(session.Saved())
+
+        host.slow.submit(lambda: save_evidence(directory, name, pid, evidence, stacks), done)
+
+    def _report(self, verdict: Verdict) -> None:
+        holder, host = self._holder, self._host
+        assert holder is not None
+        assert holder.evidence is not None
+        identity = {
+            "cycle": host.cycle,
+            "rank": holder.hello.rank,
+            "local_rank": self.local_rank,
+            "pid": holder.process.pid,
+            "host": host.host,
+            "time": time.time(),
+            "signal": int(self._policy.termination_signal),
+        }
+        signalled_at = holder.signalled_at or time.monotonic()
+        report = hang_report(verdict, holder.evidence, signalled_at=signalled_at, identity=identity)
+        host.tell(control.HangFound(report))
+        logger.error("%s", describe(report))
+        host.record_fault(report)
+
+    def _report_unkillable(self) -> None:
+        holder = self._holder
+        assert holder is not None
+        rank, pid = holder.hello.rank, holder.process.pid
+        look = inspect_process(pid, 0)
+        self._host.tell(control.RankUnkillable(self.local_rank, rank, pid, look.state, look.wchan))
+        logger.error(
+            "rank %d (pid %d) survived SIGKILL: state %s, waits in %s; this node needs a look",
+            rank,
+            pid,
+            look.state,
+            look.wchan or "an unknown place",
+        )

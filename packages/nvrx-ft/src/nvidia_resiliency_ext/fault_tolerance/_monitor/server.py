@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the loop of the monitor process and its line to the launcher; the ranks are in `port`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from . import control
+from .channel import Channel
+from .evidence import SlowThread
+from .port import RankPort
+from .report import fault_fields
+from .restart_lines import RestartLines
+from .sweep import sweep
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Mapping, Sequence
+    from queue import SimpleQueue
+
+    from .doorway import HasFileno
+
+__all__ = ["MonitorServer"]
+
+logger = logging.getLogger("nvrx")
+
+
+class MonitorServer:
+    """Watches the ranks of one node until the launcher's end of the socket closes.
+
+    One thread, never blocking; a second one only for what may block (see `SlowThread`). Lives from
+    construction to the end of `run`.
+    """
+
+    def __init__(
+        self,
+        start: control.Start,
+        launcher: socket.socket | None,
+        lines: SimpleQueue[control.LogLine] | None = None,
+    ) -> None:
+        """Listen for ranks.
+
+        Args:
+            start: The launcher's order.
+            launcher: The monitor's end of the socketpair; None when it stands alone.
+            lines: Log lines of this process that the launcher is to write.
+        """
+        self.cycle = start.cycle
+        self.host = start.host or os.uname().nodename.split(".", 1)[0]
+        self.run_dir = start.run_dir
+        self.record_dir = start.record_dir
+        self._start = start
+        self._lines = lines
+        self._events_given = dict(start.events)
+        self._pgids: set[int] = set()
+        self._is_leaving = False
+        self._launcher_is_alive = True
+        self._selector = selectors.DefaultSelector()
+        self._watched: dict[HasFileno | int, int] = {}
+        self.slow = SlowThread()
+        self.watch(self.slow, self.slow.collect)
+        self._launcher = None if launcher is None else Channel(launcher, control.LAUNCHER_MESSAGES)
+        local_ranks = start.local_ranks or list(range(len(start.socket_paths)))
+        self.ports = [
+            RankPort(self, local_rank, path, start.config, self._restart_lines())
+            for local_rank, path in zip(local_ranks, start.socket_paths, strict=True)
+        ]
+        if self._launcher is not None:
+            self._launcher.send(control.Ready(os.getpid()), [port.memory.fd for port in self.ports])
+            self._watch_launcher()
+
+    def run(self) -> None:
+        """Serve until told to leave; then sweep what the run left behind."""
+        try:
+            while not self._is_leaving:
+                for key, _ in self._selector.select(self._pause()):
+                    if key.fd in self._selector.get_map():
+                        self._guard(key.data)
+                for port in self.ports:
+                    self._guard(partial(port.tick, time.monotonic()))
+                self._pass_on_lines()
+        finally:
+            self._close()
+
+    def leave(self) -> None:
+        """End `run` soon; for a signal handler or another thread together with a wake-up."""
+        self._is_leaving = True
+
+    def watch(
+        self, fileobj: HasFileno | int, on_ready: Callable[[], None], *, write: bool = False
+    ) -> None:
+        """Call `on_ready` when it is readable (and, if `write`, when it is writable)."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
+        fd = self._watched.get(fileobj)
+        if fd is None:
+            fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
+            self._watched[fileobj] = fd
+            self._selector.register(fd, events, on_ready)
+        else:
+            self._selector.modify(fd, events, on_ready)
+
+    def unwatch(self, fileobj: HasFileno | int) -> None:
+        """Stop watching; harmless when it was not watched."""
+        fd = self._watched.pop(fileobj, None)
+        if fd is not None:
+            self._selector.unregister(fd)
+
+    def tell(self, message: object, fds: Sequence[int] = ()) -> None:
+        """Send a message to the launcher, if there is one; never waits."""
+        if self._launcher is not None:
+            self._launcher.send(message, fds, is_droppable=isinstance(message, control.LogLine))
+            self._watch_launcher()
+
+    def log_restarter_event(self, message: str) -> None:
+        """Write a line of the layered-restart protocol."""
+        logger.info("%s", message)
+
+    def record_fault(self, report: Mapping[str, Any]) -> None:
+        """Put a hang into the record of events; never waits."""
+        given = self._events_given
+        if not given:
+            return
+        at, wall = time.monotonic(), time.time()
+
+        def job() -> None:
+            # Loaded now and not at start: most monitors never see a fault.
+            from nvidia_resiliency_ext.shared_utils.events import EventLog, Fault
+
+            os.environ.update(given)
+            events = EventLog.join(src="monitor")
+            fault = Fault(**fault_fields(report))
+            events.record(fault, cycle=report["cycle"], rank=report["rank"], t=wall, m=at)
+            events.close()
+
+        self.slow.submit(job, lambda _: None)
+
+    def _restart_lines(self) -> RestartLines:
+        machine = None
+        if self._start.is_restarter_logger:
+            from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
+                RankMonitorStateMachine,
+            )
+
+            machine = RankMonitorStateMachine(self)
+        interval_s = float(self._start.config.get("restart_check_interval", 60.0))
+        return RestartLines(machine, interval_s)
+
+    def _pause(self) -> float | None:
+        wakes = [at for port in self.ports if (at := port.next_wake()) is not None]
+        return max(0.0, min(wakes) - time.monotonic()) if wakes else None
+
+    def _guard(self, callback: Callable[[], None]) -> None:
+        # The loop's boundary: a defect in the care of one rank must not leave the others unwatched.
+        try:
+            callback()
+        except Exception:
+            logger.exception("a defect in the rank monitor")
+
+    def _pass_on_lines(self) -> None:
+        while self._lines is not None and not self._lines.empty():
+            self.tell(self._lines.get())
+
+    def _watch_launcher(self) -> None:
+        channel = self._launcher
+        if channel is not None:
+            self.watch(channel, self._read_launcher, write=channel.wants_to_write)
+
+    def _read_launcher(self) -> None:
+        channel = self._launcher
+        assert channel is not None
+        channel.flush()
+        for message in channel.receive():
+            self._obey(message)
+        if channel.is_over:
+            self._is_leaving = True
+            self._launcher_is_alive = False
+            self.unwatch(channel)
+        else:
+            self._watch_launcher()
+
+    def _obey(self, message: object) -> None:
+        match message:
+            case control.CycleChanged(cycle):
+                self.cycle = cycle
+            case control.WorkersChanged(cycle, pgids):
+                self.cycle = cycle
+                self._pgids = set(pgids)
+            case control.TimeoutsChanged(changes):
+                problems = {port.set_limits(changes) for port in self.ports} - {None}
+                for problem in problems:
+                    logger.error("limits were not changed: %s", problem)
+            case control.Leave():
+                self._is_leaving = True
+            case _:
+                logger.error("unexpected message %s", type(message).__name__)
+
+    def _close(self) -> None:
+        for port in self.ports:
+            port.close()
+        if self._start.run_id and self._start.config.get("orphan_workers", "kill") != "keep":
+            spare = {os.getppid()} if self._launcher_is_alive else set()
+            left = sweep(self._start.run_id, self._pgids, spare=spare)
+            if left:
+                logger.error("still there after SIGKILL: %s", left)
+        self._pass_on_lines()
+        self.unwatch(self.slow)
+        self.slow.close()
+        if self._launcher is not None:
+            self.unwatch(self._launcher)
+            self._launcher.close()
+        self._selector.close()

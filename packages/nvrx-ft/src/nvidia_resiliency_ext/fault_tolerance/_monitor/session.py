@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the life of one rank's session as a pure machine; it reads, signals and sends nothing.
+
+`step(state, event, now, policy)` returns the next state and the effects to carry out, in order.
+
+| phase | event | next | effects |
+| --- | --- | --- | --- |
+| IDLE | Joined | LIVE | Accept |
+| not IDLE | Joined, holder alive | same | Refuse |
+| not IDLE | Joined, holder dead | LIVE | End, Accept |
+| LIVE, SUSPECT | Woke | same | Look |
+| LIVE | Looked, a rule is broken | SUSPECT | |
+| SUSPECT | Looked, the same rule still broken | ASKING | Inspect |
+| SUSPECT | Looked, no rule broken | LIVE | |
+| ASKING | Inspected, can dump | DUMPING | AskStacks |
+| ASKING | Inspected, cannot dump | SAVING | SaveEvidence |
+| DUMPING | Woke (quiet, or out of time) | SAVING | SaveEvidence |
+| SAVING | Saved, or Woke (the disk is slow) | ENDING or KILLING | Report, Terminate |
+| ENDING | Woke | KILLING | Kill |
+| KILLING | Woke | STUCK | ReportUnkillable |
+| LIVE to SAVING | Closed | IDLE | End |
+| ENDING to STUCK | Closed | same | |
+| any | Died | IDLE | End |
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, TypeAlias
+
+from .verdict import Timeouts, Verdict, judge, next_look
+
+if TYPE_CHECKING:
+    from .slot import SlotView
+
+__all__ = [
+    "Accept",
+    "AskStacks",
+    "Closed",
+    "Died",
+    "Dumped",
+    "Effect",
+    "End",
+    "Event",
+    "Inspect",
+    "Inspected",
+    "Joined",
+    "Kill",
+    "Look",
+    "Looked",
+    "Phase",
+    "Policy",
+    "Refuse",
+    "Report",
+    "ReportUnkillable",
+    "SaveEvidence",
+    "Saved",
+    "SessionState",
+    "Terminate",
+    "Woke",
+    "step",
+]
+
+SECOND_LOOK_S = 0.002
+"""Pause before the second look; long enough for any store to become visible everywhere."""
+FROZEN_S = 1.0
+"""A monitor that wakes this late was itself frozen, and so, probably, were the ranks: the second
+look then waits as long, so that thawing ranks can show that they live."""
+DUMP_QUIET_S = 0.025
+SAVE_LIMIT_S = 0.5
+ESCALATION_S = 5.0
+
+
+class Phase(Enum):
+    """Where a session is."""
+
+    IDLE = "idle"
+    LIVE = "live"
+    SUSPECT = "suspect"
+    ASKING = "asking"
+    DUMPING = "dumping"
+    SAVING = "saving"
+    ENDING = "ending"
+    KILLING = "killing"
+    STUCK = "stuck"
+
+
+_CONDEMNED = frozenset({Phase.ENDING, Phase.KILLING, Phase.STUCK})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What the configuration says about judging and killing."""
+
+    timeouts: Timeouts
+    longest_pause_s: float
+    evidence_timeout_s: float
+    termination_signal: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionState:
+    """One rank as the monitor knows it; `wake_at` is when the machine wants `Woke`."""
+
+    phase: Phase = Phase.IDLE
+    connection: int | None = None
+    session_id: int = 0
+    started: float = 0.0
+    wake_at: float | None = None
+    give_up_at: float = 0.0
+    woke_late: bool = False
+    verdict: Verdict | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A process asks for the session; whether the present holder, if any, still lives."""
+
+    connection: int
+    is_holder_alive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A connection ended."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The process that holds the session ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Woke:
+    """`wake_at` passed, or the limits changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """The slot was read."""
+
+    view: SlotView
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """The kernel was asked about the process; whether it can dump its stacks."""
+
+    can_dump: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Dumped:
+    """A piece of the stacks came; whether it ended with a line."""
+
+    ends_line: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The evidence is on disk, or could not be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """Open the session for this connection; end the wait of others."""
+
+    connection: int
+    session_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer the connection with a reason and close it."""
+
+    connection: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Read the slot and report `Looked`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Ask the kernel about the process and report `Inspected`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskStacks:
+    """Send the signal that makes the process write its stacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEvidence:
+    """Write the evidence without waiting for it; report `Saved` when done."""
+
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell the launcher and the log."""
+
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    """SIGCONT, then the configured signal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """SIGKILL."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportUnkillable:
+    """Tell that the process survived SIGKILL."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Close the session's connection and forget the rank."""
+
+
+Event: TypeAlias = Joined | Closed | Died | Woke | Looked | Inspected | Dumped | Saved
+Effect: TypeAlias = (
+    Accept
+    | Refuse
+    | Look
+    | Inspect
+    | AskStacks
+    | SaveEvidence
+    | Report
+    | Terminate
+    | Kill
+    | ReportUnkillable
+    | End
+)
+Result: TypeAlias = tuple[SessionState, tuple[Effect, ...]]
+
+
+def step(  # noqa: PLR0911 - one return per row of the table
+    state: SessionState, event: Event, now: float, policy: Policy
+) -> Result:
+    """Return the next state and what to do; an event that does not fit the phase changes nothing.
+
+    Args:
+        state: The session as it is.
+        event: What happened.
+        now: The monotonic clock.
+        policy: The rules in force.
+    """
+    match event:
+        case Joined():
+            return _join(state, event, now)
+        case Closed(connection):
+            return _close(state, connection)
+        case Died():
+            return _end(state) if state.phase is not Phase.IDLE else (state, ())
+        case Woke():
+            return _wake(state, now, policy)
+        case Looked(view):
+            return _look(state, view, now, policy)
+        case Inspected(can_dump) if state.phase is Phase.ASKING:
+            if not can_dump or policy.evidence_timeout_s <= 0:
+                return _save(state, now)
+            until = now + policy.evidence_timeout_s
+            dumping = replace(state, phase=Phase.DUMPING, wake_at=until, give_up_at=until)
+            return dumping, (AskStacks(),)
+        case Dumped(ends_line) if state.phase is Phase.DUMPING:
+            quiet_at = now + DUMP_QUIET_S if ends_line else state.give_up_at
+            return replace(state, wake_at=min(quiet_at, state.give_up_at)), ()
+        case Saved() if state.phase is Phase.SAVING:
+            return _condemn(state, now, policy)
+        case _:
+            return state, ()
+
+
+def _join(state: SessionState, event: Joined, now: float) -> Result:
+    if state.phase is not Phase.IDLE and event.is_holder_alive:
+        reason = "another live process has the session of this rank"
+        return state, (Refuse(event.connection, reason),)
+    before: tuple[Effect, ...] = () if state.phase is Phase.IDLE else (End(),)
+    session_id = state.session_id + 1
+    joined = SessionState(
+        phase=Phase.LIVE,
+        connection=event.connection,
+        session_id=session_id,
+        started=now,
+        wake_at=now,
+    )
+    return joined, (*before, Accept(event.connection, session_id))
+
+
+def _close(state: SessionState, connection: int) -> Result:
+    if connection != state.connection:
+        return state, ()
+    if state.phase in _CONDEMNED:
+        # It gave up its session but not its life: the escalation goes on until it is gone.
+        return replace(state, connection=None), ()
+    return _end(state)
+
+
+def _end(state: SessionState) -> Result:
+    return SessionState(session_id=state.session_id), (End(),)
+
+
+def _wake(state: SessionState, now: float, policy: Policy) -> Result:
+    match state.phase:
+        case Phase.LIVE | Phase.SUSPECT:
+            late = state.wake_at is not None and now - state.wake_at > FROZEN_S
+            return replace(state, woke_late=late), (Look(),)
+        case Phase.DUMPING:
+            return _save(state, now)
+        case Phase.SAVING:
+            return _condemn(state, now, policy)
+        case Phase.ENDING:
+            killing = replace(state, phase=Phase.KILLING, wake_at=now + ESCALATION_S)
+            return killing, (Kill(),)
+        case Phase.KILLING:
+            return replace(state, phase=Phase.STUCK, wake_at=None), (ReportUnkillable(),)
+        case _:
+            return replace(state, wake_at=None), ()
+
+
+def _look(state: SessionState, view: SlotView, now: float, policy: Policy) -> Result:
+    if state.phase not in (Phase.LIVE, Phase.SUSPECT):
+        return state, ()
+    verdict = judge(view, policy.timeouts, state.started, now)
+    if verdict is None:
+        at = next_look(view, policy.timeouts, state.started, now, policy.longest_pause_s)
+        return replace(state, phase=Phase.LIVE, verdict=None, wake_at=at), ()
+    if state.phase is Phase.SUSPECT and not state.woke_late and _is_same(verdict, state.verdict):
+        return replace(state, phase=Phase.ASKING, verdict=verdict, wake_at=None), (Inspect(),)
+    pause = FROZEN_S if state.woke_late else SECOND_LOOK_S
+    return replace(state, phase=Phase.SUSPECT, verdict=verdict, wake_at=now + pause), ()
+
+
+def _is_same(verdict: Verdict, before: Verdict | None) -> bool:
+    return before is not None and (verdict.rule, verdict.section, verdict.since) == (
+        before.rule,
+        before.section,
+        before.since,
+    )
+
+
+def _save(state: SessionState, now: float) -> Result:
+    assert state.verdict is not None
+    saving = replace(state, phase=Phase.SAVING, wake_at=now + SAVE_LIMIT_S)
+    return saving, (SaveEvidence(state.verdict),)
+
+
+def _condemn(state: SessionState, now: float, policy: Policy) -> Result:
+    assert state.verdict is not None
+    is_final = policy.termination_signal == signal.SIGKILL
+    phase = Phase.KILLING if is_final else Phase.ENDING
+    return (
+        replace(state, phase=phase, wake_at=now + ESCALATION_S),
+        (Report(state.verdict), Terminate()),
+    )

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the layout and the memory of a rank's slot; judges nothing and sends nothing.
+
+A slot is a page or two of shared memory per local rank. The rank writes it (`SlotWriter`, or the
+inlined stores of the client), the monitor and the launcher read it (`read_slot`). Every field is
+one aligned 8-byte word, written by a single store; readers rely on no order between two words.
+Times are CLOCK_MONOTONIC nanoseconds; 0 means "not yet".
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass, field
+
+__all__ = [
+    "NO_ITERATION",
+    "SlotError",
+    "SlotLayout",
+    "SlotMemory",
+    "SlotView",
+    "SlotWriter",
+    "read_slot",
+]
+
+MAGIC = 0x4E56_5258_0000_0001
+"""Identifies a slot and the version of this layout."""
+
+W_MAGIC = 0
+W_SESSION_ID = 1
+W_SESSION_START = 2
+W_HEARTBEAT_LAST = 3
+W_HEARTBEAT_FIRST = 4
+W_HEARTBEAT_COUNT = 5
+W_ITERATION = 6
+W_FIRST_ITERATION = 7
+W_OUT_OF_SECTION_START = 8
+W_STEP_FIRST_OPEN = 9
+W_STEP_FIRST_CLOSE = 10
+W_STEP_COUNT = 11
+HEADER_WORDS = 12
+
+WORD_BYTES = 8
+NO_ITERATION = -1
+"""Value of the iteration words while the rank has not told an iteration."""
+
+_NS = 1e-9
+_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
+_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
+_GET_SEALS = getattr(fcntl, "F_GET_SEALS", 1034)
+
+
+class SlotError(Exception):
+    """A descriptor does not hold a slot of the expected layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """Where each field lives: a header, then one word per section, in sorted order."""
+
+    sections: tuple[str, ...]
+    index: dict[str, int] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Sort the names, so that all sides agree whatever order a mapping came in."""
+        names = tuple(sorted(set(self.sections)))
+        object.__setattr__(self, "sections", names)
+        object.__setattr__(self, "index", {n: HEADER_WORDS + i for i, n in enumerate(names)})
+
+    @property
+    def words(self) -> int:
+        """Number of 8-byte words."""
+        return HEADER_WORDS + len(self.sections)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the memory that holds the slot."""
+        return self.words * WORD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """What one look at a slot showed; times in seconds of the monotonic clock."""
+
+    session_id: int
+    session_start: float | None
+    heartbeat_last: float | None
+    heartbeat_first: float | None
+    heartbeat_count: int
+    iteration: int | None
+    first_iteration: int | None
+    out_of_section_since: float | None
+    step_first_open: float | None
+    step_first_close: float | None
+    step_count: int
+    open_sections: dict[str, float]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the rank has sent a heartbeat or used a section in this session."""
+        moved = self.out_of_section_since != self.session_start
+        return self.heartbeat_last is not None or bool(self.open_sections) or moved
+
+
+def read_slot(buffer: memoryview, layout: SlotLayout) -> SlotView:
+    """Take one look at a slot.
+
+    Args:
+        buffer: The slot's memory, as bytes or as 8-byte words.
+        layout: The layout it was made with.
+    """
+    words = buffer if buffer.format == "q" else buffer[: layout.size_bytes].cast("q")
+    opened = {name: words[at] * _NS for name, at in layout.index.items() if words[at]}
+    iteration, first_iteration = words[W_ITERATION], words[W_FIRST_ITERATION]
+    return SlotView(
+        session_id=words[W_SESSION_ID],
+        session_start=_seconds(words[W_SESSION_START]),
+        heartbeat_last=_seconds(words[W_HEARTBEAT_LAST]),
+        heartbeat_first=_seconds(words[W_HEARTBEAT_FIRST]),
+        heartbeat_count=words[W_HEARTBEAT_COUNT],
+        iteration=None if iteration < 0 else iteration,
+        first_iteration=None if first_iteration < 0 else first_iteration,
+        out_of_section_since=_seconds(words[W_OUT_OF_SECTION_START]),
+        step_first_open=_seconds(words[W_STEP_FIRST_OPEN]),
+        step_first_close=_seconds(words[W_STEP_FIRST_CLOSE]),
+        step_count=words[W_STEP_COUNT],
+        open_sections=opened,
+    )
+
+
+def _seconds(nanoseconds: int) -> float | None:
+    return nanoseconds * _NS if nanoseconds else None
+
+
+class SlotWriter:
+    """Writes one slot, one word per fact; the plain form of what the client does inline."""
+
+    def __init__(self, buffer: memoryview, layout: SlotLayout) -> None:
+        """Write into `buffer`, which must hold at least `layout.size_bytes` bytes."""
+        self.words = buffer[: layout.size_bytes].cast("q") if buffer.format != "q" else buffer
+        self.layout = layout
+
+    def begin(self, session_id: int, now_ns: int, first_iteration: int = NO_ITERATION) -> None:
+        """Start a session: forget everything, then name the session last."""
+        words = self.words
+        words[W_MAGIC] = MAGIC
+        for at in range(W_SESSION_ID, self.layout.words):
+            words[at] = 0
+        words[W_ITERATION] = words[W_FIRST_ITERATION] = first_iteration
+        words[W_SESSION_START] = words[W_OUT_OF_SECTION_START] = now_ns
+        words[W_SESSION_ID] = session_id
+
+    def heartbeat(self, now_ns: int) -> None:
+        """Note a heartbeat."""
+        words = self.words
+        words[W_HEARTBEAT_LAST] = now_ns
+        words[W_HEARTBEAT_COUNT] += 1
+        if not words[W_HEARTBEAT_FIRST]:
+            words[W_HEARTBEAT_FIRST] = now_ns
+
+    def open(self, section: str, now_ns: int) -> None:
+        """Note that a section was opened."""
+        self.words[self.layout.index[section]] = now_ns
+        if section == "step" and not self.words[W_STEP_FIRST_OPEN]:
+            self.words[W_STEP_FIRST_OPEN] = now_ns
+
+    def close(self, section: str, now_ns: int, *, is_last: bool) -> None:
+        """Note that a section was closed; `is_last` when no other one is open."""
+        if is_last:
+            # Before the section's own word: a rank stopped between the two stores must not look
+            # as if it had been outside sections since the previous stretch.
+            self.words[W_OUT_OF_SECTION_START] = now_ns
+        self.words[self.layout.index[section]] = 0
+
+    def iterate(self, iteration: int) -> None:
+        """Note the training iteration."""
+        self.words[W_ITERATION] = iteration
+
+
+class SlotMemory:
+    """A slot's shared memory: the descriptor to hand over and the mapping of this process."""
+
+    def __init__(self, fd: int, mapping: mmap.mmap, layout: SlotLayout) -> None:
+        """Take over `fd` and its mapping; use `create` or `adopt` instead."""
+        self.fd = fd
+        self.layout = layout
+        self.words = memoryview(mapping)[: layout.size_bytes].cast("q")
+
+    @classmethod
+    def create(cls, layout: SlotLayout, *, directory: str, name: str) -> SlotMemory:
+        """Make fresh memory that no holder of the descriptor can shrink.
+
+        Args:
+            layout: What it will hold.
+            directory: Private directory for a file where the kernel has no memfd.
+            name: Name of that file; also a label in /proc.
+        """
+        fd = _sealed_memory(name, layout.size_bytes) if hasattr(os, "memfd_create") else None
+        if fd is None:
+            fd = _file_memory(directory, name, layout.size_bytes)
+        memory = cls(fd, mmap.mmap(fd, layout.size_bytes), layout)
+        memory.clear()
+        return memory
+
+    @classmethod
+    def adopt(cls, fd: int, layout: SlotLayout, *, must_be_sealed: bool) -> SlotMemory:
+        """Map a descriptor made elsewhere, after checking size, seals and magic.
+
+        Args:
+            fd: The descriptor; owned by the result, or by the caller if this raises.
+            layout: The expected layout.
+            must_be_sealed: Refuse memory that its other holders could shrink.
+
+        Raises:
+            SlotError: It is not a slot of this layout, or it could be truncated.
+        """
+        try:
+            if must_be_sealed and fcntl.fcntl(fd, _GET_SEALS) & _SEALS != _SEALS:
+                problem = "the memory is not sealed"
+            elif os.fstat(fd).st_size != layout.size_bytes:
+                problem = "the memory has another size"
+            else:
+                memory = cls(fd, mmap.mmap(fd, layout.size_bytes), layout)
+                if memory.words[W_MAGIC] == MAGIC:
+                    return memory
+                memory.words.release()
+                problem = "the memory is no slot of this version"
+        except (OSError, ValueError) as exc:
+            problem = str(exc)
+        raise SlotError(problem)
+
+    def clear(self) -> None:
+        """Forget everything in it."""
+        for at in range(self.layout.words):
+            self.words[at] = 0
+        self.words[W_MAGIC] = MAGIC
+
+    def close(self) -> None:
+        """Close the descriptor; the mapping ends with its last reader."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _sealed_memory(name: str, size_bytes: int) -> int | None:
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError:
+        return None  # seccomp or an old kernel: a file in the run directory does
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _file_memory(directory: str, name: str, size_bytes: int) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(os.path.join(directory, name), flags, 0o600)
+    os.ftruncate(fd, size_bytes)
+    return fd

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the end of everything that a run started; it does not decide when that is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.children import PidHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+__all__ = ["RUN_ID_VARIABLE", "SWEEP_LIMIT_S", "sweep"]
+
+RUN_ID_VARIABLE = "NVRX_RUN_ID"
+SWEEP_LIMIT_S = 1.5
+_ROUND_S = 0.05
+
+
+def sweep(
+    run_id: str, pgids: Collection[int], *, spare: Collection[int], limit_s: float = SWEEP_LIMIT_S
+) -> list[int]:
+    """Kill the process groups and every process that carries the run's id, until none is left.
+
+    Args:
+        run_id: Value of NVRX_RUN_ID in the environment of the run's processes.
+        pgids: Process groups of the workers.
+        spare: Processes that are not to be touched, such as the launcher that asked for this.
+        limit_s: When to give up.
+
+    Returns:
+        The processes that were still there at the end.
+    """
+    give_up_at = time.monotonic() + limit_s
+    own_group = os.getpgid(0)
+    groups = [pgid for pgid in pgids if pgid > 1 and pgid != own_group]
+    while True:
+        for pgid in groups:
+            _kill_group(pgid)
+        # Scanned anew each time: a process may have forked between the scan and its death.
+        found = {*procfs.pids_with_environ(RUN_ID_VARIABLE, run_id), *procfs.pids_in_groups(groups)}
+        found -= {os.getpid(), *spare}
+        if not found:
+            return []
+        handles = [handle for pid in found if (handle := _kill(pid, run_id, groups)) is not None]
+        round_ends_at = min(time.monotonic() + _ROUND_S, give_up_at)
+        for handle in handles:
+            handle.wait(max(0.0, round_ends_at - time.monotonic()))
+            handle.close()
+        if time.monotonic() >= give_up_at:
+            return sorted(pid for pid in found if procfs.is_running(pid))
+
+
+def _kill_group(pgid: int) -> None:
+    for sig in (signal.SIGKILL, signal.SIGCONT):
+        try:
+            os.killpg(pgid, sig)
+        except (ProcessLookupError, PermissionError):
+            return  # nobody left, or a recycled number that belongs to somebody else
+
+
+def _kill(pid: int, run_id: str, groups: Collection[int]) -> PidHandle | None:
+    try:
+        handle = PidHandle(pid)
+    except ProcessLookupError:
+        return None
+    # Asked again now that the handle holds the process: the number may have been recycled.
+    stat = procfs.read_stat(pid)
+    is_in_group = stat is not None and stat.pgid in groups
+    if not is_in_group and procfs.environ_value(pid, RUN_ID_VARIABLE) != run_id:
+        handle.close()
+        return None
+    try:
+        handle.signal(signal.SIGKILL)
+        handle.signal(signal.SIGCONT)
+    except PermissionError:
+        handle.close()
+        return None
+    return handle
