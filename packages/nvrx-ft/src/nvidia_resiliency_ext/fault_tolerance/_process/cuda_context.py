@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Making a CUDA context small, for processes that need one but run no real kernels."""
 
-import ctypes
 import logging
 from typing import Final
 
@@ -23,6 +22,8 @@ def reduce_cuda_ctx_size() -> None:
     Without a driver, or without a context in this thread, there is nothing to reduce and nothing
     happens; above all, no context is created.
     """
+    import ctypes
+
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
