@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tools/check_alone.py` with two small wheels: what a package's tests may and may not see."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[1] / "tools" / "check_alone.py"
+NAMESPACE = "nvidia_resiliency_ext"
+
+
+def make_wheel(folder: Path, name: str, files: dict[str, str], *requires: str) -> None:
+    """Write a wheel by hand."""
+    stem = f"{name.replace('-', '_')}-1.0"
+    meta = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+    meta += "".join(f"Requires-Dist: {item}\n" for item in requires)
+    wheel = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    members = {f"{NAMESPACE}/{path}": text for path, text in files.items()}
+    members |= {f"{stem}.dist-info/METADATA": meta, f"{stem}.dist-info/WHEEL": wheel}
+    record = "".join(f"{path},,\n" for path in members) + f"{stem}.dist-info/RECORD,,\n"
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
+        for path, text in {**members, f"{stem}.dist-info/RECORD": record}.items():
+            archive.writestr(path, text)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Write a repository with wheels of nvrx-common, nvrx-a (needs it) and nvrx-b."""
+    (tmp_path / "pyproject.toml").write_text(
+        "[tool.pytest]\ntimeout = '30'\nmarkers = ['serial: s', 'slow: l']\n"
+        "filterwarnings = ['error']\n"
+    )
+    wheels = tmp_path / "dist"
+    make_wheel(wheels, "nvrx-common", {"__init__.py": "", "shared.py": ""})
+    make_wheel(wheels, "nvrx-a", {"a.py": ""}, "nvrx-common>=0.7", "nvrx-b; extra == 'b'")
+    make_wheel(wheels, "nvrx-b", {"b.py": ""}, "nvrx-common")
+    helpers = tmp_path / "packages" / "nvrx-a" / "tests" / "helpers"
+    helpers.mkdir(parents=True)
+    (helpers / "a_workers.py").write_text("")
+    return tmp_path
+
+
+def run(tree: Path, test: str) -> tuple[int, str]:
+    """Give nvrx-a this test module, run the tool and return its exit code and output."""
+    (tree / "packages" / "nvrx-a" / "tests" / "test_a.py").write_text(test)
+    result = subprocess.run(
+        [sys.executable, str(TOOL), str(tree / "dist"), "nvrx-a", "--root", str(tree)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return result.returncode, result.stdout + result.stderr
+
+
+def test_package_sees_what_it_declares_and_nothing_else(tree: Path) -> None:
+    """Own module, required sibling, helpers and third parties import; another sibling does not."""
+    code, said = run(
+        tree,
+        "import importlib.util, pytest, a_workers\n"
+        f"import {NAMESPACE}.a, {NAMESPACE}.shared\n"
+        f"def test_sees(): assert importlib.util.find_spec('{NAMESPACE}.b') is None\n"
+        "def test_path():\n"
+        f"    import {NAMESPACE} as package\n"
+        "    assert 'nvrx-alone-' in package.__path__[0]\n"
+        "@pytest.mark.slow\ndef test_slow(): assert False\n"
+        "@pytest.mark.serial\ndef test_serial(): assert False\n",
+    )
+    assert code == 0, said
+    assert "alone: nvrx-a: ok" in said
+
+
+@pytest.mark.parametrize(
+    ("test", "reason"),
+    [
+        ("def test_fails(): assert False\n", "tests failed"),
+        ("import warnings\ndef test_warns(): warnings.warn('old')\n", "tests failed"),
+        (f"import {NAMESPACE}.b\ndef test_b(): pass\n", "tests failed"),
+        ("", "no test that runs alone"),
+    ],
+)
+def test_failure_is_named(tree: Path, test: str, reason: str) -> None:
+    """A failing test, a warning, an undeclared sibling and a package without tests all fail."""
+    code, said = run(tree, test)
+    assert code == 1
+    assert f"alone: nvrx-a: {reason}" in said or f"alone: nvrx-a: has {reason}" in said
+
+
+def test_two_versions_of_one_wheel_are_refused(tree: Path) -> None:
+    """A wheel left over from an earlier version is an error, not a silent choice."""
+    wheel = tree / "dist" / "nvrx_a-1.0-py3-none-any.whl"
+    wheel.with_name("nvrx_a-2.0-py3-none-any.whl").write_bytes(wheel.read_bytes())
+    code, said = run(tree, "def test_a(): pass\n")
+    assert code == 1
+    assert "two wheels of nvrx-a" in said

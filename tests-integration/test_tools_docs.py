@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tools/check_docs.py` on small pages: which blocks it runs, and how they can fail."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[1] / "tools" / "check_docs.py"
+
+
+def run(root: Path, *args: str) -> tuple[int, str]:
+    """Run the tool on the tree and return its exit code and output."""
+    result = subprocess.run(
+        [sys.executable, str(TOOL), "--root", str(root), *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return result.returncode, result.stdout + result.stderr
+
+
+def test_marked_blocks_run_and_others_do_not(tmp_path: Path) -> None:
+    """Blocks marked `python test` or `sh test` run, each in its own empty folder."""
+    (tmp_path / "README.md").write_text(
+        "```python\nraise SystemExit(1)\n```\n\n"
+        "```python test\nopen('left', 'w').close()\n```\n\n"
+        "- in a list\n\n  ```sh test\n  test ! -e left\n  python -c 'print(1)'\n  ```\n\n"
+        "````text\n```sh test\nexit 1\n```\n````\n"
+    )
+    code, said = run(tmp_path)
+    assert code == 0, said
+    assert "README.md:6: ok" in said
+    assert "2 of 2 code blocks work" in said
+
+
+@pytest.mark.parametrize(
+    ("language", "code", "reason"),
+    [
+        ("python", "print('words')\nraise ValueError('wrong')", "ValueError: wrong"),
+        ("sh", "false\ntrue", "exit code 1"),
+        ("sh", "echo $unset_variable", "exit code"),
+    ],
+)
+def test_failing_block_is_named_with_its_line(
+    tmp_path: Path, language: str, code: str, reason: str
+) -> None:
+    """A block that fails fails the check, which names page, line and the end of its output."""
+    guides = tmp_path / "docs" / "guides"
+    guides.mkdir(parents=True)
+    (guides / "guide.md").write_text(f"# Guide\n\n```{language} test\n{code}\n```\n")
+    status, said = run(tmp_path)
+    assert status == 1
+    assert "docs/guides/guide.md:4: exit code" in said
+    assert reason in said
+
+
+def test_block_that_does_not_end_is_stopped_with_its_children(tmp_path: Path) -> None:
+    """At its deadline a block is ended, and so is what it started in the background."""
+    pid = tmp_path / "pid"
+    (tmp_path / "README.md").write_text(
+        f"```sh test\nsleep 600 &\necho $! > {pid}\nsleep 600\n```\n"
+    )
+    code, said = run(tmp_path, "--deadline", "1")
+    assert code == 1
+    assert "did not end within 1 s" in said
+    status = Path("/proc") / pid.read_text().strip() / "stat"
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_unknown_language_is_an_error(tmp_path: Path) -> None:
+    """A block in a language that the tool cannot run is reported, not skipped."""
+    (tmp_path / "README.md").write_text("```ruby test\nputs 1\n```\n")
+    code, said = run(tmp_path)
+    assert code == 1
+    assert "README.md:1" in said
