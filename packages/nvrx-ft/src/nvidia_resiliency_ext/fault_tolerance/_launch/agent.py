@@ -77,10 +77,22 @@ class Specs(Protocol):
 class Result:
     """How the job ended here: exit code, reason, and the failures of the last cycle."""
 
-    def __init__(self, exit_code: int, reason: str, failures: Sequence[Failure]) -> None:
+    def __init__(
+        self,
+        exit_code: int,
+        reason: str,
+        failures: Sequence[Failure],
+        stop_signal: int | None = None,
+    ) -> None:
         self.exit_code = exit_code
         self.reason = reason
         self.failures = list(failures)
+        self.stop_signal = stop_signal
+
+    @property
+    def root_cause(self) -> Failure:
+        """The failure that came first; there must be one."""
+        return root_cause(self.failures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +192,9 @@ class NodeAgent:
             if not self._settle():
                 self._loop.run_once()
         self._chronicle.cycle_ended(self._finish.reason)
-        return Result(self._finish.exit_code, self._finish.reason, self._failures)
+        return Result(
+            self._finish.exit_code, self._finish.reason, self._failures, self._node.stop_signal
+        )
 
     def _settle(self) -> bool:
         """Decide one thing that is waiting; exits first, they are the causes."""

@@ -47,7 +47,7 @@ class Chronicle:
         import zlib
 
         digest = f"{zlib.crc32(chr(0).join(argv).encode()):08x}"
-        self._record(events.JobStart(digest, nnodes, nproc, policy))
+        self._record(events.JobStart(argv_hash=digest, nnodes=nnodes, nproc=nproc, policy=policy))
 
     def round_joined(self, assignment: Assignment) -> None:
         """Record that the rendezvous of a cycle is complete."""
@@ -55,7 +55,11 @@ class Chronicle:
         self._cycle = assignment.cycle
         self._rank_offset = assignment.rank_offset
         reason = self._fault[0].what if self._fault else "start"
-        self._record(events.CycleStart(assignment.world_size, assignment.group_world_size, reason))
+        self._record(events.CycleStart(
+                world_size=assignment.world_size,
+                nodes=assignment.group_world_size,
+                reason=reason,
+            ))
 
     def workers_started(self, workers: Mapping[int, Started]) -> None:
         """Record how each worker was started; the time runs from here to the first step."""
@@ -63,7 +67,11 @@ class Chronicle:
         self._first_steps.clear()
         reasons = set()
         for local_rank, started in workers.items():
-            event = events.WorkerStart(started.warm, started.cold_reason, started.saved_s or None)
+            event = events.WorkerStart(
+                warm=started.warm,
+                cold_reason=started.cold_reason,
+                saved_s=started.saved_s or None,
+            )
             self._record(event, local_rank=local_rank)
             if started.cold_reason:
                 reasons.add(started.cold_reason)
@@ -88,7 +96,7 @@ class Chronicle:
         # The record is written when the message arrives; the event carries when it happened.
         lag = self._clock.monotonic() - at
         self._events.record(
-            events.FirstStep(round(duration, 6)),
+            events.FirstStep(dur_s=round(duration, 6)),
             cycle=self._cycle,
             rank=self._rank_offset + local_rank,
             t=self._clock.wall() - lag,
@@ -97,16 +105,16 @@ class Chronicle:
 
     def progress(self, iteration: int | None, steps: int, window_s: float) -> None:
         """Record how far rank 0 has come."""
-        self._record(events.Progress(iteration, steps, round(window_s, 3)), local_rank=0)
+        self._record(events.Progress(iteration=iteration, steps=steps, window_s=round(window_s, 3)), local_rank=0)
 
     def worker_exited(self, local_rank: int, status: ExitStatus) -> None:
         """Record one exit."""
-        self._record(events.WorkerExit(status.code, status.signal), local_rank=local_rank)
+        self._record(events.WorkerExit(exit_code=status.code, signal=status.signal), local_rank=local_rank)
 
     def standby(self, slot: int, state: str, seconds: float | None, private: int | None) -> None:
         """Record a standby's change of state; `private` is bytes."""
         private_mb = None if private is None else round(private / 1e6, 1)
-        self._record(events.Standby(slot, state, seconds, private_mb))
+        self._record(events.Standby(slot=slot, state=state, seconds=seconds, private_mb=private_mb))
 
     def fault(
         self,
@@ -128,7 +136,7 @@ class Chronicle:
         self._times = RestartTimes(fault=self._clock.monotonic())
         if cause.detected_by != "monitor":  # The monitor has recorded what it found itself.
             self._events.record(
-                events.Fault(cause.kind, cause.what, None, cause.detected_by),
+                events.Fault(cause=cause.kind, what=cause.what, detected_by=cause.detected_by),
                 cycle=self._cycle,
                 rank=cause.rank,
             )
@@ -143,11 +151,11 @@ class Chronicle:
         """Record that the cycle's workers are gone."""
         now = self._times.stopped = self._clock.monotonic()
         if self._times.fault is not None:
-            self._record(events.Phase("stop", round(now - self._times.fault, 6)))
+            self._record(events.Phase(name="stop", dur_s=round(now - self._times.fault, 6)))
 
     def cycle_ended(self, result: str) -> None:
         """Record the end of a cycle."""
-        self._record(events.CycleEnd(result))
+        self._record(events.CycleEnd(result=result))
 
     def _restart_complete(self) -> None:
         if self._fault is None:
@@ -157,7 +165,7 @@ class Chronicle:
         for name, key in (("rendezvous", "rendezvous_s"), ("start", "start_s")):
             seconds = durations[key]
             if seconds is not None:
-                self._record(events.Phase(name, seconds))
+                self._record(events.Phase(name=name, dur_s=seconds))
         self._write_failure(self._cycle - 1)
 
     def _write_failure(self, cycle: int) -> None:
@@ -181,7 +189,7 @@ class Chronicle:
     def job_ended(self, result: str, exit_code: int) -> None:
         """Record the end of the job and close nothing: the event log belongs to the caller."""
         self._write_failure(self._cycle)
-        self._record(events.JobEnd(result, exit_code, self.restarts))
+        self._record(events.JobEnd(result=result, exit_code=exit_code, restarts=self.restarts))
         log = logger.info if exit_code == 0 else logger.error
         log("job ended with exit code %d: %s (%d restarts)", exit_code, result, self.restarts)
 

@@ -69,13 +69,13 @@ def worker_command(
 
 def missing_script(path: str) -> str:
     """Return what keeps Python from running the file `path`, or an empty text."""
-    if not os.path.exists(path):  # pathlib is slow to import
+    if not os.path.exists(path):
         return f"script {path!r} does not exist; name a file, or a module with -m"
     # Python runs a directory or an archive that holds __main__.py.
-    if os.path.isdir(path):  # pathlib is slow to import
-        path = os.path.join(path, "__main__.py")  # pathlib is slow to import
-        if not os.path.isfile(path):  # pathlib is slow to import
-            return f"script {os.path.dirname(path)!r} is a directory without __main__.py"  # pathlib is slow to import
+    if os.path.isdir(path):
+        path = os.path.join(path, "__main__.py")
+        if not os.path.isfile(path):
+            return f"script {os.path.dirname(path)!r} is a directory without __main__.py"
     if not os.access(path, os.R_OK):
         return f"script {path!r} cannot be read; change its permissions"
     return ""
@@ -87,10 +87,8 @@ def missing_program(name: str, environ: Mapping[str, str]) -> str:
         candidates = [name]
     else:
         folders = (environ.get("PATH") or os.defpath).split(os.pathsep)
-        candidates = [
-            os.path.join(folder or ".", name) for folder in folders
-        ]  # pathlib is slow to import
-    files = [path for path in candidates if os.path.isfile(path)]  # pathlib is slow to import
+        candidates = [os.path.join(folder or ".", name) for folder in folders]
+    files = [path for path in candidates if os.path.isfile(path)]
     if any(os.access(path, os.X_OK) for path in files):
         return ""
     if files:

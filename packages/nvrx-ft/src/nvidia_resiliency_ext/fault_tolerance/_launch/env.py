@@ -20,8 +20,6 @@ class JobEnvironment:
     job_id: str
     run_id: str
     max_restarts: int
-    launch_id: str
-    event_dir: str
     launcher_socket: str
     monitor_sockets: tuple[str, ...]
     omp_num_threads: str | None = None
@@ -31,8 +29,6 @@ def shared_variables(job: JobEnvironment, inherited: Mapping[str, str]) -> dict[
     """Return what every worker of the node has, whatever its rank and cycle."""
     added = {
         RUN_ID_ENV_VAR: job.run_id,
-        "NVRX_LAUNCH_ID": job.launch_id,
-        "NVRX_EVENT_DIR": job.event_dir,
         "NVRX_MEMBERSHIP": "active",
         "FT_LAUNCHER_IPC_SOCKET": job.launcher_socket,
         "LOCAL_WORLD_SIZE": str(job.nproc),

@@ -82,6 +82,6 @@ def _present_gpus(root: str) -> int:
 
 def _listing(root: str, path: str) -> list[str]:
     try:
-        return os.listdir(os.path.join(root, path))  # pathlib is slow to import
+        return os.listdir(os.path.join(root, path))
     except OSError:
         return []

@@ -91,6 +91,15 @@ def worker_output(settings: OutputSettings, directory: str, local_rank: int) -> 
     )
 
 
+def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> str:
+    """Return what stands before each line that is copied to the console."""
+    if template is None:
+        return f"[{role}{local_rank}]:"
+    from string import Template
+
+    return Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)
+
+
 class OutputFiles:
     """The folders `<root>/attempt_<cycle>/<local rank>/` of one launch."""
 
@@ -120,6 +129,13 @@ class OutputFiles:
                     undo()
             raise LogDirectoryError(log_dir, error) from None
         return cls(root)
+
+    @classmethod
+    def in_new_folder(cls) -> OutputFiles:
+        """Make a folder for logs that are to be kept although no --log-dir was given."""
+        import tempfile
+
+        return cls(tempfile.mkdtemp(prefix="nvrx-logs-"))
 
     def worker_directory(self, cycle: int, local_rank: int) -> str:
         """Make and return the folder of one worker in one cycle.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._config.sources import Layers, layers_from_args
+from nvidia_resiliency_ext.fault_tolerance._prewarm.imports import import_list
 
 from . import surroundings, syntax
 from .command import WorkerCommand, missing_program, missing_script, worker_command
@@ -32,9 +33,9 @@ __all__ = ["LaunchPlan", "PrewarmSettings", "plan_from_args"]
 
 @dataclass(frozen=True, slots=True)
 class PrewarmSettings:
-    """How workers are kept warm: `mode` is auto, on or off; `modules` are imported early."""
+    """How workers are kept warm: `prewarm` is auto, on or off; `modules` are imported early."""
 
-    mode: str
+    prewarm: str
     modules: tuple[str, ...]
 
 
@@ -162,7 +163,7 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         omp_num_threads=threads.omp_num_threads,
         no_restart_exit_code=args.ft_no_restart_exit_code,
         monitors_enabled=not environ.get("NVRX_DISABLE_RANK_MONITORS"),
-        prewarm=PrewarmSettings(config.prewarm, tuple(config.prewarm_import.split(","))),
+        prewarm=PrewarmSettings(config.prewarm, import_list(config.prewarm_import)),
         fault_tolerance=config,
         warnings=tuple(notes),
     )
@@ -201,7 +202,7 @@ def _refused(args: argparse.Namespace, layers: Layers) -> list[str]:
 
 def _not_available(where: str, value: Any, what: str) -> str:
     shown = "" if value is True else f" {value}"
-    return f"{where}{shown}: {what} is not available in this version; leave it out"
+    return f"{where}{shown}: not available in this version ({what}); leave it out"
 
 
 def _command(

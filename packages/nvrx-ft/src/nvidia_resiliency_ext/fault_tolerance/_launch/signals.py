@@ -10,8 +10,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
 
 def _ignore(_signum: int, _frame: FrameType | None) -> None:
     """Do nothing: the number arrives through the wakeup descriptor."""

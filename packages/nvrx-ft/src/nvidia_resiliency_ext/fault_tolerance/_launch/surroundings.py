@@ -79,7 +79,9 @@ def _is_true(environ: Mapping[str, str], name: str) -> bool:
 def refused_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each variable that asks for what this version cannot do."""
     if environ.get("NVRX_GPUS_PER_NUMA"):
-        return ["NVRX_GPUS_PER_NUMA: binding to NUMA nodes is not available in this version"]
+        return [
+            "NVRX_GPUS_PER_NUMA: not available in this version (binding to NUMA nodes); unset it"
+        ]
     return []
 
 

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher as a library: torch's `elastic_launch` calls served by our own loop.
+
+`run`, `launch_agent` and `elastic_launch` behave as their namesakes of torch: a failure is a
+`ChildFailedError` of torch, which is imported only then. Function entry points start in fresh
+interpreters, never from standbys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nvidia_resiliency_ext.shared_utils.rundir import RunDir
+
+from .agent import Result
+from .command import WorkerCommand
+from .decide import EXIT_OK
+from .errors import NoRestartRequested
+from .function_worker import FunctionCall
+from .job import Job
+from .launch_config import LaunchConfig
+from .library_plan import config_from_plan, plan_from_config
+from .plan import LaunchPlan, plan_from_args
+
+Entrypoint = Callable[..., Any] | str
+
+
+def config_from_args(
+    args: argparse.Namespace,
+    launcher_pipe_read_fd: int | None = None,
+    launcher_log_file: str | None = None,
+) -> tuple[LaunchConfig, str, list[str]]:
+    """Return configuration, command and arguments of a parsed command line.
+
+    Args:
+        args: What `parse_args` returned.
+        launcher_pipe_read_fd: Must be None: the launcher's own output is not collected yet.
+        launcher_log_file: Must be None, likewise.
+
+    Raises:
+        ValueError: The command line or a file that it names is wrong.
+    """
+    if launcher_pipe_read_fd is not None or launcher_log_file is not None:
+        raise ValueError(
+            "collecting the launcher's own output is not available in this version: "
+            "leave launcher_pipe_read_fd and launcher_log_file out"
+        )
+    plan = plan_from_args(args, os.environ)
+    command, *rest = plan.command.argv
+    return config_from_plan(plan), command, rest
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the job of a parsed command line, as `torch.distributed.run.run` does.
+
+    Raises:
+        ValueError: The command line is wrong.
+        ChildFailedError: Workers failed and no restart was left (torch's class).
+    """
+    _run_plan(plan_from_args(args, os.environ))
+
+
+def run_script_path(script: str, *args: str) -> None:
+    """Run a Python file as `__main__` in this process with `args` as its arguments."""
+    import runpy
+    import sys
+
+    sys.argv = [script, *args]
+    runpy.run_path(script, run_name="__main__")
+
+
+class elastic_launch:  # noqa: N801  # torch's name, which users import
+    """A job that is started by calling it: `elastic_launch(config, function)(*args)`.
+
+    Example:
+        >>> from nvidia_resiliency_ext.fault_tolerance.launcher import LaunchConfig
+        >>> config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, fault_tol_cfg=None)
+        >>> job = elastic_launch(config, "/bin/true")
+
+    Args:
+        config: What to start and how.
+        entrypoint: A function, or the path of a program.
+    """
+
+    def __init__(self, config: LaunchConfig, entrypoint: Entrypoint | None) -> None:
+        if entrypoint is None:
+            raise ValueError("elastic_launch needs an entrypoint: a function or a program")
+        self._config = config
+        self._entrypoint: Entrypoint = entrypoint
+
+    def __call__(self, *args: object) -> dict[int, Any]:
+        """Run the job; return what each global rank returned (None for programs)."""
+        return launch_agent(self._config, self._entrypoint, list(args))
+
+
+def launch_agent(
+    config: LaunchConfig, entrypoint: Entrypoint, args: Sequence[object]
+) -> dict[int, Any]:
+    """Run a job on this node and return what each rank returned.
+
+    Raises:
+        ChildFailedError: Workers failed and no restart was left (torch's class).
+        NoRestartRequested: The job makes no progress and must not be queued again.
+        SignalException: The launcher was asked to end (torch's class).
+    """
+    if isinstance(entrypoint, str):
+        argv = (entrypoint, *(str(arg) for arg in args))
+        command = WorkerCommand(argv=argv, entry=entrypoint, is_module=False, is_python=False)
+        plan = plan_from_config(config, command, os.environ)
+        _run_plan(plan)
+        return dict.fromkeys(range(plan.nproc_per_node))
+    run_dir = RunDir.create("call")
+    try:
+        call = FunctionCall(run_dir.path, entrypoint, args)
+        name = getattr(entrypoint, "__qualname__", repr(entrypoint))
+        command = WorkerCommand(argv=call.argv, entry=name, is_module=False, is_python=False)
+        plan = plan_from_config(config, command, os.environ)
+        _run_plan(plan)
+        return {rank: call.result(rank) for rank in range(plan.nproc_per_node)}
+    finally:
+        run_dir.remove()
+
+
+def _run_plan(plan: LaunchPlan) -> None:
+    with Job(plan, os.environ) as job:
+        result = job.run()
+    if result.exit_code != EXIT_OK:
+        _raise(plan, result)
+
+
+def _raise(plan: LaunchPlan, result: Result) -> None:
+    if result.exit_code == plan.no_restart_exit_code:
+        raise NoRestartRequested("no_progress", result.reason)
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    if result.stop_signal is not None:
+        raise SignalException(result.reason, signal.Signals(result.stop_signal))
+    failures = {
+        failure.rank: ProcessFailure(
+            local_rank=failure.local_rank,
+            pid=failure.pid,
+            exitcode=failure.status.returncode,
+            error_file=failure.error.path if failure.error else "<N/A>",
+        )
+        for failure in result.failures
+    }
+    if not failures:
+        raise RuntimeError(result.reason)
+    raise ChildFailedError(plan.command.entry, failures)

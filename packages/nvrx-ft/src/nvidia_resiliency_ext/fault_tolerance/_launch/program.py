@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program `ft_launcher`: command line in, exit code out. Errors of users are one line each."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.log_manager import setup_logger
+
+from .decide import EXIT_FAILURE
+from .parser import PROGRAM, parse_args, usage_error
+from .plan import LaunchPlan, plan_from_args
+
+logger = logging.getLogger("nvrx")
+
+
+def run_command_line(argv: Sequence[str] | None) -> int:
+    """Run the job that the command line asks for and return the exit code.
+
+    Raises:
+        SystemExit: with code 2, after one line on stderr, when the command line, the environment
+            or a configuration file is wrong; with code 0 for `--help` and `--version`.
+    """
+    parsed = parse_args(argv)
+    try:
+        plan = plan_from_args(parsed, os.environ)
+    except (ValueError, OSError, RuntimeError) as error:
+        usage_error(error)
+    setup_logger()
+    logger.setLevel(plan.fault_tolerance.log_level)
+    for warning in plan.warnings:
+        logger.warning("%s", warning)
+    return run_plan(plan)
+
+
+def run_plan(plan: LaunchPlan) -> int:
+    """Run a plan and return the exit code; what the machine refuses is one line on stderr."""
+    # Loaded only now: `--help` and a wrong command line do not pay for it.
+    from .job import Job, show_failures
+
+    try:
+        with Job(plan, os.environ) as job:
+            result = job.run()
+    except NvrxError as error:
+        text = " ".join(str(error).split())
+        sys.stderr.write(f"{PROGRAM}: error: {text}\n")
+        return EXIT_FAILURE
+    show_failures(plan.command.entry, result)
+    return result.exit_code

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The face of the launcher: what `ft_launcher` runs and what programs import. No logic here.
+
+Names are loaded when they are first used, so that `ft_launcher --help` and the launcher itself
+import neither torch nor what they do not need.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ._launch.elastic import (
+        config_from_args,
+        elastic_launch,
+        launch_agent,
+        run,
+        run_script_path,
+    )
+    from ._launch.errors import (
+        NoRestartRequested,
+        TerminalWorkerGroupFailure,
+        UnhealthyNodeException,
+    )
+    from ._launch.launch_config import (
+        LaunchConfig,
+        LogFunnelPorts,
+        get_rdzv_endpoint,
+        get_use_env,
+    )
+    from ._launch.parser import get_args_parser, parse_args
+    from ._launch.local_world import determine_local_world_size
+    from ._launch.syntax import parse_min_max_nnodes
+
+__all__ = [
+    "FT_LAUNCHER_IPC_SOCKET",
+    "LaunchConfig",
+    "LogFunnelPorts",
+    "NoRestartRequested",
+    "TerminalWorkerGroupFailure",
+    "UnhealthyNodeException",
+    "config_from_args",
+    "determine_local_world_size",
+    "elastic_launch",
+    "get_args_parser",
+    "get_rdzv_endpoint",
+    "get_use_env",
+    "launch_agent",
+    "main",
+    "parse_args",
+    "parse_min_max_nnodes",
+    "run",
+    "run_script_path",
+]
+
+FT_LAUNCHER_IPC_SOCKET = "FT_LAUNCHER_IPC_SOCKET"
+"""Environment variable in which workers find the launcher's mailbox."""
+
+_ROOMS = {
+    "LaunchConfig": "launch_config",
+    "LogFunnelPorts": "launch_config",
+    "NoRestartRequested": "errors",
+    "TerminalWorkerGroupFailure": "errors",
+    "UnhealthyNodeException": "errors",
+    "config_from_args": "elastic",
+    "determine_local_world_size": "local_world",
+    "elastic_launch": "elastic",
+    "get_args_parser": "parser",
+    "get_rdzv_endpoint": "launch_config",
+    "get_use_env": "launch_config",
+    "launch_agent": "elastic",
+    "parse_args": "parser",
+    "parse_min_max_nnodes": "syntax",
+    "run": "elastic",
+    "run_script_path": "elastic",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name from its room on first use."""
+    room = _ROOMS.get(name)
+    if room is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Not __name__: under `python -m` this module is called __main__.
+    package = "nvidia_resiliency_ext.fault_tolerance._launch"
+    value = getattr(importlib.import_module(f"{package}.{room}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run `ft_launcher` with `args` (default: the command line) and leave with its exit code."""
+    from nvidia_resiliency_ext.fault_tolerance._launch.program import run_command_line
+
+    sys.exit(run_command_line(args))
+
+
+if __name__ == "__main__":
+    main()
