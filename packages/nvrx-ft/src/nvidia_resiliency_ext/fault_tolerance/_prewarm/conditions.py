@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a worker must be started cold, each reason one line; it starts nothing.
+
+It reads the entry file and /proc, and decides from what it finds. What only a standby itself can
+see (open devices, threads, names that shadow a module) its start-up hook reports when it is ready.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from nvidia_resiliency_ext.shared_utils import procfs
+
+from . import envrules
+
+# Flags after which the hook is off, or which show the user what the interpreter imports.
+_LOOKING_FLAGS = frozenset("EISiv")
+_FLAGS_WITH_VALUE = frozenset("WX")
+_LOOKING_OPTIONS = ("importtime", "tracemalloc")
+_LOOKING_VARIABLES = (
+    "PYTHONINSPECT",
+    "PYTHONPROFILEIMPORTTIME",
+    "PYTHONTRACEMALLOC",
+    "PYTHONVERBOSE",
+)
+_LARGEST_ENTRY_BYTES = 4 << 20
+_LIBTORCH = "libtorch_cpu"
+
+
+class Command(Protocol):
+    """The command of a worker, as the launcher has it."""
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """Wrapper, interpreter, flags, entry and arguments."""
+
+    @property
+    def entry(self) -> str:
+        """Script, or module after `-m`."""
+
+    @property
+    def is_module(self) -> bool:
+        """Whether the entry is a module."""
+
+    @property
+    def is_python(self) -> bool:
+        """Whether Python runs the entry."""
+
+
+class Settings(Protocol):
+    """What the user chose."""
+
+    @property
+    def prewarm(self) -> str:
+        """`auto`, `on` or `off`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """The interpreter in a command line: where it stands and what comes before the entry."""
+
+    index: int
+    flags: tuple[str, ...]
+    entry_kind: str
+
+
+def cold_reason(
+    command: Command,
+    env: Mapping[str, str],
+    local_envs: Sequence[Mapping[str, str]],
+    settings: Settings,
+) -> str | None:
+    """Return why workers of this command must start cold, or None.
+
+    Args:
+        command: The command with the macros of one local rank replaced.
+        env: The environment that all local workers share.
+        local_envs: The whole environment of each, as far as it is known.
+        settings: The user's choice.
+    """
+    if settings.prewarm == "off":
+        return "--ft-prewarm off"
+    return (
+        _command_reason(command)
+        or _environment_reason(env)
+        or _entry_reason(command)
+        or _rank_reason(env, local_envs)
+    )
+
+
+def go_reason(standby_env: Mapping[str, str], worker_env: Mapping[str, str]) -> str | None:
+    """Return why a standby cannot take over a worker's environment, or None."""
+    changed = envrules.changed_import_time(standby_env, worker_env)
+    if changed:
+        return f"{changed[0]} is read at import and differs from the standby's"
+    return None
+
+
+def _command_reason(command: Command) -> str | None:
+    if not command.is_python:
+        return "the command is not a Python script or module"
+    interpreter = find_interpreter(command.argv)
+    if interpreter is None:
+        return f"the workers' interpreter is not {sys.executable}"
+    if interpreter.entry_kind == "code":
+        return "the command is not a Python script or module"
+    for flag in interpreter.flags:
+        if flag.startswith("-X"):
+            if flag[2:].strip().partition("=")[0] in _LOOKING_OPTIONS:
+                return f"the interpreter's flag {flag}"
+        elif not flag.startswith(("--", "-W")) and _LOOKING_FLAGS & set(flag):
+            return f"the interpreter's flag {flag}"
+    return None
+
+
+def _environment_reason(env: Mapping[str, str]) -> str | None:
+    executable = env.get("PYTHON_EXEC")
+    if executable and not _is_this_python(executable):
+        return f"PYTHON_EXEC={executable} is not {sys.executable}"
+    for name in _LOOKING_VARIABLES:
+        if env.get(name):
+            return f"{name} is set"
+    if os.pathsep in os.path.dirname(__file__):
+        return "the installation folder has a colon in its name"
+    return None
+
+
+def _entry_reason(command: Command) -> str | None:
+    text = _entry_text(command)
+    name = envrules.set_in_text(text) if text is not None else None
+    if name is not None:
+        return f"{command.entry} names {name}, which is read at import"
+    return None
+
+
+def _rank_reason(env: Mapping[str, str], local_envs: Sequence[Mapping[str, str]]) -> str | None:
+    for local_env in local_envs:
+        reason = go_reason(env, local_env)
+        if reason is not None:
+            return reason
+    return None
+
+
+def find_interpreter(argv: Sequence[str]) -> Interpreter | None:
+    """Return where this Python stands in a command line, or None when it does not.
+
+    The entry kind is `script`, `module` or `code` (`-c`, `-` or no entry).
+    """
+    index = next((i for i, word in enumerate(argv) if _is_this_python(word)), None)
+    if index is None:
+        return None
+    flags: list[str] = []
+    words = iter(argv[index + 1 :])
+    for word in words:
+        if word == "-" or not word.startswith("-"):
+            return Interpreter(index, tuple(flags), "code" if word == "-" else "script")
+        if word.startswith("--"):
+            flags.append(word)
+            if word == "--check-hash-based-pycs":
+                next(words, None)
+            continue
+        place = next((i for i, c in enumerate(word) if c in "cm" or c in _FLAGS_WITH_VALUE), None)
+        if place is None:
+            flags.append(word)
+            continue
+        if place > 1:
+            flags.append(word[:place])
+        if word[place] in "cm":
+            return Interpreter(index, tuple(flags), "module" if word[place] == "m" else "code")
+        value = word[place + 1 :] or next(words, "")
+        flags.append(f"-{word[place]}{value}")
+    return Interpreter(index, tuple(flags), "code")
+
+
+def _is_this_python(word: str) -> bool:
+    if word == sys.executable:
+        return True
+    # Another link to the same file can belong to another virtual environment.
+    same_folder = os.path.dirname(word) == os.path.dirname(sys.executable)
+    return same_folder and os.path.realpath(word) == os.path.realpath(sys.executable)
+
+
+def _entry_text(command: Command) -> str | None:
+    path = module_file(command.entry) if command.is_module else command.entry
+    if path is not None and os.path.isdir(path):
+        path = os.path.join(path, "__main__.py")
+    return None if path is None else read_text(path)
+
+
+def module_file(name: str, folders: Iterable[str] | None = None) -> str | None:
+    """Return the source file that `-m name` runs, without importing anything.
+
+    Only plain files in the working directory and on this interpreter's path are found.
+    """
+    parts = name.split(".")
+    for folder in folders if folders is not None else ["", *sys.path]:
+        base = os.path.join(folder, *parts)
+        for path in (f"{base}.py", os.path.join(base, "__main__.py")):
+            if os.path.isfile(path):
+                return path
+    return None
+
+
+def read_text(path: str) -> str | None:
+    """Return the text of a source file, or None for what is no readable file of sane size."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            text = file.read(_LARGEST_ENTRY_BYTES + 1)
+    except OSError:
+        return None
+    return text if len(text) <= _LARGEST_ENTRY_BYTES else None
+
+
+def wants_standbys(worker_pids: Iterable[int]) -> bool:
+    """Return whether any of the workers has libtorch mapped: only then do standbys gain."""
+    return any(procfs.maps_name(pid, _LIBTORCH) for pid in worker_pids)

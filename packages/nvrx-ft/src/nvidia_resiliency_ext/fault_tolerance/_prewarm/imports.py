@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What standby workers import when the user names nothing; it imports none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# In this order: between two entries a standby looks whether "go" is there already, so the large
+# dependencies of torch come first and alone. `torch._dynamo` is what DistributedDataParallel
+# imports when the first model is wrapped (some 820 modules, half of a restart), `_cupti_monitor`
+# what the first step adds. Any of them may be missing in the installed versions.
+DEFAULT_IMPORTS = (
+    "numpy",
+    "sympy",
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.profiler._cupti_monitor",
+)
+
+
+def import_list(text: str) -> tuple[str, ...]:
+    """Return the modules of a comma-separated list; the default list when it names none."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    return names or DEFAULT_IMPORTS
+
+
+def with_optional(names: Sequence[str]) -> list[tuple[str, bool]]:
+    """Return each name with whether a standby may go on when there is no such module."""
+    return [(name, name in DEFAULT_IMPORTS and name != "torch") for name in names]

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When standby workers are started, replaced and given up. Pure; it starts nothing itself.
+
+Slots, one per local rank:
+
+| state | event | next | effect |
+| --- | --- | --- | --- |
+| empty | the pool may fill | warming | `StartStandby` |
+| warming | `StandbyReady` | ready | |
+| warming, ready | `StandbyFailed` | failed | counts against the pool |
+| warming, ready | `Gone` (told to go) | went | |
+| ready | `Stale` (its files changed on disk) | empty | `EndStandby` |
+| went, failed | `FillAllowed` and time is up | warming | `StartStandby` |
+| any but went | the pool is disabled or released | empty | `EndStandby` |
+
+The pool fills from `FILL_DELAY_S` after the last "go", or from the first sign of a running step,
+but never between `RanksStarting` and `RanksStarted`, at most `width` at a time. Before the first
+cycle all are started at once. A second failure within `FAILURE_WINDOW_S`, or too little free
+memory, disables it; the next good step enables it again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+FILL_DELAY_S = 2.0
+FAILURE_WINDOW_S = 60.0
+MEMORY_FACTOR = 2
+# What torch and DistributedDataParallel take, until a standby has told its own figure.
+EXPECTED_STANDBY_BYTES = 224 << 20
+
+
+class SlotState(enum.Enum):
+    """Where the standby of one local rank is."""
+
+    EMPTY = "empty"
+    WARMING = "warming"
+    READY = "ready"
+    WENT = "went"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The standbys of one node.
+
+    Attributes:
+        slots: State by local rank.
+        width: How many may warm up at the same time next to running ranks.
+        disabled: Why workers start cold for now, or None.
+        wanted: Whether the workers gain from standbys at all.
+        refused: The command can never be started warm.
+        first: No "go" has been given yet: nothing runs that a fill could disturb.
+        ranks_starting: Workers are starting; they need the processors.
+        fill_at: Earliest time of the next fill; None = not before a sign of a running step.
+        last_failure: When a standby failed last.
+        standby_bytes: Private memory of one standby, as the last one told.
+        free_bytes: Memory that the node could still give, as last told.
+    """
+
+    slots: tuple[SlotState, ...]
+    width: int
+    disabled: str | None = None
+    wanted: bool = True
+    refused: bool = False
+    first: bool = True
+    ranks_starting: bool = False
+    fill_at: float | None = None
+    last_failure: float | None = None
+    standby_bytes: int = EXPECTED_STANDBY_BYTES
+    free_bytes: int | None = None
+
+    @classmethod
+    def of(cls, slots: int, cores: int) -> Pool:
+        """Return the pool of a node before its first cycle."""
+        return cls((SlotState.EMPTY,) * slots, max(1, cores // 2))
+
+    def wakes_at(self) -> float | None:
+        """Return when `Tick` may change something, or None."""
+        if not self.may_fill or self.first:
+            return None
+        return self.fill_at if _next_slots(self) else None
+
+    @property
+    def may_fill(self) -> bool:
+        """Whether standbys may be started, as far as it is not a question of time."""
+        blocked = self.refused or self.disabled is not None or self.ranks_starting
+        return self.wanted and not blocked
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """The launcher has just started: start standbys for the first cycle, all at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RanksStarting:
+    """The launcher begins to start workers of a cycle."""
+
+
+@dataclass(frozen=True, slots=True)
+class RanksStarted:
+    """All workers of the cycle have been started or told to go."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoodStep:
+    """A rank sent its first heartbeat or closed its first section in this cycle; once a cycle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Whether the running workers use what standbys import."""
+
+    wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The node's available memory in bytes; tell it before an event that may fill."""
+
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyReady:
+    """The imports of a slot's standby are done."""
+
+    slot: int
+    private_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyFailed:
+    """A slot's standby failed, died or must not be used."""
+
+    slot: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A slot's standby was told to go: it is a worker now, or will be."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """The interpreter or a package changed on disk since a slot's standby was started."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Standbys cannot be used from now on, for a reason that a good step does not change."""
+
+    reason: str
+
+
+Event = (
+    Prepare | Tick | RanksStarting | RanksStarted | GoodStep | Wanted | Memory
+    | StandbyReady | StandbyFailed | Gone | Stale | Refused
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StartStandby:
+    """Start a standby for the slot."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndStandby:
+    """End the slot's standby."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Disable:
+    """Workers start cold for now; log the reason once."""
+
+    reason: str
+
+
+Effect = StartStandby | EndStandby | Disable
+
+_HELD = (SlotState.WARMING, SlotState.READY)
+
+
+@dataclass(slots=True)
+class _Draft:
+    pool: Pool
+    effects: list[Effect] = field(default_factory=list)
+
+    def set_slot(self, slot: int, state: SlotState) -> None:
+        slots = list(self.pool.slots)
+        slots[slot] = state
+        self.pool = replace(self.pool, slots=tuple(slots))
+
+    def change(self, **values: object) -> None:
+        self.pool = replace(self.pool, **values)  # type: ignore[arg-type]
+
+    def end_all(self) -> None:
+        for slot, state in enumerate(self.pool.slots):
+            if state in _HELD:
+                self.set_slot(slot, SlotState.EMPTY)
+                self.effects.append(EndStandby(slot))
+
+    def disable(self, reason: str) -> None:
+        if self.pool.disabled is None:
+            self.effects.append(Disable(reason))
+            self.change(disabled=reason)
+        self.end_all()
+
+
+def step(pool: Pool, event: Event, now: float) -> tuple[Pool, tuple[Effect, ...]]:
+    """Return the pool after an event, and what to do."""
+    draft = _Draft(pool)
+    match event:
+        case StandbyReady() | StandbyFailed() | Gone() | Stale():
+            _slot_event(draft, event, now)
+        case Refused(reason):
+            draft.change(refused=True)
+            draft.disable(reason)
+        case Wanted(wanted):
+            draft.change(wanted=wanted)
+            if not wanted:
+                draft.end_all()
+        case GoodStep():
+            draft.change(disabled=None, fill_at=now)
+        case RanksStarting():
+            draft.change(ranks_starting=True)
+        case RanksStarted():
+            draft.change(ranks_starting=False, first=False, fill_at=now + FILL_DELAY_S)
+        case Memory(free_bytes):
+            draft.change(free_bytes=free_bytes)
+        case Prepare() | Tick():
+            pass
+    _fill(draft, now, prepare=isinstance(event, Prepare))
+    return draft.pool, tuple(draft.effects)
+
+
+def _slot_event(
+    draft: _Draft, event: StandbyReady | StandbyFailed | Gone | Stale, now: float
+) -> None:
+    state = draft.pool.slots[event.slot]
+    match event:
+        case StandbyReady(slot, private_bytes) if state is SlotState.WARMING:
+            draft.set_slot(slot, SlotState.READY)
+            if private_bytes:
+                draft.change(standby_bytes=private_bytes)
+        case StandbyFailed(slot, reason) if state in _HELD or state is SlotState.WENT:
+            # One that was told to go while warming has no process any more either way.
+            draft.set_slot(slot, SlotState.FAILED)
+            last = draft.pool.last_failure
+            draft.change(last_failure=now)
+            if last is not None and now - last <= FAILURE_WINDOW_S:
+                draft.disable(f"standby workers failed twice within a minute: {reason}")
+        case Gone(slot) if state in _HELD:
+            draft.set_slot(slot, SlotState.WENT)
+            draft.change(fill_at=now + FILL_DELAY_S, first=False)
+        case Stale(slot) if state in _HELD:
+            draft.set_slot(slot, SlotState.EMPTY)
+            draft.effects.append(EndStandby(slot))
+        case _:
+            pass  # News of a standby that was ended meanwhile.
+
+
+def _check_memory(draft: _Draft) -> None:
+    pool = draft.pool
+    # What is held already is no longer free, so only the rest has to fit.
+    missing = sum(state not in _HELD for state in pool.slots)
+    needed = MEMORY_FACTOR * pool.standby_bytes * missing
+    if pool.free_bytes is not None and pool.free_bytes < needed:
+        draft.disable(
+            f"too little memory for standby workers: {pool.free_bytes >> 20} MB free, "
+            f"{needed >> 20} MB wanted"
+        )
+
+
+def _next_slots(pool: Pool) -> Sequence[int]:
+    room = pool.width - sum(state is SlotState.WARMING for state in pool.slots)
+    return _unheld(pool)[: max(0, room)]
+
+
+def _unheld(pool: Pool) -> Sequence[int]:
+    return [slot for slot, state in enumerate(pool.slots) if state not in _HELD]
+
+
+def _fill(draft: _Draft, now: float, *, prepare: bool) -> None:
+    pool = draft.pool
+    if not pool.may_fill:
+        return
+    if prepare:
+        chosen = _unheld(pool)
+    elif pool.first or pool.fill_at is None or now < pool.fill_at:
+        return
+    else:
+        chosen = _next_slots(pool)
+    if not chosen:
+        return
+    _check_memory(draft)
+    if draft.pool.disabled is None:
+        for slot in chosen:
+            draft.set_slot(slot, SlotState.WARMING)
+            draft.effects.append(StartStandby(slot))
