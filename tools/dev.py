@@ -119,10 +119,10 @@ def run(tasks: list[Task]) -> int:
     """Run the tasks in turn, all of them, and return the first failure's exit code."""
     env = environment()
     if any(":" not in task[0] for task in tasks):
-        made = subprocess.run([str(HATCH), "env", "create"], cwd=ROOT, env=env, check=False)
-        if made.returncode:
+        create = [str(HATCH), "-q", "env", "create"]
+        if subprocess.run(create, cwd=ROOT, env=env, check=False).returncode:
             say("the environment could not be made")
-            return made.returncode
+            return 1
     failures: list[tuple[str, int]] = []
     for task in tasks:
         started = time.monotonic()

@@ -171,7 +171,9 @@ class Variables(SphinxDirective):
         """Return the table."""
         users: dict[str, set[str]] = {}
         for path, tree in sources():
-            for node in ast.walk(tree):
+            # What a module exports names its constants, not variables.
+            body = [node for node in tree.body if "__all__" not in ast.unparse(node).split("=")[0]]
+            for node in ast.walk(ast.Module(body, [])):
                 value = node.value if isinstance(node, ast.Constant) else None
                 if isinstance(value, str) and VARIABLE.fullmatch(value):
                     users.setdefault(value, set()).add(path.relative_to(ROOT).parts[1])
