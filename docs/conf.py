@@ -22,6 +22,8 @@ myst_heading_anchors = 3
 
 # Docstrings mark code with single backticks.
 default_role = "code"
+# Two dashes before a flag stay two dashes.
+smartquotes = False
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
