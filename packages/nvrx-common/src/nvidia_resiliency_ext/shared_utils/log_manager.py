@@ -5,7 +5,6 @@ The format of a line and the files of a node are the business of ``log_node_loca
 that a user put on the logger are never touched.
 """
 
-# ruff: noqa: PTH103 - importing pathlib costs more than all that this module does
 from __future__ import annotations
 
 import logging

@@ -7,7 +7,6 @@ one warning says so, and a ``dropped`` event tells about it as soon as writing w
 is no lock, so a fork or a signal handler in the middle of ``record`` cannot block anybody.
 """
 
-# ruff: noqa: PTH100, PTH103, PTH118, PTH123 - importing pathlib costs more than all that this module does
 from __future__ import annotations
 
 import errno
@@ -186,12 +185,19 @@ class EventLog:
             event: What happened.
             cycle: The launcher's cycle, None outside any.
             rank: The global rank that it happened to, None when it is not about one rank.
-            t: Wall time in seconds, default now. Give it for something noticed late.
+            t: Wall time in seconds, default now. Give it, or ``m``, for something noticed late:
+                one follows from the other.
             m: Monotonic time in seconds, default now.
         """
+        if t is None and m is None:
+            t, m = time.time(), time.monotonic()
+        elif m is None:
+            m = time.monotonic() - (time.time() - t)  # type: ignore[operator]
+        elif t is None:
+            t = time.time() - (time.monotonic() - m)
         fields: dict[str, object] = {
-            "t": time.time() if t is None else t,
-            "m": time.monotonic() if m is None else m,
+            "t": t,
+            "m": m,
             "kind": event.kind,
             "src": self.src,
             "cycle": cycle,

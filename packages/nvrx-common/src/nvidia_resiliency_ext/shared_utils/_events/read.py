@@ -6,7 +6,6 @@ A line that is not an event is counted and skipped, kinds and fields that this v
 know are kept, and every size is limited.
 """
 
-# ruff: noqa: PTH119, PTH123 - importing pathlib costs more than all that this module does
 from __future__ import annotations
 
 import json
@@ -16,6 +15,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
 from .log import SCHEMA
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the files that one process logs to in a directory of its node; merging them is another's."""
 
-# ruff: noqa: PTH103, PTH108, PTH118, PTH208 - importing pathlib costs more than all that this module does
 from __future__ import annotations
 
 import logging

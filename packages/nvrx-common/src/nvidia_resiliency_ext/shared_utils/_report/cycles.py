@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the finding of cycles, faults and productive windows in a list of events; prices nothing."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from .timeline import Cycle, FaultNote
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .gather import Seen
+
+__all__ = ["Story", "Window", "tell"]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch in which steps were done; ``fault`` is what ended it, None for an orderly end."""
+
+    cycle: Cycle
+    start: float
+    end: float
+    fault: FaultNote | None
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A job's cycles with what happened in each. ``windows`` is empty where no step was seen."""
+
+    start: float
+    end: float
+    cycles: tuple[Cycle, ...]
+    faults: tuple[FaultNote, ...]
+    windows: tuple[Window, ...]
+    events: dict[Cycle, list[Seen]]
+    kinds: dict[str, list[Seen]]
+    cycle_faults: dict[Cycle, list[FaultNote]]
+    cycle_windows: dict[Cycle, list[Window]]
+
+    def faults_in(self, cycle: Cycle) -> list[FaultNote]:
+        """Return the faults of one cycle in the order in which they were noticed."""
+        return self.cycle_faults[cycle]
+
+    def windows_in(self, cycle: Cycle) -> list[Window]:
+        """Return the productive windows of one cycle."""
+        return self.cycle_windows[cycle]
+
+    def of_kind(self, kind: str) -> list[Seen]:
+        """Return all events of one kind, oldest first."""
+        return self.kinds.get(kind, [])
+
+    def between(self, kind: str, begin: float, end: float) -> list[Seen]:
+        """Return the events of one kind later than ``begin`` and not later than ``end``."""
+        own = self.of_kind(kind)
+        first = bisect_right(own, begin, key=lambda event: event.at)
+        return own[first : bisect_right(own, end, key=lambda event: event.at)]
+
+
+def tell(seen: Sequence[Seen]) -> Story:
+    """Sort events into cycles and find out when steps were done."""
+    start, end = seen[0].at, seen[-1].at
+    cycles = _cycles(seen, end) or [
+        Cycle(0, 0, start, end, "", "", None, _hosts(seen), is_ended=False)
+    ]
+    by_key = {(cycle.launch, cycle.number): cycle for cycle in cycles}
+    starts = [cycle.start for cycle in cycles]
+    events: dict[Cycle, list[Seen]] = {cycle: [] for cycle in cycles}
+    kinds: dict[str, list[Seen]] = defaultdict(list)
+    faults: dict[Cycle, list[FaultNote]] = {cycle: [] for cycle in cycles}
+    for event in seen:
+        number = event.record.cycle
+        cycle = None if number is None else by_key.get((event.launch, number))
+        if cycle is None:
+            cycle = cycles[max(0, bisect_right(starts, event.at) - 1)]
+        events[cycle].append(event)
+        kinds[event.kind].append(event)
+        if event.kind == "fault":
+            faults[cycle].append(_fault(event, cycle))
+    windows = {cycle: _windows(cycle, events[cycle], faults[cycle]) for cycle in cycles}
+    return Story(
+        start=start,
+        end=end,
+        cycles=tuple(cycles),
+        faults=tuple(sorted((each for own in faults.values() for each in own), key=_noticed)),
+        windows=tuple(window for cycle in cycles for window in windows[cycle]),
+        events=events,
+        kinds=dict(kinds),
+        cycle_faults=faults,
+        cycle_windows=windows,
+    )
+
+
+def _noticed(fault: FaultNote) -> float:
+    return fault.at
+
+
+def _hosts(seen: Sequence[Seen]) -> tuple[str, ...]:
+    return tuple(sorted({event.host for event in seen}))
+
+
+def _cycles(seen: Sequence[Seen], end: float) -> list[Cycle]:
+    """Join what the nodes say about each cycle: it lasts from its first start to its last end."""
+    begun: dict[tuple[int, int], list[Seen]] = defaultdict(list)
+    ended: dict[tuple[int, int], list[Seen]] = defaultdict(list)
+    for event in seen:
+        if event.kind in {"cycle_start", "cycle_end"} and event.record.cycle is not None:
+            kept = begun if event.kind == "cycle_start" else ended
+            kept[event.launch, event.record.cycle].append(event)
+    found = []
+    for (launch, number), starts in begun.items():
+        ends = ended[launch, number]
+        hosts = _hosts(starts)
+        sizes = [size for size in (event.integer("world_size") for event in starts) if size]
+        cycle = Cycle(
+            launch=launch,
+            number=number,
+            start=starts[0].at,
+            end=max((event.at for event in ends), default=end),
+            reason=next((text for text in (event.text("reason") for event in starts) if text), ""),
+            result=ends[-1].text("result") if ends else "",
+            world_size=max(sizes, default=None),
+            hosts=hosts,
+            is_ended={event.host for event in ends} >= set(hosts),
+        )
+        found.append(cycle)
+    found.sort(key=lambda cycle: (cycle.start, cycle.launch, cycle.number))
+    following = [*found[1:], None]
+    return [
+        replace(cycle, end=after.start)
+        if after and (not cycle.is_ended or cycle.end > after.start)
+        else cycle
+        for cycle, after in zip(found, following, strict=True)
+    ]
+
+
+def _fault(event: Seen, cycle: Cycle) -> FaultNote:
+    """Describe a fault; a hang began when its deadline began to run."""
+    cause = event.text("cause") or "unknown"
+    deadline_s, late_s = event.number("deadline_s"), event.number("late_s")
+    before_s = event.seconds("late_s")
+    if cause.startswith("hang"):
+        before_s += event.seconds("deadline_s")
+    return FaultNote(
+        at=event.at,
+        onset=min(event.at, max(cycle.start, event.at - before_s)),
+        host=event.host,
+        launch=cycle.launch,
+        cycle=cycle.number,
+        rank=event.record.rank,
+        cause=cause,
+        what=event.shown("what"),
+        detail=event.shown("detail"),
+        detected_by=event.text("detected_by") or event.record.src,
+        deadline_s=deadline_s,
+        late_s=late_s,
+    )
+
+
+def _first_step_at(events: Sequence[Seen], limit: float) -> float | None:
+    """Return when the last rank had done its first step, or when progress first began."""
+    firsts = [event.at for event in events if event.kind == "first_step" and event.at <= limit]
+    if firsts:
+        return max(firsts)
+    progress = next((event for event in events if event.kind == "progress"), None)
+    if progress is None or progress.at > limit:
+        return None
+    return max(events[0].at, progress.at - progress.seconds("window_s"))
+
+
+def _windows(cycle: Cycle, events: Sequence[Seen], faults: Sequence[FaultNote]) -> list[Window]:
+    """Walk through a cycle: steps, a fault, an in-process restart, steps again, the end."""
+    first_fault_at = min((fault.at for fault in faults), default=cycle.end)
+    opened = _first_step_at(events, min(first_fault_at, cycle.end))
+    if opened is None:
+        return []
+    turns: list[tuple[float, FaultNote | float]] = [(fault.at, fault) for fault in faults]
+    turns.extend(
+        (event.at, sum(event.durations("phases").values()))
+        for event in events
+        if event.kind == "inproc_restart"
+    )
+    windows: list[Window] = []
+    running: float | None = opened
+    for at, turn in sorted(turns, key=lambda turn: turn[0]):
+        if isinstance(turn, FaultNote):
+            if running is not None:
+                windows.append(Window(cycle, running, max(running, turn.onset), turn))
+                running = None
+        elif at > opened:
+            if running is not None and at - turn > running:
+                windows.append(Window(cycle, running, at - turn, None))
+            # Every rank reports the same restart; the last one to be back begins the window.
+            running = at
+    if running is not None and cycle.end > running:
+        windows.append(Window(cycle, running, cycle.end, None))
+    return windows

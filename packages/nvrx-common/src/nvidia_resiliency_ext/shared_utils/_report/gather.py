@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the way from files of events to one sorted list with comparable times; judges nothing.
+
+Fields come from files that anybody may have written: a value of the wrong type is no value.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nvidia_resiliency_ext.shared_utils._events.read import EventFile, EventRecord
+
+__all__ = ["Seen", "gather"]
+
+_LARGEST = 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One event with its node, its time on the common axis, and which launch it belongs to.
+
+    ``launch`` counts the launches of a node: cycle numbers begin again in each of them.
+    """
+
+    at: float
+    host: str
+    launch: int
+    record: EventRecord
+
+    @property
+    def kind(self) -> str:
+        """Kind of the event."""
+        return self.record.kind
+
+    def number(self, name: str) -> float | None:
+        """Return a field as a finite number."""
+        value = self.record.fields.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return None
+        return float(value) if abs(value) < _LARGEST and isfinite(value) else None
+
+    def seconds(self, name: str) -> float:
+        """Return a field as a duration, 0 where there is none."""
+        return max(0.0, self.number(name) or 0.0)
+
+    def integer(self, name: str) -> int | None:
+        """Return a field as a whole number."""
+        value = self.number(name)
+        return None if value is None else int(value)
+
+    def text(self, name: str) -> str:
+        """Return a field as text, empty where there is none."""
+        value = self.record.fields.get(name)
+        return value if isinstance(value, str) else ""
+
+    def shown(self, name: str) -> str:
+        """Return any field as text for people."""
+        value = self.record.fields.get(name)
+        if isinstance(value, list):
+            return ", ".join(str(item) for item in value)
+        return "" if value is None else str(value)
+
+    def durations(self, name: str) -> dict[str, float]:
+        """Return a field that maps names to seconds."""
+        value = self.record.fields.get(name)
+        if not isinstance(value, dict):
+            return {}
+        return {
+            str(key): float(item)
+            for key, item in value.items()
+            if isinstance(item, (int, float)) and 0 <= item < _LARGEST
+        }
+
+
+def gather(files: Sequence[EventFile]) -> list[Seen]:
+    """Return the events of all files in the order of their times.
+
+    Within a file, times follow the monotonic clock where the header allows it, so that a step of
+    the wall clock makes no time appear or vanish.
+    """
+    by_host: dict[str, list[EventFile]] = defaultdict(list)
+    for file in files:
+        by_host[file.host].append(file)
+    seen: list[Seen] = []
+    for host, own in by_host.items():
+        for launch, file in enumerate(sorted(own, key=_begin)):
+            offset = _offset(file)
+            seen.extend(Seen(_at(event, offset), host, launch, event) for event in file.events)
+    return sorted(seen, key=lambda event: event.at)
+
+
+def _begin(file: EventFile) -> float:
+    return min((event.t for event in file.events), default=0.0)
+
+
+def _offset(file: EventFile) -> float | None:
+    """Return wall time minus monotonic time at the begin of the file."""
+    clock = file.header.get("clock")
+    if not isinstance(clock, dict):
+        return None
+    wall, mono = clock.get("wall"), clock.get("mono")
+    if isinstance(wall, (int, float)) and isinstance(mono, (int, float)):
+        offset = wall - mono
+        return offset if isfinite(offset) and abs(offset) < _LARGEST else None
+    return None
+
+
+def _at(event: EventRecord, offset: float | None) -> float:
+    return event.t if offset is None or event.m is None else event.m + offset

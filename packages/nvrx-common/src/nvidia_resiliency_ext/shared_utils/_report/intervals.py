@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the arithmetic of overlapping spans of time; knows nothing of jobs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["Span", "flatten", "merge", "totals"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of time with a name: ``start`` and ``end`` in seconds, ``start <= end``."""
+
+    start: float
+    end: float
+    name: str
+    note: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end - self.start
+
+
+def flatten(
+    spans: Iterable[Span], order: Sequence[str], start: float, end: float, rest: str
+) -> list[Span]:
+    """Return spans without overlap that cover ``start`` to ``end`` exactly.
+
+    Args:
+        spans: May overlap; what lies outside the range is cut off.
+        order: Names, most important first: where spans overlap, the first name wins.
+        start: Begin of the range.
+        end: End of the range.
+        rest: Name of the time that no span covers.
+    """
+    changes: dict[float, list[tuple[str, int]]] = defaultdict(list)
+    for span in spans:
+        left, right = max(span.start, start), min(span.end, end)
+        if left < right:
+            changes[left].append((span.name, 1))
+            changes[right].append((span.name, -1))
+    open_counts = dict.fromkeys(order, 0)
+    flat: list[Span] = []
+    at = start
+    for moment in sorted({*changes, end}):
+        name = next((name for name in order if open_counts[name]), rest)
+        if moment > at:
+            if flat and flat[-1].name == name:
+                flat[-1] = Span(flat[-1].start, moment, name)
+            else:
+                flat.append(Span(at, moment, name))
+            at = moment
+        for changed, step in changes.get(moment, ()):
+            open_counts[changed] += step
+    return flat
+
+
+def totals(flat: Iterable[Span], names: Iterable[str]) -> dict[str, float]:
+    """Return the seconds of each name, 0 for one that does not occur."""
+    found = dict.fromkeys(names, 0.0)
+    for span in flat:
+        found[span.name] = found.get(span.name, 0.0) + span.seconds
+    return found
+
+
+def merge(spans: Iterable[Span], gap_s: float) -> list[Span]:
+    """Return spans of one lane, sorted; those of one name closer than ``gap_s`` become one."""
+    merged: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        last = merged[-1] if merged else None
+        if last and last.name == span.name and span.start - last.end <= gap_s:
+            merged[-1] = Span(last.start, max(last.end, span.end), last.name, last.note)
+        else:
+            merged.append(span)
+    return merged

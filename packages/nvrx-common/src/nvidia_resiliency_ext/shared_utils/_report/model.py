@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the meaning of a set of event files: files in, one ``Timeline`` out; reads no file.
+
+The rules are in the rooms beside it: ``gather`` (one time axis), ``cycles`` (what happened),
+``accounting`` (what each second was spent on), ``lanes`` (the chart).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .accounting import ORDER, key_of, paint, saves, succeeded
+from .cycles import tell
+from .gather import gather
+from .intervals import flatten, totals
+from .lanes import node_lanes, rank_lanes
+from .timeline import CATEGORIES, Checkpoints, Remark, Restart, Timeline, Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nvidia_resiliency_ext.shared_utils._events.read import EventFile
+
+    from .cycles import Story, Window
+    from .gather import Seen
+    from .timeline import Cycle
+
+__all__ = ["build_timeline"]
+
+NO_HEARTBEAT = (
+    "No rank sent a heartbeat or opened a section, so productive time is unknown. Call"
+    " RankMonitorClient.send_heartbeat() once per step, or use sections, to have it measured."
+)
+NO_CHECKPOINT = (
+    "No checkpoint was recorded, so work lost through faults is unknown and goodput an upper bound."
+)
+
+
+def build_timeline(files: Sequence[EventFile]) -> Timeline:
+    """Find out what happened to the job of these files and where its time went."""
+    seen = gather(files)
+    if not seen:
+        return _empty(files)
+    story = tell(seen)
+    painted, lost_s = paint(story)
+    spans = [each.span for each in painted]
+    flat = flatten(spans, ORDER, story.start, story.end, "unknown")
+    flat = [replace(span, name="startup") if span.name == "bracket" else span for span in flat]
+    seconds = totals(flat, CATEGORIES)
+    wall_s = story.end - story.start
+    is_known = bool(story.windows) and wall_s > 0
+    ends = [event for event in seen if event.kind == "job_end"]
+    launches = {(event.host, event.launch) for event in seen}
+    is_ended = {(event.host, event.launch) for event in ends} >= launches
+    sizes = [cycle.world_size for cycle in story.cycles if cycle.world_size]
+    hosts = tuple(sorted({file.host for file in files}))
+    lanes = rank_lanes(story)
+    return Timeline(
+        job_id=_job_id(files),
+        start=story.start,
+        end=story.end,
+        is_ended=is_ended,
+        result=ends[-1].text("result") if ends else "",
+        exit_code=ends[-1].integer("exit_code") if ends else None,
+        hosts=hosts,
+        ranks=max(sizes, default=len(lanes)),
+        cycles=story.cycles,
+        faults=story.faults,
+        restarts=tuple(_restarts(story, lost_s)),
+        seconds=seconds,
+        goodput=seconds["productive"] / wall_s if is_known else None,
+        accounting=tuple(flat),
+        nodes=node_lanes(story, painted, hosts),
+        lanes=lanes,
+        checkpoints=_checkpoints(story),
+        workers=_workers(seen),
+        remarks=tuple(_remarks(seen)),
+        steps=sum(
+            max(0, event.integer("steps") or 0) for event in seen if event.kind == "progress"
+        ),
+        dropped=sum(
+            max(0, event.integer("count") or 0) for event in seen if event.kind == "dropped"
+        ),
+        bad_lines=sum(file.bad_lines for file in files),
+        notes=tuple(_notes(files, story, is_ended=is_ended)),
+    )
+
+
+def _empty(files: Sequence[EventFile]) -> Timeline:
+    return Timeline(
+        job_id=_job_id(files),
+        start=0.0,
+        end=0.0,
+        is_ended=False,
+        result="",
+        exit_code=None,
+        hosts=tuple(sorted({file.host for file in files})),
+        ranks=0,
+        cycles=(),
+        faults=(),
+        restarts=(),
+        seconds=dict.fromkeys(CATEGORIES, 0.0),
+        goodput=None,
+        accounting=(),
+        nodes=(),
+        lanes=(),
+        checkpoints=Checkpoints(),
+        workers=Workers(),
+        remarks=(),
+        steps=0,
+        dropped=0,
+        bad_lines=sum(file.bad_lines for file in files),
+        notes=("Nothing has been recorded yet.",),
+    )
+
+
+def _job_id(files: Sequence[EventFile]) -> str:
+    return ", ".join(sorted(_job_ids(files)))
+
+
+def _job_ids(files: Sequence[EventFile]) -> set[str]:
+    found = [file.header.get("job_id") for file in files]
+    return {job_id for job_id in found if isinstance(job_id, str) and job_id}
+
+
+def _restarts(story: Story, lost_s: dict[Window, float]) -> list[Restart]:
+    """Return every restart: of the job's workers, or inside their processes."""
+    found = [restart for cycle in story.cycles for restart in _inprocess(story, cycle, lost_s)]
+    for before, cycle in zip(story.cycles, story.cycles[1:], strict=False):
+        if cycle.launch == before.launch and cycle.number > before.number:
+            found.append(_in_job(story, before, cycle, lost_s))
+    return sorted(found, key=lambda restart: restart.at)
+
+
+def _in_job(story: Story, before: Cycle, cycle: Cycle, lost_s: dict[Window, float]) -> Restart:
+    faults, windows = story.faults_in(before), story.windows_in(cycle)
+    closed = [window for window in story.windows_in(before) if window.fault is not None]
+    fault = closed[-1].fault if closed else (faults[0] if faults else None)
+    begin = fault.onset if fault else before.end
+    back = windows[0].start if windows else None
+    phases = _phases(story, begin, cycle.start if back is None else back)
+    if back is not None:
+        phases["first step"] = back - cycle.start
+    return Restart(
+        at=cycle.start,
+        layer="in-job",
+        cycle=cycle.number,
+        cause=cycle.reason or (fault.cause if fault else "") or before.result,
+        rank=fault.rank if fault else None,
+        phases=phases,
+        down_s=None if back is None else back - begin,
+        lost_s=lost_s.get(closed[-1]) if closed else None,
+    )
+
+
+def _phases(story: Story, begin: float, end: float) -> dict[str, float]:
+    """Return the seconds of each phase between two times: of the node that took longest."""
+    per_host: dict[str, dict[str, float]] = defaultdict(dict)
+    for event in story.between("phase", begin, end):
+        hosts = per_host[event.text("name")]
+        hosts[event.host] = hosts.get(event.host, 0.0) + event.seconds("dur_s")
+    return {name: max(hosts.values()) for name, hosts in per_host.items()}
+
+
+def _inprocess(story: Story, cycle: Cycle, lost_s: dict[Window, float]) -> list[Restart]:
+    """Return the in-process restarts of a cycle; every rank reports each of them."""
+    groups: dict[int, list[Seen]] = defaultdict(list)
+    for event in story.events[cycle]:
+        if event.kind == "inproc_restart":
+            groups[event.integer("iteration") or 0].append(event)
+    windows = story.windows_in(cycle)
+    found = []
+    for reports in groups.values():
+        phases: dict[str, float] = {}
+        for report in reports:
+            for name, seconds in report.durations("phases").items():
+                phases[name] = max(phases.get(name, 0.0), seconds)
+        back = max(report.at for report in reports)
+        closed = [window for window in windows if window.end <= back]
+        began = closed[-1].end if closed else back - sum(phases.values())
+        fault = closed[-1].fault if closed else None
+        found.append(
+            Restart(
+                at=back,
+                layer="in-process",
+                cycle=cycle.number,
+                cause=reports[0].text("cause") or (fault.cause if fault else ""),
+                rank=fault.rank if fault else None,
+                phases=phases,
+                down_s=max(back - began, 0.0),
+                lost_s=lost_s.get(closed[-1]) if closed else None,
+            )
+        )
+    return found
+
+
+def _checkpoints(story: Story) -> Checkpoints:
+    written = story.of_kind("ckpt_save")
+    stalls: dict[str, float] = {}
+    for event in written:
+        key = key_of(event) or str(event.at)
+        stalls[key] = max(stalls.get(key, 0.0), event.seconds("stall_s"))
+    return Checkpoints(
+        saved=len(saves(story)),
+        failed=len({event.shown("id") or event.at for event in written if not succeeded(event)}),
+        loaded=len({event.shown("id") or event.at for event in story.of_kind("ckpt_load")}),
+        stall_s=sum(stalls.values()),
+        bytes=sum(max(0, event.integer("bytes") or 0) for event in written),
+    )
+
+
+def _workers(seen: Sequence[Seen]) -> Workers:
+    starts = [event for event in seen if event.kind == "worker_start"]
+    cold = [event for event in starts if event.record.fields.get("warm") is False]
+    reasons = Counter(event.text("cold_reason") or "not given" for event in cold)
+    return Workers(
+        warm=sum(event.record.fields.get("warm") is True for event in starts),
+        cold=len(cold),
+        saved_s=sum(event.seconds("saved_s") for event in starts),
+        cold_reasons=dict(reasons.most_common()),
+    )
+
+
+def _remarks(seen: Sequence[Seen]) -> list[Remark]:
+    """Return the events that a reader wants to see one by one."""
+    shown = {
+        "straggler": ("ranks", "reason"),
+        "verdict": ("action", "reason_code", "ranks", "nodes"),
+        "dropped": ("count", "why"),
+    }
+    found = []
+    for event in seen:
+        names = shown.get(event.kind, ())
+        if event.kind == "health" and event.text("result") == "fail":
+            names = ("check", "evidence")
+        if event.kind.startswith("ckpt_") and not succeeded(event):
+            names = ("id", "iteration", "result", "error")
+        told = [
+            f"{name.replace('_', ' ')} {event.shown(name)}" for name in names if event.shown(name)
+        ]
+        if told:
+            found.append(Remark(event.at, event.host, event.kind, ", ".join(told)))
+    return found
+
+
+def _notes(files: Sequence[EventFile], story: Story, *, is_ended: bool) -> list[str]:
+    notes = []
+    if not is_ended:
+        notes.append("The record has no end: the job is still running, or its launcher was killed.")
+    if not story.windows:
+        notes.append(NO_HEARTBEAT)
+    elif any(window.fault for window in story.windows) and not story.of_kind("ckpt_save"):
+        notes.append(NO_CHECKPOINT)
+    job_ids = _job_ids(files)
+    if len(job_ids) > 1:
+        notes.append(f"These files are of {len(job_ids)} jobs; the time between them is unknown.")
+    if story.of_kind("dropped"):
+        notes.append("Some events were dropped while they were written; see the remarks.")
+    bad_lines = sum(file.bad_lines for file in files)
+    if bad_lines:
+        notes.append(f"{bad_lines} lines could not be read and were skipped.")
+    return notes

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how values of a timeline read: durations, times, shares, safe text; lays nothing out."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .timeline import FaultNote, Restart, Timeline
+
+__all__ = [
+    "clock_time",
+    "duration",
+    "ending",
+    "fault_line",
+    "goodput_text",
+    "plain",
+    "restart_line",
+    "size",
+]
+
+_MINUTE_S = 60
+_HOUR_S = 3600
+_DAY_S = 86400
+_SHORT_S = 10
+_KIB = 1024
+
+
+def plain(text: str, limit: int = 200) -> str:
+    """Return text that cannot steer a terminal: no control characters, bounded length."""
+    kept = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return kept if len(kept) <= limit else kept[: limit - 3] + "..."
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds in a form as precise as a reader needs."""
+    if seconds is None:
+        return "unknown"
+    if seconds < _SHORT_S:
+        return f"{seconds:.2f} s"
+    if seconds < _MINUTE_S:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), _MINUTE_S)
+    if seconds < _HOUR_S:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, _MINUTE_S)
+    if seconds < _DAY_S:
+        return f"{hours} h {minutes:02d} min"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours:02d} h"
+
+
+def clock_time(at: float) -> str:
+    """Return a time as local date and time."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    except (ValueError, OverflowError, OSError):
+        return f"{at:.0f}"
+
+
+def size(count: int) -> str:
+    """Return a number of bytes."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < _KIB:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= _KIB
+    return f"{value:.1f} PiB"
+
+
+def goodput_text(timeline: Timeline) -> str:
+    """Return the share of productive time, or that it is unknown."""
+    return "unknown" if timeline.goodput is None else f"{timeline.goodput:.1%}"
+
+
+def ending(timeline: Timeline) -> str:
+    """Say how the job ended."""
+    if not timeline.is_ended:
+        return "no end recorded"
+    code = "" if timeline.exit_code is None else f" (exit code {timeline.exit_code})"
+    return f"ended: {plain(timeline.result) or 'no result'}{code}"
+
+
+def fault_line(fault: FaultNote) -> str:
+    """Tell one fault in a sentence."""
+    who = "" if fault.rank is None else f" rank {fault.rank}"
+    what = f": {plain(fault.what)}" if fault.what else ""
+    detail = f" ({plain(fault.detail)})" if fault.detail else ""
+    late = "" if fault.late_s is None else f", {duration(max(0.0, fault.late_s))} late"
+    found = f", found by {plain(fault.detected_by)}{late}" if fault.detected_by else late
+    return f"{plain(fault.cause)}{who} on {plain(fault.host)}{what}{detail}{found}"
+
+
+def restart_line(restart: Restart) -> str:
+    """Tell one restart in a sentence."""
+    phases = ", ".join(f"{plain(name)} {duration(s)}" for name, s in restart.phases.items())
+    who = "" if restart.rank is None else f" (rank {restart.rank})"
+    down = (
+        "down for an unknown time" if restart.down_s is None else f"down {duration(restart.down_s)}"
+    )
+    lost = f", lost work {duration(restart.lost_s)}" if restart.lost_s else ""
+    cause = plain(restart.cause) or "no cause given"
+    spent = f" [{phases}]" if phases else ""
+    return f"{restart.layer}, to cycle {restart.cycle}: {cause}{who}, {down}{spent}{lost}"
