@@ -148,6 +148,18 @@ def forget_wheels() -> None:
         wheel.unlink()
 
 
+def not_covered() -> list[str]:
+    """Return what the pipeline cannot test on this machine."""
+    this = f"{sys.version_info.major}.{sys.version_info.minor}"
+    missing = [f"Pythons other than {this}", "torch other than the pinned one"]
+    missing.append(f"processors other than {os.uname().machine}")
+    if not Path("/dev/nvidiactl").exists():
+        missing.append("GPUs")
+    if shutil.which("slurmctld") is None:
+        missing.append("Slurm")
+    return [*missing, "tests marked slow"]
+
+
 def say(line: str) -> None:
     """Print a line before whatever the next task prints."""
     print(f"dev.py: {line}", file=sys.stderr, flush=True)
@@ -171,6 +183,8 @@ def main() -> int:
     args = [str(Path(arg).resolve()) if Path(arg).exists() else arg for arg in options.args]
     if options.command == "alone":
         args = [Path(arg).name for arg in options.args]
+    if options.command == "ci":
+        say("not covered here: " + ", ".join(not_covered()))
     try:
         install_hatch()
         return run(tasks_of(options.command, args))
