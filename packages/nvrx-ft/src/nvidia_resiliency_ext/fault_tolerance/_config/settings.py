@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import values
 from .errors import FaultToleranceConfigError, nearest
-from .table import DEFAULT_PREWARM_IMPORT, OPTION_OF_KEY, OPTIONS
+from .table import OPTION_OF_KEY, OPTIONS
 
 if TYPE_CHECKING:
     import argparse
@@ -73,7 +73,7 @@ class FaultToleranceConfig:
     attribution_export_url: str | None = None
     cycle_info_dir: str | None = None
     prewarm: str = "auto"
-    prewarm_import: str = DEFAULT_PREWARM_IMPORT
+    prewarm_import: str = ""
     monitor_mode: str = "shared"
     monitor_loss: str = "ignore"
     orphan_workers: str = "kill"
@@ -187,7 +187,7 @@ class FaultToleranceConfig:
         import yaml
 
         text = yaml.safe_dump({"fault_tolerance": self.to_dict()}, sort_keys=False)
-        with open(cfg_path, "w", encoding="utf-8") as stream:  # pathlib is slow to import
+        with open(cfg_path, "w", encoding="utf-8") as stream:
             stream.write(text)
 
 

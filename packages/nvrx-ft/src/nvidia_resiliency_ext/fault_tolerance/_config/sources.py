@@ -61,7 +61,7 @@ class Layers:
     def refused(self) -> list[str]:
         """Return a sentence for each option given that this version knows but cannot do."""
         return [
-            f"{given.where}: {option.later} is not available in this version; leave it out"
+            f"{given.where}: not available in this version ({option.later}); leave it out"
             for option in OPTIONS
             if (given := self.given.get(option.field)) and option.is_refused(given.value)
         ]

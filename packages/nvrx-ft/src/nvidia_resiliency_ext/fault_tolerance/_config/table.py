@@ -14,7 +14,6 @@ from typing import NamedTuple
 from . import values as v
 
 __all__ = [
-    "DEFAULT_PREWARM_IMPORT",
     "DEPRECATED_KEYS",
     "GROUPS",
     "OPTIONS",
@@ -30,9 +29,6 @@ LOGGING = "logging"
 ATTRIBUTION = "attribution"
 GROUPS = (FAULT_TOLERANCE, HEALTH, LOGGING, ATTRIBUTION)
 
-DEFAULT_PREWARM_IMPORT = (
-    "torch,torch.distributed,torch._dynamo,torch._inductor.config,torch._functorch.config"
-)
 RESTART_POLICY = v.choice("any-failed", "min-healthy")
 
 
@@ -354,9 +350,9 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "prewarm_import",
         v.MODULES,
-        DEFAULT_PREWARM_IMPORT,
+        "",
         FAULT_TOLERANCE,
-        "Modules that a standby worker imports.",
+        "Modules that a standby worker imports; empty: torch and what DDP needs of it.",
     ),
     Option(
         "monitor_mode",

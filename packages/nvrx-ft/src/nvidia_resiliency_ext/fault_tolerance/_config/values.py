@@ -197,14 +197,14 @@ def _comma_list(raw: Any) -> list[str]:
     if not isinstance(raw, (list, tuple)) or not all(isinstance(part, str) for part in raw):
         raise TypeError
     parts = [part.strip() for part in raw if part.strip()]
-    if not parts or any("," in part or "\0" in part for part in parts):
+    if any("," in part or "\0" in part for part in parts):
         raise ValueError
     return parts
 
 
 def _paths(raw: Any) -> str:
     paths = _comma_list(raw)
-    if not all(path.startswith("/") for path in paths):
+    if not paths or not all(path.startswith("/") for path in paths):
         raise ValueError
     return ",".join(paths)
 

@@ -60,7 +60,7 @@ def read_section(path: str) -> list[Entry]:
 
 def _read_text(path: str) -> str:
     try:
-        with open(path, "rb") as stream:  # pathlib is slow to import
+        with open(path, "rb") as stream:
             data = stream.read(SIZE_LIMIT_BYTES + 1)
     except FileNotFoundError:
         raise

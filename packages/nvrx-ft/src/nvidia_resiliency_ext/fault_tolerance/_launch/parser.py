@@ -257,7 +257,7 @@ def _with_environment(
     filled = dict(given)
     for flag in FLAGS:
         name = f"PET_{flag.attribute.upper()}"
-        if flag.env and flag.attribute not in filled and name in environ:
+        if flag.env and flag.attribute not in filled and environ.get(name):
             filled[flag.attribute] = (environ[name], name)
     return filled
 

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One table, no drift: dataclass, YAML keys, flags and docs say the same."""
+
+import ast
+import dataclasses
+import inspect
+
+import pytest
+from nvidia_resiliency_ext.fault_tolerance._config import settings
+from nvidia_resiliency_ext.fault_tolerance._config.documentation import (
+    flags_markdown,
+    options_markdown,
+)
+from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
+from nvidia_resiliency_ext.fault_tolerance._launch.flags import FLAGS, OLD_SPELLINGS
+from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
+
+OPTION_FLAGS = {flag.attribute: flag for flag in FLAGS}
+
+
+def test_the_dataclass_has_the_fields_of_the_table() -> None:
+    """Names, order, types and defaults of the fields are those of the table."""
+    fields = dataclasses.fields(FaultToleranceConfig)
+    assert [field.name for field in fields] == [option.field for option in OPTIONS]
+    default = FaultToleranceConfig()
+    for field, option in zip(fields, OPTIONS, strict=True):
+        assert str(field.type) == option.kind.annotation, option.field
+        value = getattr(default, option.field)
+        assert value == option.default, option.field
+        assert type(value) is type(option.default), option.field
+
+
+def test_the_dataclass_writes_its_fields_as_the_table_does() -> None:
+    """The written default of each field, before any check ran, is the table's."""
+    tree = ast.parse(inspect.getsource(settings))
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef)).body
+    written = [node.target.id for node in body if isinstance(node, ast.AnnAssign)]  # type: ignore[union-attr]
+    assert written == [option.field for option in OPTIONS]
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
+def test_every_option_has_its_flag_and_its_row(option) -> None:
+    """An option has one flag with the same kind, and stands in the docs."""
+    flag = OPTION_FLAGS[f"ft_{option.field}"]
+    assert flag.kind is option.kind
+    assert flag.default is None
+    assert flag.group == option.group
+    assert f"| `{option.field}` | `--{option.flag}` |" in options_markdown()
+    assert option.help.endswith(".")
+
+
+def test_every_flag_is_documented_once() -> None:
+    """Names and attributes of flags are unique, and the docs list each."""
+    names = [flag.name for flag in FLAGS]
+    assert len(set(names)) == len(names)
+    assert len(OPTION_FLAGS) == len(FLAGS)
+    assert not set(names) & set(OLD_SPELLINGS)
+    page = options_markdown() + flags_markdown()
+    for flag in FLAGS:
+        assert f"`--{flag.name}`" in page
+
+
+def test_defaults_are_never_refused() -> None:
+    """What this version lacks is never the default of a flag or option, nor another harmless one."""
+    for flag in FLAGS:
+        for value in flag.harmless or (flag.default,):
+            assert not flag.is_refused(value), flag.name
+
+
+def test_tables_have_the_same_number_of_columns() -> None:
+    """A cell with a bar does not break its row."""
+    for line in (options_markdown() + flags_markdown()).splitlines():
+        if line.startswith("|"):
+            assert line.replace("\\|", "").count("|") in (3, 6), line
