@@ -13,6 +13,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from ._console import write_out
 from ._events.read import EventFileError, read_events
 from ._report.html import render_html
 from ._report.model import build_timeline
@@ -73,15 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(error))
     except OSError as error:
         return _complain(f"{options.html}: {error.strerror}")
-    try:
-        if options.json:
-            sys.stdout.write(render_json(timeline))
-        elif not options.html:
-            sys.stdout.write(render_text(timeline, width=options.width or _terminal_width()))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader (``head``) has seen enough; the interpreter must not complain at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if options.json:
+        write_out(render_json(timeline))
+    elif not options.html:
+        write_out(render_text(timeline, width=options.width or _terminal_width()))
     return 0
 
 

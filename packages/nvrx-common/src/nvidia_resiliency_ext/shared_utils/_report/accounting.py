@@ -107,9 +107,10 @@ def paint(story: Story) -> tuple[list[Paint], dict[Window, float]]:
         painted.append(Paint(None, Span(story.start, story.cycles[0].start, "bracket")))
     lost_s: dict[Window, float] = {}
     lost_from: dict[Window, float] = {}
-    for window, kept_until in _thrown_away(story):
+    for number, kept_until in _thrown_away(story):
+        window = story.windows[number]
         lost_s[window] = 0.0
-        for each in reversed(story.windows[: story.windows.index(window) + 1]):
+        for each in (story.windows[before] for before in range(number, -1, -1)):
             if each.end <= kept_until:
                 break
             # Work that an earlier fault threw away cannot be lost again.
@@ -160,21 +161,21 @@ def _save_began(event: Seen) -> float:
     return event.at - max(event.seconds("write_s"), event.seconds("stall_s"))
 
 
-def _thrown_away(story: Story) -> list[tuple[Window, float]]:
-    """Return, for each window that a fault ended, the time up to which its work was kept."""
+def _thrown_away(story: Story) -> list[tuple[int, float]]:
+    """Return, for each window that a fault ended, its place and up to when work was kept."""
     complete = saves(story)
     has_saves = bool(story.of_kind("ckpt_save"))
-    found: list[tuple[Window, float]] = []
+    found: list[tuple[int, float]] = []
     for number, window in enumerate(story.windows):
         if window.fault is None:
             continue
         after = story.windows[number + 1].end if number + 1 < len(story.windows) else story.end
         if has_saves:
-            found.append((window, _kept_until(story, complete, window, after)))
+            found.append((number, _kept_until(story, complete, window, after)))
         else:
             rewound = _rewound_to(story, window, after)
             if rewound is not None:
-                found.append((window, rewound))
+                found.append((number, rewound))
     return found
 
 

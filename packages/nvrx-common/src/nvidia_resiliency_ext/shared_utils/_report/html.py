@@ -88,9 +88,12 @@ def _where(timeline: Timeline) -> str:
         share = seconds / timeline.wall_s
         text = f"{CATEGORIES[name]}: {duration(seconds)}, {share:.1%}"
         pieces.append(
-            f'<i style="width:{share:.4%};background:var(--{name})" title="{_safe(text)}"></i>'
+            f'<i{_hatch(name)} style="width:{share:.4%};background-color:var(--{name})"'
+            f' title="{_safe(text)}"></i>'
         )
-        legend.append(f'<li><i style="background:var(--{name})"></i>{_safe(text)}</li>')
+        legend.append(
+            f'<li><i{_hatch(name)} style="background-color:var(--{name})"></i>{_safe(text)}</li>'
+        )
     told = "; ".join(
         f"{CATEGORIES[name]} {seconds / timeline.wall_s:.1%}" for name, seconds in used
     )
@@ -99,6 +102,10 @@ def _where(timeline: Timeline) -> str:
         f'<div class="bar" role="img" aria-label="{_safe(told)}">{"".join(pieces)}</div>'
         f'<ul class="legend">{"".join(legend)}</ul></section>'
     )
+
+
+def _hatch(name: str) -> str:
+    return ' class="hatch"' if name == "lost_work" else ""
 
 
 def _chart(timeline: Timeline) -> str:
@@ -130,7 +137,7 @@ def _chart(timeline: Timeline) -> str:
 
 def _legend() -> str:
     items = "".join(
-        f'<li><i style="background:var(--{name})"></i>{label}</li>'
+        f'<li><i{_hatch(name)} style="background-color:var(--{name})"></i>{label}</li>'
         for name, label in CATEGORIES.items()
     )
     return f'<ul class="legend">{items}<li>&times; fault</li></ul>'

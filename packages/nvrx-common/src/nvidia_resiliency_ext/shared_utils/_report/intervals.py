@@ -40,25 +40,28 @@ def flatten(
         end: End of the range.
         rest: Name of the time that no span covers.
     """
-    changes: dict[float, list[tuple[str, int]]] = defaultdict(list)
+    changes: dict[float, list[tuple[Span, int]]] = defaultdict(list)
     for span in spans:
         left, right = max(span.start, start), min(span.end, end)
         if left < right:
-            changes[left].append((span.name, 1))
-            changes[right].append((span.name, -1))
+            changes[left].append((span, 1))
+            changes[right].append((span, -1))
     open_counts = dict.fromkeys(order, 0)
+    notes = dict.fromkeys([*order, rest], "")
     flat: list[Span] = []
     at = start
     for moment in sorted({*changes, end}):
         name = next((name for name in order if open_counts[name]), rest)
         if moment > at:
             if flat and flat[-1].name == name:
-                flat[-1] = Span(flat[-1].start, moment, name)
+                flat[-1] = Span(flat[-1].start, moment, name, flat[-1].note)
             else:
-                flat.append(Span(at, moment, name))
+                flat.append(Span(at, moment, name, notes[name]))
             at = moment
         for changed, step in changes.get(moment, ()):
-            open_counts[changed] += step
+            open_counts[changed.name] += step
+            if step > 0:
+                notes[changed.name] = changed.note
     return flat
 
 

@@ -44,10 +44,11 @@ def _unbracketed(spans: Sequence[Span]) -> list[Span]:
     ]
 
 
-def rank_lanes(story: Story) -> tuple[Lane, ...]:
+def rank_lanes(story: Story, painted: Sequence[Paint]) -> tuple[Lane, ...]:
     """Return one lane per rank: start-up, steps, checkpoint stalls, the time until it was gone."""
     spans: dict[int, list[Span]] = defaultdict(list)
     hosts: dict[int, str] = {}
+    lost = [each.span for each in painted if each.span.name == "lost_work"]
     faults: dict[int | None, list[FaultNote]] = defaultdict(list)
     for fault in story.faults:
         faults[fault.rank].append(fault)
@@ -58,7 +59,7 @@ def rank_lanes(story: Story) -> tuple[Lane, ...]:
                 by_rank[event.record.rank].append(event)
         for rank, own in by_rank.items():
             hosts[rank] = own[-1].host
-            spans[rank].extend(_rank_spans(story, cycle, own))
+            spans[rank].extend(_rank_spans(story, cycle, own, lost))
     return tuple(
         Lane(
             f"rank {rank}",
@@ -71,7 +72,9 @@ def rank_lanes(story: Story) -> tuple[Lane, ...]:
     )
 
 
-def _rank_spans(story: Story, cycle: Cycle, own: Sequence[Seen]) -> list[Span]:
+def _rank_spans(
+    story: Story, cycle: Cycle, own: Sequence[Seen], lost: Sequence[Span]
+) -> list[Span]:
     """Return what one rank did in one cycle."""
     first = {event.kind: event for event in reversed(own)}
     start = first["worker_start"].at if "worker_start" in first else cycle.start
@@ -90,6 +93,7 @@ def _rank_spans(story: Story, cycle: Cycle, own: Sequence[Seen]) -> list[Span]:
         return flatten([Span(start, end, name, note)], ORDER, start, end, "unknown")
     step = first["first_step"].at if "first_step" in first else windows[0].start
     painted = [Span(start, min(step, end), "bracket", note)]
+    painted.extend(span for span in lost if span.end > step and span.start < end)
     for window in windows:
         painted.append(Span(max(step, window.start), min(window.end, end), "productive"))
         if window.fault is not None:

@@ -56,7 +56,7 @@ def build_timeline(files: Sequence[EventFile]) -> Timeline:
     is_ended = {(event.host, event.launch) for event in ends} >= launches
     sizes = [cycle.world_size for cycle in story.cycles if cycle.world_size]
     hosts = tuple(sorted({file.host for file in files}))
-    lanes = rank_lanes(story)
+    lanes = rank_lanes(story, painted)
     return Timeline(
         job_id=_job_id(files),
         start=story.start,

@@ -34,7 +34,8 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
   margin-top: 16px; }
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 12px 16px; }
-.tile b { display: block; font-size: 24px; line-height: 1.3; font-variant-numeric: tabular-nums; }
+.tile b { display: block; font-size: 21px; white-space: nowrap;
+  line-height: 1.3; font-variant-numeric: tabular-nums; }
 .tile span, .dim { color: var(--dim); font-size: 13px; }
 .bar { display: flex; height: 26px; border-radius: 6px; overflow: hidden; background: var(--line); }
 .bar i { display: block; min-width: 1px; }
@@ -48,6 +49,9 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
   font-size: 12px; }
 .names div { height: 22px; line-height: 22px; max-width: 180px; overflow: hidden;
   text-overflow: ellipsis; white-space: nowrap; }
+.names div:first-child { height: 24px; }
+.hatch { background-image: repeating-linear-gradient(135deg, transparent 0 4px,
+  color-mix(in srgb, var(--card) 55%, transparent) 4px 6px); }
 .names .node { font-weight: 600; }
 .scroll { overflow-x: auto; } .scroll svg { display: block; min-width: 100%; }
 svg text { fill: var(--dim); font-size: 11px; } svg .grid { stroke: var(--line); }

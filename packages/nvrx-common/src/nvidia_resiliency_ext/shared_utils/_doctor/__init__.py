@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private room of ``shared_utils.doctor``: what is looked at."""

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the shape of one finding of the self-check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Finding", "Level"]
+
+Level = Literal["ok", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at: ``error`` means that a person must act."""
+
+    level: Level
+    topic: str
+    text: str
