@@ -188,7 +188,7 @@ class UpdateConfigMsg:
 class OkMsg:
     """A request was accepted; keyword arguments of the answer become attributes."""
 
-    def __init__(self, **attrs: Any) -> None:
+    def __init__(self, /, **attrs: Any) -> None:
         """Take the attributes of the answer, for example `cfg`."""
         self.__dict__.update(attrs)
 

@@ -4,6 +4,13 @@
 from enum import Enum
 from typing import Final, Protocol
 
+from nvidia_resiliency_ext.shared_utils.restarter_lines import (
+    IN_JOB,
+    RestarterStage,
+    RestarterState,
+    format_restarter_line,
+)
+
 __all__ = [
     "InvalidStateTransitionException",
     "RankMonitorState",
@@ -50,12 +57,15 @@ _NEXT: Final[dict[RankMonitorState, frozenset[RankMonitorState]]] = {
 _HANDLING: Final = frozenset({_S.HANDLING_START, _S.HANDLING_PROCESSING})
 
 _LINES: Final[dict[RankMonitorState, str]] = {
-    _S.INITIALIZE: "state=initialize",
-    _S.HANDLING_START: "state=handling stage=starting",
-    _S.HANDLING_PROCESSING: "state=handling stage=processing",
-    _S.HANDLING_COMPLETED: "state=handling stage=completed",
-    _S.FINALIZED: "state=finalized",
-    _S.ABORTED: "state=aborted",
+    state: format_restarter_line(IN_JOB, restarter_state, stage)
+    for state, restarter_state, stage in (
+        (_S.INITIALIZE, RestarterState.INITIALIZE, None),
+        (_S.HANDLING_START, RestarterState.HANDLING, RestarterStage.STARTING),
+        (_S.HANDLING_PROCESSING, RestarterState.HANDLING, RestarterStage.PROCESSING),
+        (_S.HANDLING_COMPLETED, RestarterState.HANDLING, RestarterStage.COMPLETED),
+        (_S.FINALIZED, RestarterState.FINALIZED, None),
+        (_S.ABORTED, RestarterState.ABORTED, None),
+    )
 }
 
 
@@ -100,7 +110,7 @@ class RankMonitorStateMachine:
                 f"{new_state.name} cannot follow {self.state.name}"
             )
         self.state = new_state
-        self.logger.log_restarter_event(f"[NestedRestarter] name=[InJob] {_LINES[new_state]}")
+        self.logger.log_restarter_event(_LINES[new_state])
 
     def is_restarting(self) -> bool:
         """Return whether a restart has begun and the rank has not reported since."""

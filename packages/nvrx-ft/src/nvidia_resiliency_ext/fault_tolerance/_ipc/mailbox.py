@@ -156,7 +156,10 @@ class Mailbox:
     def _serve(self, client: _Client) -> list[object]:
         received: list[object] = []
         try:
-            data = client.sock.recv(_CHUNK_BYTES)
+            try:
+                data = client.sock.recv(_CHUNK_BYTES)
+            except BlockingIOError:
+                return received
             if not data:
                 self._drop(client)
                 return received
@@ -166,8 +169,6 @@ class Mailbox:
                     self._deliver(message)
                 received.append(message)
                 self._answer(client, self._acknowledgement)
-        except BlockingIOError:
-            return received
         except WireError as error:
             logger.warning("%s: pid %d sent no message: %s", self.socket_path, client.pid, error)
             with contextlib.suppress(OSError):
@@ -179,7 +180,8 @@ class Mailbox:
         return received
 
     def _answer(self, client: _Client, data: bytes) -> None:
-        # Answers are tiny: a client whose buffer has no room for one does not read them.
+        # Answers are tiny: a client whose buffer has no room for one does not read them. That
+        # BlockingIOError drops it like one that is gone.
         if client.sock.send(data, socket.MSG_NOSIGNAL) != len(data):
             raise BrokenPipeError(errno.EPIPE, "the client does not read its answers")
 

@@ -8,6 +8,7 @@ fixed length follow in a second reduction, when all are known to have the same n
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -44,13 +45,14 @@ def max_over_ranks(values: Sequence[float], names: Sequence[str]) -> list[float]
     Raises:
         TimeoutsCalcError: torch.distributed is not initialised, or `names` differ between ranks.
     """
-    import torch
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
+    # A program that has not imported torch has no process group, and need not wait for the import.
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not (dist.is_available() and dist.is_initialized()):
         raise TimeoutsCalcError(
             "timeouts of all ranks cannot be combined: torch.distributed is not initialised"
         )
+    import torch
+
     device_type = reduction_device_type(dist.get_backend_config())
     device = torch.device(device_type)
     if device_type == "cuda":
