@@ -21,18 +21,15 @@ __all__ = ["Finding", "findings", "main", "package_versions"]
 
 def findings() -> list[Finding]:
     """Look at packages, host and stale run directories."""
-    from ._console import write_out
-from ._doctor.host import host_findings
-    from ._console import write_out
-from ._doctor.packages import installed_versions, package_findings
+    from ._doctor.host import host_findings
+    from ._doctor.packages import installed_versions, package_findings
 
     return [*package_findings(installed_versions()), *host_findings(), *_stale_findings()]
 
 
 def package_versions() -> list[Finding]:
     """Look at the installed packages only; cheap enough for ``--version``."""
-    from ._console import write_out
-from ._doctor.packages import installed_versions, package_findings
+    from ._doctor.packages import installed_versions, package_findings
 
     return list(package_findings(installed_versions()))
 
