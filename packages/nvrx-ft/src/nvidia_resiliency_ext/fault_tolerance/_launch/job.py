@@ -137,7 +137,13 @@ class Job:
         }
         self._base_env = base_env
         self._standbys = StandbyStarter(
-            plan, base_env, self._loop, self._clock, self._chronicle, self._running_pids
+            plan,
+            base_env,
+            self._loop,
+            self._clock,
+            self._chronicle,
+            self._output_settings,
+            self._running_pids,
         )
         stack.callback(self._sweep_unmonitored)
         stack.callback(self._close_monitor)

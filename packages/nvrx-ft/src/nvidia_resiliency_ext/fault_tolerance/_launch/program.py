@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 from nvidia_resiliency_ext.shared_utils.log_manager import setup_logger
 
 from .decide import EXIT_FAILURE
@@ -45,6 +45,8 @@ def run_plan(plan: LaunchPlan) -> int:
     try:
         with Job(plan, os.environ) as job:
             result = job.run()
+    except ConfigError as error:
+        usage_error(error)
     except NvrxError as error:
         text = " ".join(str(error).split())
         sys.stderr.write(f"{PROGRAM}: error: {text}\n")

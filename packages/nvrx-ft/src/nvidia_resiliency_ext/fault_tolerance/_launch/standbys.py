@@ -1,24 +1,307 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts workers from standbys where it can, from fresh interpreters where it must."""
+"""Starts workers from standbys where it can, from fresh interpreters where it must.
+
+Wires the pool's decisions (`_prewarm.pool`) to standby processes and to the loop. When and why is
+decided there and in `_prewarm.conditions`; here it is done. One thread, the launcher's main one:
+the kernel ties the lives of standbys to it.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Mapping
 
+from nvidia_resiliency_ext.fault_tolerance._prewarm import pool as pools
+from nvidia_resiliency_ext.fault_tolerance._prewarm.conditions import (
+    cold_reason,
+    go_reason,
+    wants_standbys,
+)
+from nvidia_resiliency_ext.fault_tolerance._prewarm.firstcycle import should_hold_first_cycle
+from nvidia_resiliency_ext.fault_tolerance._prewarm.standby import (
+    Begun,
+    Failed,
+    GoOrder,
+    Ready,
+    Standby,
+    StandbyError,
+    Stdio,
+)
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, ConfigError
 
 from .chronicle import Chronicle
-from .loop import EventLoop
+from .free_memory import available_bytes
+from .loop import EventLoop, Timer
+from .output import OutputSettings, worker_output
 from .plan import LaunchPlan
 from .workers import ColdStarter, Started, WorkerSpec
 
+logger = logging.getLogger("nvrx")
+
+FIRST_LOOK_S = pools.FILL_DELAY_S
+LONGEST_LOOK_INTERVAL_S = 60.0
+
 
 class StandbyStarter:
-    def __init__(self, plan: LaunchPlan, base_env: Mapping[str, str], loop: EventLoop, clock: Clock, chronicle: Chronicle, running_pids: Callable[[], list[int]]) -> None:
-        self._cold = ColdStarter()
+    """Makes workers for each cycle and keeps standbys for the next one.
 
-    def hold_first_cycle(self) -> None: ...
-    def good_step(self) -> None: ...
-    def close(self) -> None: ...
+    Args:
+        plan: What the workers run and how they are kept warm.
+        base_env: What is the same in the environment of all workers.
+        loop: Where standbys are watched.
+        clock: The clock of the loop.
+        chronicle: Where the states of standbys are recorded.
+        output: Where workers write, so that a standby has streams of the same kind.
+        running_pids: Returns the processes of the workers that run now.
+    """
+
+    def __init__(  # noqa: PLR0913  # wired once, by the assembly
+        self,
+        plan: LaunchPlan,
+        base_env: Mapping[str, str],
+        loop: EventLoop,
+        clock: Clock,
+        chronicle: Chronicle,
+        output: OutputSettings,
+        running_pids: Callable[[], list[int]],
+    ) -> None:
+        self._plan = plan
+        self._base_env = base_env
+        self._loop = loop
+        self._clock = clock
+        self._chronicle = chronicle
+        self._output = output
+        self._running_pids = running_pids
+        self._imports = plan.prewarm.modules
+        self._cold = ColdStarter(
+            die_with_parent=plan.fault_tolerance.orphan_workers == "kill"
+        )
+        self._pool = pools.Pool.of(plan.nproc_per_node, len(os.sched_getaffinity(0)))
+        self._held: dict[int, Standby] = {}
+        self._ready: dict[int, Ready] = {}
+        self._told: dict[int, Standby] = {}
+        self._timer: Timer | None = None
+        self._look_interval_s = FIRST_LOOK_S
+        self._why_cold = self._never_reason()
+        if self._why_cold is not None:
+            self._pool, _ = pools.step(self._pool, pools.Refused(self._why_cold), 0.0)
+
+    def _never_reason(self) -> str | None:
+        """Return why no worker of this job can come from a standby, or None."""
+        plan = self._plan
+        if plan.prewarm.prewarm != "off" and plan.fault_tolerance.orphan_workers == "keep":
+            reason: str | None = "workers that outlive the launcher cannot be standbys"
+        else:
+            reason = cold_reason(plan.command, self._base_env, (), plan.prewarm)
+        if reason is not None and plan.prewarm.prewarm == "on":
+            raise ConfigError(
+                f"--ft-prewarm on: {reason}; use --ft-prewarm auto, which then starts cold"
+            )
+        return reason
+
+    # The first cycle and the fill -----------------------------------------------------------
+
+    def hold_first_cycle(self) -> None:
+        """Start the first cycle's workers ahead, if they are certain to gain from it."""
+        if self._why_cold is not None:
+            if self._plan.prewarm.prewarm != "off":
+                logger.info("workers start cold: %s", self._why_cold)
+            return
+        wanted = self._plan.prewarm.prewarm == "on" or should_hold_first_cycle(
+            self._plan.command, self._imports
+        )
+        if wanted:
+            self._step(pools.Prepare())
+
+    def good_step(self) -> None:
+        """Take note that a rank works: standbys may be filled from now on."""
+        self._look()
+        self._step(pools.GoodStep())
+
+    def _look(self) -> None:
+        """Tell the pool what only a look at the machine shows."""
+        if self._why_cold is not None:
+            return
+        for slot, standby in list(self._held.items()):
+            if slot in self._ready and (path := standby.stale_file()) is not None:
+                logger.info("standby %d is replaced: %s changed on disk", slot, path)
+                self._step(pools.Stale(slot))
+        self._step(pools.Wanted(wants_standbys(self._running_pids())))
+        free = available_bytes()
+        if free is not None:
+            self._step(pools.Memory(free))
+
+    def _step(self, event: pools.Event) -> None:
+        self._pool, effects = pools.step(self._pool, event, self._clock.monotonic())
+        for effect in effects:
+            if isinstance(effect, pools.StartStandby):
+                self._start_standby(effect.slot)
+            elif isinstance(effect, pools.EndStandby):
+                self._end_standby(effect.slot)
+            else:
+                logger.info("workers start cold for now: %s", effect.reason)
+
+    def _arm(self, delay_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._clock.monotonic() + delay_s, self._tick)
+
+    def _tick(self) -> None:
+        """Look again, less and less often: a slow file system may take a minute to import."""
+        self._look()
+        self._step(pools.Tick())
+        self._look_interval_s = min(2 * self._look_interval_s, LONGEST_LOOK_INTERVAL_S)
+        self._arm(self._look_interval_s)
+
+    # One standby ---------------------------------------------------------------------------
+
+    def _start_standby(self, slot: int) -> None:
+        output = worker_output(self._output, "", slot)
+        try:
+            standby = Standby.start(
+                self._plan.command,
+                self._base_env,
+                slot,
+                Stdio(output.stdout.path, output.stderr.path),
+                argv=self._plan.command.for_local_rank(slot),
+                imports=self._imports,
+            )
+        except (ChildStartError, StandbyError) as error:
+            self._step(pools.StandbyFailed(slot, str(error)))
+            return
+        self._held[slot] = standby
+        self._chronicle.standby(slot, "warming", None, None)
+        self._loop.watch(standby.fileno(), lambda: self._hear(slot))
+
+    def _hear(self, slot: int) -> None:
+        """Take a held standby's news."""
+        news = self._held[slot].receive()
+        if isinstance(news, Ready) and news.problem is None:
+            self._ready[slot] = news
+            self._chronicle.standby(slot, "ready", news.seconds, news.private_bytes)
+            self._step(pools.StandbyReady(slot, news.private_bytes or 0))
+        elif isinstance(news, Ready):
+            self._end_standby(slot)
+            self._why_cold = news.problem
+            self._step(pools.Refused(str(news.problem)))
+        elif isinstance(news, Failed):
+            self._end_standby(slot)
+            self._chronicle.standby(slot, "failed", None, None)
+            logger.info("standby %d failed: %s", slot, news.reason)
+            self._step(pools.StandbyFailed(slot, news.reason))
+
+    def _end_standby(self, slot: int) -> None:
+        standby = self._held.pop(slot, None)
+        self._ready.pop(slot, None)
+        if standby is not None:
+            self._loop.unwatch(standby.fileno())
+            standby.end()
+
+    # Starting workers ----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Leave the processors to the workers that are about to start."""
+        self._step(pools.RanksStarting())
+
+    def done(self) -> None:
+        """All workers of the cycle are started: standbys for the next may follow."""
+        self._step(pools.RanksStarted())
+        self._look_interval_s = FIRST_LOOK_S
+        self._arm(FIRST_LOOK_S)
+
     def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
-        return self._cold.start(spec, stdout_fd, stderr_fd)
+        """Make a worker: tell its standby to go, or start a fresh process.
+
+        Raises:
+            ChildStartError: the command cannot be executed.
+            ConfigError: `--ft-prewarm on`, and this worker's environment speaks against it.
+        """
+        slot = spec.local_rank
+        standby = self._held.get(slot)
+        reason = self._why_cold or self._pool.disabled or "no standby was ready"
+        if standby is not None:
+            started, problem = self._go(standby, spec, stdout_fd, stderr_fd)
+            if started is not None:
+                return started
+            reason = problem
+            if self._plan.prewarm.prewarm == "on":
+                raise ConfigError(f"--ft-prewarm on: worker {slot}: {reason}")
+        started = self._cold.start(spec, stdout_fd, stderr_fd)
+        return Started(started.child, warm=False, cold_reason=reason)
+
+    def _go(
+        self, standby: Standby, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None
+    ) -> tuple[Started | None, str]:
+        slot = spec.local_rank
+        reason = go_reason(standby.env, spec.env)
+        if reason is None and (path := standby.stale_file()) is not None:
+            reason = f"{path} changed on disk"
+        if reason is None:
+            order = GoOrder(env=spec.env, stdio_fds=(None, stdout_fd, stderr_fd))
+            try:
+                standby.go(order)
+            except StandbyError as error:
+                reason = str(error)
+        if reason is not None:
+            self._end_standby(slot)
+            self._step(pools.StandbyFailed(slot, reason))
+            return None, reason
+        ready = self._ready.pop(slot, None)
+        self._told[slot] = self._held.pop(slot)
+        self._loop.unwatch(standby.fileno())
+        self._loop.watch(standby.fileno(), lambda: self._hear_told(slot, standby))
+        self._step(pools.Gone(slot))
+        self._chronicle.standby(slot, "went", None, None)
+        saved_s = ready.seconds if ready is not None else 0.0
+        return Started(standby.child, warm=True, saved_s=saved_s), ""
+
+    def _hear_told(self, slot: int, standby: Standby) -> None:
+        """Take the last news of a standby that was told to go; a Failed is handled at its exit."""
+        news = standby.receive()
+        if isinstance(news, Begun):
+            self._forget_told(slot, standby)
+        elif isinstance(news, Failed):
+            self._loop.unwatch(standby.fileno())
+
+    def _forget_told(self, slot: int, standby: Standby) -> None:
+        self._loop.unwatch(standby.fileno())
+        standby.release()
+        if self._told.get(slot) is standby:
+            del self._told[slot]
+
+    def never_began(self, local_rank: int) -> str | None:
+        """Return why a process that just exited never became a worker, or None if it was one."""
+        standby = self._told.get(local_rank)
+        if standby is None:
+            return None
+        reason = None
+        while (news := standby.receive()) is not None:
+            if isinstance(news, Begun):
+                break
+            if isinstance(news, Failed):
+                reason = news.reason
+                break
+        self._forget_told(local_rank, standby)
+        if reason is not None:
+            self._chronicle.standby(local_rank, "failed", None, None)
+            self._step(pools.StandbyFailed(local_rank, reason))
+        return reason
+
+    def start_again(
+        self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None, reason: str
+    ) -> Started:
+        """Start a fresh process for a worker whose standby failed after "go"."""
+        logger.info("worker %d starts again, cold: its standby failed: %s", spec.rank, reason)
+        child = self._cold.start(spec, stdout_fd, stderr_fd).child
+        return Started(child, warm=False, cold_reason=reason)
+
+    def close(self) -> None:
+        """End all standbys; workers that came from one are not touched."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for slot in list(self._held):
+            self._end_standby(slot)
+        for slot, standby in list(self._told.items()):
+            self._forget_told(slot, standby)

@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 
 from . import stopping
 from .loop import EventLoop, Timer
-from .output import Stream, Target, Tee, WorkerOutput, open_target
+from .output import Stream, Tee, WorkerOutput, open_target
 
 logger = logging.getLogger("nvrx")
 
@@ -51,12 +51,29 @@ class Started:
 class Starter(Protocol):
     """Makes workers out of specs."""
 
+    def begin(self) -> None:
+        """Take note that the workers of a cycle are about to start."""
+
+    def done(self) -> None:
+        """Take note that all of them are started."""
+
+    def never_began(self, local_rank: int) -> str | None:
+        """Return why an exited process never became a worker, or None if it was one."""
+
+    def start_again(
+        self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None, reason: str
+    ) -> Started:
+        """Start a worker anew whose process never became one."""
+
     def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
         """Start one worker; the descriptors replace inherited streams and stay the caller's."""
 
 
 class ColdStarter:
-    """Starts a fresh process for each worker."""
+    """Starts a fresh process for each worker; the kernel ends it with the launcher if asked to."""
+
+    def __init__(self, *, die_with_parent: bool = True) -> None:
+        self._die_with_parent = die_with_parent
 
     def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
         """Start the command of `spec`.
@@ -70,9 +87,25 @@ class ColdStarter:
             stdout=stdout_fd,
             stderr=stderr_fd,
             new_session=True,
-            die_with_parent=True,
+            die_with_parent=self._die_with_parent,
         )
         return Started(child, warm=False)
+
+    def begin(self) -> None:
+        """Nothing to prepare."""
+
+    def done(self) -> None:
+        """Nothing follows."""
+
+    def never_began(self, _local_rank: int) -> str | None:
+        """A fresh process is a worker from its first moment."""
+        return None
+
+    def start_again(
+        self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None, _reason: str
+    ) -> Started:
+        """Start the command once more."""
+        return self.start(spec, stdout_fd, stderr_fd)
 
 
 class WorkerGroup:
@@ -100,6 +133,8 @@ class WorkerGroup:
         self._tee = tee
         self._on_exit = on_exit
         self._on_stopped = on_stopped
+        self._starter: Starter = ColdStarter()
+        self._specs: dict[int, WorkerSpec] = {}
         self._started: dict[int, Started] = {}
         self._running: set[int] = set()
         self._stopping: stopping.Stopping | None = None
@@ -123,17 +158,28 @@ class WorkerGroup:
             LogDirectoryError: a log file cannot be made.
         """
         self._forget()
+        self._starter = starter
+        starter.begin()
         for spec in specs:
             with contextlib.ExitStack() as opened:
-                fds = [_open(opened, target) for target in (spec.output.stdout, spec.output.stderr)]
-                started = starter.start(spec, *fds)
-            self._started[spec.local_rank] = started
-            self._running.add(spec.local_rank)
+                stdout_fd, stderr_fd = _open_streams(opened, spec)
+                self._add(spec, starter.start(spec, stdout_fd, stderr_fd))
             self._follow(spec)
-        # Watched only now: no exit is handled while some of the group are yet to start.
-        for rank in self._running:
-            fd = self._started[rank].child.fileno()
-            self._loop.watch(fd, lambda rank=rank: self._exited(rank))  # type: ignore[misc]
+        starter.done()
+
+    def _add(self, spec: WorkerSpec, started: Started) -> None:
+        rank = spec.local_rank
+        self._specs[rank] = spec
+        self._started[rank] = started
+        self._running.add(rank)
+        self._loop.watch(started.child.fileno(), lambda: self._exited(rank))
+
+    def _start_again(self, local_rank: int, reason: str) -> None:
+        spec = self._specs[local_rank]
+        self._started[local_rank].child.close()
+        with contextlib.ExitStack() as opened:
+            stdout_fd, stderr_fd = _open_streams(opened, spec)
+            self._add(spec, self._starter.start_again(spec, stdout_fd, stderr_fd, reason))
 
     def _follow(self, spec: WorkerSpec) -> None:
         pairs = ((Stream.STDOUT, spec.output.stdout), (Stream.STDERR, spec.output.stderr))
@@ -147,6 +193,10 @@ class WorkerGroup:
         if status is None:
             return
         self._loop.unwatch(child.fileno())
+        reason = self._starter.never_began(local_rank)
+        if reason is not None and self._stopping is None:
+            self._start_again(local_rank, reason)
+            return
         self._running.discard(local_rank)
         if self._stopping is not None:
             self._stopping = stopping.exited(self._stopping, local_rank)
@@ -234,8 +284,12 @@ class WorkerGroup:
         self._tee.finish()
 
 
-def _open(opened: contextlib.ExitStack, target: Target) -> int | None:
-    fd = open_target(target)
-    if fd is not None:
-        opened.callback(os.close, fd)
-    return fd
+def _open_streams(
+    opened: contextlib.ExitStack, spec: WorkerSpec
+) -> tuple[int | None, int | None]:
+    """Open the files of stdout and stderr for the time of the context."""
+    fds = [open_target(spec.output.stdout), open_target(spec.output.stderr)]
+    for fd in fds:
+        if fd is not None:
+            opened.callback(os.close, fd)
+    return fds[0], fds[1]
