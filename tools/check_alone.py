@@ -82,7 +82,7 @@ def pytest_settings(root: Path, distribution: str, target: Path) -> None:
     shared = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["pytest"]
     helpers = root / "packages" / distribution / "tests" / "helpers"
     lines = ["[pytest]", "addopts = --import-mode=importlib -q", f"pythonpath = {helpers}"]
-    lines += [f"timeout = {shared['timeout']}"]
+    lines += [f"timeout = {shared['timeout']}", "tmp_path_retention_policy = failed"]
     for key in ("markers", "filterwarnings"):
         lines += [f"{key} =", *(f"    {item}" for item in shared[key])]
     target.write_text("\n".join(lines) + "\n")

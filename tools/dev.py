@@ -91,6 +91,7 @@ def environment() -> dict[str, str]:
     env["HATCH_DATA_DIR"] = str(HATCH_FOLDER / "data")
     env["HATCH_CACHE_DIR"] = str(HATCH_FOLDER / "cache")
     env["VIRTUALENV_OVERRIDE_APP_DATA"] = str(HATCH_FOLDER / "virtualenv")
+    env["UV_CACHE_DIR"] = str(HATCH_FOLDER / "uv")
     env.setdefault("PIP_CACHE_DIR", str(HATCH_FOLDER / "pip"))
     env.setdefault("PIP_DISABLE_PIP_VERSION_CHECK", "1")
     env["PATH"] = os.pathsep.join((str(HATCH.parent), env.get("PATH", os.defpath)))
