@@ -20,7 +20,7 @@ from .server import MonitorServer
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["leave_at_signals", "main"]
+__all__ = ["LEAVE_SIGNALS", "configure_logging", "leave_at_signals", "main"]
 
 _START_LIMIT_S = 10.0
 _OTHERS_SIGNALS = (
@@ -31,7 +31,7 @@ _OTHERS_SIGNALS = (
     signal.SIGUSR2,
     signal.SIGQUIT,
 )
-_LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _ATOMIC_WRITE_BYTES = 4096
 
 
@@ -51,11 +51,11 @@ def main(fd: int) -> None:
         raise SystemExit("the monitor's first message must be Start")
     _name_process(start)
     lines: SimpleQueue[LogLine] | None = SimpleQueue() if start.run_id else None
-    _configure_logging(int(start.config.get("log_level", logging.INFO)), lines)
-    run_dir = RunDir(start.run_dir) if start.run_dir else None
+    configure_logging(int(start.config.get("log_level", logging.INFO)), lines)
+    run_dir = RunDir(start.run_dir) if start.run_id and start.run_dir else None
     server = MonitorServer(start, launcher, lines)
     if not start.run_id:
-        leave_at_signals(server, _LEAVE_SIGNALS)
+        leave_at_signals(server, LEAVE_SIGNALS)
     server.run()
     if run_dir is not None:
         run_dir.remove()
@@ -107,7 +107,8 @@ class LineHandler(logging.Handler):
             return  # nobody reads it any more
 
 
-def _configure_logging(level: int, lines: SimpleQueue[LogLine] | None) -> None:
+def configure_logging(level: int, lines: SimpleQueue[LogLine] | None) -> None:
+    """Send this process's log to the launcher (`lines`), or to standard error if None."""
     logger = logging.getLogger("nvrx")
     logger.setLevel(level)
     logger.propagate = False

@@ -163,10 +163,7 @@ class Hello:
     """
 
     rank: int
-    local_rank: int
-    host: str
     pid: int
-    iteration: int | None = None
     num_warmup_iters: int | None = None
     dump_signal: int = 0
     hands_back_slot: bool = False

@@ -294,6 +294,7 @@ class RankPort:
             self._lines.alive()
 
     def _tell_step(self, holder: _Holder, at: float) -> None:
+        self._tell_life(holder)
         if not holder.has_told_step:
             holder.has_told_step = True
             self._host.tell(control.FirstStep(self.local_rank, at))

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from queue import SimpleQueue
 
+    from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
+        RestarterEventLogger,
+    )
+
     from .doorway import HasFileno
 
 __all__ = ["MonitorServer"]
@@ -42,6 +46,7 @@ class MonitorServer:
         start: control.Start,
         launcher: socket.socket | None,
         lines: SimpleQueue[control.LogLine] | None = None,
+        restarter: RestarterEventLogger | None = None,
     ) -> None:
         """Listen for ranks.
 
@@ -49,6 +54,7 @@ class MonitorServer:
             start: The launcher's order.
             launcher: The monitor's end of the socketpair; None when it stands alone.
             lines: Log lines of this process that the launcher is to write.
+            restarter: Writes the lines of layered restarts; the logger "nvrx" if None.
         """
         self.cycle = start.cycle
         self.host = start.host or os.uname().nodename.split(".", 1)[0]
@@ -56,6 +62,7 @@ class MonitorServer:
         self.record_dir = start.record_dir
         self._start = start
         self._lines = lines
+        self._restarter = restarter or self
         self._events_given = dict(start.events)
         self._pgids: set[int] = set()
         self._is_leaving = False
@@ -112,7 +119,7 @@ class MonitorServer:
 
     def tell(self, message: object, fds: Sequence[int] = ()) -> None:
         """Send a message to the launcher, if there is one; never waits."""
-        if self._launcher is not None:
+        if self._launcher is not None and self._start.run_id:
             self._launcher.send(message, fds, is_droppable=isinstance(message, control.LogLine))
             self._watch_launcher()
 
@@ -146,7 +153,7 @@ class MonitorServer:
                 RankMonitorStateMachine,
             )
 
-            machine = RankMonitorStateMachine(self)
+            machine = RankMonitorStateMachine(self._restarter)
         interval_s = float(self._start.config.get("restart_check_interval", 60.0))
         return RestartLines(machine, interval_s)
 

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what a rank does in every step: stores into its slot and longest intervals; no socket.
+
+A call is a few stores and integer comparisons; `TimeoutsCalc` gets the figures when somebody asks
+for them (`flush`). `_words` is None whenever calls must be refused (no session, a forked child, a
+lost monitor that counts), so that one test guards the path.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from . import slot
+from .control import FirstActivity, StepBegun
+from .errors import RankMonitorClientError
+from .verdict import STEP
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
+
+__all__ = ["HotPath", "training_iteration"]
+
+_MEGATRON_GLOBALS = "megatron.training.global_vars"
+_FIRST_ITERATION = 1
+_NS = 1e-9
+
+_now_ns = time.monotonic_ns
+_modules = sys.modules
+# Bound here because a module's attribute costs a lookup on every call.
+_HEARTBEAT_LAST = slot.W_HEARTBEAT_LAST
+_HEARTBEAT_COUNT = slot.W_HEARTBEAT_COUNT
+_ITERATION = slot.W_ITERATION
+_OUT_OF_SECTION_START = slot.W_OUT_OF_SECTION_START
+_STEP_COUNT = slot.W_STEP_COUNT
+
+
+def training_iteration() -> int | None:
+    """Return Megatron's iteration: 1 before its arguments are set, None when there is none."""
+    module = _modules.get(_MEGATRON_GLOBALS)
+    if module is None:
+        return None
+    arguments = getattr(module, "_GLOBAL_ARGS", None)
+    if arguments is None:
+        return _FIRST_ITERATION
+    value = getattr(arguments, "curr_iteration", None)
+    if value is None:
+        value = getattr(arguments, "iteration", None)
+    return value if isinstance(value, int) else None
+
+
+class HotPath:
+    """The calls of the training loop.
+
+    Sections may be used from several threads: `_lock` guards `_open` and all figures of sections.
+    A heartbeat takes no lock; beats of several threads at once can at worst miscount an interval.
+    """
+
+    _heartbeat_first: int
+    _heartbeat_last: int
+    _heartbeat_count: int
+    _heartbeat_longest: int
+    _open: dict[str, int]
+    _longest: dict[str, int]
+    _outside_since: int
+    _outside_longest: int
+    _never_opened: set[int]
+
+    def __init__(self) -> None:
+        """Refuse every call until `_begin`."""
+        self._lock = threading.Lock()
+        self._words: memoryview | None = None
+        self._is_answered = False
+        self._index: dict[str, int] = {}
+        self._reset_figures(0)
+
+    def send_heartbeat(self) -> None:
+        """Say that this rank is alive.
+
+        Raises:
+            RankMonitorClientError: Not initialised; or the monitor is lost and that counts.
+        """
+        words = self._words
+        if words is None:
+            self._refuse()
+        now = _now_ns()
+        words[_HEARTBEAT_LAST] = now
+        self._heartbeat_count = count = self._heartbeat_count + 1
+        words[_HEARTBEAT_COUNT] = count
+        gap = now - self._heartbeat_last
+        self._heartbeat_last = now
+        if gap > self._heartbeat_longest:
+            self._note_long_gap(words, now, gap)
+        if self._is_answered:
+            self._ask()
+
+    def start_section(self, section: str) -> None:
+        """Open a section; sections may nest and overlap.
+
+        A name that has no configured timeout is ignored.
+
+        Raises:
+            RankMonitorClientError: Not initialised; or the section is open.
+        """
+        words = self._words
+        if words is None:
+            self._refuse()
+        at = self._index.get(section)
+        if at is None:
+            return
+        if _MEGATRON_GLOBALS in _modules:
+            self._note_iteration(words)
+        with self._lock:
+            opened = self._open
+            if section in opened:
+                raise RankMonitorClientError(f"section {section!r} is open already")
+            now = _now_ns()
+            if not opened and now - self._outside_since > self._outside_longest:
+                self._outside_longest = now - self._outside_since
+            opened[section] = now
+            words[at] = now
+            if at in self._never_opened:
+                self._note_first_open(words, at, now)
+        if self._is_answered:
+            self._ask()
+
+    def end_section(self, section: str) -> None:
+        """Close a section.
+
+        Raises:
+            RankMonitorClientError: Not initialised; or the section is not open.
+        """
+        words = self._words
+        if words is None:
+            self._refuse()
+        at = self._index.get(section)
+        if at is None:
+            return
+        if _MEGATRON_GLOBALS in _modules:
+            self._note_iteration(words)
+        with self._lock:
+            self._close(words, section, at, _now_ns())
+        if self._is_answered:
+            self._ask()
+
+    def end_all_sections(self) -> None:
+        """Close every open section; harmless when there is none.
+
+        Raises:
+            RankMonitorClientError: Not initialised.
+        """
+        words = self._words
+        if words is None:
+            self._refuse()
+        with self._lock:
+            now = _now_ns()
+            for section in list(self._open):
+                self._close(words, section, self._index[section], now)
+        if self._is_answered:
+            self._ask()
+
+    @contextmanager
+    def section(self, section: str) -> Iterator[None]:
+        """Open a section for the length of a block; it is closed when the block fails, too."""
+        self.start_section(section)
+        try:
+            yield
+        finally:
+            self.end_section(section)
+
+    def _refuse(self) -> NoReturn:
+        raise RankMonitorClientError("the rank monitor client is not initialised")
+
+    def _ask(self) -> None:
+        raise NotImplementedError
+
+    def _post(self, message: object) -> None:
+        raise NotImplementedError
+
+    def _begin(self, words: memoryview, sections: tuple[str, ...], *, is_answered: bool) -> int:
+        """Let calls through into a slot that was just begun; return when that is."""
+        layout = slot.SlotLayout(sections)
+        self._index = layout.index
+        self._is_answered = is_answered
+        now = _now_ns()
+        self._reset_figures(now)
+        self._words = words
+        return now
+
+    def _stop(self) -> None:
+        """Refuse calls from now on; the figures stay."""
+        self._words = None
+
+    def _reset_figures(self, now: int) -> None:
+        self._heartbeat_first = 0
+        self._heartbeat_last = 0
+        self._heartbeat_count = 0
+        self._heartbeat_longest = 0
+        self._open = {}
+        self._longest = {}
+        self._outside_since = now
+        self._outside_longest = -1
+        self._has_closed = False
+        self._steps = 0
+        self._step_at = self._index.get(STEP, 0)
+        self._never_opened = set(self._index.values())
+        self._is_first_step_due = True
+        self._has_posted_life = False
+
+    def _close(self, words: memoryview, section: str, at: int, now: int) -> None:
+        opened = self._open
+        started = opened.pop(section, None)
+        if started is None:
+            raise RankMonitorClientError(f"section {section!r} is not open")
+        took = now - started
+        if took > self._longest.get(section, -1):
+            self._longest[section] = took
+        if not opened:
+            self._outside_since = now
+            self._has_closed = True
+            # Before the section's own word: see SlotWriter.close.
+            words[_OUT_OF_SECTION_START] = now
+        words[at] = 0
+        if at == self._step_at:
+            self._steps = steps = self._steps + 1
+            words[_STEP_COUNT] = steps
+        if self._is_first_step_due and (at == self._step_at or not self._step_at):
+            self._is_first_step_due = False
+            words[slot.W_STEP_FIRST_CLOSE] = now
+            self._post(StepBegun(now * _NS))
+
+    def _note_long_gap(self, words: memoryview, now: int, gap: int) -> None:
+        if not self._heartbeat_first:
+            self._heartbeat_first = now
+            words[slot.W_HEARTBEAT_FIRST] = now
+            self._post(StepBegun(now * _NS))
+        else:
+            self._heartbeat_longest = gap
+
+    def _note_first_open(self, words: memoryview, at: int, now: int) -> None:
+        self._never_opened.discard(at)
+        if at == self._step_at:
+            words[slot.W_STEP_FIRST_OPEN] = now
+        if not self._has_posted_life:
+            self._has_posted_life = True
+            self._post(FirstActivity())
+
+    def _note_iteration(self, words: memoryview) -> None:
+        iteration = training_iteration()
+        if iteration is not None:
+            words[_ITERATION] = iteration
+            if words[slot.W_FIRST_ITERATION] < 0:
+                words[slot.W_FIRST_ITERATION] = iteration
+
+    def _flush(self, calc: TimeoutsCalc) -> None:
+        """Put the figures into `calc` as if it had been told of every event."""
+        with self._lock:
+            if self._heartbeat_first:
+                if calc.count == 0:
+                    calc.update_on_heartbeat(self._heartbeat_first * _NS)
+                longest_s = self._heartbeat_longest * _NS
+                if longest_s:
+                    calc.subsequent_max_time = max(calc.subsequent_max_time, longest_s)
+                calc.count = self._heartbeat_count
+                calc.prev_hb_time = self._heartbeat_last * _NS
+                self._heartbeat_longest = 0
+            for section, longest in self._longest.items():
+                known_s = calc.section_to_max_time[section]
+                calc.section_to_max_time[section] = max(known_s, longest * _NS)
+            if self._outside_longest >= 0:
+                outside_s = self._outside_longest * _NS
+                calc.out_of_section_max_time = max(calc.out_of_section_max_time, outside_s)
+            if self._has_closed:
+                calc.last_section_close_time = self._outside_since * _NS
+            calc.open_sections = {name: since * _NS for name, since in self._open.items()}
+            self._longest = {}
+            self._outside_longest = -1

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the rank's connection to its monitor and keeps it up; what is measured is in `client`.
+
+A daemon thread sleeps in `recv` on the socket: it takes answers, and when the monitor is gone it
+tries once per second to reach another one at the same path. Training never waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError, WireError
+from nvidia_resiliency_ext.shared_utils.wire import (
+    FrameReader,
+    receive_with_fds,
+    require_same_user,
+    send_with_fds,
+)
+
+from .control import RANK_MESSAGES, Accepted, Answer, Hello, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["LinkError", "RankLink"]
+
+logger = logging.getLogger("nvrx")
+
+HANDSHAKE_LIMIT_S = 30.0
+RECONNECT_PAUSE_S = 1.0
+_RECONNECT_LIMIT_S = 5.0
+_JOIN_LIMIT_S = 2.0
+_READ_BYTES = 65536
+_EXPECTED_FDS = 2
+
+
+class LinkError(Exception):
+    """The monitor cannot be reached, or refused the session."""
+
+
+class RankLink:
+    """A session with the monitor that outlives the monitor; thread-safe."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        make_hello: Callable[[], tuple[Hello, list[int]]],
+        take: Callable[[Accepted, list[int]], None],
+        on_lost: Callable[[], bool],
+        on_restored: Callable[[], None],
+    ) -> None:
+        """Prepare a connection; `open` makes it.
+
+        Args:
+            path: The monitor's socket.
+            make_hello: Gives the first message and the descriptors to hand over, per attempt.
+            take: Gets the monitor's answer and its descriptors, which it owns from then on, before
+                anything else is read. It may raise `LinkError`.
+            on_lost: Called when the monitor is gone; whether to look for another one.
+            on_restored: Called when another one was found.
+        """
+        self.path = path
+        self._make_hello = make_hello
+        self._take = take
+        self._on_lost = on_lost
+        self._on_restored = on_restored
+        self._sock: socket.socket | None = None
+        self._closing = threading.Event()
+        self._changed = threading.Condition()
+        self._answers: dict[int, Answer | None] = {}
+        self._last_request = 0
+        self._thread: threading.Thread | None = None
+
+    @property
+    def sock(self) -> socket.socket | None:
+        """The connected socket, or None while there is no monitor."""
+        return self._sock
+
+    def open(self, timeout_s: float = HANDSHAKE_LIMIT_S) -> None:
+        """Connect, introduce the rank, start the thread.
+
+        Raises:
+            LinkError: There is no monitor, it refused, or it did not answer in time.
+        """
+        self._sock, reader = self._shake_hands(timeout_s)
+        self._thread = threading.Thread(
+            target=self._serve, args=(reader,), name="nvrx-monitor-link", daemon=True
+        )
+        self._thread.start()
+
+    def post(self, message: object) -> None:
+        """Send without waiting and without an answer; dropped when the monitor does not read."""
+        try:
+            self._send(message)
+        except (OSError, LinkError):
+            logger.debug("a message to the rank monitor was dropped")
+
+    def request(self, make_message: Callable[[int], object], timeout_s: float) -> Answer | None:
+        """Send a message and wait for its answer.
+
+        Args:
+            make_message: Makes the message for a request number.
+            timeout_s: How long to wait.
+
+        Returns:
+            The answer; None when there is no monitor, or none came in time.
+        """
+        with self._changed:
+            self._last_request += 1
+            number = self._last_request
+            self._answers[number] = None
+        try:
+            self._send(make_message(number))
+            sock = self._sock
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._answers[number] is not None or self._sock is not sock, timeout_s
+                )
+                return self._answers[number]
+        except (OSError, LinkError):
+            return None
+        finally:
+            with self._changed:
+                del self._answers[number]
+
+    def close(self) -> None:
+        """End the session and the thread; waits for neither peers nor the monitor."""
+        self._closing.set()
+        with self._changed:
+            if self._sock is not None:
+                _shut_down(self._sock)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_LIMIT_S)
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    def disown(self) -> None:
+        """In a forked child: drop the inherited socket without a word to the monitor."""
+        self._closing.set()
+        sock, self._sock, self._thread = self._sock, None, None
+        if sock is not None:
+            sock.close()
+
+    def _send(self, message: object) -> None:
+        data = RANK_MESSAGES.encode(message)
+        with self._changed:
+            sock = self._sock
+            if sock is None:
+                raise LinkError("there is no monitor at present")
+            if sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) != len(data):
+                _shut_down(sock)  # a torn frame: the thread opens a new session
+
+    def _shake_hands(self, timeout_s: float) -> tuple[socket.socket, FrameReader]:
+        deadline = Deadline.after(timeout_s)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        fds: list[int] = []
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(self.path)
+            require_same_user(sock)
+            hello, handed = self._make_hello()
+            data = RANK_MESSAGES.encode(hello)
+            if handed:
+                send_with_fds(sock, data, handed, timeout_s)
+            else:
+                sock.sendall(data)
+            reader = FrameReader()
+            answer = _receive_accepted(sock, reader, deadline, fds)
+        except (OSError, NvrxError, LinkError) as exc:
+            sock.close()
+            for fd in fds:
+                os.close(fd)
+            raise LinkError(f"no session with the rank monitor at {self.path}: {exc}") from exc
+        try:
+            self._take(answer, fds)
+        except LinkError:
+            sock.close()
+            raise
+        sock.settimeout(None)
+        return sock, reader
+
+    def _serve(self, reader: FrameReader) -> None:
+        """Take answers until the link is closed (body of the thread)."""
+        while not self._closing.is_set():
+            assert self._sock is not None
+            self._read_until_end(self._sock, reader)
+            with self._changed:
+                sock, self._sock = self._sock, None
+                self._changed.notify_all()
+            sock.close()
+            if self._closing.is_set() or not self._on_lost():
+                return
+            again = self._reconnect()
+            if again is None:
+                return
+            reader = again
+
+    def _read_until_end(self, sock: socket.socket, reader: FrameReader) -> None:
+        try:
+            while data := sock.recv(_READ_BYTES):
+                for payload in reader.feed(data):
+                    message = RANK_MESSAGES.decode(payload)
+                    if isinstance(message, Answer):
+                        with self._changed:
+                            if message.request in self._answers:
+                                self._answers[message.request] = message
+                                self._changed.notify_all()
+        except (OSError, WireError) as exc:
+            logger.debug("the connection to the rank monitor broke: %s", exc)
+
+    def _reconnect(self) -> FrameReader | None:
+        next_try_at = time.monotonic()
+        while not self._closing.wait(max(0.0, next_try_at - time.monotonic())):
+            next_try_at = time.monotonic() + RECONNECT_PAUSE_S
+            try:
+                sock, reader = self._shake_hands(_RECONNECT_LIMIT_S)
+            except LinkError as exc:
+                logger.debug("%s", exc)
+                continue
+            with self._changed:
+                self._sock = sock
+                if self._closing.is_set():
+                    _shut_down(sock)
+            self._on_restored()
+            logger.info("the rank monitor is back: a new session is open")
+            return reader
+        return None
+
+
+def _receive_accepted(
+    sock: socket.socket, reader: FrameReader, deadline: Deadline, fds: list[int]
+) -> Accepted:
+    """Return the monitor's answer; `fds` gets what came with it, also when this raises."""
+    payloads: list[bytes] = []
+    while not payloads:
+        limit_s = max(0.001, deadline.remaining())
+        data, more = receive_with_fds(sock, _READ_BYTES, _EXPECTED_FDS, limit_s)
+        fds += more
+        if not data:
+            raise LinkError("the monitor closed the connection")
+        payloads = reader.feed(data)
+    answer = RANK_MESSAGES.decode(payloads[0])
+    if isinstance(answer, Refused):
+        raise LinkError(answer.reason)
+    if not isinstance(answer, Accepted) or len(fds) != _EXPECTED_FDS:
+        raise LinkError("the monitor gave an answer that makes no sense")
+    return answer
+
+
+def _shut_down(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it ended by itself
