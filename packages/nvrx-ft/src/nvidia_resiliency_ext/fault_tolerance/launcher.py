@@ -31,8 +31,8 @@ if TYPE_CHECKING:
         get_rdzv_endpoint,
         get_use_env,
     )
-    from ._launch.parser import get_args_parser, parse_args
     from ._launch.local_world import determine_local_world_size
+    from ._launch.parser import get_args_parser, parse_args
     from ._launch.syntax import parse_min_max_nnodes
 
 __all__ = [

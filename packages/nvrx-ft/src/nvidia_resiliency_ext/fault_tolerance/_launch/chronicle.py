@@ -55,11 +55,13 @@ class Chronicle:
         self._cycle = assignment.cycle
         self._rank_offset = assignment.rank_offset
         reason = self._fault[0].what if self._fault else "start"
-        self._record(events.CycleStart(
+        self._record(
+            events.CycleStart(
                 world_size=assignment.world_size,
                 nodes=assignment.group_world_size,
                 reason=reason,
-            ))
+            )
+        )
 
     def workers_started(self, workers: Mapping[int, Started]) -> None:
         """Record how each worker was started; the time runs from here to the first step."""
@@ -105,15 +107,22 @@ class Chronicle:
 
     def progress(self, iteration: int | None, steps: int, window_s: float) -> None:
         """Record how far rank 0 has come."""
-        self._record(events.Progress(iteration=iteration, steps=steps, window_s=round(window_s, 3)), local_rank=0)
+        self._record(
+            events.Progress(iteration=iteration, steps=steps, window_s=round(window_s, 3)),
+            local_rank=0,
+        )
 
     def worker_exited(self, local_rank: int, status: ExitStatus) -> None:
         """Record one exit."""
-        self._record(events.WorkerExit(exit_code=status.code, signal=status.signal), local_rank=local_rank)
+        self._record(
+            events.WorkerExit(exit_code=status.code, signal=status.signal), local_rank=local_rank
+        )
 
-    def standby(self, slot: int, state: str, seconds: float | None, private: int | None) -> None:
-        """Record a standby's change of state; `private` is bytes."""
-        private_mb = None if private is None else round(private / 1e6, 1)
+    def standby(
+        self, slot: int, state: str, seconds: float | None, private_bytes: int | None
+    ) -> None:
+        """Record a standby's change of state."""
+        private_mb = None if private_bytes is None else round(private_bytes / 1e6, 1)
         self._record(events.Standby(slot=slot, state=state, seconds=seconds, private_mb=private_mb))
 
     def fault(

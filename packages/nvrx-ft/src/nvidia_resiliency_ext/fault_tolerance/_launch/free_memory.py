@@ -16,7 +16,9 @@ _CGROUP_FILES = (
 def available_bytes() -> int | None:
     """Return bytes that can be had without swapping, or None where nothing says."""
     known = [
-        value for value in (_machine_bytes(), *map(_group_bytes, _CGROUP_FILES)) if value is not None
+        value
+        for value in (_machine_bytes(), *map(_group_bytes, _CGROUP_FILES))
+        if value is not None
     ]
     return min(known, default=None)
 

@@ -35,9 +35,7 @@ class FunctionCall:
         pickle.PicklingError: The function or an argument cannot be sent to another process.
     """
 
-    def __init__(
-        self, directory: str, function: Callable[..., Any], args: Sequence[Any]
-    ) -> None:
+    def __init__(self, directory: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
         self._directory = directory
         self._call_file = os.path.join(directory, CALL_FILE)
         preparation = multiprocessing.spawn.get_preparation_data("worker")
@@ -51,7 +49,7 @@ class FunctionCall:
         """The command of every worker."""
         return (sys.executable, "-u", "-m", __name__, self._call_file, self._directory)
 
-    def result(self, rank: int) -> Any:  # noqa: ANN401  # whatever the function returned
+    def result(self, rank: int) -> Any:
         """Return what the function returned on `rank`."""
         with open(_result_file(self._directory, rank), "rb") as file:
             return pickle.load(file)  # noqa: S301  # our own worker's file in a 0700 directory

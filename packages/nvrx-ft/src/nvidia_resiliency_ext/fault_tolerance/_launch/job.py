@@ -11,10 +11,8 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rank import infrastructure_rank
 from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import Mailbox
@@ -23,7 +21,6 @@ from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgr
 from nvidia_resiliency_ext.shared_utils import events, procfs
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 
 from .agent import NodeAgent, Parts, Result
 from .chronicle import Chronicle
@@ -37,14 +34,8 @@ from .env import (
 )
 from .loop import EventLoop
 from .monitor_link import NoMonitor, SharedMonitor
-from .output import (
-    LOOK_INTERVAL_S,
-    OutputFiles,
-    OutputSettings,
-    Tee,
-    line_prefix,
-    worker_output,
-)
+from .output import LOOK_INTERVAL_S, Tee, line_prefix, worker_output
+from .place import make_place
 from .plan import LaunchPlan
 from .records import FailureLog, hand_up_error_file
 from .rendezvous import LocalRendezvous
@@ -58,25 +49,13 @@ logger = logging.getLogger("nvrx")
 SWEEP_ROUNDS = 20
 
 
-@dataclass(slots=True)
-class _Place:
-    """Where this launch keeps its things."""
-
-    run_dir: RunDir
-    run_id: str
-    host: str
-    record_dir: str
-    record_is_temporary: bool
-    files: OutputFiles
-    monitor_sockets: tuple[str, ...]
-
-
 class Job:
     """One launch on this node, from plan to exit code. One thread; use it as a context manager.
 
     Everything it starts is ended when the context is left, in whatever state it is.
 
     Raises:
+        ConfigError: when the plan asks for what cannot be done here.
         NvrxError: on a machine that cannot run the job: a port in use, a log directory that
             cannot be written. Nothing is left behind.
     """
@@ -87,7 +66,7 @@ class Job:
         self._clock = SystemClock()
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> Job:  # noqa: PYI034  # Self is not in Python 3.10
         """Start what the workers need: directory, standbys, monitor, sockets."""
         try:
             self._build()
@@ -100,135 +79,89 @@ class Job:
         """End and remove everything."""
         self._stack.close()
 
+    # Assembly; each part is taken down in the reverse order ----------------------------------
+
     def _build(self) -> None:
         plan, stack = self._plan, self._stack
-        try:
-            self._infra_rank = infrastructure_rank(self._environ)
-        except (ValueError, RuntimeError) as error:
-            raise NvrxError(str(error)) from None
-        inbox = SignalInbox(plan.signals_to_handle)
-        stack.callback(inbox.close)
-        stack.enter_context(inbox.installed())
+        self._infra_rank = self._ask_infra_rank()
+        self._inbox = SignalInbox(plan.signals_to_handle)
+        stack.callback(self._inbox.close)
+        stack.enter_context(self._inbox.installed())
         self._loop = EventLoop(self._clock)
         stack.callback(self._loop.close)
-        rendezvous = LocalRendezvous(
+        self._rendezvous = LocalRendezvous(
             nproc=plan.nproc_per_node,
             master_addr=plan.local_addr or plan.master_addr,
             master_port=plan.master_port,
         )
-        stack.callback(rendezvous.shutdown)
-        place = self._place = self._make_place()
-        self._event_log = events.EventLog.create(
-            place.record_dir,
-            src="launcher",
-            job_id=plan.run_id,
-            launch_id=place.run_id,
-            host=place.host,
-        )
-        stack.callback(self._event_log.close)
-        self._chronicle = Chronicle(
-            self._event_log, FailureLog(place.record_dir), self._clock, host=place.host
-        )
-        self._environment = self._job_environment()
-        base_env = {
-            **self._environ,
-            **shared_variables(self._environment, self._environ),
-            **self._event_log.environment(),
-        }
-        self._base_env = base_env
+        stack.callback(self._rendezvous.shutdown)
+        self._place = make_place(plan, self._environ, stack)
+        self._build_record()
+        self._build_environment()
+        stack.callback(self._sweep_unmonitored)
         self._standbys = StandbyStarter(
             plan,
-            base_env,
+            self._base_env,
             self._loop,
             self._clock,
             self._chronicle,
-            self._output_settings,
             self._running_pids,
         )
-        stack.callback(self._sweep_unmonitored)
-        stack.callback(self._close_monitor)
-        self._monitor: SharedMonitor | NoMonitor = NoMonitor()
         stack.callback(self._standbys.close)
         self._standbys.hold_first_cycle()
-        if plan.monitors_enabled:
-            self._monitor = SharedMonitor(
-                self._start_monitor, self._loop, self._clock, on_first_step=self._first_step
-            )
-        mailbox = stack.enter_context(Mailbox(self._environment.launcher_socket))
-        tee = Tee()
-        stack.callback(tee.close)
-        self._agent = NodeAgent(
-            Parts(
-                policy=Policy(
-                    plan.max_restarts,
-                    plan.workers_stop_timeout_s,
-                    plan.term_timeout_s,
-                    plan.no_restart_exit_code,
-                ),
-                loop=self._loop,
-                clock=self._clock,
-                rendezvous=rendezvous,
-                starter=self._standbys,
-                specs=self._specs,
-                monitor=self._monitor,
-                tracker=self._tracker(),
-                chronicle=self._chronicle,
-                tee=tee,
-                host=place.host,
-            )
-        )
+        self._monitor = self._build_monitor()
+        # Last in, but standbys and workers must be gone before the monitor sweeps.
+        stack.callback(self._close_monitor)
+        self._mailbox = stack.enter_context(Mailbox(self._place.launcher_socket))
+        self._tee = Tee()
+        stack.callback(self._tee.close)
+        self._agent = self._build_agent()
         stack.callback(self._agent.workers.close)
-        self._watch(inbox, mailbox, tee)
+        stack.callback(self._standbys.close)
+        self._watch()
 
-    def _make_place(self) -> _Place:
-        plan = self._plan
-        run_dir = RunDir.create("ft")
-        self._stack.callback(run_dir.remove)
-        run_id = os.urandom(8).hex()
-        event_dir = self._environ.get("NVRX_EVENT_DIR") or plan.log_dir
-        settings = self._output_settings = OutputSettings(
-            plan.redirects, plan.tee, plan.local_ranks_filter
-        )
-        if plan.log_dir is not None:
-            files = OutputFiles.beneath(plan.log_dir, f"{plan.run_id}_{run_id[:8]}")
-        elif settings.writes_files:
-            files = OutputFiles.in_new_folder()
-            logger.info("logs of the workers: %s", files.root)
-        else:
-            files = OutputFiles(os.path.join(run_dir.path, "attempts"))
-        sockets = tuple(
-            run_dir.socket_path(f"rmon{local_rank}.sock")
-            for local_rank in range(plan.nproc_per_node if plan.monitors_enabled else 0)
-        )
-        return _Place(
-            run_dir=run_dir,
-            run_id=run_id,
-            host=socket.gethostname(),
-            record_dir=event_dir or run_dir.path,
-            record_is_temporary=event_dir is None,
-            files=files,
-            monitor_sockets=sockets,
-        )
+    def _ask_infra_rank(self) -> int:
+        try:
+            return infrastructure_rank(self._environ)
+        except (ValueError, RuntimeError) as error:
+            raise NvrxError(str(error)) from None
 
-    def _job_environment(self) -> JobEnvironment:
+    def _build_record(self) -> None:
+        place = self._place
+        self._event_log = events.EventLog.create(
+            place.record_dir,
+            src="launcher",
+            job_id=self._plan.run_id,
+            launch_id=place.run_id,
+            host=place.host,
+        )
+        self._stack.callback(self._event_log.close)
+        failures = FailureLog(place.record_dir)
+        self._chronicle = Chronicle(self._event_log, failures, self._clock, host=place.host)
+
+    def _build_environment(self) -> None:
         plan, place = self._plan, self._place
-        return JobEnvironment(
+        self._environment = JobEnvironment(
             nproc=plan.nproc_per_node,
             role=plan.role,
             job_id=plan.run_id,
             run_id=place.run_id,
             max_restarts=plan.max_restarts,
-            launcher_socket=place.run_dir.socket_path("launcher.sock"),
+            launcher_socket=place.launcher_socket,
             monitor_sockets=place.monitor_sockets,
             omp_num_threads=plan.omp_num_threads,
         )
+        self._base_env = {
+            **self._environ,
+            **shared_variables(self._environment, self._environ),
+            **self._event_log.environment(),
+        }
 
-    def _tracker(self) -> TrainingProgressTracker:
-        config = self._plan.fault_tolerance
-        return TrainingProgressTracker(
-            min_progress_iterations=config.min_progress_iterations,
-            max_no_progress_cycles=config.max_no_progress_cycles,
-            checkpoint_iteration_file=config.checkpoint_iteration_file,
+    def _build_monitor(self) -> SharedMonitor | NoMonitor:
+        if not self._plan.monitors_enabled:
+            return NoMonitor()
+        return SharedMonitor(
+            self._start_monitor, self._loop, self._clock, on_first_step=self._first_step
         )
 
     def _start_monitor(self, cycle: int) -> MonitorHandle:
@@ -244,31 +177,69 @@ class Job:
             events=self._event_log.environment(),
         )
 
-    def _watch(self, inbox: SignalInbox, mailbox: Mailbox, tee: Tee) -> None:
-        def signalled() -> None:
-            for signum in inbox.receive():
-                logger.warning("received %s", signal.Signals(signum).name)
-                self._agent.post(Signalled(signum))
+    def _build_agent(self) -> NodeAgent:
+        plan, config = self._plan, self._plan.fault_tolerance
+        policy = Policy(
+            plan.max_restarts,
+            plan.workers_stop_timeout_s,
+            plan.term_timeout_s,
+            plan.no_restart_exit_code,
+        )
+        tracker = TrainingProgressTracker(
+            min_progress_iterations=config.min_progress_iterations,
+            max_no_progress_cycles=config.max_no_progress_cycles,
+            checkpoint_iteration_file=config.checkpoint_iteration_file,
+        )
+        return NodeAgent(
+            Parts(
+                policy=policy,
+                loop=self._loop,
+                clock=self._clock,
+                rendezvous=self._rendezvous,
+                starter=self._standbys,
+                specs=self._specs,
+                monitor=self._monitor,
+                tracker=tracker,
+                chronicle=self._chronicle,
+                tee=self._tee,
+                host=self._place.host,
+            )
+        )
 
-        def mail() -> None:
-            for message in mailbox.receive():
-                event = request_event(message)
-                if event is not None:
-                    self._agent.post(event)
-
-        def look() -> None:
-            tee.look()
-            self._loop.call_at(self._clock.monotonic() + LOOK_INTERVAL_S, look)
-
-        self._loop.watch(inbox.fileno(), signalled)
-        self._loop.watch(mailbox.fileno(), mail)
-        grew = tee.fileno()
+    def _watch(self) -> None:
+        self._loop.watch(self._inbox.fileno(), self._receive_signals)
+        self._loop.watch(self._mailbox.fileno(), self._receive_mail)
+        grew = self._tee.fileno()
         if grew is not None:
-            self._loop.watch(grew, tee.look)
-        elif any(self._output_settings.tee.values()):
-            look()
+            self._loop.watch(grew, self._tee.look)
+        elif any(self._place.output.tee.values()):
+            self._look_at_output()
 
-    # The run -------------------------------------------------------------------------------
+    # What arrives ----------------------------------------------------------------------------
+
+    def _receive_signals(self) -> None:
+        for signum in self._inbox.receive():
+            logger.warning("received %s", signal.Signals(signum).name)
+            self._agent.post(Signalled(signum))
+
+    def _receive_mail(self) -> None:
+        for message in self._mailbox.receive():
+            event = request_event(message)
+            if event is not None:
+                self._agent.post(event)
+
+    def _look_at_output(self) -> None:
+        self._tee.look()
+        self._loop.call_at(self._clock.monotonic() + LOOK_INTERVAL_S, self._look_at_output)
+
+    def _first_step(self, local_rank: int, at: float) -> None:
+        self._chronicle.first_step(local_rank, at)
+        self._standbys.good_step()
+
+    def _running_pids(self) -> list[int]:
+        return self._agent.workers.running_pids
+
+    # The run ---------------------------------------------------------------------------------
 
     def run(self) -> Result:
         """Run the job to its end and return how it ended here."""
@@ -292,42 +263,40 @@ class Job:
         """Say what the record holds, before it goes with the run directory."""
         from nvidia_resiliency_ext.shared_utils import report
 
-        text = report.render_text(report.build_timeline([events.read_events(self._event_log.path)]))
+        try:
+            timeline = report.build_timeline([events.read_events(self._event_log.path)])
+            text = report.render_text(timeline)
+        except Exception:
+            # The job's exit code must not depend on its report.
+            logger.exception("the summary cannot be made")
+            return
         logger.info("what happened (set --log-dir to keep the record):\n%s", text)
 
     def _specs(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
-        plan = self._plan
-        stamp = CycleStamp(
-            self._clock.wall(), cycle_start_time, self._infra_rank
+        stamp = CycleStamp(self._clock.wall(), cycle_start_time, self._infra_rank)
+        return [
+            self._spec(assignment, local_rank, stamp)
+            for local_rank in range(self._plan.nproc_per_node)
+        ]
+
+    def _spec(self, assignment: Assignment, local_rank: int, stamp: CycleStamp) -> WorkerSpec:
+        plan, place = self._plan, self._place
+        rank = assignment.rank_offset + local_rank
+        directory = place.files.worker_directory(assignment.cycle, local_rank)
+        output = worker_output(place.output, directory, local_rank)
+        variables = rank_variables(
+            self._environment, assignment, local_rank, stamp, output.error_file
         )
-        specs = []
-        for local_rank in range(plan.nproc_per_node):
-            directory = self._place.files.worker_directory(assignment.cycle, local_rank)
-            output = worker_output(self._output_settings, directory, local_rank)
-            rank = assignment.rank_offset + local_rank
-            variables = rank_variables(
-                self._environment, assignment, local_rank, stamp, output.error_file
-            )
-            specs.append(
-                WorkerSpec(
-                    local_rank=local_rank,
-                    rank=rank,
-                    argv=plan.command.for_local_rank(local_rank),
-                    env={**self._base_env, **variables},
-                    output=output,
-                    line_prefix=line_prefix(
-                        plan.log_line_prefix_template, plan.role, rank, local_rank
-                    ),
-                )
-            )
-        return specs
+        return WorkerSpec(
+            local_rank=local_rank,
+            rank=rank,
+            argv=plan.command.for_local_rank(local_rank),
+            env={**self._base_env, **variables},
+            output=output,
+            line_prefix=line_prefix(plan.log_line_prefix_template, plan.role, rank, local_rank),
+        )
 
-    def _running_pids(self) -> list[int]:
-        return self._agent.workers.running_pids
-
-    def _first_step(self, local_rank: int, at: float) -> None:
-        self._chronicle.first_step(local_rank, at)
-        self._standbys.good_step()
+    # The end ---------------------------------------------------------------------------------
 
     def _close_monitor(self) -> None:
         self._monitor.close()
@@ -337,8 +306,8 @@ class Job:
         if self._plan.monitors_enabled or self._plan.fault_tolerance.orphan_workers == "keep":
             return
         for _ in range(SWEEP_ROUNDS):
-            pids = procfs.pids_with_environ(RUN_ID_ENV_VAR, self._place.run_id)
-            pids = [pid for pid in pids if pid != os.getpid() and procfs.is_running(pid)]
+            found = procfs.pids_with_environ(RUN_ID_ENV_VAR, self._place.run_id)
+            pids = [pid for pid in found if pid != os.getpid() and procfs.is_running(pid)]
             if not pids:
                 return
             for pid in pids:
@@ -351,4 +320,5 @@ def show_failures(name: str, result: Result) -> None:
     from .faults import failure_table
 
     if result.exit_code != 0 and result.failures:
-        print(failure_table(name, result.failures), file=sys.stderr, flush=True)
+        sys.stderr.write(failure_table(name, result.failures) + "\n")
+        sys.stderr.flush()

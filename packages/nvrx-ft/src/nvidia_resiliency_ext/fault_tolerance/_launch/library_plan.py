@@ -75,7 +75,8 @@ def plan_from_config(
         raise ValueError("; ".join(problems))
     # The defaults of everything that LaunchConfig does not know come from the command line's.
     parsed = get_args_parser().parse_args([f"--nproc-per-node={config.nproc_per_node}", __file__])
-    fault_tolerance = config.fault_tol_cfg or FaultToleranceConfig()
+    given: FaultToleranceConfig | None = config.fault_tol_cfg
+    fault_tolerance = FaultToleranceConfig() if given is None else given
     return dataclasses.replace(
         plan_from_args(parsed, environ),
         command=command,

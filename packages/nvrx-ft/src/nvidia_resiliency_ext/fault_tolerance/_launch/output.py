@@ -124,9 +124,10 @@ class OutputFiles:
                 os.fsync(file.fileno())
             os.unlink(probe)
         except OSError as error:
-            for undo in (lambda: os.unlink(probe), lambda: os.rmdir(root)):
-                with contextlib.suppress(OSError):
-                    undo()
+            with contextlib.suppress(OSError):
+                os.unlink(probe)
+            with contextlib.suppress(OSError):
+                os.rmdir(root)
             raise LogDirectoryError(log_dir, error) from None
         return cls(root)
 

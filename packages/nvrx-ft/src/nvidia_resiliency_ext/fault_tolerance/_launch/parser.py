@@ -13,11 +13,14 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nvidia_resiliency_ext.fault_tolerance._config import values
 
 from .flags import FLAGS, GROUPS, OLD_SPELLINGS, OTHER_SPELLINGS, Flag
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 __all__ = ["PROGRAM", "USAGE_ERROR_EXIT_CODE", "get_args_parser", "parse_args", "usage_error"]
 
@@ -79,6 +82,17 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
     return get_args_parser().parse_args(args)
 
 
+def _show(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has seen enough; what is buffered must not fail again at the end.
+        devnull = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)
+
+
 def _help_text(flag: Flag) -> str:
     text = flag.help
     default = flag.shown_default if flag.default is None else flag.default
@@ -128,7 +142,7 @@ class _Given(argparse.Action):
 
 
 class _Version(argparse.Action):
-    """Prints what the self-check finds, and leaves."""
+    """Prints what the self-check finds about packages, and leaves."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:  # noqa: A002  # argparse names it so
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
@@ -136,8 +150,14 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from nvidia_resiliency_ext.shared_utils import doctor
 
-        for finding in doctor.findings():
-            sys.stdout.write(f"{finding}\n")
+        found = doctor.package_versions()
+        width = max((len(finding.topic) for finding in found), default=0)
+        lines = [
+            f"{finding.topic:<{width}}  "
+            f"{'' if finding.level in ('ok', 'info') else finding.level + ': '}{finding.text}\n"
+            for finding in found
+        ]
+        _show("".join(lines))
         parser.exit()
 
 
@@ -180,6 +200,12 @@ class _LauncherParser(argparse.ArgumentParser):
             if flag.deprecated and flag.attribute in given
         ]
         return parsed, unknown
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        if file is None:
+            _show(self.format_help())
+        else:
+            file.write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
         usage_error(message)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._config.sources import Layers, layers_from_args
+from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
 from nvidia_resiliency_ext.fault_tolerance._prewarm.imports import import_list
 
 from . import surroundings, syntax
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 
 __all__ = ["LaunchPlan", "PrewarmSettings", "plan_from_args"]
+
+_DEFAULT_MASTER_PORT = next(flag.default for flag in FLAGS if flag.name == "master-port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,11 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
     for text in surroundings.deprecated_variables(environ):
         warnings.warn(text, DeprecationWarning, stacklevel=2)
     threads = surroundings.omp_rule(environ, nproc)
-    notes = [*args.warnings, *layers.warnings, *([threads.warning] if threads.warning else [])]
+    notes = [
+        *getattr(args, "warnings", ()),
+        *layers.warnings,
+        *([threads.warning] if threads.warning else []),
+    ]
     policy = layers.restart_policy()
     min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
     return LaunchPlan(
@@ -149,7 +156,7 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         monitor_interval_s=args.monitor_interval,
         start_method=args.start_method,
         master_addr=syntax.parse_endpoint(args.master_addr)[0],
-        master_port=(args.master_port or None) if "master_port" in args.given else None,
+        master_port=_fixed_port(args),
         local_addr=args.local_addr,
         rdzv_backend=args.rdzv_backend,
         rdzv_endpoint="localhost:0" if args.standalone else get_rdzv_endpoint(args),
@@ -173,7 +180,7 @@ def _layers(args: argparse.Namespace) -> Layers:
     try:
         return layers_from_args(args)
     except FileNotFoundError:
-        where = args.given.get("ft_cfg_path", "--ft-cfg-path")
+        where = _given(args).get("ft_cfg_path", "--ft-cfg-path")
         problem = (
             f"{where}: file {args.ft_cfg_path!r} does not exist; correct the path, or add "
             "--ft-ignore-missing-cfg to go on without it"
@@ -184,18 +191,16 @@ def _layers(args: argparse.Namespace) -> Layers:
 def _refused(args: argparse.Namespace, layers: Layers) -> list[str]:
     """Return a sentence for each thing asked for that this version knows but cannot do."""
     problems = layers.refused()
-    options = {f"ft_{field}" for field in layers.given}
+    options = {f"ft_{option.field}" for option in OPTIONS}
     for flag in FLAGS:
         name = flag.attribute
         value = getattr(args, name, None)
-        if name in args.given and name not in options and flag.is_refused(value):
-            problems.append(_not_available(args.given[name], value, flag.later))
+        # A default is never refused, so this also finds what a caller set on `args` itself.
+        if name not in options and flag.is_refused(value):
+            where = _given(args).get(name, f"--{flag.name}")
+            problems.append(_not_available(where, value, flag.later))
     policy = layers.restart_policy()
-    if (
-        policy is not None
-        and policy.value != "any-failed"
-        and "ft_restart_policy" not in args.given
-    ):
+    if policy and policy.value != "any-failed" and "ft_restart_policy" not in _given(args):
         problems.append(_not_available(policy.where, policy.value, "this policy"))
     return problems
 
@@ -235,9 +240,20 @@ def _command(
 
 def _workers_stop_timeout_s(args: argparse.Namespace) -> float:
     # torch's newer name for the same; ours wins when both are given.
-    if args.shutdown_timeout is not None and "workers_stop_timeout" not in args.given:
+    if args.shutdown_timeout is not None and "workers_stop_timeout" not in _given(args):
         return float(args.shutdown_timeout)
     return float(args.workers_stop_timeout)
+
+
+def _fixed_port(args: argparse.Namespace) -> int | None:
+    """Return the port of all cycles, None for a fresh one each: the default fixes nothing."""
+    is_given = "master_port" in _given(args) or args.master_port != _DEFAULT_MASTER_PORT
+    return int(args.master_port) if is_given and args.master_port else None
+
+
+def _given(args: argparse.Namespace) -> Mapping[str, str]:
+    given: Mapping[str, str] = getattr(args, "given", {})
+    return given
 
 
 def _random_id() -> str:

@@ -53,18 +53,16 @@ class StandbyStarter:
         loop: Where standbys are watched.
         clock: The clock of the loop.
         chronicle: Where the states of standbys are recorded.
-        output: Where workers write, so that a standby has streams of the same kind.
         running_pids: Returns the processes of the workers that run now.
     """
 
-    def __init__(  # noqa: PLR0913  # wired once, by the assembly
+    def __init__(
         self,
         plan: LaunchPlan,
         base_env: Mapping[str, str],
         loop: EventLoop,
         clock: Clock,
         chronicle: Chronicle,
-        output: OutputSettings,
         running_pids: Callable[[], list[int]],
     ) -> None:
         self._plan = plan
@@ -72,12 +70,10 @@ class StandbyStarter:
         self._loop = loop
         self._clock = clock
         self._chronicle = chronicle
-        self._output = output
+        self._output = OutputSettings(plan.redirects, plan.tee, plan.local_ranks_filter)
         self._running_pids = running_pids
         self._imports = plan.prewarm.modules
-        self._cold = ColdStarter(
-            die_with_parent=plan.fault_tolerance.orphan_workers == "kill"
-        )
+        self._cold = ColdStarter(die_with_parent=plan.fault_tolerance.orphan_workers == "kill")
         self._pool = pools.Pool.of(plan.nproc_per_node, len(os.sched_getaffinity(0)))
         self._held: dict[int, Standby] = {}
         self._ready: dict[int, Ready] = {}
@@ -141,7 +137,7 @@ class StandbyStarter:
             elif isinstance(effect, pools.EndStandby):
                 self._end_standby(effect.slot)
             else:
-                logger.info("workers start cold for now: %s", effect.reason)
+                logger.info("workers start cold from now on: %s", effect.reason)
 
     def _arm(self, delay_s: float) -> None:
         if self._timer is not None:
@@ -220,7 +216,7 @@ class StandbyStarter:
         """
         slot = spec.local_rank
         standby = self._held.get(slot)
-        reason = self._why_cold or self._pool.disabled or "no standby was ready"
+        reason = self._why_cold or self._pool.disabled or self._why_none()
         if standby is not None:
             started, problem = self._go(standby, spec, stdout_fd, stderr_fd)
             if started is not None:
@@ -230,6 +226,13 @@ class StandbyStarter:
                 raise ConfigError(f"--ft-prewarm on: worker {slot}: {reason}")
         started = self._cold.start(spec, stdout_fd, stderr_fd)
         return Started(started.child, warm=False, cold_reason=reason)
+
+    def _why_none(self) -> str:
+        if self._pool.first:
+            return "the entry file does not import torch at its top level"
+        if not self._pool.wanted:
+            return "the workers have not loaded torch"
+        return "no standby was started yet"
 
     def _go(
         self, standby: Standby, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None

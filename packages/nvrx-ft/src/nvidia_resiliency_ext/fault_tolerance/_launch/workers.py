@@ -284,9 +284,7 @@ class WorkerGroup:
         self._tee.finish()
 
 
-def _open_streams(
-    opened: contextlib.ExitStack, spec: WorkerSpec
-) -> tuple[int | None, int | None]:
+def _open_streams(opened: contextlib.ExitStack, spec: WorkerSpec) -> tuple[int | None, int | None]:
     """Open the files of stdout and stderr for the time of the context."""
     fds = [open_target(spec.output.stdout), open_target(spec.output.stderr)]
     for fd in fds:
