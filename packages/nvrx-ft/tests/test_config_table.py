@@ -6,12 +6,13 @@ import dataclasses
 import inspect
 
 import pytest
+
 from nvidia_resiliency_ext.fault_tolerance._config import settings
 from nvidia_resiliency_ext.fault_tolerance._config.documentation import (
     flags_markdown,
     options_markdown,
 )
-from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
+from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS, Option
 from nvidia_resiliency_ext.fault_tolerance._launch.flags import FLAGS, OLD_SPELLINGS
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 
@@ -39,7 +40,7 @@ def test_the_dataclass_writes_its_fields_as_the_table_does() -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
-def test_every_option_has_its_flag_and_its_row(option) -> None:
+def test_every_option_has_its_flag_and_its_row(option: Option) -> None:
     """An option has one flag with the same kind, and stands in the docs."""
     flag = OPTION_FLAGS[f"ft_{option.field}"]
     assert flag.kind is option.kind
@@ -61,7 +62,7 @@ def test_every_flag_is_documented_once() -> None:
 
 
 def test_defaults_are_never_refused() -> None:
-    """What this version lacks is never the default of a flag or option, nor another harmless one."""
+    """Neither the default of a flag nor another harmless value asks for a missing feature."""
     for flag in FLAGS:
         for value in flag.harmless or (flag.default,):
             assert not flag.is_refused(value), flag.name

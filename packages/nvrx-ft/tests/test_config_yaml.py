@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files with a `fault_tolerance` section: what is found in them, and what is said about bad ones."""
+"""Files with a `fault_tolerance` section: what is found, and what is said about bad ones."""
 
 import logging
 import time
 from pathlib import Path
 
 import pytest
+
 from nvidia_resiliency_ext.fault_tolerance._config.yaml_file import SIZE_LIMIT_BYTES
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 

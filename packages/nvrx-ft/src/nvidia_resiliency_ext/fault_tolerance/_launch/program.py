@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
-from nvidia_resiliency_ext.shared_utils.log_manager import setup_logger
-
-from .decide import EXIT_FAILURE
 from .parser import PROGRAM, parse_args, usage_error
-from .plan import LaunchPlan, plan_from_args
 
-logger = logging.getLogger("nvrx")
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .plan import LaunchPlan
 
 
 def run_command_line(argv: Sequence[str] | None) -> int:
@@ -26,6 +23,14 @@ def run_command_line(argv: Sequence[str] | None) -> int:
             or a configuration file is wrong; with code 0 for `--help` and `--version`.
     """
     parsed = parse_args(argv)
+    # Loaded only now: `--help` and a wrong command line do not pay for it.
+    import logging
+
+    from nvidia_resiliency_ext.shared_utils.log_manager import setup_logger
+
+    from .plan import plan_from_args
+
+    logger = logging.getLogger("nvrx")
     try:
         plan = plan_from_args(parsed, os.environ)
     except (ValueError, OSError, RuntimeError) as error:
@@ -39,7 +44,9 @@ def run_command_line(argv: Sequence[str] | None) -> int:
 
 def run_plan(plan: LaunchPlan) -> int:
     """Run a plan and return the exit code; what the machine refuses is one line on stderr."""
-    # Loaded only now: `--help` and a wrong command line do not pay for it.
+    from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+
+    from .decide import EXIT_FAILURE
     from .job import Job, show_failures
 
     try:

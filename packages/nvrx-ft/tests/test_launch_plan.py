@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From flags, file and environment to a plan: what it holds, and what is refused before a start."""
+
+import argparse
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvidia_resiliency_ext.fault_tolerance._launch.flags import FLAGS
+from nvidia_resiliency_ext.fault_tolerance._launch.parser import parse_args
+from nvidia_resiliency_ext.fault_tolerance._launch.plan import LaunchPlan, plan_from_args
+from nvidia_resiliency_ext.fault_tolerance._launch.syntax import Std
+from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
+
+ENVIRON = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(autouse=True)
+def _clean(clean_environment: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("PET_"):
+            clean_environment.delenv(name)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("print('hello')\n")
+    return str(path)
+
+
+def plan(*words: str, environ: Mapping[str, str] = ENVIRON) -> LaunchPlan:
+    return plan_from_args(parse_args(words), environ)
+
+
+def test_the_default_plan(script: str) -> None:
+    """Without flags: one worker, no restarts, python -u, fresh ports, defaults of the config."""
+    made = plan(script, "--x", "1")
+    assert made.command.argv == (sys.executable, "-u", script, "--x", "1")
+    assert made.command.is_python
+    assert not made.command.is_module
+    assert (made.nproc_per_node, made.min_nodes, made.max_nodes) == (1, 1, 1)
+    assert (made.max_restarts, made.restart_policy, made.role) == (0, "any-failed", "default")
+    assert (made.term_timeout_s, made.workers_stop_timeout_s) == (1800.0, 15.0)
+    assert (made.master_addr, made.master_port, made.local_addr) == ("127.0.0.1", None, None)
+    assert made.rdzv_endpoint == "127.0.0.1:29500"
+    assert made.run_id == "none"
+    assert made.redirects == made.tee == {0: Std.NONE}
+    assert made.local_ranks_filter is None
+    assert made.signals_to_handle[0] is signal.SIGTERM
+    assert made.no_restart_exit_code == 93
+    assert made.monitors_enabled
+    assert made.prewarm.prewarm == "auto"
+    assert "torch" in made.prewarm.modules
+    assert made.fault_tolerance == FaultToleranceConfig()
+    assert made.warnings == ()
+
+
+def test_flags_reach_the_plan(script: str) -> None:
+    """Each flag of torchrun that this version has shows in the plan."""
+    made = plan(
+        *("--nproc_per_node=4", "--max-restarts=2", "--role=r", "--rdzv-id=job7"),
+        *("--rdzv-endpoint=h:1", "--rdzv-conf=timeout=5,join_timeout=6", "--log-dir=/logs"),
+        *("-r", "3", "-t", "0:1,2:3,9:1", "--local-ranks-filter=0,2", "--term-timeout=5"),
+        *("--workers-stop-timeout=6", "--monitor-interval=2", "--start-method=fork"),
+        *("--master-addr=[::1]", "--master-port=2000", "--local-addr=10.0.0.1"),
+        *("--signals-to-handle=sigusr1,SIGTERM", "--ft-no-restart-exit-code=7"),
+        *("--ft-prewarm=off", "--ft-prewarm-import=apex", script),
+        environ=ENVIRON | {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}]"},
+    )
+    assert (made.nproc_per_node, made.max_restarts, made.role) == (4, 2, "r")
+    assert (made.run_id, made.rdzv_endpoint, made.log_dir) == ("job7", "h:1", "/logs")
+    assert made.rdzv_configuration == {"timeout": "5", "join_timeout": "6"}
+    assert made.redirects == dict.fromkeys(range(4), Std.ALL)
+    assert made.tee == {0: Std.OUT, 1: Std.NONE, 2: Std.ALL, 3: Std.NONE}
+    assert made.local_ranks_filter == frozenset({0, 2})
+    assert (made.term_timeout_s, made.workers_stop_timeout_s) == (5.0, 6.0)
+    assert (made.monitor_interval_s, made.start_method) == (2.0, "fork")
+    assert (made.master_addr, made.master_port, made.local_addr) == ("::1", 2000, "10.0.0.1")
+    assert made.signals_to_handle == (signal.SIGUSR1, signal.SIGTERM)
+    assert made.no_restart_exit_code == 7
+    assert (made.prewarm.prewarm, made.prewarm.modules) == ("off", ("apex",))
+    assert made.log_line_prefix_template == "[${rank}]"
+
+
+def test_standalone_has_an_id_of_its_own(script: str) -> None:
+    """Two standalone launches never share an id, and take a free endpoint."""
+    first, second = plan("--standalone", script), plan("--standalone", script)
+    assert first.run_id != second.run_id
+    assert len(first.run_id) == 32
+    assert first.rdzv_endpoint == "localhost:0"
+
+
+def test_the_newer_name_of_the_stop_timeout_is_taken(script: str) -> None:
+    """`--shutdown-timeout` sets it, and our own name wins when both are given."""
+    assert plan("--shutdown-timeout=3", script).workers_stop_timeout_s == 3.0
+    both = plan("--shutdown-timeout=3", "--workers-stop-timeout=4", script)
+    assert both.workers_stop_timeout_s == 4.0
+
+
+def test_a_port_is_fixed_only_if_somebody_gave_it(
+    script: str, clean_environment: pytest.MonkeyPatch
+) -> None:
+    """The default, and 0, mean a fresh port per cycle; a flag or variable fixes it."""
+    assert plan("--master-port=0", script).master_port is None
+    assert plan("--master-port=29500", script).master_port == 29500
+    clean_environment.setenv("PET_MASTER_PORT", "2001")
+    assert plan(script).master_port == 2001
+
+
+def test_a_file_gives_options_and_flags_win(script: str, tmp_path: Path) -> None:
+    """The file's options are in the plan, except those that a flag gave."""
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "trainer: {fault_tolerance: {prewarm: off, safety_factor: 2, max_no_progress_restarts: 1}}"
+    )
+    made = plan(f"--ft-cfg-path={path}", "--ft-safety-factor=3", script)
+    assert made.fault_tolerance == FaultToleranceConfig(
+        prewarm="off", safety_factor=3.0, max_no_progress_cycles=1
+    )
+    assert made.prewarm.prewarm == "off"
+    assert len(made.warnings) == 1
+
+
+def test_a_missing_file_may_be_allowed(script: str, tmp_path: Path) -> None:
+    """With --ft-ignore-missing-cfg a missing file or section leaves a warning and the defaults."""
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("a: 1\n")
+    for path in (empty, tmp_path / "none.yaml"):
+        made = plan(f"--ft-cfg-path={path}", "--ft-ignore-missing-cfg", script)
+        assert made.fault_tolerance == FaultToleranceConfig()
+        assert len(made.warnings) == 1
+
+
+def test_unknown_keys_may_be_allowed(script: str, tmp_path: Path) -> None:
+    """With --ft-ignore-unknown-cfg unknown keys leave one warning."""
+    path = tmp_path / "job.yaml"
+    path.write_text("fault_tolerance: {aa: 1, bb: 2, safety_factor: 2}\n")
+    with pytest.raises(ValueError, match=r"unknown key 'aa'.*unknown key 'bb'"):
+        plan(f"--ft-cfg-path={path}", script)
+    made = plan(f"--ft-cfg-path={path}", "--ft-ignore-unknown-cfg", script)
+    assert made.fault_tolerance.safety_factor == 2.0
+    assert len(made.warnings) == 1
+
+
+REFUSED_VALUES: dict[str, str] = {
+    "nnodes": "1:2",
+    "node_rank": "1",
+    "logs_specs": "mine",
+    "event_log_handler": "console",
+    "duplicate_stdout_filters": "a",
+    "duplicate_stderr_filters": "a",
+    "numa_binding": "node",
+    "ft_restart_policy": "min-healthy",
+    "ft_rdzv_impl": "legacy",
+    "ft_node_health_check_endpoint": "/run/x",
+    "ft_per_cycle_applog_prefix": "/a.log",
+    "ft_nvrx_logfile": "/a.log",
+    "ft_enable_log_server": "1",
+    "ft_log_server_port": "1000",
+    "ft_log_aggregator_count": "2",
+    "ft_log_leaf_max_queue_chunks": "64",
+    "ft_log_server_log_prefix": "x",
+    "ft_log_server_graceful_shutdown_timeout": "1",
+    "ft_attribution_startup_timeout": "1",
+    "ft_attribution_llm_api_key_file": "x",
+    "ft_attribution_llm_base_url": "x",
+    "ft_attribution_llm_model": "x",
+    "ft_attribution_analysis_backend": "lib",
+    "ft_attribution_log_level": "INFO",
+    "ft_node_health_check_interval": "1",
+    "ft_enable_nic_monitor": "1",
+    "ft_enable_nic_healthcheck": "1",
+    "ft_enable_dist_storage_healthcheck": "1",
+    "ft_storage_healthcheck_path": "/a",
+    "ft_pci_topo_file": "x",
+    "ft_link_down_path_template": "/{nic}",
+    "ft_link_state_path_template": "/{nic}",
+    "ft_segment": "2",
+    "ft_numa_bind_strict": "0",
+    "ft_gpu_memory_reclaim_timeout": "1",
+    "ft_gpu_memory_tolerance_mb": "1",
+    "ft_gpu_memory_poll_interval": "1",
+    "ft_attribution_endpoint": "localhost",
+    "ft_attribution_stop_action": "no-restart",
+    "ft_attribution_export_url": "x",
+    "ft_cycle_info_dir": "x",
+    "ft_lease": "1",
+    "ft_preempt_signal": "SIGUSR1",
+    "ft_restart_budget_window": "1",
+    "ft_rdzv_token_file": "x",
+    "ft_attribution_node_action": "exclude",
+}
+LATER = [flag for flag in FLAGS if flag.later]
+
+
+@pytest.mark.parametrize("flag", LATER, ids=lambda flag: flag.name)
+def test_a_flag_of_a_later_version_is_refused(flag: Any, script: str) -> None:
+    """Asking for what is not there yet is refused under the flag's name."""
+    words = [f"--{flag.name}"]
+    if flag.kind is not None:
+        words = [f"--{flag.name}={REFUSED_VALUES[flag.attribute]}"]
+    with pytest.raises(ValueError, match=f"^--{flag.name}.*not available in this version"):
+        plan(*words, script)
+
+
+@pytest.mark.parametrize("flag", [f for f in LATER if f.env and f.kind], ids=lambda f: f.name)
+def test_a_variable_of_a_later_version_is_refused(
+    flag: Any, script: str, clean_environment: pytest.MonkeyPatch
+) -> None:
+    """What the environment asks for counts as asked for."""
+    name = f"PET_{flag.attribute.upper()}"
+    clean_environment.setenv(name, REFUSED_VALUES[flag.attribute])
+    with pytest.raises(ValueError, match=f"^{name}.*not available in this version"):
+        plan(script)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [f for f in LATER if f.attribute.removeprefix("ft_") in FaultToleranceConfig().to_dict()],
+    ids=lambda flag: flag.name,
+)
+def test_a_key_of_a_later_version_is_refused(flag: Any, script: str, tmp_path: Path) -> None:
+    """What a file asks for is refused under file, line and key."""
+    key = flag.attribute.removeprefix("ft_")
+    path = tmp_path / "job.yaml"
+    path.write_text(f"fault_tolerance:\n  {key}: '{REFUSED_VALUES[flag.attribute]}'\n")
+    with pytest.raises(ValueError, match=rf"job\.yaml line 2: {key}.*not available"):
+        plan(f"--ft-cfg-path={path}", script)
+
+
+def test_giving_a_default_is_never_refused(script: str, tmp_path: Path) -> None:
+    """A file with every default in it, and flags with theirs, start a job."""
+    path = tmp_path / "job.yaml"
+    FaultToleranceConfig(enable_nic_healthcheck=False).to_yaml_file(path)
+    words = [
+        f"--{flag.name}={value}"
+        for flag in LATER
+        if flag.kind is not None
+        for value in (flag.harmless or (flag.default,))
+        if isinstance(value, (str, int, float))
+    ]
+    made = plan(f"--ft-cfg-path={path}", *words, script)
+    assert made.fault_tolerance.enable_nic_healthcheck is False
+
+
+def test_all_that_is_refused_is_said_at_once(script: str) -> None:
+    """Several things asked for that cannot be had are in one message."""
+    with pytest.raises(ValueError, match=r"segment.*--nnodes 2.*--ft-nvrx-logfile"):
+        plan("--nnodes=2", "--ft-segment=2", "--ft-nvrx-logfile=/a", script)
+
+
+def test_a_restart_policy_in_a_file_is_taken(script: str, tmp_path: Path) -> None:
+    """The policy of this version starts a job; the other one is refused, unless a flag wins."""
+    path = tmp_path / "job.yaml"
+    path.write_text("fault_tolerance: {restart_policy: any-failed}\n")
+    assert plan(f"--ft-cfg-path={path}", script).restart_policy == "any-failed"
+    path.write_text("fault_tolerance: {restart_policy: min-healthy}\n")
+    with pytest.raises(ValueError, match="restart_policy min-healthy: not available"):
+        plan(f"--ft-cfg-path={path}", script)
+    made = plan(f"--ft-cfg-path={path}", "--ft-restart-policy=any-failed", script)
+    assert made.restart_policy == "any-failed"
+
+
+def test_the_older_address_of_attribution_is_refused_too(script: str) -> None:
+    """Host and port of an earlier release ask for the same missing feature."""
+    with pytest.raises(ValueError, match=r"attrsvc-host.*not available"):
+        plan("--ft-attrsvc-host=h", "--ft-attrsvc-port=80", script)
+    with pytest.raises(ValueError, match="needs both a host and a port"):
+        plan("--ft-attrsvc-host=h", script)
+
+
+def test_binding_to_numa_nodes_is_refused(script: str) -> None:
+    """The variable that asks for NUMA binding is not ignored."""
+    with pytest.raises(ValueError, match="NVRX_GPUS_PER_NUMA: not available"):
+        plan(script, environ=ENVIRON | {"NVRX_GPUS_PER_NUMA": "4"})
+
+
+def test_monitors_can_be_switched_off(script: str) -> None:
+    """Any text in the variable switches the monitors off."""
+    made = plan(script, environ=ENVIRON | {"NVRX_DISABLE_RANK_MONITORS": "0"})
+    assert not made.monitors_enabled
+
+
+def test_scripts_that_cannot_run_are_named(tmp_path: Path, script: str) -> None:
+    """A missing, unreadable or wrong script is found before any worker starts."""
+    cases = {
+        str(tmp_path / "none.py"): "does not exist; name a file, or a module with -m",
+        str(tmp_path): "is a directory without __main__.py",
+    }
+    if os.geteuid() != 0:
+        Path(script).chmod(0)
+        cases[script] = "cannot be read"
+    for path, message in cases.items():
+        with pytest.raises(ValueError, match=message):
+            plan(path)
+    (tmp_path / "__main__.py").write_text("")
+    assert plan(str(tmp_path)).command.entry == str(tmp_path)
+
+
+def test_programs_that_cannot_run_are_named(tmp_path: Path, script: str) -> None:
+    """With --no-python the program must be executable, or found on PATH."""
+    with pytest.raises(ValueError, match="is not executable"):
+        plan("--no-python", script)
+    with pytest.raises(ValueError, match="'no-such-program' does not exist or is not on PATH"):
+        plan("--no-python", "no-such-program")
+    Path(script).chmod(stat.S_IRWXU)
+    assert plan("--no-python", script, "a").command.argv == (script, "a")
+    environ = ENVIRON | {"PATH": str(tmp_path)}
+    assert plan("--no-python", "train.py", environ=environ).command.argv == ("train.py",)
+
+
+def test_python_may_be_chosen(script: str) -> None:
+    """PYTHON_EXEC replaces the interpreter, and must exist."""
+    made = plan(script, environ=ENVIRON | {"PYTHON_EXEC": "sh"})
+    assert made.command.argv[0] == "sh"
+    with pytest.raises(ValueError, match="PYTHON_EXEC: program '/no/python' does not exist"):
+        plan(script, environ=ENVIRON | {"PYTHON_EXEC": "/no/python"})
+
+
+def test_modules_are_run_as_modules() -> None:
+    """`-m` names a module, which no file has to exist for; it excludes the other ways."""
+    made = plan("-m", "pkg.train", "x")
+    assert made.command.argv == (sys.executable, "-u", "-m", "pkg.train", "x")
+    assert made.command.is_module
+    for other in ("--no-python", "--run-path"):
+        with pytest.raises(ValueError, match=f"--module and {other} exclude each other"):
+            plan("-m", other, "sh")
+
+
+@pytest.mark.parametrize(
+    ("environ", "nproc", "expected"),
+    [
+        ({}, 1, None),
+        ({}, 2, "1"),
+        ({"OMP_NUM_THREADS": "8"}, 2, None),
+        ({"OMP_NUM_THREADS": ""}, 2, None),
+    ],
+)
+def test_threads_of_workers(
+    script: str, environ: dict[str, str], nproc: int, expected: str | None
+) -> None:
+    """Several workers get one thread each, with a warning, unless somebody decided otherwise."""
+    made = plan(f"--nproc-per-node={nproc}", script, environ={"PATH": "/bin"} | environ)
+    assert made.omp_num_threads == expected
+    assert len(made.warnings) == (expected is not None)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "is_right"),
+    [
+        ("1", True),
+        ("1(x4)", True),
+        ("1(x4),1", True),
+        ("2", False),
+        ("1(x4),2", False),
+        ("8(x2)", False),
+        ("11", False),
+        ("1(y4)", False),
+        ("", True),
+    ],
+)
+def test_slurm_must_start_one_launcher_per_node(script: str, tasks: str, is_right: bool) -> None:
+    """Several tasks on a node are refused with the fix, unless they are meant."""
+    environ = ENVIRON | {"SLURM_JOB_ID": "1", "SLURM_TASKS_PER_NODE": tasks}
+    meant = environ | {"NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE": "true"}
+    outside = {name: value for name, value in environ.items() if name != "SLURM_JOB_ID"}
+    plan(script, environ=meant)
+    plan(script, environ=outside)
+    if is_right:
+        plan(script, environ=environ)
+    else:
+        with pytest.raises(ValueError, match="--ntasks-per-node=1"):
+            plan(script, environ=environ)
+
+
+def test_an_unclear_variable_is_named(script: str) -> None:
+    """A truth value that is none is reported, not guessed."""
+    environ = ENVIRON | {
+        "SLURM_JOB_ID": "1",
+        "SLURM_TASKS_PER_NODE": "2",
+        "NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE": "perhaps",
+    }
+    with pytest.raises(ValueError, match="NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE: 'perhaps' is not"):
+        plan(script, environ=environ)
+
+
+def test_the_old_log_level_variable_is_deprecated(script: str) -> None:
+    """FT_LAUNCHER_LOGLEVEL leaves a DeprecationWarning that names what to use."""
+    with pytest.warns(DeprecationWarning, match="FT_LAUNCHER_LOGLEVEL is deprecated; use"):
+        plan(script, environ=ENVIRON | {"FT_LAUNCHER_LOGLEVEL": "DEBUG"})
+
+
+def test_a_missing_file_is_one_problem_with_its_remedy(script: str) -> None:
+    """A file that does not exist is named with the flag and what to do."""
+    with pytest.raises(ValueError, match="--ft-cfg-path: file '/no/cfg' does not exist; correct"):
+        plan("--ft-cfg-path=/no/cfg", script)
+
+
+def test_a_plan_needs_no_record_of_who_gave_what(script: str) -> None:
+    """The result of another parser with the same attributes makes the same plan."""
+    args = argparse.Namespace(**vars(parse_args([script])))
+    del args.given, args.warnings
+    assert plan_from_args(args, ENVIRON) == plan(script)
+    args.master_port = 2000
+    assert plan_from_args(args, ENVIRON).master_port == 2000
+    args.nnodes = "2"
+    with pytest.raises(ValueError, match="--nnodes 2: not available"):
+        plan_from_args(args, ENVIRON)
+
+
+def test_planning_imports_neither_torch_nor_yaml(script: str) -> None:
+    """Without a file, planning a launch loads no large module."""
+    program = """
+import os, sys
+from nvidia_resiliency_ext.fault_tolerance._launch.parser import parse_args
+from nvidia_resiliency_ext.fault_tolerance._launch.plan import plan_from_args
+plan_from_args(parse_args(sys.argv[1:]), os.environ)
+print(*{"torch", "numpy", "psutil", "yaml", "grpc", "asyncio", "importlib.metadata"}
+      & set(sys.modules))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program, script],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+        env={"PATH": os.environ["PATH"]},
+    )
+    assert result.stdout.split() == []
