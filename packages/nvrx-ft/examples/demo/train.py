@@ -113,7 +113,7 @@ class Trainer:
         self.optimizer.zero_grad()
         scores = self.parallel_model(self.images[rows])
         loss = nn.functional.cross_entropy(scores, self.digits[rows])
-        loss.backward()
+        torch.autograd.backward(loss)
         return float(loss.detach())
 
     def train_step(self) -> float:
