@@ -74,23 +74,42 @@ def meanings(kind: str, found: set[str]) -> dict[str, str]:
     return {name: written[name] for name in sorted(found & set(written))}
 
 
+def public_modules(distribution: str) -> list[str]:
+    """Return the modules that export something, packages last."""
+    found: list[tuple[bool, str]] = []
+    for path, tree in sources(distribution):
+        parts = path.relative_to(ROOT / "packages" / distribution / "src").parts
+        names = [part.removesuffix(".py") for part in parts if part != "__init__.py"]
+        if any(name.startswith("_") or "_pb2" in name for name in names):
+            continue
+        if any("__all__" in ast.unparse(node).split("=")[0] for node in tree.body):
+            found.append((path.name == "__init__.py", ".".join(names)))
+    return [module for _, module in sorted(found)]
+
+
 class Modules(SphinxDirective):
-    """Document every public module of a distribution that exports something."""
+    """Document what every public module of a distribution exports, each thing once."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         """Return what autodoc makes of each module."""
         lines: list[str] = []
-        for path, tree in sources(self.arguments[0]):
-            parts = path.relative_to(ROOT / "packages" / self.arguments[0] / "src").parts
-            names = [part.removesuffix(".py") for part in parts if part != "__init__.py"]
-            if any(name.startswith("_") or "_pb2" in name for name in names):
-                continue
-            if any("__all__" in ast.unparse(node).split("=")[0] for node in tree.body):
-                module = ".".join(names)
-                lines += [f".. rubric:: {module}", ""]
-                lines += [f".. automodule:: {module}", "   :members:", ""]
+        homes: dict[int, str] = {}
+        for name in public_modules(self.arguments[0]):
+            module = importlib.import_module(name)
+            own: list[str] = []
+            elsewhere: list[str] = []
+            for item in module.__all__:
+                value = getattr(module, item)
+                home = homes.setdefault(id(value), name) if callable(value) else name
+                if home == name:
+                    own.append(item)
+                else:
+                    elsewhere.append(f"``{item}`` (see ``{home}``)")
+            lines += [f".. rubric:: {name}", "", f".. automodule:: {name}"]
+            lines += [f"   :members: {', '.join(own)}"] if own else []
+            lines += ["", *([f"Also exports {', '.join(elsewhere)}.", ""] if elsewhere else [])]
         return self.parse_text_to_nodes("\n".join(lines))
 
 
