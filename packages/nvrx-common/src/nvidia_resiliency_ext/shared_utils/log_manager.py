@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import threading
 
@@ -36,8 +37,6 @@ class LogConfig:
     @classmethod
     def get_node_id(cls) -> str:
         """Return the name of this host."""
-        import socket
-
         return socket.gethostname()
 
     @classmethod

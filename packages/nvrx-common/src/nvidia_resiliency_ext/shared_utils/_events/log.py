@@ -238,7 +238,9 @@ class EventLog:
             return
         if self._dropped_count and size < self.max_bytes:
             self._tell_dropped()
-        self._write(line)
+        failure = self._write(line)
+        if failure:
+            self._drop(len(line), failure)
 
     def _passes_limit(self, kind: str, size: int) -> bool:
         """Say whether a full file still takes this kind; the first time, note that it is full."""
@@ -256,22 +258,22 @@ class EventLog:
     def _tell_dropped(self) -> None:
         count, lost_bytes = self._dropped_count, self._dropped_bytes
         told = {"count": count, "bytes": lost_bytes, "why": self._dropped_why}
-        if self._write(self._own_line("dropped", told)):
+        if not self._write(self._own_line("dropped", told)):
             self._dropped_count -= count
             self._dropped_bytes -= lost_bytes
 
-    def _write(self, line: bytes) -> bool:
-        """Write one line; what a failed write left behind is ended by the next one's newline."""
+    def _write(self, line: bytes) -> str:
+        """Write one line and return why that failed, nothing when it did not.
+
+        What a short write left behind is ended by the newline before the next line.
+        """
         data = b"\n" + line if self._is_line_torn else line
         try:
             written = os.write(self._fd, data)
         except OSError as error:
-            self._drop(len(line), error.strerror or type(error).__name__)
-            return False
+            return error.strerror or type(error).__name__
         self._is_line_torn = written < len(data)
-        if self._is_line_torn:
-            self._drop(len(line), "short write")
-        return not self._is_line_torn
+        return "short write" if self._is_line_torn else ""
 
     def _drop(self, size: int, why: str) -> None:
         self._dropped_count += 1

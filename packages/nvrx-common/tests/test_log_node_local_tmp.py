@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-node log files: names, change of file by size, what is kept, and lines read back."""
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nvidia_resiliency_ext.shared_utils.log_node_local_tmp import (
+    DynamicLogFormatter,
+    LogMessage,
+    NodeLocalTmpLogHandler,
+)
+
+_LINE = "2026-01-02 03:04:05,678 [INFO] [n1] [workload:0(?) infra:?(2)] a.py:17 hello: [x] 1:2"
+
+
+def _record(text: str) -> logging.LogRecord:
+    return logging.LogRecord("nvrx", logging.INFO, "f.py", 1, text, None, None)
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted((path.name for path in directory.iterdir()), key=lambda n: int(n.split(".")[-1]))
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., NodeLocalTmpLogHandler]]:
+    """Make handlers that write to the test's directory, and close them."""
+    made: list[NodeLocalTmpLogHandler] = []
+
+    def build(
+        rank: int | None = 3, size: int = 10_000, backups: int = 2, name: str = "p"
+    ) -> NodeLocalTmpLogHandler:
+        handler = NodeLocalTmpLogHandler(rank, str(tmp_path), size, backups, name)
+        made.append(handler)
+        return handler
+
+    yield build
+    for handler in made:
+        handler.close()
+
+
+Make = Callable[..., NodeLocalTmpLogHandler]
+
+
+def test_name_of_the_file(make: Make, tmp_path: Path) -> None:
+    """The file is named after rank, process and time, and appears with the first record."""
+    handler = make()
+    assert not _names(tmp_path)
+    before_ms = int(time.time() * 1000)
+    handler.emit(_record("a"))
+    (name,) = _names(tmp_path)
+    match = re.fullmatch(r"rank_3_p\.msg\.(\d+)", name)
+    assert match
+    assert before_ms <= int(match[1]) <= time.time() * 1000
+    assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_newest_file_is_used_again(make: Make, tmp_path: Path) -> None:
+    """The first record goes to the newest file of the same rank and process, and to no other's."""
+    for name in ("rank_3_p.msg.100", "rank_3_p.msg.99", "rank_4_p.msg.200", "rank_3_pp.msg.300"):
+        (tmp_path / name).write_text("old\n")
+    make().emit(_record("new"))
+    assert (tmp_path / "rank_3_p.msg.100").read_text() == "old\nnew\n"
+    assert len(_names(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("backups", [0, 1, 4])
+def test_number_of_files(backups: int, make: Make, tmp_path: Path) -> None:
+    """After many changes of file exactly `max_backup_files` older files stay, the newest ones."""
+    handler = make(size=200, backups=backups)
+    for number in range(100):
+        handler.emit(_record(f"{number:049d}"))
+    names = _names(tmp_path)
+    assert len(names) == backups + 1
+    text = "".join((tmp_path / name).read_text() for name in names)
+    numbers = [int(line) for line in text.splitlines()]
+    assert numbers == list(range(numbers[0], 100))
+    assert all((tmp_path / name).stat().st_size <= 250 for name in names)
+
+
+def test_unwritable_record_goes_to_stderr(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A record that has no file is not lost but written to stderr."""
+    (tmp_path / "rank_3_p.msg.9999999999999").symlink_to("/dev/null")
+    make().emit(_record("precious"))
+    assert capsys.readouterr().err == "precious\n"
+
+
+def test_removed_file_is_made_again(make: Make, tmp_path: Path) -> None:
+    """When somebody removed file and directory, the next record makes them again."""
+    handler = make()
+    handler.emit(_record("a"))
+    for name in _names(tmp_path):
+        (tmp_path / name).unlink()
+    tmp_path.rmdir()
+    handler.emit(_record("b"))
+    (name,) = _names(tmp_path)
+    assert (tmp_path / name).read_text() == "b\n"
+
+
+def test_forked_children_write_whole_lines(make: Make, tmp_path: Path) -> None:
+    """Parent and children go on with the same file and no line is broken or lost."""
+    handler = make(size=10**9)
+    handler.emit(_record("start"))
+    pids = []
+    for child in range(4):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for number in range(200):
+                    handler.handle(_record(f"{child}-{number}-" + "x" * 200))
+            finally:
+                os._exit(0)
+        pids.append(pid)
+    for pid in pids:
+        assert os.waitpid(pid, 0)[1] == 0
+    (name,) = _names(tmp_path)
+    lines = (tmp_path / name).read_text().splitlines()
+    assert len(lines) == 801
+    assert all(line.endswith("x" * 200) for line in lines[1:])
+
+
+def test_line_is_taken_apart() -> None:
+    """Every field of a line is found, and the time counts in milliseconds."""
+    message = LogMessage(_LINE)
+    assert message.log_message_valid
+    expected_ms = int(time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))) * 1000 + 678
+    assert message.getts() == expected_ms
+    assert message.hash_table == {
+        "asctime": expected_ms,
+        "levelname": "INFO",
+        "hostname": "n1",
+        "workload_rank": "0",
+        "workload_local_rank": "?",
+        "infra_rank": "?",
+        "infra_local_rank": "2",
+        "filename": "a.py",
+        "lineno": "17",
+        "message": "hello: [x] 1:2",
+    }
+    assert str(message) == _LINE
+    assert LogMessage(f"  2: {_LINE}").log_message_valid
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "Traceback (most recent call last):",
+        _LINE.replace("2026-01-02", "2026-13-02"),
+        _LINE.replace("03:04:05", "25:04:05"),
+        _LINE.replace(",678", ""),
+        _LINE.replace("workload", "work"),
+        "x" * 100_000,
+        "2026-01-02 03:04:05,678 [" + "I" * 100_000,
+    ],
+)
+def test_other_lines_are_not_valid(line: str) -> None:
+    """A line of another form, or with an impossible time, is recognised as such."""
+    message = LogMessage(line)
+    assert not message.log_message_valid
+    assert message.getts() == 0
+    assert message.hash_table == {}
+
+
+def test_formatter_adds_ranks() -> None:
+    """A format may name the four ranks; an unknown one is a question mark."""
+    fmt = (
+        "%(workload_rank)s %(workload_local_rank)s %(infra_rank)s %(infra_local_rank)s %(message)s"
+    )
+    assert DynamicLogFormatter(0, None, 7, None, fmt=fmt).format(_record("m")) == "0 ? 7 ? m"
+    dated = DynamicLogFormatter(fmt="%(asctime)s", datefmt="%Y")
+    assert re.fullmatch(r"\d{4}", dated.format(_record("m")))
