@@ -270,11 +270,13 @@ class _State:
 
     def replace_handlers(self, logger: logging.Logger, handler: logging.Handler) -> None:
         """Put ``handler`` in the place of those that were installed here before."""
-        old, self.handlers = self.handlers, [handler]
+        # A fork may happen between any two steps, and the child must know every handler of ours.
+        self.handlers.append(handler)
         logger.addHandler(handler)
-        for unused in old:
+        for unused in self.handlers[:-1]:
             logger.removeHandler(unused)
             _close(unused)
+            self.handlers.remove(unused)
 
 
 def _close(handler: logging.Handler) -> None:
