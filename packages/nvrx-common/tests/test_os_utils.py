@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -271,9 +272,13 @@ def test_append_cannot_be_raced_outside(root: int, tmp_path: Path) -> None:
 
     thread = threading.Thread(target=swap)
     thread.start()
-    outcomes = set()
+    outcomes: set[str] = set()
+    deadline = time.monotonic() + 30.0
+    attempts = 0
     try:
-        for _ in range(3000):
+        # On a busy machine the two threads may run in step for a while.
+        while attempts < 3000 or ("opened" not in outcomes and time.monotonic() < deadline):
+            attempts += 1
             try:
                 os.close(os_utils.open_append_beneath(root, "d/file"))
                 outcomes.add("opened")
