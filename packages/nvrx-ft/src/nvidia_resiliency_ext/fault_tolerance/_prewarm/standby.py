@@ -216,7 +216,12 @@ class Standby:
     def receive(self) -> Ready | Begun | Failed | None:
         """Return the next news without waiting, or None. `Begun` and `Failed` are the last."""
         try:
-            data = self._door.recv(_LARGEST_REPLY_BYTES)
+            try:
+                data = self._door.recv(_LARGEST_REPLY_BYTES)
+            except ConnectionResetError:
+                # It left with our "go" unread. The kernel reports that once, and only then hands
+                # out its last words.
+                data = self._door.recv(_LARGEST_REPLY_BYTES)
         except BlockingIOError:
             return None
         except OSError as error:
