@@ -86,6 +86,16 @@ def test_nothing_is_signalled_after_the_reaping() -> None:
         assert not child.signal_group(signal.SIGKILL)
 
 
+def test_recycled_number_is_left_alone(each_watch: str) -> None:
+    """A process that got the number of a reaped child is not signalled in its place."""
+    with start_child(["sleep", "600"]) as stranger, start_child(["true"]) as child:
+        child.wait(LONG_S)
+        if each_watch == "no pidfd":
+            child._watch._pid = stranger.pid  # as if the kernel had given the number away
+        assert not child.signal(signal.SIGKILL)
+        assert stranger.poll() is None
+
+
 def test_group_is_ended_after_its_leader_was_reaped() -> None:
     """What a child started in its group can still be ended when the child itself is gone."""
     with start_child(["sh", "-c", "sleep 600 & exit 3"]) as child:
@@ -187,12 +197,11 @@ def test_program_that_cannot_run_is_one_error(argv: list[str], reason: str) -> N
 @pytest.mark.parametrize("die_with_parent", [False, True])
 def test_child_starts_with_clean_signals(die_with_parent: bool) -> None:
     """Neither our blocked signals nor Python's ignored SIGPIPE reach the child."""
-    script = "grep -E '^Sig(Blk|Ign)' /proc/self/status"
+    # No shell: those clear the mask on their own.
+    command = ["grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status"]
     old = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
     try:
-        child = start_child(
-            ["sh", "-c", script], stdout=subprocess.PIPE, die_with_parent=die_with_parent
-        )
+        child = start_child(command, stdout=subprocess.PIPE, die_with_parent=die_with_parent)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
     with child:

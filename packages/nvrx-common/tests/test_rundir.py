@@ -102,9 +102,10 @@ def test_bad_label_is_refused(place: Path, label: str) -> None:
         RunDir.create(label, {"TMPDIR": str(place)})
 
 
-def test_long_place_is_passed_over(place: Path) -> None:
-    """Where sockets would not fit the directory is made in /tmp instead."""
-    long_place = place / ("x" * 60)
+@pytest.mark.parametrize("length", [30, 60, 200])
+def test_long_place_is_passed_over(place: Path, length: int) -> None:
+    """Where sockets would not fit, or only short names, the directory is made in /tmp instead."""
+    long_place = place / ("x" * length)
     long_place.mkdir(mode=0o700)
     with RunDir.create("demo", {"TMPDIR": str(long_place)}) as run_dir:
         assert os.path.dirname(run_dir.path) == "/tmp"
@@ -207,7 +208,9 @@ def test_zombie_owner_is_dead(place: Path) -> None:
     run_dir = RunDir.create("x", environ)
     with start_child(["true"]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        change_owner(run_dir, pid=child.pid)
+        zombie = procfs.read_stat(child.pid)
+        assert zombie is not None
+        change_owner(run_dir, pid=child.pid, start_ticks=zombie.start_ticks)
         assert run_dir.path in stale_run_dirs(environ)
 
 
