@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files with a `fault_tolerance` section: what is found, and what is said about bad ones."""
 
+import contextlib
 import logging
+import random
 import time
 from pathlib import Path
 
@@ -117,6 +119,45 @@ def test_aliases_do_not_explode(tmp_path: Path, step: str) -> None:
     with pytest.raises(ValueError, match=r"job\.yaml"):
         load(tmp_path, "\n".join([*lines, "fault_tolerance: {<<: *a59, lease: *a58}\n"]))
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("step", ["[{0}, {0}]", "{{a: {0}, b: {0}}}"])
+def test_foreign_aliases_are_searched_once(tmp_path: Path, step: str) -> None:
+    """A section behind 2**60 paths through somebody else's aliases is found at once."""
+    lines = ["- a0: &a0 {lease: 7}"]
+    lines += [f"- a{n}: &a{n} " + step.format(f"*a{n - 1}") for n in range(1, 60)]
+    started = time.monotonic()
+    config = load(tmp_path, "\n".join([*lines, "- fault_tolerance: {lease: 7}\n"]))
+    assert config.lease == 7.0
+    assert time.monotonic() - started < 10
+
+
+def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
+    """Whatever is in a file, the answer is a config or a ValueError."""
+    chance = random.Random(7)
+    seeds = [item if isinstance(item, bytes) else item.encode() for item in GOOD.values()]
+    seeds += [item if isinstance(item, bytes) else item.encode() for item, _ in BAD.values()]
+    for _ in range(400):
+        content = bytearray(chance.choice(seeds)[:2000])
+        for _ in range(chance.randint(1, 4)):
+            place = chance.randint(0, len(content))
+            content[place : place + chance.randint(0, 3)] = chance.choice(
+                [
+                    b"",
+                    b"*a",
+                    b"&a ",
+                    b"<<: ",
+                    b"[",
+                    b"{",
+                    b": ",
+                    b"!!",
+                    b"\x00",
+                    b"\xff",
+                    b"9" * 5000,
+                ]
+            )
+        with contextlib.suppress(ValueError):
+            load(tmp_path, bytes(content))
 
 
 def test_a_mapping_that_merges_itself_comes_to_an_end(tmp_path: Path) -> None:

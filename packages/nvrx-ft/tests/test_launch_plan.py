@@ -201,6 +201,12 @@ REFUSED_VALUES: dict[str, str] = {
 LATER = [flag for flag in FLAGS if flag.later]
 
 
+def test_what_is_left_to_later_versions_is_known() -> None:
+    """The list above names all that is refused: adding or finishing a feature shows here."""
+    assert {flag.attribute for flag in LATER if flag.kind is not None} == set(REFUSED_VALUES)
+    assert [flag.name for flag in LATER if flag.kind is None] == ["virtual-local-rank"]
+
+
 @pytest.mark.parametrize("flag", LATER, ids=lambda flag: flag.name)
 def test_a_flag_of_a_later_version_is_refused(flag: Any, script: str) -> None:
     """Asking for what is not there yet is refused under the flag's name."""
