@@ -31,6 +31,8 @@ _FAILED = 70
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG, _SIGKILL = 1, 2, 9
 # Signals that glibc keeps for itself; it installs handlers with the first native thread.
 _GLIBC_SIGNALS = 1 << 31 | 1 << 32
+# Set from TMPDIR by torch._dynamo, whose value may be another at "go"; torch asks again if unset.
+_COMPUTED_AGAIN = ("TORCHINDUCTOR_CACHE_DIR",)
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband")
 
 
@@ -199,7 +201,7 @@ class _Held:
             _replace_list(live, _merged(list(live), old, new))
         self._lists = ()
         for key, value in self._environ_added.items():
-            if os.environ.get(key) == self._environ.get(key):
+            if os.environ.get(key) == self._environ.get(key) and key not in _COMPUTED_AGAIN:
                 os.environ[key] = value
         self._environ_added = {}
         _enable_loggers()
@@ -449,7 +451,9 @@ def _problem(before: Mapping[str, object], order: Mapping[str, Any], held: _Held
     named = {name.partition(".")[0] for name, _ in order["imports"]}
     beside = order["entry_dir"]
     for name, origin in origins.items():
-        if beside and name not in named and (origin or "").startswith(os.path.join(beside, "")):
+        # Directly beside, not anywhere below: the environment may lie in the script's folder.
+        own = (os.path.join(beside or "", name, ""), os.path.join(beside or "", f"{name}."))
+        if beside and name not in named and (origin or "").startswith(own):
             return f"{origin} stands before the module {name}"
     return _shadowing([beside] * bool(beside) + order["path_dirs"], origins)
 
