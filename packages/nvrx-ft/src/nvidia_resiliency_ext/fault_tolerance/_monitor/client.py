@@ -25,10 +25,10 @@ from nvidia_resiliency_ext.fault_tolerance.data import (
 )
 
 from . import timeouts_state
-from .control import Ask, Hello, SetTimeouts
 from .errors import RankMonitorClientError
 from .hotpath import HotPath, training_iteration
 from .link import LinkError, RankLink
+from .rank_messages import Ask, Hello, SetTimeouts
 from .slot import NO_ITERATION, W_SESSION_ID, SlotError, SlotLayout, SlotMemory, SlotWriter
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
     from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
 
-    from .control import Accepted
+    from .rank_messages import Accepted
 
 __all__ = ["RankMonitorClient", "RankMonitorClientError"]
 

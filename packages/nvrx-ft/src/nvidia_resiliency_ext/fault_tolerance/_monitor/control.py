@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the messages of the monitor: with the launcher, and with a rank; it moves no bytes.
+"""Owns the messages between launcher and monitor; it moves no bytes.
 
-The launcher's end of the socketpair closing is the monitor's order to sweep and leave. Ranks
-never send what happens in a step (that is in their slot), only what happens once per session.
+The launcher's end of the socketpair closing is the monitor's order to sweep and leave.
 """
 
 from __future__ import annotations
@@ -14,26 +13,17 @@ from nvidia_resiliency_ext.shared_utils.wire import MessageSet
 
 __all__ = [
     "LAUNCHER_MESSAGES",
-    "RANK_MESSAGES",
-    "Accepted",
-    "Answer",
-    "Ask",
     "CycleChanged",
-    "FirstActivity",
     "FirstStep",
     "HangFound",
-    "Hello",
     "Leave",
     "LogLine",
     "RankJoined",
     "RankLeft",
     "RankUnkillable",
     "Ready",
-    "Refused",
-    "SetTimeouts",
     "SlotReplaced",
     "Start",
-    "StepBegun",
     "TimeoutsChanged",
     "WorkersChanged",
 ]
@@ -155,71 +145,6 @@ class LogLine:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """Rank to monitor: opens the session; a slot's descriptor comes with it after a reconnect.
-
-    `pid` counts only where the kernel cannot tell it (another pid namespace).
-    """
-
-    rank: int
-    pid: int
-    num_warmup_iters: int | None = None
-    dump_signal: int = 0
-    hands_back_slot: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """Monitor to rank: the session is open; slot and dump pipe are attached, in this order."""
-
-    session_id: int
-    config: dict[str, Any]
-    sections: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Monitor to rank: no session, and why."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SetTimeouts:
-    """Rank to monitor: keys of the configuration that change for this rank; answered."""
-
-    request: int
-    config: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Rank to monitor, only when calls are answered: look at my slot now; answered."""
-
-    request: int
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Monitor to rank: the request was carried out, or why not."""
-
-    request: int
-    problem: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FirstActivity:
-    """Rank to monitor: first heartbeat or section of the session; not answered."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepBegun:
-    """Rank to monitor: first heartbeat or first finished step of the session; not answered."""
-
-    t: float
-
-
 LAUNCHER_MESSAGES = MessageSet(
     Start,
     CycleChanged,
@@ -234,15 +159,4 @@ LAUNCHER_MESSAGES = MessageSet(
     RankUnkillable,
     SlotReplaced,
     LogLine,
-)
-
-RANK_MESSAGES = MessageSet(
-    Hello,
-    Accepted,
-    Refused,
-    SetTimeouts,
-    Ask,
-    Answer,
-    FirstActivity,
-    StepBegun,
 )

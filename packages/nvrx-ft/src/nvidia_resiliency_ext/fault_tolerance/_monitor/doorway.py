@@ -19,7 +19,7 @@ from nvidia_resiliency_ext.shared_utils.errors import PeerRefusedError
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 
 from .channel import Channel
-from .control import RANK_MESSAGES, Hello
+from .rank_messages import RANK_MESSAGES, Hello
 
 if TYPE_CHECKING:
     from collections.abc import Callable

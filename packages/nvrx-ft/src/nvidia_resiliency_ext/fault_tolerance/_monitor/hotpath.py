@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from . import slot
-from .control import FirstActivity, StepBegun
 from .errors import RankMonitorClientError
-from .verdict import STEP
+from .rank_messages import FirstActivity, StepBegun
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -207,7 +206,7 @@ class HotPath:
         self._outside_longest = -1
         self._has_closed = False
         self._steps = 0
-        self._step_at = self._index.get(STEP, 0)
+        self._step_at = self._index.get(slot.STEP, 0)
         self._never_opened = set(self._index.values())
         self._is_first_step_due = True
         self._has_posted_life = False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
-from . import control, session
+from . import control, rank_messages, session
 from .doorway import Doorway, Watcher
 from .evidence import Evidence, SlowThread, inspect_process, save_evidence
 from .limits import change_limits, policy_of
@@ -55,7 +55,7 @@ class _Holder:
     """The process that has, or asks for, the session."""
 
     connection: Connection
-    hello: control.Hello
+    hello: rank_messages.Hello
     process: PidHandle
     dump_fd: int = -1
     evidence: Evidence | None = None
@@ -131,7 +131,7 @@ class RankPort:
         self._lines.finish()
         self.memory.close()
 
-    def _welcome(self, connection: Connection, hello: control.Hello) -> None:
+    def _welcome(self, connection: Connection, hello: rank_messages.Hello) -> None:
         # The holder's own end may be in the queue behind this newcomer.
         self._read_holder()
         try:
@@ -162,14 +162,14 @@ class RankPort:
     def _handle(self, holder: _Holder, message: object) -> None:
         channel = holder.connection.channel
         match message:
-            case control.SetTimeouts(request, changes):
-                channel.send(control.Answer(request, self.set_limits(changes)))
-            case control.Ask(request):
+            case rank_messages.SetTimeouts(request, changes):
+                channel.send(rank_messages.Answer(request, self.set_limits(changes)))
+            case rank_messages.Ask(request):
                 self._look_now()
-                channel.send(control.Answer(request))
-            case control.StepBegun(t):
+                channel.send(rank_messages.Answer(request))
+            case rank_messages.StepBegun(t):
                 self._tell_step(holder, t)
-            case control.FirstActivity():
+            case rank_messages.FirstActivity():
                 self._tell_life(holder)
             case _:
                 channel.is_over = True  # a second hello, or a message of the other direction
@@ -221,7 +221,7 @@ class RankPort:
         self._take_slot(holder)
         holder.dump_fd, dump_write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(holder.dump_fd, False)
-        accepted = control.Accepted(session_id, self._config, list(self._layout.sections))
+        accepted = rank_messages.Accepted(session_id, self._config, list(self._layout.sections))
         channel = holder.connection.channel
         channel.send(accepted, [self.memory.fd, dump_write_fd])
         os.close(dump_write_fd)
@@ -254,7 +254,7 @@ class RankPort:
         assert newcomer is not None
         rank, pid = newcomer.hello.rank, newcomer.process.pid
         logger.warning("rank %d: pid %d was refused: %s", rank, pid, reason)
-        newcomer.connection.channel.send(control.Refused(reason))
+        newcomer.connection.channel.send(rank_messages.Refused(reason))
         newcomer.connection.channel.close()
         newcomer.process.close()
 

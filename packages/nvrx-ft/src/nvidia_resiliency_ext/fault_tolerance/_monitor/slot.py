@@ -24,6 +24,9 @@ __all__ = [
     "read_slot",
 ]
 
+STEP = "step"
+"""The section whose first end shows that training goes on."""
+
 MAGIC = 0x4E56_5258_0000_0001
 """Identifies a slot and the version of this layout."""
 
@@ -162,7 +165,7 @@ class SlotWriter:
     def open(self, section: str, now_ns: int) -> None:
         """Note that a section was opened."""
         self.words[self.layout.index[section]] = now_ns
-        if section == "step" and not self.words[W_STEP_FIRST_OPEN]:
+        if section == STEP and not self.words[W_STEP_FIRST_OPEN]:
             self.words[W_STEP_FIRST_OPEN] = now_ns
 
     def close(self, section: str, now_ns: int, *, is_last: bool) -> None:

@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .slot import STEP
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Timeouts", "Verdict", "judge", "next_look"]
 
-STEP = "step"
 WARMUP = "warmup"
 MIN_SLEEP_S = 0.01
 """Shortest pause between two looks, so that a timeout of zero cannot spin the monitor."""

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real monitor process and real ranks for tests; no launcher."""
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from nvidia_resiliency_ext.fault_tolerance._monitor import control
+from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
+from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.rundir import RunDir
+
+PROGRAM = Path(__file__).parent.parent / "programs" / "commanded_rank.py"
+LIMIT_S = 30.0
+
+
+class Rank:
+    """A process that runs `commanded_rank.py`."""
+
+    def __init__(self, socket_path, rank=0, env=None):
+        given = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "NVRX_"))}
+        given |= {"FT_RANK_MONITOR_IPC_SOCKET": str(socket_path), "RANK": str(rank)}
+        given |= {"LOCAL_RANK": str(rank), **(env or {})}
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM)],
+            env=given,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+            bufsize=1,
+        )
+        self.pid = self.process.pid
+
+    def order(self, line):
+        """Give an order without waiting for its answer."""
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def answer(self):
+        """Return the next line of the rank."""
+        ready, _, _ = select.select([self.process.stdout], [], [], LIMIT_S)
+        assert ready, "the rank did not answer"
+        return self.process.stdout.readline().strip()
+
+    def do(self, *lines):
+        """Give orders and return the last answer; each must succeed."""
+        answer = ""
+        for line in lines:
+            self.order(line)
+            answer = self.answer()
+            assert answer.startswith("ok"), answer
+        return answer.removeprefix("ok").strip()
+
+    def wait_dead(self, limit_s=LIMIT_S):
+        """Wait until the process ended; return its return code."""
+        return self.process.wait(limit_s)
+
+    def close(self):
+        """Kill it and its children."""
+        if self.process.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+class Node:
+    """A monitor with its run directory, and the ranks of the test."""
+
+    def __init__(self, record_dir, count=1, **config):
+        self.run_dir = RunDir.create("test")
+        self.record_dir = record_dir
+        self.run_id = f"test-{os.getpid()}-{time.monotonic_ns()}"
+        self.config = {"rank_section_timeouts": {}, "log_level": 10, **config}
+        self.paths = [self.run_dir.socket_path(f"rmon{i}.sock") for i in range(count)]
+        self.ranks = []
+        self.messages = []
+        self.monitor = self.start_monitor()
+
+    def start_monitor(self):
+        """Start a monitor at the node's paths."""
+        self.monitor = MonitorHandle.start(
+            self.config,
+            self.paths,
+            run_id=self.run_id,
+            run_dir=self.run_dir.path,
+            record_dir=str(self.record_dir),
+            cycle=3,
+            host="testhost",
+        )
+        return self.monitor
+
+    def rank(self, index=0, env=None):
+        """Start a rank that belongs to the run."""
+        rank = Rank(self.paths[index], index, {"NVRX_RUN_ID": self.run_id, **(env or {})})
+        self.ranks.append(rank)
+        return rank
+
+    def expect(self, kind, limit_s=LIMIT_S):
+        """Wait for the monitor's next message of a kind; earlier other ones are kept."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            for message in self.messages:
+                if isinstance(message, kind):
+                    self.messages.remove(message)
+                    return message
+            remaining = deadline - time.monotonic()
+            assert remaining > 0, f"no {kind.__name__}, only {self.messages}"
+            select.select([self.monitor], [], [], remaining)
+            self.messages += self.monitor.receive()
+            assert not self.monitor.is_over, "the monitor is gone"
+
+    def hang(self):
+        """Wait for the monitor's report of a hang."""
+        return self.expect(control.HangFound).report
+
+    def connect(self, index=0):
+        """Return a raw connection to a rank's socket."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(LIMIT_S)
+        sock.connect(self.paths[index])
+        return sock
+
+    def close(self):
+        """End everything."""
+        for rank in self.ranks:
+            rank.close()
+        self.monitor.leave(10.0)
+        shutil.rmtree(self.run_dir.path, ignore_errors=True)
+
+
+def wait_gone(pid, limit_s=LIMIT_S):
+    """Wait until a process that is not our child has ended."""
+    deadline = time.monotonic() + limit_s
+    while procfs.is_running(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        select.select([], [], [], 0.02)
+
+
+def wait_until(condition, limit_s=LIMIT_S):
+    """Wait until a condition holds that nobody announces."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        select.select([], [], [], 0.02)

@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The monitor process against real ranks: hangs are found, named, and ended; others are spared."""
+
+import logging
+import os
+import pickle
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from monitored_ranks import Node, wait_gone, wait_until
+
+from nvidia_resiliency_ext.fault_tolerance._monitor import control, rank_messages
+from nvidia_resiliency_ext.fault_tolerance._monitor.slot import read_slot
+from nvidia_resiliency_ext.shared_utils.wire import receive_message, send_message
+
+
+@pytest.fixture
+def node(tmp_path):
+    """Return a function that starts a node with the given configuration."""
+    nodes = []
+
+    def start(count=1, **config):
+        nodes.append(Node(tmp_path, count, **config))
+        return nodes[-1]
+
+    yield start
+    for started in nodes:
+        started.close()
+
+
+def test_a_rank_without_heartbeats_is_killed_and_named(node):
+    """A rank whose heartbeats stop is killed, and the report says which rule it broke."""
+    it = node(initial_rank_heartbeat_timeout=60.0, rank_heartbeat_timeout=0.3)
+    rank = it.rank()
+    rank.do("init", "beat")
+    report = it.hang()
+    assert rank.wait_dead() == -signal.SIGKILL
+    assert report["rule"] == "heartbeat"
+    assert 0.3 <= report["elapsed"] < 3.3
+    fields = (report["limit"], report["cycle"], report["rank"], report["pid"], report["host"])
+    assert fields == (0.3, 3, 0, rank.pid, "testhost")
+    stacks = Path(report["stacks"]).read_text()
+    assert "commanded_rank.py" in stacks, "the stacks of the rank's threads are in the evidence"
+    assert Path(report["stacks"]).stat().st_mode & 0o777 == 0o600
+
+
+def test_the_first_heartbeat_has_its_own_limit(node):
+    """A rank that never sends a heartbeat breaks the rule of the first one."""
+    it = node(initial_rank_heartbeat_timeout=0.3, rank_heartbeat_timeout=60.0)
+    it.rank().do("init")
+    assert it.hang()["rule"] == "initial_heartbeat"
+
+
+def test_an_expired_outer_section_is_found_behind_a_healthy_inner_one(node):
+    """Every open section is judged on its own, whatever is opened and closed inside it."""
+    it = node(rank_section_timeouts={"outer": 0.5, "inner": 60.0})
+    rank = it.rank()
+    rank.do("init", "open outer")
+    rank.order("cycle inner 0.01")
+    report = it.hang()
+    assert (report["rule"], report["section"]) == ("section", "outer")
+    assert rank.wait_dead() == -signal.SIGKILL
+
+
+def test_a_stopped_rank_is_killed_without_waiting_for_stacks(node):
+    """A rank in SIGSTOP cannot answer, so it is ended at once and the report says its state."""
+    it = node(rank_section_timeouts={"step": 0.5}, hang_evidence_timeout=20.0)
+    rank = it.rank()
+    rank.do("init", "open step")
+    os.kill(rank.pid, signal.SIGSTOP)
+    report = it.hang()
+    assert rank.wait_dead(10.0) == -signal.SIGKILL
+    assert report["state"] == "T"
+    assert "no stacks" in Path(report["stacks"]).read_text()
+
+
+def test_a_rank_that_is_outside_sections_too_long_is_found(node):
+    """The time outside all sections is limited once `step` was opened."""
+    it = node(rank_section_timeouts={"step": 60.0}, rank_out_of_section_timeout=0.4)
+    rank = it.rank()
+    rank.do("init", "open step", "close step")
+    assert it.hang()["rule"] == "out_of_section"
+
+
+@pytest.mark.slow
+def test_a_survivor_of_the_gentle_signal_is_killed(node):
+    """A rank that outlives its termination signal gets SIGKILL, and only one report is made."""
+    it = node(rank_section_timeouts={"step": 0.2}, rank_termination_signal="SIGTERM")
+    rank = it.rank()
+    rank.do("handler", "init", "open step")
+    it.hang()
+    assert rank.answer() == "terminated"
+    assert rank.wait_dead() == -signal.SIGKILL
+    it.expect(control.RankLeft)
+    assert not [m for m in it.messages if isinstance(m, control.HangFound)]
+
+
+def test_a_rank_without_the_dump_handler_is_killed_without_waiting(node):
+    """A rank that does not catch the dump signal is not waited for, and does not die of it."""
+    it = node(rank_section_timeouts={"step": 0.3}, hang_evidence_timeout=20.0)
+    rank = it.rank()
+    rank.do("init", "dump_off", "open step")
+    it.hang()
+    assert rank.wait_dead(10.0) == -signal.SIGKILL
+
+
+def test_one_hung_rank_does_not_hide_another(node):
+    """While the evidence of one rank is awaited, the others are judged on time."""
+    it = node(2, rank_section_timeouts={"step": 0.3}, hang_evidence_timeout=0.5)
+    first, second = it.rank(0), it.rank(1)
+    for rank in (first, second):
+        rank.do("init", "open step")
+    reports = sorted(it.hang()["rank"] for _ in range(2))
+    assert reports == [0, 1]
+
+
+def test_the_launcher_is_told_of_join_first_step_and_end(node):
+    """A session's milestones reach the launcher, and its slot shows the rest."""
+    it = node(rank_section_timeouts={"step": 60.0, "checkpointing": 60.0})
+    rank = it.rank()
+    rank.do("init")
+    assert it.expect(control.RankJoined) == control.RankJoined(0, 0, rank.pid)
+    rank.do("iteration 7", "open checkpointing", "close checkpointing", "open step", "close step")
+    before = time.monotonic()
+    assert abs(it.expect(control.FirstStep).t - before) < 30.0
+    view = read_slot(it.monitor.slots[0], it.monitor.layout)
+    assert (view.iteration, view.step_count, view.open_sections) == (7, 1, {})
+    rank.do("shutdown")
+    assert it.expect(control.RankLeft) == control.RankLeft(0, 7)
+    rank.do("init")
+    it.expect(control.RankJoined)
+
+
+def test_a_second_live_process_is_refused_and_changes_nothing(node):
+    """A second connection of a rank gets a reason; the first session goes on being judged."""
+    it = node(rank_section_timeouts={"step": 1.5})
+    rank, second = it.rank(), it.rank()
+    rank.do("init", "open step")
+    second.order("init")
+    assert "another live process" in second.answer()
+    assert it.hang()["pid"] == rank.pid
+    rank.wait_dead()
+    second.do("init")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"",
+        b"\x00\x00\x00\x05hello",
+        b"\xff\xff\xff\xff",
+        bytes(range(256)),
+        b"\x00\x00\x00\x28" + pickle.dumps({"a": [1, 2, 3], "b": "x" * 10})[:40],
+    ],
+    ids=["nothing", "no-json", "oversize", "noise", "pickle"],
+)
+def test_garbage_closes_only_its_own_connection(node, garbage):
+    """Bytes that are no message end that connection; the live session is still judged."""
+    it = node(rank_section_timeouts={"step": 0.6})
+    rank = it.rank()
+    rank.do("init", "open step")
+    with it.connect() as sock, it.connect() as silent:
+        sock.sendall(garbage)
+        if len(garbage) > 4:
+            assert sock.recv(100) == b""
+        assert it.hang()["pid"] == rank.pid
+        silent.close()
+
+
+def test_a_pickle_runs_no_code(node, tmp_path):
+    """A pickle that would run a command when loaded is refused as bytes."""
+    mark = tmp_path / "mark"
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(mark),)
+
+    payload = pickle.dumps(Evil())
+    it = node()
+    with it.connect() as sock:
+        sock.sendall(len(payload).to_bytes(4, "big") + payload)
+        assert sock.recv(100) == b""
+    assert not mark.exists()
+    it.rank().do("init")
+
+
+def test_silent_connections_are_closed_and_few(node):
+    """Only a few connections may wait to say hello; the oldest makes room."""
+    it = node()
+    socks = [it.connect() for _ in range(12)]
+    try:
+        assert socks[0].recv(1) == b""
+        it.rank().do("init")
+    finally:
+        for sock in socks:
+            sock.close()
+
+
+def test_the_slot_cannot_be_truncated(node):
+    """The memory that a rank gets refuses to shrink, so no rank can crash the monitor."""
+    it = node()
+    with it.connect() as sock:
+        hello = rank_messages.Hello(rank=0, pid=os.getpid())
+        send_message(sock, rank_messages.RANK_MESSAGES, hello, 5.0)
+        _, fds, _, _ = socket.recv_fds(sock, 65536, 2)
+        try:
+            with pytest.raises(PermissionError):
+                os.ftruncate(fds[0], 0)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+def test_a_forked_child_cannot_use_the_client(node):
+    """In a forked child every call is refused, and the parent's session is untouched."""
+    it = node(rank_section_timeouts={"step": 60.0})
+    rank = it.rank()
+    rank.do("init")
+    for name in ("send_heartbeat", "end_all_sections", "shutdown_workload_monitoring"):
+        assert "inherited through fork" in rank.do(f"fork_call {name}")
+    rank.do("open step", "close step")
+    it.expect(control.FirstStep)
+
+
+def test_limits_of_a_checkpoint_count_at_once(node):
+    """Timeouts loaded into a live session replace the configured ones in the monitor."""
+    it = node(rank_section_timeouts={"step": 60.0})
+    rank = it.rank()
+    rank.do("init", "open step")
+    state = (
+        '{"current_timeouts":{"section":{"section":{"step":0.4,"unknown":1},"out_of_section":null,'
+        '"calculated_sections":["step"],"is_out_of_section_calculated":false}}}'
+    )
+    rank.do(f"load {state}")
+    report = it.hang()
+    assert (report["section"], report["limit"]) == ("step", 0.4)
+
+
+def test_training_goes_on_without_a_monitor_and_a_new_one_takes_over(node):
+    """A killed monitor costs the rank nothing; its successor gets the slot back and judges."""
+    it = node(rank_section_timeouts={"outer": 2.0, "inner": 60.0})
+    rank = it.rank()
+    rank.do("init", "open outer")
+    it.expect(control.RankJoined)
+    os.kill(it.monitor.child.pid, signal.SIGKILL)
+    it.monitor.child.wait(10.0)
+    rank.do("beat", "open inner", "close inner")
+    it.monitor.close()
+    it.messages.clear()
+    it.start_monitor()
+    it.expect(control.RankJoined)
+    view = read_slot(it.monitor.slots[0], it.monitor.layout)
+    assert set(view.open_sections) == {"outer"}, "the new monitor shows the rank's own slot"
+    rank.do("open inner")
+    view = read_slot(it.monitor.slots[0], it.monitor.layout)
+    assert set(view.open_sections) == {"outer", "inner"}
+    assert it.hang()["section"] == "outer"
+
+
+def test_a_lost_monitor_is_an_error_when_configured(node):
+    """With monitor_loss=fatal the rank's next call raises after the monitor died."""
+    it = node(monitor_loss="fatal", rank_section_timeouts={"step": 9.0})
+    rank = it.rank()
+    rank.do("init")
+    os.kill(it.monitor.child.pid, signal.SIGKILL)
+    it.monitor.child.wait(10.0)
+
+    def is_refused():
+        rank.order("beat")
+        return "monitor is gone" in rank.answer()
+
+    wait_until(is_refused)
+
+
+def test_a_stopped_monitor_costs_the_rank_nothing(node):
+    """While the monitor is stopped, calls return at once; afterwards it catches up."""
+    it = node(rank_section_timeouts={"step": 60.0})
+    rank = it.rank()
+    rank.do("init")
+    os.kill(it.monitor.child.pid, signal.SIGSTOP)
+    before = time.monotonic()
+    for _ in range(50):
+        rank.do("beat", "open step", "close step")
+    assert time.monotonic() - before < 10.0
+    os.kill(it.monitor.child.pid, signal.SIGCONT)
+    it.expect(control.FirstStep)
+
+
+def test_a_stuck_launcher_does_not_hold_up_the_monitor(node):
+    """With nobody reading its messages the monitor still finds and kills."""
+    it = node(rank_section_timeouts={"step": 0.3})
+    for _ in range(3):
+        rank = it.rank()
+        rank.do("init", "open step")
+        assert rank.wait_dead() == -signal.SIGKILL
+    assert it.hang()["rule"] == "section"
+
+
+def test_the_death_of_the_launcher_ends_every_process_of_the_run(node, tmp_path):
+    """When the socket closes, ranks, their groups and strays with the run's id are killed."""
+    it = node()
+    rank = it.rank()
+    stray = int(rank.do("child"))
+    rank.do("init")
+    it.monitor.send(control.WorkersChanged(3, [rank.pid]))
+    os.kill(rank.pid, signal.SIGSTOP)
+    run_path = Path(it.run_dir.path)
+    it.monitor._channel.sock.close()
+    assert it.monitor.child.wait(10.0).code == 0
+    assert rank.wait_dead() == -signal.SIGKILL
+    wait_gone(stray)
+    assert not run_path.exists()
+
+
+def test_orphans_are_kept_on_request(node):
+    """With orphan_workers=keep the monitor leaves without touching the ranks."""
+    it = node(orphan_workers="keep")
+    rank = it.rank()
+    rank.do("init")
+    it.monitor._channel.sock.close()
+    assert it.monitor.child.wait(10.0).code == 0
+    rank.do("beat")
+
+
+def test_signals_for_the_job_do_not_end_the_monitor(node):
+    """What a scheduler or a terminal sends to everybody leaves the monitor at its post."""
+    it = node(rank_section_timeouts={"step": 0.5})
+    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(it.monitor.child.pid, sig)
+    it.rank().do("init", "open step")
+    assert it.hang()["section"] == "step"
+    assert os.getsid(it.monitor.child.pid) == it.monitor.child.pid
+
+
+def test_the_monitors_log_comes_out_of_the_launchers_logger(node, caplog):
+    """Lines of the monitor appear in the launcher's log with their level."""
+    caplog.set_level(logging.DEBUG, logger="nvrx")
+    it = node(rank_section_timeouts={"step": 0.2})
+    it.rank().do("init", "open step")
+    it.hang()
+    it.expect(control.RankLeft)
+    wait_until(lambda: it.monitor.receive() is not None and "was in section" in caplog.text)
+
+
+def test_limits_from_the_launcher_count_at_once(node):
+    """A change of limits by the launcher applies to open sections."""
+    it = node(rank_section_timeouts={"step": 60.0})
+    it.rank().do("init", "open step")
+    it.monitor.send(control.CycleChanged(9))
+    it.monitor.send(control.TimeoutsChanged({"rank_section_timeouts": {"step": 0.3}}))
+    report = it.hang()
+    assert (report["limit"], report["cycle"]) == (0.3, 9)
+
+
+def test_a_session_over_the_socket_alone(node):
+    """A hello is answered with the configuration, and a second hello ends the connection."""
+    it = node(rank_section_timeouts={"b": 1.0, "a": 2.0})
+    with it.connect() as sock:
+        hello = rank_messages.Hello(rank=0, pid=os.getpid())
+        send_message(sock, rank_messages.RANK_MESSAGES, hello, 5.0)
+        answer = receive_message(sock, rank_messages.RANK_MESSAGES, 5.0)
+        assert answer.sections == ["a", "b"]
+        assert answer.config["rank_section_timeouts"] == {"b": 1.0, "a": 2.0}
+        send_message(sock, rank_messages.RANK_MESSAGES, hello, 5.0)
+        assert sock.recv(1) == b""
+
+
+def test_it_works_without_pidfds(node, monkeypatch):
+    """On a kernel without pidfds the death of a rank and a hang are noticed all the same."""
+    monkeypatch.setenv("NVRX_FORCE_NO_PIDFD", "1")
+    it = node(rank_section_timeouts={"step": 0.3})
+    first = it.rank()
+    first.do("init")
+    first.close()
+    it.expect(control.RankLeft)
+    it.rank().do("init", "open step")
+    assert it.hang()["section"] == "step"
+    it.expect(control.RankLeft)

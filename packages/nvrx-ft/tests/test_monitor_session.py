@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The session machine as a table: states, events, effects; no process and no clock."""
+
+import signal
+
+import pytest
+
+from nvidia_resiliency_ext.fault_tolerance._monitor import session as s
+from nvidia_resiliency_ext.fault_tolerance._monitor.session import Phase, SessionState, step
+from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout, SlotWriter, read_slot
+from nvidia_resiliency_ext.fault_tolerance._monitor.verdict import Timeouts
+
+LAYOUT = SlotLayout(("step",))
+T0 = 100.0
+
+
+def policy(sig=signal.SIGKILL, evidence_s=2.0, limit_s=1.0):
+    """Return a policy with one limit, on `step`."""
+    return s.Policy(
+        timeouts=Timeouts(
+            initial_heartbeat_s=None,
+            heartbeat_s=None,
+            sections_s={"step": limit_s},
+            out_of_section_s=None,
+            num_warmup_iterations=5,
+        ),
+        longest_pause_s=5.0,
+        evidence_timeout_s=evidence_s,
+        termination_signal=sig,
+    )
+
+
+def view(opened_at=None):
+    """Return a look at a slot in which `step` is open since a time."""
+    writer = SlotWriter(memoryview(bytearray(LAYOUT.size_bytes)), LAYOUT)
+    writer.begin(1, int(T0 * 1e9))
+    if opened_at is not None:
+        writer.open("step", int(opened_at * 1e9))
+    return read_slot(writer.words, LAYOUT)
+
+
+def run(state, *events, rules=None):
+    """Feed (event, time) pairs; return the last state and all effects."""
+    effects = []
+    for event, now in events:
+        state, more = step(state, event, now, rules or policy())
+        effects += more
+    return state, effects
+
+
+def live():
+    """Return a session that was just accepted."""
+    state, effects = run(SessionState(), (s.Joined(1, is_holder_alive=False), T0))
+    assert effects == [s.Accept(1, 1)]
+    return state
+
+
+def suspected(opened_at=T0 + 1):
+    """Return a session after the first look that broke a rule."""
+    return run(live(), (s.Woke(), T0), (s.Looked(view(opened_at)), T0 + 5))[0]
+
+
+def asking():
+    """Return a session whose verdict stands."""
+    state, effects = run(suspected(), (s.Woke(), T0 + 5.01), (s.Looked(view(T0 + 1)), T0 + 5.01))
+    assert effects == [s.Look(), s.Inspect()]
+    return state
+
+
+def kinds(effects):
+    """Return the types of effects."""
+    return [type(effect) for effect in effects]
+
+
+def test_a_healthy_look_sleeps_until_the_next_deadline():
+    """A look that breaks no rule sets the time of the next one."""
+    state, effects = run(live(), (s.Woke(), T0), (s.Looked(view(T0 + 0.5)), T0 + 0.6))
+    assert (state.phase, state.wake_at) == (Phase.LIVE, pytest.approx(T0 + 1.5))
+    assert effects == [s.Look()]
+
+
+def test_nobody_is_signalled_on_one_look():
+    """The first look that breaks a rule only asks for a second one soon after."""
+    state = suspected()
+    assert state.phase is Phase.SUSPECT
+    assert T0 + 5 < state.wake_at < T0 + 5.1
+
+
+def test_progress_between_the_looks_acquits():
+    """A rank that moved on between the two looks is not touched."""
+    state, effects = run(suspected(), (s.Woke(), T0 + 5.01), (s.Looked(view()), T0 + 5.01))
+    assert (state.phase, state.verdict, effects) == (Phase.LIVE, None, [s.Look()])
+
+
+def test_another_verdict_needs_looks_of_its_own():
+    """A second look that finds another reason counts as a first look for that reason."""
+    state, effects = run(suspected(), (s.Looked(view(T0 + 2)), T0 + 5.01))
+    assert (state.phase, effects) == (Phase.SUSPECT, [])
+
+
+def test_a_monitor_that_was_frozen_gives_the_ranks_time():
+    """When the monitor wakes far too late, thawing ranks get a second before the second look."""
+    state, _ = run(live(), (s.Woke(), T0), (s.Looked(view(T0)), T0))
+    state, _ = run(state, (s.Woke(), T0 + 60), (s.Looked(view(T0)), T0 + 60))
+    assert (state.phase, state.wake_at) == (Phase.SUSPECT, T0 + 61)
+
+
+def test_the_whole_way_of_a_hang_with_stacks():
+    """Verdict, stacks, evidence, report, kill, and the end with the process."""
+    state, effects = run(
+        asking(),
+        (s.Inspected(can_dump=True), T0 + 6),
+        (s.Dumped(ends_line=False), T0 + 6.1),
+        (s.Dumped(ends_line=True), T0 + 6.2),
+    )
+    assert (state.phase, effects) == (Phase.DUMPING, [s.AskStacks()])
+    assert state.wake_at == pytest.approx(T0 + 6.225)
+    state, effects = run(state, (s.Woke(), T0 + 6.23), (s.Saved(), T0 + 6.24))
+    assert kinds(effects) == [s.SaveEvidence, s.Report, s.Terminate]
+    assert effects[1].verdict.section == "step"
+    assert state.phase is Phase.KILLING
+    state, effects = run(state, (s.Died(), T0 + 6.3))
+    assert (state.phase, state.session_id, effects) == (Phase.IDLE, 1, [s.End()])
+
+
+@pytest.mark.parametrize(("can_dump", "evidence_s"), [(False, 2.0), (True, 0.0)])
+def test_who_cannot_dump_is_not_asked(can_dump, evidence_s):
+    """A stopped rank, or evidence switched off: straight to what the kernel says."""
+    rules = policy(evidence_s=evidence_s)
+    state, effects = run(asking(), (s.Inspected(can_dump), T0 + 6), rules=rules)
+    assert (state.phase, kinds(effects)) == (Phase.SAVING, [s.SaveEvidence])
+
+
+def test_silence_after_the_request_ends_with_the_limit():
+    """Stacks that never come, or never end, hold up the kill no longer than configured."""
+    state, _ = run(asking(), (s.Inspected(can_dump=True), T0 + 6))
+    assert state.wake_at == T0 + 8
+    state, _ = run(state, (s.Dumped(ends_line=True), T0 + 7.99))
+    assert state.wake_at == T0 + 8
+    state, _ = run(state, (s.Dumped(ends_line=False), T0 + 7.995))
+    assert state.wake_at == T0 + 8
+
+
+def test_a_slow_disk_does_not_hold_up_the_kill():
+    """When the evidence is not written in time, the rank is ended all the same."""
+    state, _ = run(asking(), (s.Inspected(can_dump=False), T0 + 6))
+    state, effects = run(state, (s.Woke(), state.wake_at))
+    assert kinds(effects) == [s.Report, s.Terminate]
+    state, effects = run(state, (s.Saved(), T0 + 9))
+    assert effects == []
+
+
+def test_escalation():
+    """A gentle signal, then SIGKILL, then a report that nothing helps."""
+    rules = policy(sig=signal.SIGTERM)
+    state, _ = run(
+        asking(), (s.Inspected(can_dump=False), T0 + 6), (s.Saved(), T0 + 6), rules=rules
+    )
+    assert (state.phase, state.wake_at) == (Phase.ENDING, T0 + 11)
+    state, effects = run(state, (s.Woke(), T0 + 11), rules=rules)
+    assert (state.phase, state.wake_at, effects) == (Phase.KILLING, T0 + 16, [s.Kill()])
+    state, effects = run(state, (s.Woke(), T0 + 16), rules=rules)
+    assert (state.phase, state.wake_at, effects) == (Phase.STUCK, None, [s.ReportUnkillable()])
+    state, effects = run(state, (s.Died(), T0 + 99), rules=rules)
+    assert effects == [s.End()]
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_second_process(alive):
+    """While the holder lives the newcomer is refused; a dead holder is replaced at once."""
+    state, effects = run(live(), (s.Joined(2, is_holder_alive=alive), T0 + 1))
+    if alive:
+        assert (state.connection, kinds(effects)) == (1, [s.Refuse])
+    else:
+        assert (state.connection, effects) == (2, [s.End(), s.Accept(2, 2)])
+
+
+def test_a_strangers_end_is_not_the_sessions_end():
+    """A connection that never had the session may close without effect."""
+    state, effects = run(live(), (s.Closed(77), T0 + 1))
+    assert (state, effects) == (live(), [])
+
+
+@pytest.mark.parametrize("make", [live, suspected, asking])
+def test_the_end_of_the_session_drops_the_suspicion(make):
+    """A rank that ended its session is judged no more."""
+    state, effects = run(make(), (s.Closed(1), T0 + 6))
+    assert (state.phase, state.wake_at, effects) == (Phase.IDLE, None, [s.End()])
+
+
+def test_a_condemned_rank_cannot_escape_by_closing():
+    """After the verdict was carried out, closing the connection does not stop the escalation."""
+    rules = policy(sig=signal.SIGTERM)
+    state, _ = run(
+        asking(),
+        (s.Inspected(can_dump=False), T0 + 6),
+        (s.Saved(), T0 + 6),
+        (s.Closed(1), T0 + 6.1),
+        rules=rules,
+    )
+    assert (state.phase, state.wake_at) == (Phase.ENDING, T0 + 11)
+    assert kinds(run(state, (s.Woke(), T0 + 11), rules=rules)[1]) == [s.Kill]
+
+
+STRAYS = [s.Dumped(ends_line=True), s.Saved(), s.Inspected(can_dump=True), s.Looked(view(T0))]
+
+
+@pytest.mark.parametrize("event", [*STRAYS, s.Died(), s.Closed(1), s.Woke()], ids=repr)
+def test_idle_does_nothing(event):
+    """Without a session no event has an effect."""
+    state, effects = run(SessionState(), (event, T0))
+    assert (state.phase, effects) == (Phase.IDLE, [])
+
+
+@pytest.mark.parametrize("event", STRAYS[:3], ids=repr)
+def test_late_answers_change_nothing(event):
+    """An answer that belongs to an earlier phase is ignored."""
+    assert run(live(), (event, T0 + 1)) == (live(), [])
