@@ -30,9 +30,10 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RANKS = 4
-STEPS = 400
+STEPS = 500
 CHECKPOINT_EVERY = 20
 STEP_TIMEOUT_S = 2
+DEVICE_MS = 15  # a real job leaves the CPU to others while its devices compute
 LIMIT_S = 150
 LAUNCHER = "nvidia_resiliency_ext.fault_tolerance.launcher"
 REPORT = "nvidia_resiliency_ext.shared_utils.report"
@@ -59,14 +60,14 @@ class Disturbance:
 
 
 DISTURBANCES = (
-    Disturbance("killed", signal.SIGKILL, 2, 65, 170, "killed"),
-    Disturbance("stopped", signal.SIGSTOP, 1, 215, 320, "hang_section"),
+    Disturbance("killed", signal.SIGKILL, 2, 90, 270, "killed"),
+    Disturbance("stopped", signal.SIGSTOP, 1, 310, 470, "hang_section"),
 )
 
 
 @dataclass(frozen=True)
 class Progress:
-    """One line that a rank wrote at the end of a step."""
+    """One line that a rank wrote at the beginning of a step."""
 
     cycle: int
     rank: int
@@ -92,7 +93,7 @@ class Story:
 class Job:
     """One run of the training program under the launcher, with its folder, pipe and log."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device_ms: float) -> None:
         """Start the launcher."""
         folder.mkdir(parents=True)
         self.folder = folder
@@ -110,6 +111,7 @@ class Job:
             *("--ft-initial-rank-heartbeat-timeout", "90", "--ft-rank-heartbeat-timeout", "60"),
             *(str(HERE / "train.py"), "--output", str(folder), "--progress", str(pipe)),
             *("--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY)),
+            *("--device-ms", str(device_ms)),
         ]
         environment = dict(os.environ, OMP_NUM_THREADS="1", NVRX_EVENT_DIR=str(self.events))
         self._log = (folder / "launcher.log").open("wb")
@@ -126,10 +128,10 @@ class Job:
         """Wait until something happens; return the new progress, or None when the job is over."""
         output = self._process.stdout
         assert output is not None
-        ready, _, _ = select.select([self._pipe, output], [], [], max(seconds, 0))
+        ready, _, _ = select.select([self._pipe, output.fileno()], [], [], max(seconds, 0))
         if not ready:
             raise DemoError(f"the job is not over after {LIMIT_S} s")
-        if output in ready:
+        if output.fileno() in ready:
             data = os.read(output.fileno(), 65536)
             self._log.write(data)
             if not data and self._pipe not in ready:
@@ -205,7 +207,7 @@ def note_progress(story: Story, progress: Progress) -> None:
         return
     story.gaps_s.append(time.monotonic() - story.done[progress.cycle - 1])
     story.say(
-        f"all {RANKS} ranks train again, from step {progress.step - 1}: "
+        f"all {RANKS} ranks train again, from step {progress.step}: "
         f"{story.gaps_s[-1]:.2f} s without training"
     )
 
@@ -224,14 +226,14 @@ def disturb(job: Job, story: Story, progress: Progress) -> None:
     story.done.append(time.monotonic())
     story.say(
         f"rank {plan.rank} (pid {progress.pid}) is {plan.what} with {plan.signal.name} "
-        f"after step {progress.step}"
+        f"in step {progress.step}"
     )
 
 
 def run(folder: Path, *, disturbed: bool) -> tuple[Job, Story, dict[str, Any]]:
     """Run the job to its end and return what came of it."""
     story = Story(started=time.monotonic())
-    job = Job(folder)
+    job = Job(folder, DEVICE_MS if disturbed else 0)
     try:
         while True:
             news = job.wait(story.started + LIMIT_S - time.monotonic())
@@ -266,9 +268,10 @@ def check_recoveries(job: Job, story: Story) -> None:
 def show_report(job: Job) -> Path:
     """Print the report of a job, write it as a page too, and return the page's path."""
     page = job.folder / "report.html"
-    command = [sys.executable, "-m", REPORT, str(job.events), "--html", str(page)]
+    command = [sys.executable, "-m", REPORT, str(job.events)]
     columns = str(min(shutil.get_terminal_size((100, 24)).columns, 120))
     subprocess.run([*command, "--width", columns], check=True)
+    subprocess.run([*command, "--html", str(page)], check=True, stdout=subprocess.DEVNULL)
     return page
 
 

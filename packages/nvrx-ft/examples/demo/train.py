@@ -18,6 +18,7 @@ import gzip
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,13 @@ def make_model() -> nn.Sequential:
     """Return the network with the same first weights on every rank and in every run."""
     torch.manual_seed(SEED)
     return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1),
+        nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
-        nn.Conv2d(32, 32, 3, padding=1),
+        nn.Conv2d(16, 16, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(512, 64),
+        nn.Linear(256, 64),
         nn.ReLU(),
         nn.Linear(64, 10),
     )
@@ -148,6 +149,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--checkpoint-every", type=int, default=20, metavar="STEPS")
     parser.add_argument("--progress", type=Path, help="named pipe that gets a line per step")
+    parser.add_argument(
+        "--device-ms",
+        type=float,
+        default=0,
+        help="time per step in which the CPU is idle, as when a device computes",
+    )
     return parser.parse_args()
 
 
@@ -161,10 +168,12 @@ def train(options: argparse.Namespace, client: RankMonitorClient) -> None:
     loss = float("nan")
     while trainer.step < options.steps:
         with client.section("step"):
+            if progress is not None:
+                line = f"{cycle} {trainer.rank} {trainer.step} {os.getpid()}\n"
+                os.write(progress, line.encode())
+            time.sleep(options.device_ms / 1000)
             loss = trainer.train_step()
         client.send_heartbeat()
-        if progress is not None:
-            os.write(progress, f"{cycle} {trainer.rank} {trainer.step} {os.getpid()}\n".encode())
         if trainer.step % options.checkpoint_every == 0 or trainer.step == options.steps:
             with client.section("checkpoint"):
                 trainer.save()
