@@ -129,7 +129,7 @@ def _cycles(seen: Sequence[Seen], end: float) -> list[Cycle]:
         )
         found.append(cycle)
     found.sort(key=lambda cycle: (cycle.start, cycle.launch, cycle.number))
-    following = [*found[1:], None]
+    following = [*found[1:], None] if found else []
     return [
         replace(cycle, end=after.start)
         if after and (not cycle.is_ended or cycle.end > after.start)

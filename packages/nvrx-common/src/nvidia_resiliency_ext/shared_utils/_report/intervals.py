@@ -46,7 +46,7 @@ def flatten(
         if left < right:
             changes[left].append((span, 1))
             changes[right].append((span, -1))
-    open_counts = dict.fromkeys(order, 0)
+    open_counts = dict.fromkeys([*order, rest], 0)
     notes = dict.fromkeys([*order, rest], "")
     flat: list[Span] = []
     at = start

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report's faces: text, JSON, page and command line, also for input that means no good."""
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from common_story import Story
+
+from nvidia_resiliency_ext.shared_utils.events import (
+    CycleEnd,
+    CycleStart,
+    EventLog,
+    Fault,
+    FirstStep,
+    JobEnd,
+    JobStart,
+    Verdict,
+    WorkerStart,
+)
+from nvidia_resiliency_ext.shared_utils.report import (
+    build_timeline,
+    load,
+    main,
+    render_html,
+    render_json,
+    render_text,
+)
+
+_EVIL = "<script>alert('x')</script>\"&'\x1b[31m\n"
+
+
+def _story() -> Story:
+    story = Story(job_id="j<b>").at(0, JobStart(), None).at(1, CycleStart(world_size=2))
+    for rank in (0, 1):
+        story.at(1, WorkerStart(warm=False, cold_reason=_EVIL), rank=rank)
+        story.at(5, FirstStep(dur_s=4.0), rank=rank)
+    story.at(50, Fault(cause="killed", what=_EVIL, detail=_EVIL * 20, late_s=0.1), rank=1)
+    story.at(51, Verdict(action=_EVIL), rank=1).at(52, CycleEnd(result=_EVIL))
+    return story.at(60, JobEnd(result="failed", exit_code=1), None)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """Return a directory with the events of one node."""
+    log = EventLog.create(tmp_path / "ev", src="launcher", job_id="7", launch_id="a", host="n1")
+    log.record(JobStart(nnodes=1, nproc=1), cycle=None)
+    log.record(CycleStart(world_size=1), cycle=0)
+    log.record(JobEnd(result="success", exit_code=0), cycle=None)
+    log.close()
+    return tmp_path / "ev"
+
+
+def test_text_fits_the_terminal() -> None:
+    """No line is wider than asked for, and no control character reaches the terminal."""
+    timeline = build_timeline([_story().file()])
+    for width in (40, 60, 80, 200):
+        text = render_text(timeline, width=width)
+        assert max(map(len, text.splitlines())) <= width
+        assert text.replace("\n", "").isprintable()
+    assert "goodput 74.8%" in text
+    assert "1 node, 2 ranks, 1 cycle, 1 min 00 s, ended: failed (exit code 1)" in text
+    assert "killed rank 1 on n1" in text
+
+
+def test_json_is_complete() -> None:
+    """The JSON form is standard JSON and names every kind of time."""
+    text = render_json(build_timeline([_story().file()]))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    found = json.loads(text, parse_constant=refuse)
+    assert found["schema"] == "nvrx_report.v1"
+    assert set(found["seconds"]) >= {"productive", "lost_work", "unknown", "detection", "stop"}
+    assert found["wall_s"] == pytest.approx(60)
+    assert found["faults"][0]["rank"] == 1
+    assert found["faults_by_cause"] == {"killed": 1}
+
+
+class _Page(HTMLParser):
+    """Collects the tags of a page and checks that they nest."""
+
+    void = frozenset({"meta", "br", "link", "img", "input"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.urls: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.urls.extend(value or "" for name, value in attrs if name in {"src", "href", "action"})
+        assert not [name for name, _ in attrs if name.startswith("on")]
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.void:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_page_is_well_formed_and_closed() -> None:
+    """The page nests, runs its own script only, and refers to nothing outside itself."""
+    page = render_html(build_timeline([_story().file()]))
+    parser = _Page()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    assert parser.tags.count("script") == 1
+    assert not parser.urls
+    assert "://" not in page
+    assert "default-src 'none'" in page
+    assert "alert('x')" not in page
+    assert "j&lt;b&gt;" in page
+    assert parser.tags.count("rect") > 5
+
+
+def test_page_of_very_many_ranks_stays_small() -> None:
+    """With thousands of ranks the page draws some, those with faults first, and says so."""
+    story = Story().at(0, CycleStart(world_size=3000))
+    for rank in range(3000):
+        story.at(1, FirstStep(), rank=rank)
+    story.at(50, Fault(cause="killed", late_s=0.0), rank=2999).at(60, JobEnd(result="failed"), None)
+    page = render_html(build_timeline([story.file()]))
+    assert "2744 more ranks are not drawn" in page
+    assert ">rank 2999<" in page
+    assert len(page) < 1_000_000
+
+
+def test_empty_record_can_be_shown() -> None:
+    """A file with nothing but a header gives a report in every form."""
+    timeline = build_timeline([Story().file()])
+    assert "Nothing has been recorded" in render_text(timeline)
+    assert "Nothing has been recorded" in render_html(timeline)
+    assert json.loads(render_json(timeline))["goodput"] is None
+
+
+def test_command_line(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory or a file gives text, JSON or a page, and exit code 0."""
+    (file,) = recorded.iterdir()
+    for path in (recorded, file):
+        assert main([str(path)]) == 0
+        assert "job 7: 1 node, 1 rank" in capsys.readouterr().out
+    assert main([str(recorded), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["job_id"] == "7"
+    page = tmp_path / "r.html"
+    assert main([str(recorded), "--html", str(page)]) == 0
+    assert capsys.readouterr().out == ""
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_unusable_input(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Missing, empty and foreign input, and an unwritable page, are one line and exit code 2."""
+    (tmp_path / "empty").touch()
+    (tmp_path / "other").write_text("hello\n")
+    (tmp_path / "bare").mkdir()
+    for name in ("none", "empty", "other", "bare", "none\nx"):
+        assert main([str(tmp_path / name)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1
+        assert captured.err.startswith("nvrx-report: ")
+    assert main([str(recorded), "--html", str(tmp_path / "none" / "r.html")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_module_runs(recorded: Path) -> None:
+    """`python -m` works, and a reader that closes early is no error."""
+    command = [sys.executable, "-m", "nvidia_resiliency_ext.shared_utils.report"]
+    done = subprocess.run(
+        [*command, str(recorded)], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "goodput unknown" in done.stdout
+    with subprocess.Popen(
+        [*command, str(recorded), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=30) == 0
+
+
+def test_load_reads_event_files_only(recorded: Path) -> None:
+    """Other files in the directory are left alone."""
+    (recorded / "failures.jsonl").write_text("{}\n")
+    assert [file.host for file in load([str(recorded)])] == ["n1"]

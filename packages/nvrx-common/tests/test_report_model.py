@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each second went: stories with known times, and the sums that must come out."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from common_story import BEGIN, Story
+
+from nvidia_resiliency_ext.shared_utils._events.kinds import KINDS
+from nvidia_resiliency_ext.shared_utils._events.read import EventRecord
+from nvidia_resiliency_ext.shared_utils.events import (
+    CkptLoad,
+    CkptSave,
+    CycleEnd,
+    CycleStart,
+    Dropped,
+    Fault,
+    FirstStep,
+    InprocRestart,
+    JobEnd,
+    JobStart,
+    Phase,
+    Progress,
+    Straggler,
+    WorkerExit,
+    WorkerStart,
+)
+from nvidia_resiliency_ext.shared_utils.report import build_timeline
+
+
+def _seconds(*stories: Story) -> dict[str, float]:
+    timeline = build_timeline([story.file() for story in stories])
+    found = {name: round(value, 6) for name, value in timeline.seconds.items() if value}
+    assert sum(found.values()) == pytest.approx(timeline.wall_s)
+    return found
+
+
+def _quiet() -> Story:
+    story = Story().at(0, JobStart(), None).at(2, Phase(name="rendezvous", dur_s=1.0))
+    return story.at(2, CycleStart(world_size=1, reason="start")).at(
+        2, WorkerStart(warm=True), rank=0
+    )
+
+
+def _killed() -> Story:
+    """Steps from 10 to 50, killed at 50 and noticed at 51, steps again from 60 to 100."""
+    story = _quiet().at(10, FirstStep(dur_s=8.0), rank=0)
+    story.at(51, Fault(cause="killed", what="signal 9", late_s=1.0), rank=0)
+    story.at(54, Phase(name="stop", dur_s=3.0)).at(54, CycleEnd(result="failed"))
+    story.at(55, Phase(name="rendezvous", dur_s=1.0), 1)
+    story.at(55, CycleStart(world_size=1, reason="killed"), 1).at(60, FirstStep(), 1, rank=0)
+    return story.at(100, CycleEnd(result="success"), 1).at(
+        100, JobEnd(result="success", exit_code=0, restarts=1), None
+    )
+
+
+def test_undisturbed_job() -> None:
+    """Without a fault, all time from the first step to the end is productive."""
+    story = _quiet().at(10, FirstStep(dur_s=8.0), rank=0)
+    story.at(100, CycleEnd(result="success")).at(100, JobEnd(result="success", exit_code=0), None)
+    assert _seconds(story) == {"productive": 90, "startup": 9, "rendezvous": 1}
+    timeline = build_timeline([story.file()])
+    assert timeline.goodput == pytest.approx(0.9)
+    assert timeline.is_ended
+    assert (timeline.result, timeline.exit_code, timeline.job_id) == ("success", 0, "7")
+    assert timeline.notes == ()
+
+
+def test_restart_after_a_kill() -> None:
+    """A restart is detection, stop, rendezvous and start-up; work that was not saved is unknown."""
+    story = _killed()
+    assert _seconds(story) == {
+        "productive": 80, "detection": 1, "stop": 3, "rendezvous": 2, "startup": 14,
+    }  # fmt: skip
+    timeline = build_timeline([story.file()])
+    (restart,) = timeline.restarts
+    assert (restart.layer, restart.cycle, restart.cause, restart.rank) == ("in-job", 1, "killed", 0)
+    assert restart.down_s == pytest.approx(10)
+    assert restart.phases == pytest.approx({"stop": 3.0, "rendezvous": 1.0, "first step": 5.0})
+    assert restart.lost_s is None
+    assert any("upper bound" in note for note in timeline.notes)
+
+
+def test_lost_work_and_stall() -> None:
+    """Work since the begin of the last finished save is lost, and a save's stall is no work."""
+    story = _killed()
+    story.at(30, CkptSave(id="a", stall_s=2.0, write_s=5.0, result="ok"), rank=0)
+    assert _seconds(story) == {
+        "productive": 55, "lost_work": 23, "checkpoint_stall": 2, "detection": 1, "stop": 3,
+        "rendezvous": 2, "startup": 14,
+    }  # fmt: skip
+    timeline = build_timeline([story.file()])
+    assert timeline.restarts[0].lost_s == pytest.approx(25)
+    assert timeline.checkpoints.saved == 1
+    assert timeline.goodput == pytest.approx(0.55)
+
+
+def test_save_that_failed_keeps_nothing() -> None:
+    """A failed save, and one that not all ranks finished, leave the work before them unsaved."""
+    story = _killed()
+    for rank in (0, 1):
+        story.at(20, CkptSave(id="a", write_s=0.0, result="ok"), rank=rank)
+        story.at(40, CkptSave(id="c", error="disk full"), rank=rank)
+    story.at(30, CkptSave(id="b", write_s=0.0, result="ok"), rank=0)
+    assert _seconds(story)["lost_work"] == 30
+    checkpoints = build_timeline([story.file()]).checkpoints
+    assert (checkpoints.saved, checkpoints.failed) == (1, 1)
+
+
+def test_older_checkpoint_loaded() -> None:
+    """When the job goes on from an older checkpoint, all work after that one is lost."""
+    story = _killed()
+    story.at(20, CkptSave(id="a", write_s=0.0), rank=0).at(
+        40, CkptSave(id="b", write_s=0.0), rank=0
+    )
+    assert _seconds(story)["lost_work"] == 10
+    story.at(58, CkptLoad(id="a"), 1, rank=0)
+    assert _seconds(story)["lost_work"] == 30
+
+
+def test_work_is_lost_once() -> None:
+    """A second fault before any new save does not lose the first one's work again."""
+    story = _killed()
+    story.at(20, CkptSave(id="a", write_s=0.0), rank=0)
+    story.at(80, Fault(cause="killed", late_s=0.0), 1, rank=0)
+    found = _seconds(story)
+    assert found["lost_work"] == 30 + 20
+    assert found["productive"] == 10
+
+
+def test_lost_work_from_iterations() -> None:
+    """Without checkpoint events, an iteration that goes back tells what was lost."""
+    story = _killed()
+    for number in range(1, 5):
+        story.at(10 + 10 * number, Progress(iteration=number * 10, steps=10, window_s=10.0), rank=0)
+    story.at(70, Progress(iteration=30, steps=10, window_s=10.0), 1, rank=0)
+    assert _seconds(story)["lost_work"] == 20
+
+
+def test_hang_counts_from_the_last_sign_of_life() -> None:
+    """For a hang, detection is the whole deadline, from the last heartbeat to the verdict."""
+    story = _quiet().at(10, FirstStep(), rank=0)
+    story.at(81, Fault(cause="hang_heartbeat", deadline_s=30.0, late_s=1.0), rank=0)
+    story.at(85, CycleEnd(result="failed")).at(85, JobEnd(result="failed", exit_code=1), None)
+    found = _seconds(story)
+    assert (found["productive"], found["detection"], found["unknown"]) == (40, 31, 4)
+
+
+def test_in_process_restart() -> None:
+    """An in-process restart stops productive time for its phases only, reported once per rank."""
+    story = _quiet().at(10, FirstStep(), rank=0)
+    story.at(50, Fault(cause="exception", late_s=0.0), rank=1)
+    phases = {"abort": 1.0, "barrier": 2.0, "health": 3.0}
+    for rank in range(4):
+        restart = InprocRestart(iteration=1, cause="exception", phases=phases)
+        story.at(56 + rank / 10, restart, rank=rank)
+    story.at(100, CycleEnd(result="success")).at(100, JobEnd(result="success"), None)
+    timeline = build_timeline([story.file()])
+    assert timeline.restarts_by_layer == {"in-process": 1, "in-job": 0}
+    assert timeline.restarts[0].phases == phases
+    assert timeline.restarts[0].down_s == pytest.approx(6.3)
+    assert timeline.seconds["productive"] == pytest.approx(90 - 6.3)
+    assert timeline.seconds["unknown"] == pytest.approx(0)
+
+
+def test_no_heartbeat_means_unknown() -> None:
+    """A script that reports no step has unknown, not productive time, and is told how to change."""
+    story = _quiet().at(100, CycleEnd(result="success")).at(100, JobEnd(result="success"), None)
+    timeline = build_timeline([story.file()])
+    assert timeline.goodput is None
+    assert timeline.seconds["productive"] == 0
+    assert timeline.seconds["unknown"] == pytest.approx(98)
+    assert any("send_heartbeat" in note for note in timeline.notes)
+
+
+def test_job_that_never_got_to_a_step() -> None:
+    """In a job that reports steps, a cycle without any was start-up until its fault."""
+    story = _quiet().at(12, Fault(cause="exited", late_s=0.0), rank=0)
+    story.at(12, CycleEnd(result="failed")).at(12, CycleStart(world_size=1), 1)
+    story.at(20, FirstStep(), 1, rank=0).at(30, CycleEnd(result="success"), 1)
+    assert _seconds(story) == {"startup": 19, "rendezvous": 1, "productive": 10}
+
+
+def test_killed_launcher() -> None:
+    """A record without an end stops at its last event and says so."""
+    story = _quiet().at(10, FirstStep(), rank=0).at(40, Progress(iteration=3), rank=0)
+    timeline = build_timeline([story.file()])
+    assert not timeline.is_ended
+    assert timeline.wall_s == pytest.approx(40)
+    assert any("no end" in note for note in timeline.notes)
+
+
+def test_nodes_share_one_account() -> None:
+    """What two nodes do at the same time is counted once; phases are those of the slower node."""
+    nodes = [Story("n1", launch_id="a"), Story("n2", launch_id="b")]
+    for number, story in enumerate(nodes):
+        story.at(0, CycleStart(world_size=2, reason="start")).at(10, FirstStep(), rank=number)
+        story.at(50 + 2 * number, Phase(name="stop", dur_s=2.0 * number)).at(
+            52, CycleEnd(result="f")
+        )
+        story.at(55, CycleStart(world_size=2), 1).at(60, FirstStep(), 1, rank=number)
+        story.at(100, CycleEnd(result="success"), 1).at(100, JobEnd(result="success"), None)
+    nodes[0].at(50, Fault(cause="killed", late_s=0.0), rank=0)
+    assert _seconds(*nodes) == {"startup": 15, "productive": 80, "stop": 2, "unknown": 3}
+    timeline = build_timeline([story.file() for story in nodes])
+    assert timeline.hosts == ("n1", "n2")
+    assert len(timeline.cycles) == 2
+    assert timeline.restarts[0].phases["stop"] == pytest.approx(2)
+    assert [lane.label for lane in timeline.nodes] == ["n1", "n2"]
+
+
+def test_second_launch_begins_at_cycle_zero_again() -> None:
+    """Cycle 0 of a later launch is another cycle, and the time between is unknown."""
+    first, second = _killed(), Story(launch_id="b")
+    second.at(200, JobStart(), None).at(200, CycleStart(world_size=1)).at(210, FirstStep(), rank=0)
+    second.at(250, CycleEnd(result="success")).at(250, JobEnd(result="success"), None)
+    timeline = build_timeline([second.file(), first.file()])
+    assert [(cycle.launch, cycle.number) for cycle in timeline.cycles] == [(0, 0), (0, 1), (1, 0)]
+    assert timeline.seconds["unknown"] == pytest.approx(100)
+    assert timeline.restarts_by_layer["in-job"] == 1
+
+
+def test_step_of_the_wall_clock() -> None:
+    """A wall clock that is set back or forward in the middle changes no duration."""
+    straight, stepped = _killed().file(), _killed()
+    stepped.records[6:] = [replace(record, t=record.t - 5000) for record in stepped.records[6:]]
+    assert build_timeline([stepped.file()]).seconds == build_timeline([straight]).seconds
+
+
+def test_lanes_of_ranks() -> None:
+    """Each rank has its own lane with start-up, steps and faults, clipped to its life."""
+    story = _killed().at(54, WorkerExit(signal=9), rank=0)
+    lane = build_timeline([story.file()]).lanes[0]
+    assert lane.rank == 0
+    assert [fault.cause for fault in lane.faults] == ["killed"]
+    told = [(span.name, span.start - BEGIN, span.end - BEGIN) for span in lane.spans]
+    assert told[:4] == [
+        ("startup", 2, 10), ("productive", 10, 50), ("detection", 50, 51), ("stop", 51, 54),
+    ]  # fmt: skip
+    assert lane.spans[0].note == "warm start"
+
+
+def test_remarks_and_counts() -> None:
+    """Stragglers, dropped events and the ways in which workers started are told."""
+    story = _killed().at(20, Straggler(ranks=[3], reason="slow"), rank=None)
+    story.at(21, Dropped(count=5, why="full"), None)
+    story.at(55, WorkerStart(warm=False, cold_reason="no standby"), 1, rank=0)
+    timeline = build_timeline([story.file()])
+    assert [remark.kind for remark in timeline.remarks] == ["straggler", "dropped"]
+    assert timeline.dropped == 5
+    assert (timeline.workers.warm, timeline.workers.cold) == (1, 1)
+    assert timeline.workers.cold_reasons == {"no standby": 1}
+    assert timeline.faults_by_cause == {"killed": 1}
+
+
+def test_nothing_recorded() -> None:
+    """Files with headers only give an empty timeline, not an error."""
+    timeline = build_timeline([Story().file()])
+    assert (timeline.wall_s, timeline.goodput, timeline.hosts) == (0, None, ("n1",))
+
+
+def test_any_events_at_all() -> None:
+    """Events in any order with any values give a timeline whose seconds add up to the whole."""
+    chance = random.Random(7)
+    kinds = [*KINDS, "strange"]
+    values: list[object] = [None, "", "x", -1, 0, 1, 2.5, 1e14, 1e300, True, [], [1, "a"], {"a": 2}]
+    names = "dur_s late_s deadline_s cause name result id iteration stall_s write_s phases steps"
+    for _ in range(150):
+        story = Story()
+        for _ in range(chance.randrange(1, 40)):
+            at = chance.choice([chance.uniform(0, 100), chance.uniform(-1e9, 1e9), 5.0])
+            record = EventRecord(
+                t=BEGIN + at,
+                m=chance.choice([None, at]),
+                kind=chance.choice(kinds),
+                src="x",
+                cycle=chance.choice([None, 0, 1, 2, -5]),
+                rank=chance.choice([None, 0, 1, -1]),
+                pid=1,
+                fields={name: chance.choice(values) for name in names.split()},
+            )
+            story.records.append(record)
+        timeline = build_timeline([story.file()])
+        assert sum(timeline.seconds.values()) == pytest.approx(timeline.wall_s, abs=1e-3)
+        assert min(timeline.seconds.values()) >= 0
