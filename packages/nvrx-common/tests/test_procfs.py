@@ -99,7 +99,9 @@ def test_environment_finds_exactly_the_processes_that_carry_it() -> None:
         assert procfs.environ_value(child.pid, "NVRX_RUN_ID") == value
         assert procfs.environ_value(child.pid, "NVRX_RUN") is None
         child.stop(0.0)
-        assert procfs.pids_with_environ("NVRX_RUN_ID", value) == []
+        # The end of the grandchild, which was killed with its group, is not ours to wait for.
+        while procfs.pids_with_environ("NVRX_RUN_ID", value):
+            assert time.monotonic() < deadline
 
 
 def test_scan_can_skip_or_include_this_process() -> None:
