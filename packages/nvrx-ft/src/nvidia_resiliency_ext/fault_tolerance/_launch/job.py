@@ -33,7 +33,7 @@ from .env import (
     shared_variables,
 )
 from .loop import EventLoop
-from .monitor_link import NoMonitor, SharedMonitor
+from .monitor_link import MonitorPerRank, NoMonitor, SharedMonitor
 from .output import LOOK_INTERVAL_S, Tee, line_prefix, worker_output
 from .place import make_place
 from .plan import LaunchPlan
@@ -157,25 +157,31 @@ class Job:
             **self._event_log.environment(),
         }
 
-    def _build_monitor(self) -> SharedMonitor | NoMonitor:
+    def _build_monitor(self) -> SharedMonitor | MonitorPerRank | NoMonitor:
         if not self._plan.monitors_enabled:
             return NoMonitor()
-        return SharedMonitor(
-            self._start_monitor, self._loop, self._clock, on_first_step=self._first_step
-        )
+        local_ranks = list(range(self._plan.nproc_per_node))
+        if self._plan.fault_tolerance.monitor_mode == "per-rank":
+            return MonitorPerRank([self._monitor_of([rank]) for rank in local_ranks])
+        return self._monitor_of(local_ranks)
 
-    def _start_monitor(self, cycle: int) -> MonitorHandle:
+    def _monitor_of(self, local_ranks: list[int]) -> SharedMonitor:
         place = self._place
-        return MonitorHandle.launch(
-            self._plan.fault_tolerance.to_dict(),
-            list(place.monitor_sockets),
-            run_id=place.run_id,
-            run_dir=place.run_dir.path,
-            record_dir=place.record_dir,
-            cycle=cycle,
-            host=place.host,
-            events=self._event_log.environment(),
-        )
+
+        def start(cycle: int) -> MonitorHandle:
+            return MonitorHandle.launch(
+                self._plan.fault_tolerance.to_dict(),
+                [place.monitor_sockets[rank] for rank in local_ranks],
+                local_ranks=local_ranks,
+                run_id=place.run_id,
+                run_dir=place.run_dir.path,
+                record_dir=place.record_dir,
+                cycle=cycle,
+                host=place.host,
+                events=self._event_log.environment(),
+            )
+
+        return SharedMonitor(start, self._loop, self._clock, on_first_step=self._first_step)
 
     def _build_agent(self) -> NodeAgent:
         plan, config = self._plan, self._plan.fault_tolerance

@@ -8,14 +8,14 @@ same paths, and the ranks connect to it by themselves.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from nvidia_resiliency_ext.fault_tolerance._monitor import control
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotView, read_slot
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-from .loop import EventLoop
+from .loop import EventLoop, Timer
 
 logger = logging.getLogger("nvrx")
 
@@ -75,6 +75,7 @@ class SharedMonitor:
         self._pgids: list[int] = []
         self._hangs: dict[int, dict[str, object]] = {}
         self._closing = False
+        self._reopening: Timer | None = None
         self._handle = self._open()
 
     def _open(self) -> MonitorHandle:
@@ -91,6 +92,9 @@ class SharedMonitor:
         """
         self._cycle = cycle
         self._hangs.clear()
+        if self._reopening is not None:
+            self._reopening.cancel()
+            self._reopen()
         self._handle.wait_ready(READY_TIMEOUT_S)
         if cycle > 0:
             self._handle.send(control.CycleChanged(cycle))
@@ -122,6 +126,8 @@ class SharedMonitor:
         return [read_slot(slot, handle.layout) for slot in handle.slots]
 
     def _receive(self) -> None:
+        if self._reopening is not None:
+            return
         for message in self._handle.receive():
             self._handle_message(message)
         if self._handle.is_over and not self._closing:
@@ -153,14 +159,10 @@ class SharedMonitor:
         )
         self._handle.close()
         earliest = self._started_at + MIN_RESTART_INTERVAL_S
-        if self._clock.monotonic() >= earliest:
-            self._reopen()
-        else:
-            self._loop.call_at(earliest, self._reopen)
+        self._reopening = self._loop.call_at(earliest, self._reopen)
 
     def _reopen(self) -> None:
-        if self._closing:
-            return
+        self._reopening = None
         self._handle = self._open()
         if self._pgids:
             self._handle.send(control.WorkersChanged(self._cycle, self._pgids))
@@ -168,6 +170,45 @@ class SharedMonitor:
     def close(self) -> None:
         """Let the monitor sweep the run's processes and leave; kill it if it does not."""
         self._closing = True
+        if self._reopening is not None:
+            self._reopening.cancel()
+            self._reopening = None
+            self._reopen()  # Somebody has to sweep.
         self._receive()
         self._loop.unwatch(self._handle.fileno())
         self._handle.leave(LEAVE_TIMEOUT_S)
+
+
+class MonitorPerRank:
+    """One monitor process for each local rank (`--ft-monitor-mode per-rank`)."""
+
+    def __init__(self, monitors: Sequence[SharedMonitor]) -> None:
+        self._monitors = tuple(monitors)
+
+    def prepare(self, cycle: int) -> None:
+        """Wait until all of them listen."""
+        for monitor in self._monitors:
+            monitor.prepare(cycle)
+
+    def workers_changed(self, cycle: int, pgids: list[int]) -> None:
+        """Tell all: whichever sees the launcher die sweeps."""
+        for monitor in self._monitors:
+            monitor.workers_changed(cycle, pgids)
+
+    def hang_report(self, local_rank: int) -> dict[str, object]:
+        """Return the report of the rank's own monitor."""
+        return self._monitors[local_rank].hang_report(local_rank)
+
+    def last_iteration(self) -> int | None:
+        """Return the highest iteration that any local rank has told in this cycle."""
+        told = [monitor.last_iteration() for monitor in self._monitors]
+        return max((iteration for iteration in told if iteration is not None), default=None)
+
+    def steps_of_rank0(self) -> tuple[int | None, int]:
+        """Return iteration and number of steps of local rank 0."""
+        return self._monitors[0].steps_of_rank0()
+
+    def close(self) -> None:
+        """Let all of them sweep and leave."""
+        for monitor in self._monitors:
+            monitor.close()
