@@ -14,7 +14,7 @@ import sys
 import threading
 
 from ._logging import settings
-from ._logging.formatters import DynamicLogFormatter, JsonLineFormatter, line_format
+from ._logging.formatters import JsonLineFormatter, TextLineFormatter, line_format
 from ._logging.node_local import NodeLocalTmpLogHandler
 
 TYPE_CHECKING = False
@@ -189,13 +189,9 @@ class LogManager:
                 "infra_local": self._infra_local_rank,
             }
             return JsonLineFormatter(node, ranks, settings.cycle(_warn_once))
-        return DynamicLogFormatter(
-            self._workload_rank,
-            self._workload_local_rank,
-            self._infra_rank,
-            self._infra_local_rank,
-            fmt=line_format(node, self._file_prefix() if has_log_file else ""),
-        )
+        workload = (self._workload_rank, self._workload_local_rank)
+        fmt = line_format(node, workload, (self._infra_rank, self._infra_local_rank))
+        return TextLineFormatter((self._file_prefix() if has_log_file else "") + fmt)
 
     def _file_prefix(self) -> str:
         """Return ``<infra rank>: ``, as wide as the highest rank of the job."""
@@ -240,6 +236,17 @@ class _ConsoleHandler(_TextHandler):
     def stream(self) -> TextIO:  # type: ignore[override]
         """The stream of this moment."""
         return sys.stdout if self._is_stdout else sys.stderr
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record at once."""
+        try:
+            stream = sys.stdout if self._is_stdout else sys.stderr
+            stream.write(self.format(record) + "\n")
+            stream.flush()
+        except RecursionError:
+            raise
+        except Exception:  # noqa: BLE001 - as every handler: logging must not end a program
+            self.handleError(record)
 
 
 class _HeldWarnings:

@@ -7,27 +7,50 @@ import json
 import logging
 import time
 
-__all__ = ["DynamicLogFormatter", "JsonLineFormatter", "line_format"]
+__all__ = ["DynamicLogFormatter", "JsonLineFormatter", "TextLineFormatter", "line_format"]
 
 
-def line_format(node: str, prefix: str = "") -> str:
-    """Return the format of a text line on this node.
+def line_format(
+    node: str, workload: tuple[int | None, int | None], infra: tuple[int | None, int | None]
+) -> str:
+    """Return the format of a text line of this process; what never changes is part of it.
 
     Args:
         node: The node's name; any character may be in it.
-        prefix: What stands before the line.
+        workload: Rank and local rank of the worker.
+        infra: Rank and local rank of the launcher.
     """
-    before = prefix.replace("%", "%%")
+    workload_rank, workload_local_rank = map(_shown, workload)
+    infra_rank, infra_local_rank = map(_shown, infra)
     name = node.replace("%", "%%")
     return (
-        f"{before}%(asctime)s [%(levelname)s] [{name}]"
-        " [workload:%(workload_rank)s(%(workload_local_rank)s)"
-        " infra:%(infra_rank)s(%(infra_local_rank)s)]"
+        f"%(asctime)s [%(levelname)s] [{name}]"
+        f" [workload:{workload_rank}({workload_local_rank})"
+        f" infra:{infra_rank}({infra_local_rank})]"
         " %(filename)s:%(lineno)d %(message)s"
     )
 
 
-class DynamicLogFormatter(logging.Formatter):
+class TextLineFormatter(logging.Formatter):
+    """Formats as the standard library does, without computing the same second again."""
+
+    # Second and its text: most records share their second with the one before. One tuple, so that
+    # threads never see the text of another second.
+    _second: tuple[int, str] = (-1, "")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - the standard library's name
+        """Return the record's time in local time, with milliseconds unless ``datefmt`` is given."""
+        if datefmt:
+            return super().formatTime(record, datefmt)
+        second = int(record.created)
+        known, text = self._second
+        if known != second:
+            text = time.strftime("%Y-%m-%d %H:%M:%S", self.converter(second))
+            self._second = (second, text)
+        return f"{text},{int(record.msecs):03d}"
+
+
+class DynamicLogFormatter(TextLineFormatter):
     """Gives each record the four ranks of its process before formatting it.
 
     Args:
@@ -55,25 +78,11 @@ class DynamicLogFormatter(logging.Formatter):
             "infra_rank": _shown(infra_rank),
             "infra_local_rank": _shown(infra_local_rank),
         }
-        # Second and its text: most records share their second with the one before. One tuple,
-        # so that threads never see the text of another second.
-        self._second: tuple[int, str] = (-1, "")
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as text."""
         record.__dict__.update(self._ranks)
         return super().format(record)
-
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - the standard library's name
-        """Return the record's time in local time, with milliseconds unless ``datefmt`` is given."""
-        if datefmt:
-            return super().formatTime(record, datefmt)
-        second = int(record.created)
-        known, text = self._second
-        if known != second:
-            text = time.strftime("%Y-%m-%d %H:%M:%S", self.converter(second))
-            self._second = (second, text)
-        return f"{text},{int(record.msecs):03d}"
 
 
 class JsonLineFormatter(logging.Formatter):
