@@ -94,7 +94,7 @@ class RankMonitorServer:
         Args:
             cfg: The configuration.
             ipc_socket_path: Where to listen.
-            rank_monitor_ready_event: Set when it listens.
+            rank_monitor_ready_event: Set by `serve` when signals are obeyed, too.
             logger: Writes the layered-restart lines.
             is_restarter_logger: Whether there are any.
         """
@@ -105,7 +105,7 @@ class RankMonitorServer:
             is_restarter_logger=is_restarter_logger,
         )
         self._server = MonitorServer(start, None, restarter=logger)
-        rank_monitor_ready_event.set()
+        self._ready = rank_monitor_ready_event
 
     def serve(self) -> None:
         """Watch the rank until a signal ends this."""
@@ -113,7 +113,12 @@ class RankMonitorServer:
 
         if threading.current_thread() is threading.main_thread():
             leave_at_signals(self._server, LEAVE_SIGNALS)
+        self._ready.set()
         self._server.run()
+
+    def stop(self) -> None:
+        """End `serve` soon; from any thread."""
+        self._server.leave()
 
     @staticmethod
     def run(

@@ -56,6 +56,7 @@ def main(fd: int) -> None:
     server = MonitorServer(start, launcher, lines)
     if not start.run_id:
         leave_at_signals(server, LEAVE_SIGNALS)
+    server.announce()
     server.run()
     if run_dir is not None:
         run_dir.remove()

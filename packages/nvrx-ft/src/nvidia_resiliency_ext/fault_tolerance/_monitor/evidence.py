@@ -134,6 +134,13 @@ class SlowThread:
             self._thread = threading.Thread(target=self._work, name="nvrx-slow", daemon=True)
             self._thread.start()
 
+    def wake(self) -> None:
+        """Make `fileno` readable; from any thread and from a signal handler."""
+        try:
+            os.write(self._write_fd, b"x")
+        except BlockingIOError:
+            return  # full means that there is plenty of reason to wake up
+
     def collect(self) -> None:
         """Run the callbacks of finished jobs."""
         try:
@@ -165,7 +172,4 @@ class SlowThread:
                 logger.exception("a job of the rank monitor failed")
                 result = None
             self._results.put((done, result))
-            try:
-                os.write(self._write_fd, b"x")
-            except BlockingIOError:
-                continue  # full means that the loop has plenty of reason to wake up
+            self.wake()

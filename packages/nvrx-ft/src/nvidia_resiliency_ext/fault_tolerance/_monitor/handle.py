@@ -62,13 +62,15 @@ class MonitorHandle:
             `read_slot`; empty until the monitor is ready.
     """
 
-    def __init__(self, child: Child, channel: Channel, layout: SlotLayout, count: int) -> None:
+    def __init__(
+        self, child: Child, channel: Channel, layout: SlotLayout, local_ranks: Sequence[int]
+    ) -> None:
         """Take over a process; use `launch` or `start`."""
         self.child = child
         self.layout = layout
         self.slots: list[memoryview] = []
         self._channel = channel
-        self._count = count
+        self._local_ranks = tuple(local_ranks)
         self._memories: list[SlotMemory] = []
 
     @classmethod
@@ -127,12 +129,13 @@ class MonitorHandle:
         path = "\0".join(os.path.abspath(p) for p in sys.path).encode("utf-8", "surrogateescape")
         ours.sendall(len(path).to_bytes(4, "big") + path + LAUNCHER_MESSAGES.encode(begin))
         layout = SlotLayout(tuple(config.get("rank_section_timeouts") or ()))
-        return cls(child, Channel(ours, LAUNCHER_MESSAGES), layout, len(begin.socket_paths))
+        local_ranks = begin.local_ranks or range(len(begin.socket_paths))
+        return cls(child, Channel(ours, LAUNCHER_MESSAGES), layout, local_ranks)
 
     @property
     def is_ready(self) -> bool:
         """Whether the monitor listens and the slots are here."""
-        return len(self.slots) == self._count
+        return len(self.slots) == len(self._local_ranks)
 
     @property
     def is_over(self) -> bool:
@@ -202,11 +205,12 @@ class MonitorHandle:
         self._memories = []
 
     def _take_slots(self) -> None:
-        fds = self._channel.take_fds(self._count)
+        fds = self._channel.take_fds(len(self._local_ranks))
         self._memories = [SlotMemory.adopt(fd, self.layout, must_be_sealed=False) for fd in fds]
         self.slots = [memory.words for memory in self._memories]
 
-    def _replace_slot(self, index: int) -> None:
+    def _replace_slot(self, local_rank: int) -> None:
+        index = self._local_ranks.index(local_rank)
         for fd in self._channel.take_fds(1):
             self._memories[index].close()
             self._memories[index] = SlotMemory.adopt(fd, self.layout, must_be_sealed=False)

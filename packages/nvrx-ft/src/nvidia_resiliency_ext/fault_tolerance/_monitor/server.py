@@ -77,6 +77,9 @@ class MonitorServer:
             RankPort(self, local_rank, path, start.config, self._restart_lines())
             for local_rank, path in zip(local_ranks, start.socket_paths, strict=True)
         ]
+
+    def announce(self) -> None:
+        """Tell the launcher that ranks may connect, and begin to listen to it."""
         if self._launcher is not None:
             self._launcher.send(control.Ready(os.getpid()), [port.memory.fd for port in self.ports])
             self._watch_launcher()
@@ -95,8 +98,9 @@ class MonitorServer:
             self._close()
 
     def leave(self) -> None:
-        """End `run` soon; for a signal handler or another thread together with a wake-up."""
+        """End `run` soon; from any thread and from a signal handler."""
         self._is_leaving = True
+        self.slow.wake()
 
     def watch(
         self, fileobj: HasFileno | int, on_ready: Callable[[], None], *, write: bool = False

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RankMonitorServer`: the monitor that stands alone, in a process of its own and in ours."""
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from monitored_ranks import Rank, wait_gone
+
+from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig, RankMonitorServer
+from nvidia_resiliency_ext.fault_tolerance.rank_monitor_server import RankMonitorLogger
+
+CFG = FaultToleranceConfig(rank_section_timeouts={"step": 0.5})
+
+
+@pytest.fixture
+def ranks():
+    """Return a function that starts a rank for a socket."""
+    started = []
+
+    def start(path, **env):
+        started.append(Rank(path, 0, env))
+        return started[-1]
+
+    yield start
+    for rank in started:
+        rank.close()
+
+
+@pytest.fixture
+def process(tmp_path):
+    """Return a monitor in a process of its own."""
+    it = RankMonitorServer.run_in_subprocess(CFG, str(tmp_path / "m.sock"))
+    yield it
+    it.kill()
+    it.join(20.0)
+
+
+def test_it_judges_like_the_launchers_monitor(process, ranks, tmp_path):
+    """A hung rank is ended; the monitor goes on for the next one."""
+    for _ in range(2):
+        rank = ranks(tmp_path / "m.sock")
+        rank.do("init", "open step")
+        assert rank.wait_dead() == -signal.SIGKILL
+    assert process.is_alive()
+    assert process.exitcode is None
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_ends_it_in_order(process, sig, tmp_path):
+    """SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end it with code 0 and remove its socket."""
+    os.kill(process.pid, sig)
+    process.join(20.0)
+    assert (process.exitcode, process.is_alive()) == (0, False)
+    assert not (tmp_path / "m.sock").exists()
+
+
+def test_its_socket_is_private(process, tmp_path):
+    """Nobody but the user may connect, and the process carries no torch."""
+    assert (tmp_path / "m.sock").stat().st_mode & 0o777 == 0o600
+    maps = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "torch" not in maps
+    assert "numpy" not in maps
+
+
+def test_a_socket_that_is_served_is_not_taken_over(process, tmp_path):
+    """A second monitor at the same path does not start, and the first one stays reachable."""
+    with pytest.raises(RuntimeError, match="did not start"):
+        RankMonitorServer.run_in_subprocess(CFG, str(tmp_path / "m.sock"))
+    assert (tmp_path / "m.sock").exists()
+    assert process.is_alive()
+
+
+def test_a_stale_socket_is_replaced(tmp_path, ranks):
+    """The socket that a killed monitor left behind is no obstacle for the next one."""
+    for _ in range(2):
+        process = RankMonitorServer.run_in_subprocess(CFG, str(tmp_path / "m.sock"))
+        ranks(tmp_path / "m.sock").do("init")
+        process.kill()
+        process.join(20.0)
+        assert process.exitcode == -signal.SIGKILL
+
+
+def test_it_ends_with_its_parent(tmp_path):
+    """When the process that started it is killed, it goes within seconds."""
+    code = (
+        "import sys, time\n"
+        "from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig as C\n"
+        "from nvidia_resiliency_ext.fault_tolerance import RankMonitorServer as S\n"
+        "print(S.run_in_subprocess(C(), sys.argv[1]).pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "m.sock")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        pid = int(parent.stdout.readline())
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    wait_gone(pid, 20.0)
+    assert not (tmp_path / "m.sock").exists()
+
+
+def test_the_lines_of_layered_restarts(tmp_path, ranks, capfd):
+    """A restarter's monitor tells start, loss, recovery and end of its rank in order."""
+    path = str(tmp_path / "m.sock")
+    cfg = FaultToleranceConfig(rank_section_timeouts={"step": 60.0}, restart_check_interval=0.2)
+    process = RankMonitorServer.run_in_subprocess(cfg, path, is_restarter_logger=True)
+    try:
+        ranks(path).do("init", "open step", "close step", "shutdown")
+        # Two periodic lines at least; they come by time alone.
+        select.select([], [], [], 0.6)
+        ranks(path).do("init", "beat")
+    finally:
+        process.terminate()
+        process.join(20.0)
+    out = capfd.readouterr().err
+    lines = [line.split("name=[InJob] ")[1] for line in out.splitlines() if "InJob" in line]
+    assert lines[:2] == ["state=initialize", "state=handling stage=starting"]
+    assert lines.count("state=handling stage=processing") >= 2
+    assert lines[-1] in ("state=finalized", "state=aborted")
+    assert "state=handling stage=completed" in lines
+
+
+def test_it_can_be_the_body_of_a_thread(tmp_path, ranks):
+    """A server object serves in the calling process until it is told to leave."""
+    ready = threading.Event()
+    logger = RankMonitorLogger(is_restarter_logger=True)
+    path = str(tmp_path / "m.sock")
+    server = RankMonitorServer(CFG, path, ready, logger, True)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        assert ready.wait(20.0)
+        rank = ranks(path)
+        rank.do("init", "open step")
+        assert rank.wait_dead() == -signal.SIGKILL
+    finally:
+        server.stop()
+        thread.join(20.0)
+    assert not thread.is_alive()
+    assert not Path(path).exists()
+
+
+def test_the_logger_names_the_rank(caplog):
+    """Messages carry the connected rank, and restart lines only come when wanted."""
+    caplog.set_level(logging.INFO, logger="nvrx")
+    logger = RankMonitorLogger()
+    logger.set_connected_rank(4)
+    logger.warning("something")
+    logger.log_restarter_event("not wanted")
+    wanted = RankMonitorLogger(is_restarter_logger=True)
+    wanted.log_restarter_event("wanted")
+    assert [record.getMessage() for record in caplog.records] == ["something", "wanted"]
+    assert caplog.records[0].connected_rank == 4
+
+
+def test_readiness_is_quick(tmp_path):
+    """A monitor for one rank is there in well under a second, not in the seconds of a torch."""
+    before = time.monotonic()
+    process = RankMonitorServer.run_in_subprocess(CFG, str(tmp_path / "m.sock"))
+    took = time.monotonic() - before
+    process.terminate()
+    process.join(20.0)
+    assert took < 1.0
