@@ -9,6 +9,7 @@ from common_story import BEGIN, Story
 
 from nvidia_resiliency_ext.shared_utils._events.kinds import KINDS
 from nvidia_resiliency_ext.shared_utils._events.read import EventRecord
+from nvidia_resiliency_ext.shared_utils._report.intervals import Span, coarsen
 from nvidia_resiliency_ext.shared_utils.events import (
     CkptLoad,
     CkptSave,
@@ -284,3 +285,15 @@ def test_any_events_at_all() -> None:
         timeline = build_timeline([story.file()])
         assert sum(timeline.seconds.values()) == pytest.approx(timeline.wall_s, abs=1e-3)
         assert min(timeline.seconds.values()) >= 0
+
+
+def test_coarse_lanes_keep_their_shares() -> None:
+    """A lane of very many spans is drawn with few that show what took most of each part."""
+    spans = [Span(n, n + (0.9 if n < 500 else 0.2), "productive") for n in range(1000)]
+    spans += [Span(span.end, n + 1, "stop") for n, span in enumerate(spans)]
+    drawn = coarsen(spans, 0, 1000, 100)
+    assert [(span.start, span.end, span.name) for span in drawn] == [
+        (0, 500, "productive"),
+        (500, 1000, "stop"),
+    ]
+    assert coarsen(spans[:5], 0, 1000, 100) == spans[:5]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from .intervals import merge
+from .intervals import coarsen, merge
 from .page import SCRIPT, STYLE
 from .timeline import CATEGORIES
 from .words import clock_time, duration, ending, goodput_text, plain, size
@@ -27,7 +27,8 @@ _AXIS_PX = 24
 _MOST_RANKS = 256
 _MOST_ROWS = 1000
 _FINEST = 4000  # spans closer than this fraction of the whole are drawn as one
-_MOST_SPANS = 2000
+_MOST_SPANS = 40_000  # of all lanes together
+_FEWEST_SPANS = 100
 _TICK_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
 _TICKS = 8
 
@@ -119,7 +120,8 @@ def _chart(timeline: Timeline) -> str:
         f"{_safe(lane.label)}</div>"
         for lane in lanes
     )
-    rows = "".join(_row(timeline, lane, number) for number, lane in enumerate(lanes))
+    most = max(_FEWEST_SPANS, _MOST_SPANS // max(1, len(lanes)))
+    rows = "".join(_row(timeline, lane, number, most) for number, lane in enumerate(lanes))
     more = f'<p class="dim">{left_out} more ranks are not drawn.</p>' if left_out else ""
     return (
         '<section><div class="tools"><button id="out" type="button" aria-label="zoom out">'
@@ -176,12 +178,13 @@ def _tick(seconds: int) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def _row(timeline: Timeline, lane: Lane, number: int) -> str:
-    """Draw one lane: a rectangle per span, a cross per fault."""
+def _row(timeline: Timeline, lane: Lane, number: int, most: int) -> str:
+    """Draw one lane of at most so many spans: a rectangle for each, a cross per fault."""
     y = _AXIS_PX + number * _ROW_PX
     spans = merge(lane.spans, timeline.wall_s / _FINEST)
-    shapes = [_rectangle(timeline, span, y) for span in spans[:_MOST_SPANS]]
-    for fault in lane.faults[:_MOST_SPANS]:
+    drawn = coarsen(spans, timeline.start, timeline.end, most)
+    shapes = [_rectangle(timeline, span, y) for span in drawn]
+    for fault in lane.faults[:most]:
         x = _share(timeline, fault.at)
         middle = y + _ROW_PX / 2
         text = f"{fault.cause} {fault.what}, {clock_time(fault.at)}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["Span", "flatten", "merge", "totals"]
+__all__ = ["Span", "coarsen", "flatten", "merge", "totals"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +83,23 @@ def merge(spans: Iterable[Span], gap_s: float) -> list[Span]:
         else:
             merged.append(span)
     return merged
+
+
+def coarsen(spans: Sequence[Span], start: float, end: float, count: int) -> list[Span]:
+    """Return at most ``count`` spans: in each equal part of the range, what took most of it."""
+    if len(spans) <= count:
+        return list(spans)
+    width = (end - start) / count
+    shares: dict[int, dict[str, float]] = defaultdict(dict)
+    for span in spans:
+        first, last = int((span.start - start) / width), int((span.end - start) / width)
+        for part in range(max(0, first), min(count - 1, last) + 1):
+            left = max(span.start, start + part * width)
+            right = min(span.end, start + (part + 1) * width)
+            own = shares[part]
+            own[span.name] = own.get(span.name, 0.0) + max(0.0, right - left)
+    parts = [
+        Span(start + part * width, start + (part + 1) * width, max(own, key=own.__getitem__))
+        for part, own in sorted(shares.items())
+    ]
+    return merge(parts, width / 2)
