@@ -43,9 +43,7 @@ def train(options: argparse.Namespace, rank: int, cycle: int) -> None:
 
         event("first_line", FIRST_LINE)
         (options.out / f"pid_{rank}").write_text(str(os.getpid()))
-        step = lambda: None  # noqa: E731 - nothing to do without a model
-        if options.mode == "ddp":
-            step = make_ddp_step()
+        step = make_ddp_step() if options.mode == "ddp" else do_nothing
         trained = FIRST_LINE
         for number in range(options.steps):
             step()
@@ -59,6 +57,10 @@ def train(options: argparse.Namespace, rank: int, cycle: int) -> None:
             time.sleep(options.step_s)
         leave(options.mode)
         event("last_line")
+
+
+def do_nothing() -> None:
+    """Do a step without a model."""
 
 
 def make_ddp_step() -> Callable[[], None]:
