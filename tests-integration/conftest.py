@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
 
-from fault_jobs import Job  # noqa: E402 - found through the line above
+from fault_jobs import Job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

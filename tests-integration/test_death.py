@@ -142,12 +142,12 @@ def test_twenty_restarts_leave_the_launcher_as_it_was(job: Job) -> None:
 
 def resources(pid: int) -> dict[str, int]:
     """Return what a process holds."""
-    with open(f"/proc/{pid}/status") as status:  # noqa: PTH123 - a kernel file
+    with open(f"/proc/{pid}/status") as status:
         rss = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
     tasks = os.listdir(f"/proc/{pid}/task")
     children = 0
     for task in tasks:
-        with open(f"/proc/{pid}/task/{task}/children") as listed:  # noqa: PTH123
+        with open(f"/proc/{pid}/task/{task}/children") as listed:
             children += len(listed.read().split())
     descriptors = len(os.listdir(f"/proc/{pid}/fd"))
     return {"rss_kib": rss, "fds": descriptors, "threads": len(tasks), "children": children}

@@ -222,9 +222,7 @@ class Job:
     def monitor_pid(self) -> int:
         """Return the monitor's pid, when it runs."""
         found = [
-            pid
-            for pid in self.processes()
-            if pid != self.pid and "_monitor" in command_of(pid)
+            pid for pid in self.processes() if pid != self.pid and "_monitor" in command_of(pid)
         ]
         assert len(found) == 1, [command_of(pid) for pid in self.processes()]
         return found[0]

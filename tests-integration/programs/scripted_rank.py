@@ -140,20 +140,22 @@ def fall_silent(rank, value):
 
 
 def ignore_term(rank, value):
-    """Take no notice of SIGTERM and work on."""
+    """Take no notice of SIGTERM and SIGINT and work on."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank.say("deaf")
     rank.work()
 
 
 def leave_on_term(rank, value):
-    """Leave with a code, 0 by default, a moment after SIGTERM."""
+    """Leave with a code, 0 by default, at SIGTERM or SIGINT."""
 
     def on_term(number, frame):
         rank.say("told", time.monotonic())
         raise SystemExit(int(value or 0))
 
     signal.signal(signal.SIGTERM, on_term)
+    signal.signal(signal.SIGINT, on_term)
     rank.say("ready")
     rank.work()
 

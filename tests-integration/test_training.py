@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenarios with real training: the result after faults is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from fault_jobs import wait_until
+
+if TYPE_CHECKING:
+    from fault_jobs import Job
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "packages" / "nvrx-ft" / "examples"
+TRAIN = EXAMPLES / "demo" / "train.py"
+STEPS = 160
+SECTIONS = ("--ft-rank-section-timeouts", "setup:60,step:4,checkpoint:30")
+
+
+def train(job: Job, name: str, *extra: str) -> Path:
+    """Start the demo's training of three ranks and return its folder."""
+    folder = job.folder / name
+    folder.mkdir()
+    job.start(
+        *("--output", str(folder), "--steps", str(STEPS), *extra),
+        program=TRAIN,
+        nproc=3,
+        prewarm="auto",
+        flags=SECTIONS,
+    )
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_weights_after_a_kill_and_a_hang(job: Job) -> None:
+    """After a SIGKILL and a SIGSTOP the weights are those of an undisturbed run, bit for bit."""
+    peaceful = train(job, "peaceful")
+    assert job.wait(90) == 0, job.log()
+    pipe = job.folder / "progress"
+    os.mkfifo(pipe)
+    descriptor = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    disturbed = train(job, "disturbed", "--progress", str(pipe), "--device-ms", "10")
+    plan = [(1, 45, signal.SIGKILL), (2, 95, signal.SIGSTOP)]
+    with os.fdopen(descriptor, "rb", buffering=0) as lines:
+        rest = b""
+
+        def disturb() -> bool:
+            nonlocal rest
+            *whole, rest = (rest + (lines.read(65536) or b"")).split(b"\n")
+            for line in whole:
+                cycle, rank, step, pid = (int(word) for word in line.split())
+                if plan and cycle == 2 - len(plan) and rank == plan[0][0] and step >= plan[0][1]:
+                    os.kill(pid, plan.pop(0)[2])
+            assert job.process is not None
+            return job.process.poll() is not None
+
+        wait_until(disturb, job.log, 120)
+    assert job.wait() == 0, job.log()
+    assert not plan
+    results = [json.loads((f / "result.json").read_text()) for f in (peaceful, disturbed)]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    assert results[0]["step"] == results[1]["step"] == STEPS
+    assert max(event["cycle"] for event in job.events("cycle_start")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["minimal", "heartbeats", "sections"])
+def test_an_example_recovers_from_a_kill(job: Job, name: str) -> None:
+    """Each example goes on from its checkpoint after a rank was killed."""
+    place = "--output" if name == "sections" else "--checkpoint"
+    target = job.folder / ("sections" if name == "sections" else "checkpoint.pt")
+    flags = {
+        "minimal": (),
+        "heartbeats": (
+            *("--ft-initial-rank-heartbeat-timeout", "60", "--ft-rank-heartbeat-timeout", "30"),
+        ),
+        "sections": ("--ft-cfg-path", str(EXAMPLES / "sections.yaml")),
+    }[name]
+    job.start(
+        *(place, str(target), "--steps", "600"),
+        program=EXAMPLES / f"{name}.py",
+        prewarm="auto",
+        flags=flags,
+    )
+    wait_until(lambda: "step 150:" in job.log(), job.log, 60)
+    found = re.search(r"rank 1 \(pid (\d+)\) starts at step 0", job.log())
+    assert found, job.log()
+    os.kill(int(found[1]), signal.SIGKILL)
+    assert job.wait(60) == 0, job.log()
+    starts = [int(step) for step in re.findall(r"starts at step (\d+)", job.log())]
+    assert len(starts) == 4
+    assert min(starts[2:]) >= 150
+    assert "step 600:" in job.log()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_demo(tmp_path: Path) -> None:
+    """The demo shows both recoveries, finds equal weights and writes its page."""
+    command = [sys.executable, str(EXAMPLES / "demo" / "run_demo.py"), "--output", str(tmp_path)]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "the same, bit for bit" in shown.stdout
+    assert (tmp_path / "disturbed" / "report.html").stat().st_size > 1000
