@@ -12,6 +12,8 @@ from fault_jobs import SCRIPTED_RANK, command_of, is_running, wait_until
 if TYPE_CHECKING:
     from fault_jobs import Job
 
+# The ranks pose as users of torch, or no standby would be kept; what is imported is light.
+RANK = ("--client", "--like-torch")
 LIGHT = ("--ft-prewarm-import", "decimal,difflib")
 SLOW_MODULE = "nvrx_test_slow_import"
 
@@ -49,7 +51,7 @@ def warm(job: Job, cycle: int) -> list[bool]:
 
 def test_ready_standbys_become_the_next_cycle(job: Job) -> None:
     """When all standbys are ready a death is followed by a cycle of warm ranks."""
-    job.start("--last-cycle", "1", prewarm="on", flags=LIGHT)
+    job.start("--last-cycle", "1", *RANK, prewarm="on", flags=LIGHT)
     job.wait_for(0, range(2), "stepped")
     wait_for_standbys(job, 2)
     waiting = standbys(job)
@@ -61,7 +63,7 @@ def test_ready_standbys_become_the_next_cycle(job: Job) -> None:
 
 def test_a_killed_standby_is_replaced(job: Job) -> None:
     """A standby that is killed does no harm, and another one takes its place."""
-    job.start("--last-cycle", "1", prewarm="on", flags=LIGHT)
+    job.start("--last-cycle", "1", *RANK, prewarm="on", flags=LIGHT)
     job.wait_for(0, range(2), "stepped")
     wait_for_standbys(job, 2)
     victim = min(standbys(job))
@@ -77,7 +79,7 @@ def test_a_killed_standby_is_replaced(job: Job) -> None:
 
 def test_a_standby_killed_together_with_a_rank(job: Job) -> None:
     """When a rank and its standby die together the job restarts once, cold where it must."""
-    job.start("--last-cycle", "1", prewarm="auto", flags=LIGHT, max_restarts=1)
+    job.start("--last-cycle", "1", *RANK, prewarm="auto", flags=LIGHT, max_restarts=1)
     job.wait_for(0, range(2), "stepped")
     wait_for_standbys(job, 2)
     for pid in [*standbys(job), job.rank_pid(0, 0)]:
@@ -89,10 +91,13 @@ def test_a_standby_killed_together_with_a_rank(job: Job) -> None:
 def test_imports_that_fail_mean_a_cold_start(job: Job) -> None:
     """With `auto`, standbys whose imports fail are given up; the job runs and restarts cold."""
     job.start(
-        *("--last-cycle", "1", "0:1:die"),
+        *("--last-cycle", "1", *RANK),
         prewarm="auto",
         flags=("--ft-prewarm-import", "no_such_module_anywhere"),
     )
+    job.wait_for(0, range(2), "stepped")
+    wait_until(lambda: "start cold from now on" in job.log(), job.log)
+    os.kill(job.rank_pid(0, 1), signal.SIGKILL)
     assert job.wait() == 0, job.log()
     assert job.cycles() == [0, 1]
     assert "no_such_module_anywhere" in job.log()
@@ -103,7 +108,7 @@ def test_a_fault_while_standbys_are_warming(job: Job) -> None:
     """A death while the standbys still import is followed by a correct cycle."""
     (job.folder / f"{SLOW_MODULE}.py").write_text("import time\ntime.sleep(1.5)\n")
     job.start(
-        *("--last-cycle", "1"),
+        *("--last-cycle", "1", *RANK),
         prewarm="auto",
         flags=("--ft-prewarm-import", SLOW_MODULE),
         environment={"PYTHONPATH": str(job.folder)},
@@ -117,7 +122,7 @@ def test_a_fault_while_standbys_are_warming(job: Job) -> None:
 
 def test_no_standby_outlives_a_killed_launcher(job: Job) -> None:
     """Ready standbys are gone when the launcher is killed."""
-    job.start("--last-cycle", "9", "--client", prewarm="on", flags=LIGHT)
+    job.start("--last-cycle", "9", *RANK, prewarm="on", flags=LIGHT)
     job.wait_for(0, range(2), "stepped")
     wait_for_standbys(job, 2)
     os.kill(job.pid, signal.SIGKILL)
@@ -129,10 +134,12 @@ def test_a_job_that_ends_while_standbys_warm(job: Job) -> None:
     """The end of the job does not wait for standbys that are still importing."""
     (job.folder / f"{SLOW_MODULE}.py").write_text("import time\ntime.sleep(60)\n")
     job.start(
-        *("0:0:leave-after=go", "0:1:leave-after=go"),
+        *(*RANK, "0:0:leave-after=go", "0:1:leave-after=go"),
         prewarm="auto",
         flags=("--ft-prewarm-import", f"decimal,{SLOW_MODULE}"),
         environment={"PYTHONPATH": str(job.folder)},
     )
+    job.wait_for(0, range(2), "waiting")
+    wait_until(lambda: standbys(job), lambda: f"a warming standby\n{job.log()}")
     (job.out / "go").touch()
-    assert job.wait(60) == 0, job.log()
+    assert job.wait(20) == 0, job.log()

@@ -243,7 +243,11 @@ class Job:
     def leftovers(self) -> list[str]:
         """Return what is left of the job outside its folders, one line each."""
         left = [f"process {pid}: {command_of(pid)}" for pid in self.processes()]
-        left += [f"temporary: {path}" for path in self.temporary.rglob("*")]
+        left += [
+            f"temporary: {path}"
+            for path in self.temporary.rglob("*")
+            if not path.name.startswith("torchinductor_")  # a cache that torch keeps
+        ]
         left += [
             f"shared memory: {name}"
             for name in set(os.listdir("/dev/shm")) - self._shm_before

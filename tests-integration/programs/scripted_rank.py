@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank without torch that does what it is told, when it is told; it says what it does in a file.
 
-    scripted_rank.py OUT [--last-cycle N] [--client] [CYCLE:RANK:DEED[=VALUE] ...]
+    scripted_rank.py OUT [--last-cycle N] [--client] [--like-torch] [CYCLE:RANK:DEED[=VALUE] ...]
 
 A rank without a deed works until it is ended; in the last cycle it takes three steps and leaves.
 """
 
 import argparse
 import contextlib
+import mmap
 import os
 import pickle
 import signal
@@ -253,8 +254,17 @@ def parse_arguments():
     parser.add_argument("out", type=Path)
     parser.add_argument("--last-cycle", type=int, default=0)
     parser.add_argument("--client", action="store_true")
+    parser.add_argument("--like-torch", action="store_true", help="map a file of torch's name")
     parser.add_argument("deeds", nargs="*")
     return parser.parse_intermixed_args()
+
+
+def map_torch(folder):
+    """Map a file that is called like torch's library: what makes the launcher keep standbys."""
+    path = folder / "libtorch_cpu.so"
+    path.write_bytes(bytes(4096))
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 
 
 def deed_of(rank):
@@ -270,6 +280,7 @@ def deed_of(rank):
 def main():
     """Run the rank."""
     rank = Rank(parse_arguments())
+    torch_map = map_torch(rank.options.out) if rank.options.like_torch else None
     rank.say("started", os.getpid())
     name, value = deed_of(rank)
     if name in BEFORE_CONNECT:
@@ -280,6 +291,8 @@ def main():
         AFTER_CONNECT[name](rank, value)
     else:
         rank.work()
+    if torch_map is not None:
+        torch_map.close()
 
 
 if __name__ == "__main__":
