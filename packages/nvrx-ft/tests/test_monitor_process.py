@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The monitor process against real ranks: hangs are found, named, and ended; others are spared."""
 
+import json
 import logging
 import os
 import pickle
@@ -14,6 +15,7 @@ from monitored_ranks import Node, wait_gone, wait_until
 
 from nvidia_resiliency_ext.fault_tolerance._monitor import control, rank_messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import read_slot
+from nvidia_resiliency_ext.shared_utils.events import EventLog, read_events
 from nvidia_resiliency_ext.shared_utils.wire import receive_message, send_message
 
 
@@ -29,6 +31,17 @@ def node(tmp_path):
     yield start
     for started in nodes:
         started.close()
+
+
+def state_of(**sections):
+    """Return a client's state with calculated section timeouts, as JSON without blanks."""
+    section = {
+        "section": sections,
+        "out_of_section": None,
+        "calculated_sections": sorted(sections),
+        "is_out_of_section_calculated": False,
+    }
+    return json.dumps({"current_timeouts": {"section": section}}, separators=(",", ":"))
 
 
 def test_a_rank_without_heartbeats_is_killed_and_named(node):
@@ -71,7 +84,7 @@ def test_a_stopped_rank_is_killed_without_waiting_for_stacks(node):
     rank = it.rank()
     rank.do("init", "open step")
     os.kill(rank.pid, signal.SIGSTOP)
-    report = it.hang()
+    report = it.expect(control.HangFound, limit_s=10.0).report
     assert rank.wait_dead(10.0) == -signal.SIGKILL
     assert report["state"] == "T"
     assert "no stacks" in Path(report["stacks"]).read_text()
@@ -103,7 +116,7 @@ def test_a_rank_without_the_dump_handler_is_killed_without_waiting(node):
     it = node(rank_section_timeouts={"step": 0.3}, hang_evidence_timeout=20.0)
     rank = it.rank()
     rank.do("init", "dump_off", "open step")
-    it.hang()
+    it.expect(control.HangFound, limit_s=10.0)
     assert rank.wait_dead(10.0) == -signal.SIGKILL
 
 
@@ -192,11 +205,20 @@ def test_silent_connections_are_closed_and_few(node):
     it = node()
     socks = [it.connect() for _ in range(12)]
     try:
+        socks[0].settimeout(3.0)
         assert socks[0].recv(1) == b""
         it.rank().do("init")
     finally:
         for sock in socks:
             sock.close()
+
+
+@pytest.mark.slow
+def test_a_connection_without_hello_is_closed_after_a_while(node):
+    """Who connects and says nothing is sent away."""
+    it = node()
+    with it.connect() as sock:
+        assert sock.recv(1) == b""
 
 
 def test_the_slot_cannot_be_truncated(node):
@@ -230,21 +252,18 @@ def test_limits_of_a_checkpoint_count_at_once(node):
     it = node(rank_section_timeouts={"step": 60.0})
     rank = it.rank()
     rank.do("init", "open step")
-    state = (
-        '{"current_timeouts":{"section":{"section":{"step":0.4,"unknown":1},"out_of_section":null,'
-        '"calculated_sections":["step"],"is_out_of_section_calculated":false}}}'
-    )
-    rank.do(f"load {state}")
+    rank.do(f"load {state_of(step=0.4, unknown=1.0)}")
     report = it.hang()
     assert (report["section"], report["limit"]) == ("step", 0.4)
 
 
 def test_training_goes_on_without_a_monitor_and_a_new_one_takes_over(node):
-    """A killed monitor costs the rank nothing; its successor gets the slot back and judges."""
-    it = node(rank_section_timeouts={"outer": 2.0, "inner": 60.0})
+    """A killed monitor costs the rank nothing; its successor gets slot and limits, and judges."""
+    it = node(rank_section_timeouts={"outer": 60.0, "inner": 60.0})
     rank = it.rank()
-    rank.do("init", "open outer")
+    rank.do("init", f"load {state_of(outer=2.0)}", "open outer")
     it.expect(control.RankJoined)
+    slot = os.fstat(it.monitor._memories[0].fd).st_ino
     os.kill(it.monitor.child.pid, signal.SIGKILL)
     it.monitor.child.wait(10.0)
     rank.do("beat", "open inner", "close inner")
@@ -254,10 +273,13 @@ def test_training_goes_on_without_a_monitor_and_a_new_one_takes_over(node):
     it.expect(control.RankJoined)
     view = read_slot(it.monitor.slots[0], it.monitor.layout)
     assert set(view.open_sections) == {"outer"}, "the new monitor shows the rank's own slot"
+    assert os.fstat(it.monitor._memories[0].fd).st_ino == slot, "and it is the same memory"
+    it.expect(control.FirstStep)
     rank.do("open inner")
     view = read_slot(it.monitor.slots[0], it.monitor.layout)
     assert set(view.open_sections) == {"outer", "inner"}
-    assert it.hang()["section"] == "outer"
+    report = it.hang()
+    assert (report["section"], report["limit"]) == ("outer", 2.0)
 
 
 def test_a_lost_monitor_is_an_error_when_configured(node):
@@ -379,3 +401,31 @@ def test_it_works_without_pidfds(node, monkeypatch):
     it.rank().do("init", "open step")
     assert it.hang()["section"] == "step"
     it.expect(control.RankLeft)
+
+
+def test_a_hang_is_in_the_record(node, tmp_path):
+    """The monitor writes a `fault` event with rule, limit and lateness into the node's file."""
+    log = EventLog.create(tmp_path, src="launcher", job_id="1", launch_id="x", host="testhost")
+    log.close()
+    it = node(events=log.environment(), rank_section_timeouts={"step": 0.3})
+    it.rank().do("init", "open step")
+    it.hang()
+
+    def faults():
+        return [e for e in read_events(log.path).events if e.kind == "fault"]
+
+    wait_until(faults)
+    [fault] = faults()
+    assert (fault.src, fault.cycle, fault.rank) == ("monitor", 3, 0)
+    found = {name: fault.fields[name] for name in ("cause", "detected_by", "deadline_s")}
+    assert found == {"cause": "hang_section", "detected_by": "monitor", "deadline_s": 0.3}
+    assert 0.0 <= fault.fields["late_s"] < 3.0
+
+
+def test_a_programs_own_use_of_the_dump_signal_is_kept(node):
+    """A rank that handles the dump signal itself keeps its handler and is killed without stacks."""
+    it = node(rank_section_timeouts={"step": 0.3}, hang_evidence_timeout=20.0)
+    rank = it.rank()
+    rank.do("dump_own", "init", "open step")
+    report = it.expect(control.HangFound, limit_s=10.0).report
+    assert "no stacks" in Path(report["stacks"]).read_text()

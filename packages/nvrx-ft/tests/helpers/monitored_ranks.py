@@ -76,7 +76,8 @@ class Rank:
 class Node:
     """A monitor with its run directory, and the ranks of the test."""
 
-    def __init__(self, record_dir, count=1, **config):
+    def __init__(self, record_dir, count=1, events=None, **config):
+        self.events = events or {}
         self.run_dir = RunDir.create("test")
         self.record_dir = record_dir
         self.run_id = f"test-{os.getpid()}-{time.monotonic_ns()}"
@@ -96,6 +97,7 @@ class Node:
             record_dir=str(self.record_dir),
             cycle=3,
             host="testhost",
+            events=self.events,
         )
         return self.monitor
 

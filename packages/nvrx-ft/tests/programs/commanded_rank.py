@@ -4,7 +4,7 @@
 Lines: `init`, `shutdown`, `beat`, `open NAME`, `close NAME`, `close_all`, `cycle NAME PERIOD_S`
 (cycle a section until the end of input or death), `iteration N` (as Megatron's), `handler` (write
 `terminated` at SIGTERM and stay), `child` (a grandchild in a session of its own that ignores
-SIGTERM), `fork_call NAME` (call it in a forked child), `load JSON`, `state`, `limits`.
+SIGTERM), `fork_call NAME` (call it in a forked child), `load JSON`, `dump_off`, `dump_own`.
 """
 
 import json
@@ -72,6 +72,11 @@ def survive_sigterm():
     signal.signal(signal.SIGTERM, lambda *_: print("terminated", flush=True))
 
 
+def keep_dump_signal():
+    """Use the monitor's dump signal for something of our own."""
+    signal.signal(signal.SIGRTMIN + 5, lambda *_: print("own", flush=True))
+
+
 CALLS = {
     "init": client.init_workload_monitoring,
     "shutdown": client.shutdown_workload_monitoring,
@@ -85,10 +90,8 @@ CALLS = {
     "child": start_grandchild,
     "fork_call": call_in_fork,
     "load": lambda text: client.load_state_dict(json.loads(text)),
-    "state": lambda: json.dumps(client.state_dict()),
-    "limits": lambda: repr(client.section_timeouts),
+    "dump_own": keep_dump_signal,
     "dump_off": lambda: signal.signal(signal.SIGRTMIN + 5, signal.SIG_IGN),
-    "cfg": lambda: client.cfg.rank_section_timeouts,
 }
 
 for line in sys.stdin:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns a rank's session with its monitor and its timeouts; the calls of every step are `hotpath`.
 
-One client per process. After a fork the child's copy refuses every call: it shares the parent's
-slot and connection, and using them would corrupt the parent's session.
+Importing it is cheap: what only a session needs is loaded by `init_workload_monitoring`. One client
+per process. After a fork the child's copy refuses every call: it shares the parent's slot and
+connection, and using them would corrupt the parent's session.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ from nvidia_resiliency_ext.fault_tolerance.data import (
 from . import timeouts_state
 from .errors import RankMonitorClientError
 from .hotpath import HotPath, training_iteration
-from .link import LinkError, RankLink
-from .rank_messages import Ask, Hello, SetTimeouts
 from .slot import NO_ITERATION, W_SESSION_ID, SlotError, SlotLayout, SlotMemory, SlotWriter
 
 if TYPE_CHECKING:
@@ -39,7 +38,8 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
     from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
 
-    from .rank_messages import Accepted
+    from .link import RankLink
+    from .rank_messages import Accepted, Hello
 
 __all__ = ["RankMonitorClient", "RankMonitorClientError"]
 
@@ -83,6 +83,7 @@ class RankMonitorClient(HotPath):
         self._link: RankLink | None = None
         self._memory: SlotMemory | None = None
         self._dump_fd = -1
+        self._may_dump = False
         self._num_warmup_iters: int | None = None
         self._refusal: str | None = None
         self._is_foreign = False
@@ -113,6 +114,8 @@ class RankMonitorClient(HotPath):
                 or the monitor cannot be reached or refuses.
             RuntimeError: This process's rank is unknown.
         """
+        from .link import LinkError, RankLink
+
         self._check_process()
         if self.is_initialized:
             raise RankMonitorClientError("the rank monitor client is initialised already")
@@ -125,6 +128,8 @@ class RankMonitorClient(HotPath):
         self.rank_info = RankInfo.get_for_current_rank()
         self._num_warmup_iters = num_warmup_iters
         self._refusal = None
+        # A program that uses the signal itself keeps it, and the monitor does without stacks.
+        self._may_dump = signal.getsignal(DUMP_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN, None)
         link = RankLink(
             path,
             make_hello=self._make_hello,
@@ -256,6 +261,8 @@ class RankMonitorClient(HotPath):
         )
 
     def _ask(self) -> None:
+        from .rank_messages import Ask
+
         link = self._link
         if link is not None and link.request(Ask, ANSWER_LIMIT_S) is None and self._words is None:
             self._refuse()
@@ -265,6 +272,8 @@ class RankMonitorClient(HotPath):
             self._link.post(message)
 
     def _make_hello(self) -> tuple[Hello, list[int]]:
+        from .rank_messages import Hello
+
         info = self.rank_info
         assert info is not None
         handed = [] if self._memory is None else [self._memory.fd]
@@ -272,12 +281,14 @@ class RankMonitorClient(HotPath):
             rank=info.global_rank,
             pid=info.pid,
             num_warmup_iters=self._num_warmup_iters,
-            dump_signal=int(DUMP_SIGNAL),
+            dump_signal=int(DUMP_SIGNAL) if self._may_dump else 0,
             hands_back_slot=bool(handed),
         )
         return hello, handed
 
     def _take_session(self, accepted: Accepted, fds: list[int]) -> None:
+        from .link import LinkError
+
         slot_fd, dump_fd = fds
         try:
             if self._memory is None:
@@ -335,7 +346,8 @@ class RankMonitorClient(HotPath):
         memory.words[W_SESSION_ID] = accepted.session_id
 
     def _register_dump(self, dump_fd: int) -> None:
-        faulthandler.register(DUMP_SIGNAL, file=dump_fd, all_threads=True, chain=False)
+        if self._may_dump:
+            faulthandler.register(DUMP_SIGNAL, file=dump_fd, all_threads=True, chain=False)
         previous, self._dump_fd = self._dump_fd, dump_fd
         if previous >= 0:
             os.close(previous)
@@ -354,6 +366,8 @@ class RankMonitorClient(HotPath):
 
     def _on_restored(self) -> None:
         """Tell a new monitor, in the link's thread, what the launcher's configuration lacks."""
+        from .rank_messages import SetTimeouts
+
         if self._own_limits:
             self._post(SetTimeouts(0, self._own_limits))
 
@@ -417,6 +431,8 @@ class RankMonitorClient(HotPath):
 
     def _tell_limits(self, limits: Mapping[str, Any]) -> None:
         """Change limits in the monitor; a new monitor will be told again."""
+        from .rank_messages import SetTimeouts
+
         self._own_limits = {**self._own_limits, **limits}
         link = self._link
         assert link is not None

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from . import slot
 from .errors import RankMonitorClientError
-from .rank_messages import FirstActivity, StepBegun
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -181,6 +180,16 @@ class HotPath:
     def _post(self, message: object) -> None:
         raise NotImplementedError
 
+    def _post_life(self) -> None:
+        from .rank_messages import FirstActivity
+
+        self._post(FirstActivity())
+
+    def _post_step(self, at: float) -> None:
+        from .rank_messages import StepBegun
+
+        self._post(StepBegun(at))
+
     def _begin(self, words: memoryview, sections: tuple[str, ...], *, is_answered: bool) -> int:
         """Let calls through into a slot that was just begun; return when that is."""
         layout = slot.SlotLayout(sections)
@@ -231,13 +240,13 @@ class HotPath:
         if self._is_first_step_due and (at == self._step_at or not self._step_at):
             self._is_first_step_due = False
             words[slot.W_STEP_FIRST_CLOSE] = now
-            self._post(StepBegun(now * _NS))
+            self._post_step(now * _NS)
 
     def _note_long_gap(self, words: memoryview, now: int, gap: int) -> None:
         if not self._heartbeat_first:
             self._heartbeat_first = now
             words[slot.W_HEARTBEAT_FIRST] = now
-            self._post(StepBegun(now * _NS))
+            self._post_step(now * _NS)
         else:
             self._heartbeat_longest = gap
 
@@ -247,7 +256,7 @@ class HotPath:
             words[slot.W_STEP_FIRST_OPEN] = now
         if not self._has_posted_life:
             self._has_posted_life = True
-            self._post(FirstActivity())
+            self._post_life()
 
     def _note_iteration(self, words: memoryview) -> None:
         iteration = training_iteration()
