@@ -38,7 +38,6 @@ def train(job: Job, name: str, *extra: str) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_weights_after_a_kill_and_a_hang(job: Job) -> None:
     """After a SIGKILL and a SIGSTOP the weights are those of an undisturbed run, bit for bit."""
@@ -71,7 +70,6 @@ def test_weights_after_a_kill_and_a_hang(job: Job) -> None:
     assert max(event["cycle"] for event in job.events("cycle_start")) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["minimal", "heartbeats", "sections"])
 def test_an_example_recovers_from_a_kill(job: Job, name: str) -> None:
@@ -102,7 +100,6 @@ def test_an_example_recovers_from_a_kill(job: Job, name: str) -> None:
     assert "step 600:" in job.log()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_demo(tmp_path: Path) -> None:
     """The demo shows both recoveries, finds equal weights and writes its page."""

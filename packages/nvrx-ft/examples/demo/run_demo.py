@@ -30,7 +30,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RANKS = 4
-STEPS = 500
+STEPS = 600
 CHECKPOINT_EVERY = 20
 STEP_TIMEOUT_S = 2
 DEVICE_MS = 15  # a real job leaves the CPU to others while its devices compute
@@ -60,8 +60,8 @@ class Disturbance:
 
 
 DISTURBANCES = (
-    Disturbance("killed", signal.SIGKILL, 2, 90, 270, "killed"),
-    Disturbance("stopped", signal.SIGSTOP, 1, 310, 470, "hang_section"),
+    Disturbance("killed", signal.SIGKILL, 2, 90, 350, "killed"),
+    Disturbance("stopped", signal.SIGSTOP, 1, 390, 570, "hang_section"),
 )
 
 
@@ -206,9 +206,12 @@ def note_progress(story: Story, progress: Progress) -> None:
         story.say(f"all {RANKS} ranks train")
         return
     story.gaps_s.append(time.monotonic() - story.done[progress.cycle - 1])
+    waited = ""
+    if DISTURBANCES[progress.cycle - 1].signal is signal.SIGSTOP:
+        waited = f", {STEP_TIMEOUT_S} s of them the timeout of a step"
     story.say(
         f"all {RANKS} ranks train again, from step {progress.step}: "
-        f"{story.gaps_s[-1]:.2f} s without training"
+        f"{story.gaps_s[-1]:.2f} s without training{waited}"
     )
 
 

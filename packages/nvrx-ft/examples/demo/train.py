@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+from nvidia_resiliency_ext.shared_utils.events import CkptSave, EventLog
 
 DATA = Path(__file__).with_name("data") / "digits.csv.gz"
 TRAINING_IMAGES = 1536
@@ -93,6 +94,7 @@ class Trainer:
         """Build the model and go on from the last checkpoint, if there is one."""
         self.rank, self.world_size = rank, world_size
         self.checkpoint_path = output / "checkpoint.pt"
+        self.events = EventLog.join(src="ckpt")
         self.images, self.digits = load_digits()
         self.model = make_model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
@@ -125,15 +127,30 @@ class Trainer:
         return loss
 
     def save(self) -> None:
-        """Write the checkpoint; one rank is enough, for all hold the same."""
+        """Write the checkpoint; one rank is enough, for all hold the same.
+
+        The record learns of it, so that the report can tell how much work a fault has cost.
+        """
         if self.rank != 0:
             return
+        began = time.monotonic()
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
         }
         replace_file(self.checkpoint_path, lambda file: torch.save(state, file))
+        saved = CkptSave(
+            iteration=self.step,
+            bytes=self.checkpoint_path.stat().st_size,
+            stall_s=time.monotonic() - began,
+            result="ok",
+        )
+        self.events.record(
+            saved,
+            cycle=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            rank=self.rank,
+        )
 
     def accuracy(self) -> float:
         """Return the share of the images kept aside that the model reads correctly."""
