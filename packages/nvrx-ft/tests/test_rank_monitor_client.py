@@ -154,8 +154,10 @@ def test_state_before_and_after_init(monitor):
             "calculated_sections": ["step"],
             "is_out_of_section_calculated": True,
         }
+        in_session = it.state_dict()
     finally:
         it.shutdown_workload_monitoring()
+    assert it.state_dict() == in_session, "a checkpoint written after the end loses nothing"
     # The monitor keeps them for the rank's next session.
     again = RankMonitorClient()
     again.init_workload_monitoring()
@@ -273,3 +275,23 @@ def test_a_program_with_megatrons_calls(monitor, tmp_path):
     section = states[0]["current_timeouts"]["section"]
     assert section["calculated_sections"] == ["checkpointing", "setup", "step"]
     assert states[1] != states[0], "the second run merges its own measurements"
+
+
+def test_sections_that_are_not_configured_are_left_out_of_a_selection(monitor, tmp_path):
+    """A program that selects a section which the configuration lacks goes on without it."""
+    monitor(
+        rank_section_timeouts={"step": 60.0, "checkpointing": 60.0},
+        rank_out_of_section_timeout=60.0,
+    )
+    program = Path(__file__).parent / "programs" / "megatron_calls.py"
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=50.0,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    state = json.loads((tmp_path / "ft_state.json").read_text())
+    section = state["current_timeouts"]["section"]
+    assert section["calculated_sections"] == ["checkpointing", "step"]

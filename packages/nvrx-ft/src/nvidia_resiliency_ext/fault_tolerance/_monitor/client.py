@@ -154,6 +154,11 @@ class RankMonitorClient(HotPath):
         """End the session; harmless without one, never collective, and waits for no peer."""
         self._check_process()
         if self.is_initialized:
+            # A checkpoint written after the end, and a later session, go on from these.
+            calculated = timeouts_state.write_state(self.hb_timeouts, self.section_timeouts)
+            self.loaded_hb_timeouts, self.loaded_section_timeouts = timeouts_state.read_state(
+                calculated
+            )
             self.is_initialized = False
             self._release()
 
@@ -186,7 +191,8 @@ class RankMonitorClient(HotPath):
         """Set section timeouts from the longest durations of all ranks; collective.
 
         Args:
-            selected_sections: Sections to set; all if None.
+            selected_sections: Sections to set; all if None. As in `start_section`, names that
+                the configuration does not have are ignored.
             calc_out_of_section: Whether to set the timeout of the time outside sections, too.
             skip_if_not_ready: Return False when something was not measured, instead of raising.
 
@@ -195,9 +201,12 @@ class RankMonitorClient(HotPath):
 
         Raises:
             RankMonitorClientError: Not initialised, or something was not measured.
-            TimeoutsCalcError: There is no process group, or a selected section is unknown.
+            TimeoutsCalcError: There is no process group.
         """
         calc = self._synchronized_calc(counts_outside=calc_out_of_section)
+        if selected_sections is not None:
+            known = self.section_timeouts.section if self.section_timeouts else {}
+            selected_sections = [name for name in selected_sections if name in known]
         if not calc.can_get_section_timeouts(selected_sections, calc_out_of_section):
             return self._not_ready("sections", skip_if_not_ready=skip_if_not_ready)
         self.section_timeouts = calc.get_section_timeouts(
