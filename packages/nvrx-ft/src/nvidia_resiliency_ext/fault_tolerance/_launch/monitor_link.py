@@ -91,6 +91,7 @@ class SharedMonitor:
             MonitorStartError: when they do not within `READY_TIMEOUT_S`.
         """
         self._cycle = cycle
+        self._receive()  # A monitor that died just now must not be taken for a ready one.
         self._hangs.clear()
         if self._reopening is not None:
             self._reopening.cancel()
