@@ -80,6 +80,7 @@ class StandbyStarter:
         self._told: dict[int, Standby] = {}
         self._timer: Timer | None = None
         self._look_interval_s = FIRST_LOOK_S
+        self._has_worked = False
         self._why_cold = self._never_reason()
         if self._why_cold is not None:
             self._pool, _ = pools.step(self._pool, pools.Refused(self._why_cold), 0.0)
@@ -112,7 +113,14 @@ class StandbyStarter:
             self._step(pools.Prepare())
 
     def good_step(self) -> None:
-        """Take note that a rank works: standbys may be filled from now on."""
+        """Take note that a rank works: standbys may be filled from now on.
+
+        Only the first rank of a cycle counts: the others must not undo what the pool has learnt
+        since, that its standbys fail.
+        """
+        if self._has_worked:
+            return
+        self._has_worked = True
         self._look()
         self._step(pools.GoodStep())
 
@@ -203,6 +211,7 @@ class StandbyStarter:
 
     def done(self) -> None:
         """All workers of the cycle are started: standbys for the next may follow."""
+        self._has_worked = False
         self._step(pools.RanksStarted())
         self._look_interval_s = FIRST_LOOK_S
         self._arm(FIRST_LOOK_S)
