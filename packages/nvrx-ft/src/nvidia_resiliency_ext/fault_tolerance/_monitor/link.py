@@ -34,6 +34,10 @@ logger = logging.getLogger("nvrx")
 
 HANDSHAKE_LIMIT_S = 30.0
 RECONNECT_PAUSE_S = 1.0
+ABSENT_LIMIT_S = 5.0
+"""How long a rank that starts waits for a monitor to take the place of one that died."""
+
+_ABSENT_PAUSE_S = 0.05
 _RECONNECT_LIMIT_S = 5.0
 _JOIN_LIMIT_S = 2.0
 _READ_BYTES = 65536
@@ -42,6 +46,13 @@ _EXPECTED_FDS = 2
 
 class LinkError(Exception):
     """The monitor cannot be reached, or refused the session."""
+
+
+class _AbsentError(LinkError):
+    """Nobody listens, or whoever did is gone: another monitor may be on its way."""
+
+
+_ABSENT = (_AbsentError, ConnectionError)
 
 
 class RankLink:
@@ -89,7 +100,7 @@ class RankLink:
         Raises:
             LinkError: There is no monitor, it refused, or it did not answer in time.
         """
-        self._sock, reader = self._shake_hands(timeout_s)
+        self._sock, reader = self._find_monitor(timeout_s)
         self._thread = threading.Thread(
             target=self._serve, args=(reader,), name="nvrx-monitor-link", daemon=True
         )
@@ -158,6 +169,17 @@ class RankLink:
             if sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) != len(data):
                 _shut_down(sock)  # a torn frame: the thread opens a new session
 
+    def _find_monitor(self, timeout_s: float) -> tuple[socket.socket, FrameReader]:
+        """Shake hands, and wait a little for a monitor that is just being replaced."""
+        deadline = Deadline.after(timeout_s)
+        patience = Deadline.after(min(ABSENT_LIMIT_S, timeout_s))
+        while True:
+            try:
+                return self._shake_hands(max(0.001, deadline.remaining()))
+            except _AbsentError:
+                if patience.expired() or self._closing.wait(_ABSENT_PAUSE_S):
+                    raise
+
     def _shake_hands(self, timeout_s: float) -> tuple[socket.socket, FrameReader]:
         deadline = Deadline.after(timeout_s)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -178,7 +200,8 @@ class RankLink:
             sock.close()
             for fd in fds:
                 os.close(fd)
-            raise LinkError(f"no session with the rank monitor at {self.path}: {exc}") from exc
+            kind = _AbsentError if isinstance(exc, _ABSENT) else LinkError
+            raise kind(f"no session with the rank monitor at {self.path}: {exc}") from exc
         try:
             self._take(answer, fds)
         except LinkError:
@@ -245,7 +268,7 @@ def _receive_accepted(
         data, more = receive_with_fds(sock, _READ_BYTES, _EXPECTED_FDS, limit_s)
         fds += more
         if not data:
-            raise LinkError("the monitor closed the connection")
+            raise _AbsentError("the monitor closed the connection")
         payloads = reader.feed(data)
     answer = RANK_MESSAGES.decode(payloads[0])
     if isinstance(answer, Refused):
