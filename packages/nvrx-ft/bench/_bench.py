@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-WORKER = Path(__file__).with_name("_bench_worker.py")
+HERE = Path(__file__).resolve().parent
+WORKERS = {"bare": HERE / "_bench_worker.py", "ddp": HERE / "_bench_worker_torch.py"}
 JOB_LIMIT_S = 240.0
 
 Events = dict[tuple[int, int], dict[str, float]]
@@ -75,6 +76,11 @@ def candidates(options: argparse.Namespace) -> list[Candidate]:
     if options.against is not None:
         found.append(Candidate("against", options.against, "ft_launcher"))
     return [*found, *(Candidate(name, options.python, name) for name in options.launcher)]
+
+
+def rank(mode: str, out: Path) -> list[str]:
+    """Return the script of a rank and its first arguments; the mode is `bare` or `ddp`."""
+    return [str(WORKERS[mode]), mode, str(out)]
 
 
 @contextlib.contextmanager

@@ -20,9 +20,7 @@ def main() -> None:
     def once(candidate: _bench.Candidate) -> dict[str, float]:
         with _bench.folder() as out:
             command = candidate.command(RANKS, 0, options.flags.split())
-            events = _bench.run(
-                [*command, str(_bench.WORKER), "bare", str(out), "--step-s", "1"], out
-            )
+            events = _bench.run([*command, *_bench.rank("bare", out), "--step-s", "1"], out)
             return {
                 "last line to launcher gone": time.monotonic() - _bench.last(events, 0, "last_line")
             }

@@ -23,7 +23,7 @@ def main() -> None:
             with _bench.folder() as out:
                 command = candidate.command(RANKS, 0, options.flags.split())
                 began = time.monotonic()
-                _bench.run([*command, str(_bench.WORKER), mode, str(out)], out)
+                _bench.run([*command, *_bench.rank(mode, out)], out)
                 seconds[f"whole job, {mode}"] = time.monotonic() - began
         return seconds
 

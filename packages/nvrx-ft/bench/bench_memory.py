@@ -8,7 +8,6 @@ PSS: each page shared by n processes counts for 1/n in each. Linux only.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -42,7 +41,7 @@ def role(pid: int, ranks: set[int], environ: bytes) -> str:
     if pid in ranks:
         return "ranks"
     command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    if str(_bench.WORKER).encode() in command and b"_launcher" not in command:
+    if b"_bench_worker" in command and b"_launcher" not in command:
         return "standbys"
     return "standbys" if b"NVRX_STANDBY" in environ else "monitors and others"
 
@@ -57,18 +56,19 @@ def look(launcher: int, ranks: set[int]) -> dict[str, float]:
             continue
         if name != "ranks":
             sums[name] += pss_mib(pid)
-    threads = len(os.listdir(f"/proc/{launcher}/task"))
-    return {**sums, "launcher threads": float(threads)}
+    return sums
 
 
 def main() -> None:
     """Measure."""
-    options = _bench.parser(__doc__, repeats=1).parse_args()
+    parser = _bench.parser(__doc__, repeats=1)
+    parser.add_argument("--mode", choices=["bare", "ddp"], default="bare", help="ddp: with torch")
+    options = parser.parse_args()
 
     def once(candidate: _bench.Candidate) -> dict[str, float]:
         with _bench.folder() as out:
             command = candidate.command(RANKS, 0, options.flags.split())
-            command += [str(_bench.WORKER), "bare", str(out), "--step-s", str(SETTLE_S + 8)]
+            command += [*_bench.rank(options.mode, out), "--step-s", str(SETTLE_S + 8)]
             process = _bench.start(command, out)
             while len(list(out.glob("events_*"))) < RANKS and process.poll() is None:
                 time.sleep(0.05)

@@ -41,7 +41,7 @@ def main() -> None:
                 command = candidate.command(RANKS, 2, [*options.flags.split(), *ours])
                 # Long enough for the rank that dies; the new ranks do the same steps again.
                 steps = str(int(kill_after_s / STEP_S) + 5) if mode == "ddp" else "1"
-                command += [str(_bench.WORKER), mode, str(out), "--steps", steps]
+                command += [*_bench.rank(mode, out), "--steps", steps]
                 command += ["--step-s", str(STEP_S), "--kill-rank", str(RANKS - 1)]
                 events = _bench.run([*command, "--kill-after-s", str(kill_after_s)], out)
                 killed = events[0, RANKS - 1]["killed"]

@@ -50,7 +50,7 @@ def main() -> None:
     candidate = _bench.candidates(options)[0]
     with _bench.folder() as out:
         command = candidate.command(RANKS, options.restarts, options.flags.split())
-        command += [str(_bench.WORKER), "bare", str(out), "--step-s", "3", "--kill-rank", "1"]
+        command += [*_bench.rank("bare", out), "--step-s", "3", "--kill-rank", "1"]
         command += ["--kill-after-s", "0.5", "--kill-cycles", str(options.restarts)]
         began = time.monotonic()
         process = _bench.start(command, out)

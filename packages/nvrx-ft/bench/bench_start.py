@@ -21,7 +21,7 @@ def main() -> None:
         with _bench.folder() as out:
             command = candidate.command(RANKS, 0, options.flags.split())
             began = time.monotonic()
-            events = _bench.run([*command, str(_bench.WORKER), "ddp", str(out)], out)
+            events = _bench.run([*command, *_bench.rank("ddp", out)], out)
             return {
                 "first line": _bench.last(events, 0, "first_line") - began,
                 "first DDP step": _bench.last(events, 0, "first_step") - began,
