@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real children: their start, how they end, and what never happens to anybody else."""
 
+import errno
 import os
 import select
 import signal
@@ -319,3 +320,24 @@ def test_handle_never_acts_on_a_recycled_number() -> None:
             assert not handle.alive()
             assert not handle.signal(signal.SIGKILL)
         assert stranger.poll() is None
+
+
+def test_a_hold_that_cannot_be_taken_keeps_no_descriptor():
+    """Without a descriptor left for /proc taking hold fails, and the pidfd is given back."""
+    code = (
+        "import os, resource\n"
+        "from nvidia_resiliency_ext.shared_utils.children import PidHandle, pidfd_available\n"
+        "PidHandle(os.getppid()).close()\n"
+        "before = len(os.listdir('/proc/self/fd'))\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3 + pidfd_available(), hard))\n"
+        "try: PidHandle(os.getppid())\n"
+        "except OSError as error: print(error.errno)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))\n"
+        "assert len(os.listdir('/proc/self/fd')) == before\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{errno.EMFILE}\n"

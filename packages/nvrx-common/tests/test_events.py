@@ -280,6 +280,34 @@ def test_failing_writes_are_counted_and_told(tmp_path: Path) -> None:
     assert found.bad_lines <= 1
 
 
+@pytest.mark.parametrize("room_bytes", [0, 20])
+def test_a_header_that_does_not_fit_leaves_nothing(room_bytes: int, tmp_path: Path) -> None:
+    """A disk too full for the header leaves no file and no descriptor; later the log works."""
+    code = (
+        "import os, resource, sys\n"
+        "from nvidia_resiliency_ext.shared_utils.events import EventLog, FirstStep\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "before = len(os.listdir('/proc/self/fd'))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), hard))\n"
+        "log = EventLog.create(sys.argv[1], src='x', job_id=None, launch_id='l', host='h')\n"
+        "log.record(FirstStep(), cycle=0)\n"
+        "assert os.listdir(sys.argv[1]) == [], os.listdir(sys.argv[1])\n"
+        "assert len(os.listdir('/proc/self/fd')) == before\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))\n"
+        "log._file._next_open_at = 0.0\n"
+        "log.record(FirstStep(), cycle=1)\n"
+        "log.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(room_bytes)],
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = read_events(next(tmp_path.iterdir()))
+    assert found.header["host"] == "h"
+    assert [e.cycle for e in found.events if e.kind == "first_step"] == [1]
+
+
 def test_unusable_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A directory that cannot be made gives one warning and a log that counts."""
     (tmp_path / "file").write_text("")
@@ -310,7 +338,7 @@ def test_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_descriptor_taken_by_somebody_else(create: Create, tmp_path: Path) -> None:
     """When a program closed our descriptor and got its number again, its own file stays clean."""
     log = create()
-    fd = log._fd
+    fd = log._file.fd
     other = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
     os.dup2(other, fd)
     os.close(other)

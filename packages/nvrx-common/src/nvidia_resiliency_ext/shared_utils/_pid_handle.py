@@ -36,15 +36,20 @@ class PidHandle:
         """
         self.pid = pid
         self._descriptor = os.pidfd_open(pid) if pidfd_available() else None
-        stat = procfs.read_stat(pid)
+        try:
+            self.start_ticks = self._identify(start_ticks)
+        except BaseException:  # too many open files, for one: the descriptor must not stay behind
+            self.close()
+            raise
+
+    def _identify(self, start_ticks: int | None) -> int:
+        stat = procfs.read_stat(self.pid)
         # Alive after the stat was read means that the stat is of the process behind the pidfd.
         if stat is None or not stat.running or self._ended():
-            self.close()
-            raise ProcessLookupError(f"there is no running process {pid}")
-        self.start_ticks = stat.start_ticks
+            raise ProcessLookupError(f"there is no running process {self.pid}")
         if start_ticks is not None and start_ticks != stat.start_ticks:
-            self.close()
-            raise ProcessLookupError(f"process {pid} is another one that took over its number")
+            raise ProcessLookupError(f"process {self.pid} is another one that took over its number")
+        return stat.start_ticks
 
     def fileno(self) -> int | None:
         """Return a descriptor, readable once the process has ended; `None` without pidfd."""

@@ -47,7 +47,7 @@ class LogConfig:
     @classmethod
     def get_node_local_tmp_dir(cls, node_local_tmp_dir: str | None = None) -> str | None:
         """Return the directory of the per-node log files, None for none."""
-        return node_local_tmp_dir or os.environ.get("NVRX_NODE_LOCAL_TMPDIR") or None
+        return node_local_tmp_dir or settings.text("NVRX_NODE_LOCAL_TMPDIR")
 
     @classmethod
     def get_max_file_size(cls, file_size_kb: int | None = None) -> int:

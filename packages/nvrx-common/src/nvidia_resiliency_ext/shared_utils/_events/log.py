@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the writing of events: one append-only file per node, shared by its processes.
+"""Owns the writing of events: what is recorded, what is dropped, and that a file may be full.
 
-It does not own the kinds of events (``kinds``), their text (``encode``) or reading (``read``).
+It does not own the file (``file``), the kinds of events (``kinds``), their text (``encode``) or
+reading (``read``).
 Nothing here raises into the program that is being recorded: what cannot be written is counted,
 one warning says so, and a ``dropped`` event tells about it as soon as writing works again. There
 is no lock, so a fork or a signal handler in the middle of ``record`` cannot block anybody.
@@ -9,12 +10,11 @@ is no lock, so a fork or a signal handler in the middle of ``record`` cannot blo
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 import time
 
 from .encode import encode_line
+from .file import SCHEMA, NodeFile
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,22 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_FILE_BYTES", "NULL_EVENTS", "SCHEMA", "EventLog"]
 
-SCHEMA = "nvrx_events.v1"
 MAX_FILE_BYTES = 64 * 1024 * 1024
 # What is still written when the file is full; at twice the limit nothing is.
 _ESSENTIAL_KINDS = frozenset(
     {"fault", "cycle_start", "cycle_end", "job_start", "job_end", "dropped"}
 )
-_REOPEN_AFTER_S = 5.0
-_NAME_LIMIT = 64
 _FIELD_NAMES: dict[type[Event], tuple[str, ...]] = {}
-_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-
-
-def _name_part(text: str) -> str:
-    """Return ``text`` as a piece of a file name: no separators, no leading dot, bounded."""
-    kept = "".join(ch if ch.isascii() and (ch.isalnum() or ch in "._-") else "_" for ch in text)
-    return kept.lstrip(".")[:_NAME_LIMIT] or "unknown"
 
 
 class EventLog:
@@ -74,20 +64,14 @@ class EventLog:
         max_bytes: int = MAX_FILE_BYTES,
     ) -> None:
         """Describe a log without opening it; use ``create`` or ``join``."""
-        self.directory = directory
         self.src = src
-        self.job_id = job_id
-        self.launch_id = launch_id
-        self.host = host
         self.max_bytes = max_bytes
-        self._versions = dict(versions or {})
-        self._fd = -1
-        self._identity = (0, 0)
+        self._file = NodeFile(
+            directory, host=host, launch_id=launch_id, job_id=job_id, versions=versions or {}
+        )
         self._is_closed = False
-        self._is_line_torn = False
         self._has_warned = False
         self._has_told_limit = False
-        self._next_open_at = 0.0
         self._dropped_count = 0
         self._dropped_bytes = 0
         self._dropped_why = ""
@@ -152,8 +136,12 @@ class EventLog:
     @property
     def path(self) -> str:
         """Path of the file."""
-        name = f"events-{_name_part(self.host)}-{_name_part(self.launch_id)}.jsonl"
-        return os.path.join(self.directory, name)
+        return self._file.path
+
+    @property
+    def launch_id(self) -> str:
+        """The launch in the file's name; not the given one where that was taken already."""
+        return self._file.launch_id
 
     @property
     def dropped_count(self) -> int:
@@ -163,11 +151,11 @@ class EventLog:
     def environment(self) -> dict[str, str]:
         """Return what the environment of a child must hold so that its ``join`` finds this file."""
         given = {
-            "NVRX_EVENT_DIR": os.path.abspath(self.directory),
+            "NVRX_EVENT_DIR": os.path.abspath(self._file.directory),
             "NVRX_LAUNCH_ID": self.launch_id,
         }
-        if self.host != os.uname().nodename:
-            given["NVRX_EVENT_HOST"] = self.host
+        if self._file.host != os.uname().nodename:
+            given["NVRX_EVENT_HOST"] = self._file.host
         return given
 
     def record(
@@ -219,7 +207,7 @@ class EventLog:
         if self._dropped_count and self._is_usable():
             self._tell_dropped()
         self._is_closed = True
-        self._release()
+        self._file.release()
 
     def _append(self, kind: str, fields: Mapping[str, object]) -> None:
         if self._is_closed:
@@ -232,13 +220,13 @@ class EventLog:
         if not self._is_usable():
             self._drop(len(line), self._dropped_why or "no file")
             return
-        size = os.fstat(self._fd).st_size
+        size = self._file.size()
         if size + len(line) > self.max_bytes and not self._passes_limit(kind, size):
             self._drop(len(line), "file limit reached")
             return
         if self._dropped_count and size < self.max_bytes:
             self._tell_dropped()
-        failure = self._write(line)
+        failure = self._file.write(line)
         if failure:
             self._drop(len(line), failure)
 
@@ -248,7 +236,7 @@ class EventLog:
             self._has_told_limit = True
             self._warn(f"{self.path} is full ({self.max_bytes} bytes)")
             note = {"count": 0, "bytes": 0, "why": "file limit reached: essential kinds only"}
-            self._write(self._own_line("dropped", note))
+            self._file.write(self._own_line("dropped", note))
         return kind in _ESSENTIAL_KINDS and size < 2 * self.max_bytes
 
     def _own_line(self, kind: str, fields: Mapping[str, object]) -> bytes:
@@ -258,22 +246,9 @@ class EventLog:
     def _tell_dropped(self) -> None:
         count, lost_bytes = self._dropped_count, self._dropped_bytes
         told = {"count": count, "bytes": lost_bytes, "why": self._dropped_why}
-        if not self._write(self._own_line("dropped", told)):
+        if not self._file.write(self._own_line("dropped", told)):
             self._dropped_count -= count
             self._dropped_bytes -= lost_bytes
-
-    def _write(self, line: bytes) -> str:
-        """Write one line and return why that failed, nothing when it did not.
-
-        What a short write left behind is ended by the newline before the next line.
-        """
-        data = b"\n" + line if self._is_line_torn else line
-        try:
-            written = os.write(self._fd, data)
-        except OSError as error:
-            return error.strerror or type(error).__name__
-        self._is_line_torn = written < len(data)
-        return "short write" if self._is_line_torn else ""
 
     def _drop(self, size: int, why: str) -> None:
         self._dropped_count += 1
@@ -290,94 +265,19 @@ class EventLog:
             logging.getLogger("nvrx").warning("%s", message)
 
     def _is_usable(self) -> bool:
-        """Say whether the descriptor is still our file; open the file again when it is not.
-
-        A program may close every descriptor that it does not know, and the number may then belong
-        to a file of its own.
-        """
-        if self._fd >= 0:
-            try:
-                found = os.fstat(self._fd)
-            except OSError:
-                self._fd = -1
-            else:
-                if (found.st_dev, found.st_ino) == self._identity and found.st_nlink:
-                    return True
-                if (found.st_dev, found.st_ino) == self._identity:
-                    self._release()
-                self._fd = -1
-        if time.monotonic() < self._next_open_at:
+        """Say whether the file can be written; open it again where that is due."""
+        if self._file.is_open():
+            return True
+        if not self._file.may_open():
             return False
         self._open(is_new=False)
-        return self._fd >= 0
-
-    def _release(self) -> None:
-        """Close the descriptor if it is still ours."""
-        fd, self._fd = self._fd, -1
-        if fd < 0:
-            return
-        try:
-            found = os.fstat(fd)
-            if (found.st_dev, found.st_ino) == self._identity:
-                os.close(fd)
-        except OSError:
-            return  # somebody else closed it: nothing is left to do
+        return self._file.fd >= 0
 
     def _open(self, *, is_new: bool) -> None:
-        try:
-            os.makedirs(self.directory, mode=0o700, exist_ok=True)
-            self._fd = self._open_new() if is_new else self._open_existing()
-            found = os.fstat(self._fd)
-            self._identity = (found.st_dev, found.st_ino)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-                self._release()
-                self._fail("not a regular file of this user")
-        except OSError as error:
-            self._fd = -1
-            self._fail(error.strerror or type(error).__name__)
-
-    def _fail(self, why: str) -> None:
-        self._next_open_at = time.monotonic() + _REOPEN_AFTER_S
-        self._dropped_why = why
-        self._warn(f"no events are recorded in {self.path}: {why}")
-
-    def _open_new(self) -> int:
-        first_id = self.launch_id
-        for number in range(2, 100):
-            try:
-                fd = os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
-            except FileExistsError:
-                self.launch_id = f"{first_id[: _NAME_LIMIT - 3]}.{number}"
-                continue
-            os.write(fd, self._header())
-            return fd
-        raise FileExistsError(errno.EEXIST, f"too many files of launch {first_id}")
-
-    def _open_existing(self) -> int:
-        try:
-            return os.open(self.path, _FLAGS)
-        except FileNotFoundError:
-            pass
-        try:
-            fd = os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return os.open(self.path, _FLAGS)
-        os.write(fd, self._header())
-        return fd
-
-    def _header(self) -> bytes:
-        return encode_line(
-            {
-                "kind": "header",
-                "schema": SCHEMA,
-                "host": self.host,
-                "launch_id": self.launch_id,
-                "job_id": self.job_id,
-                "boot_id": _boot_id(),
-                "clock": {"wall": time.time(), "mono": time.monotonic()},
-                "versions": self._versions,
-            }
-        )
+        why = self._file.open(is_new=is_new)
+        if why:
+            self._dropped_why = why
+            self._warn(f"no events are recorded in {self.path}: {why}")
 
 
 class _NullEventLog(EventLog):
@@ -406,15 +306,6 @@ class _NullEventLog(EventLog):
 
     def close(self) -> None:
         """Do nothing."""
-
-
-def _boot_id() -> str | None:
-    """Return the kernel's id of this boot: monotonic times of two boots cannot be compared."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read(64).strip()
-    except OSError:
-        return None
 
 
 NULL_EVENTS: EventLog = _NullEventLog()

@@ -24,6 +24,7 @@ __all__ = [
     "infra_rank",
     "integer",
     "is_json",
+    "text",
 ]
 
 DEFAULT_MAX_FILE_SIZE_KB = 10240
@@ -33,14 +34,19 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 
 def integer(name: str, report: Report, default: int | None = None) -> int | None:
     """Return the variable ``name`` as a number that is not negative, else ``default``."""
-    text = os.environ.get(name, "").strip()
-    if not text:
+    given = os.environ.get(name, "").strip()
+    if not given:
         return default
-    if text.isascii() and text.isdigit():
-        return int(text[:18])
+    if given.isascii() and given.isdigit():
+        return int(given[:18])
     shown = "ignored" if default is None else f"using {default}"
-    report(f"{name}={text[:64]!r} is not a number of 0 or more: {shown}")
+    report(f"{name}={given[:64]!r} is not a number of 0 or more: {shown}")
     return default
+
+
+def text(name: str) -> str | None:
+    """Return the variable ``name``, None where it is unset or empty."""
+    return os.environ.get(name) or None
 
 
 def flag(name: str) -> bool:
@@ -70,7 +76,7 @@ def cycle(report: Report) -> int | None:
 
 def is_json(report: Report) -> bool:
     """Say whether lines are JSON objects instead of text."""
-    text = os.environ.get("NVRX_LOG_FORMAT", "").strip().lower()
-    if text not in {"", "text", "json"}:
-        report(f"NVRX_LOG_FORMAT={text[:64]!r} is neither text nor json: using text")
-    return text == "json"
+    given = os.environ.get("NVRX_LOG_FORMAT", "").strip().lower()
+    if given not in {"", "text", "json"}:
+        report(f"NVRX_LOG_FORMAT={given[:64]!r} is neither text nor json: using text")
+    return given == "json"
