@@ -31,6 +31,7 @@ from nvidia_resiliency_ext.fault_tolerance._launch.decide import (
     StartWorkers,
     StopWorkers,
     WorkerExited,
+    WorkerStuck,
 )
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 
@@ -117,12 +118,15 @@ def test_requests_act_at_the_next_rendezvous(request_, code, closes):
     assert not any(isinstance(effect, Join) for effect in done)
 
 
-@pytest.mark.parametrize(("status", "code"), [(CLEAN, 0), (ExitStatus(None, 15), 1)])
-def test_signal_is_forwarded_and_cleanliness_decides(status, code):
+@pytest.mark.parametrize(
+    ("status", "cause", "code"),
+    [(CLEAN, None, 0), (ExitStatus(None, 15), DEAD, 1), (CLEAN, DEAD, 1)],
+)
+def test_signal_is_forwarded_and_cleanliness_decides(status, cause, code):
     """After SIGTERM the launcher exits 0 if every rank ended cleanly, else 1."""
     node, done = play(running(), Signalled(signal.SIGTERM))
     assert done == [StopWorkers(signal.SIGTERM, 1800.0)]
-    _, done = play(node, WorkerExited(0, CLEAN), WorkerExited(1, status, DEAD), GroupStopped())
+    _, done = play(node, WorkerExited(0, CLEAN), WorkerExited(1, status, cause), GroupStopped())
     assert done[-1] == Finish(code, "ended by SIGTERM")
 
 
@@ -138,6 +142,40 @@ def test_signal_during_a_restart_cancels_the_restart():
     node, _ = play(running(), WorkerExited(1, KILLED, DEAD), Signalled(signal.SIGTERM))
     _, done = play(node, GroupStopped())
     assert done[-1] == Finish(1, "ended by SIGTERM")
+
+
+def test_signal_does_not_soften_a_stop_for_good():
+    """A job that was to end with 93 still does when a signal comes during its stop."""
+    node, _ = play(
+        running(), WorkerExited(1, KILLED, DEAD, no_progress=True), Signalled(signal.SIGTERM)
+    )
+    assert play(node, Signalled(signal.SIGINT))[1] == [KillWorkers()]
+    assert play(node, GroupStopped())[1] == [Finish(93, f"no restart: {DEAD.what}")]
+
+
+def test_hung_rank_that_leaves_with_zero_is_a_failure():
+    """Exit code 0 of a rank that the monitor had to end does not make the job a success."""
+    _, done = play(running(), WorkerExited(0, CLEAN), WorkerExited(1, CLEAN, DEAD))
+    assert done[0] == ReportFault(DEAD, Outcome.RESTART, 2)
+
+
+def test_rank_that_survives_sigkill_ends_this_node():
+    """A hung rank that the kernel holds starts a stop, and the node leaves as unhealthy."""
+    node, done = play(running(), WorkerStuck(DEAD))
+    assert isinstance(done[-1], StopWorkers)
+    _, done = play(node, GroupStopped(unkillable=(1,)))
+    assert done[-1].exit_code == 1
+
+
+def test_shutdown_wins_over_exclusion():
+    """When ranks ask for both, the whole workload is shut down."""
+    node, _ = play(
+        running(),
+        RequestReceived(Request.EXCLUDE_NODE, "a"),
+        RequestReceived(Request.SHUTDOWN, "b"),
+        WorkerExited(1, KILLED, DEAD),
+    )
+    assert play(node, GroupStopped())[1][0] == CloseRendezvous("failure")
 
 
 def test_unkillable_worker_makes_the_node_unhealthy():
@@ -188,6 +226,7 @@ def test_any_order_of_events_ends_once_and_stays_ended():
         RequestReceived(Request.SHUTDOWN, "x"),
         NextRoundOpened(DEAD),
         StartFailed(DEAD),
+        WorkerStuck(DEAD),
         RoundClosed("failure"),
     ]
     for seed in range(300):

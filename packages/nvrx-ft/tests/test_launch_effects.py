@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher's effects one by one: loop, ports, signals, faults, output."""
 
+import io
 import json
 import os
 import signal
@@ -121,6 +122,16 @@ def test_root_cause_is_the_earliest_time_in_the_error_files():
     assert faults.cause_of(first).what == "rank 1 on host h exited with code 1: ValueError: boom"
 
 
+def test_stopped_rank_is_blamed_for_the_hang_of_its_peers():
+    """Of several ranks over the same limit the stopped one is the cause, else the first stuck."""
+    waits = {"rule": "section", "section": "step", "state": "S", "since": 1.0}
+    stopped = {**waits, "state": "T", "since": 2.0}
+    failures = [failure(0, hang=waits), failure(1, hang=stopped), failure(2)]
+    assert faults.root_cause(failures).rank == 1
+    later = {**waits, "since": 0.5}
+    assert faults.root_cause([failure(0, hang=waits), failure(3, hang=later)]).rank == 3
+
+
 def test_hang_report_makes_the_cause_a_hang():
     """A rank killed by the monitor is reported as hung with section, elapsed time and limit."""
     hang = {"rule": "section", "section": "step", "elapsed": 10.5, "limit": 10.0}
@@ -185,6 +196,33 @@ def test_tee_copies_whole_lines_with_prefix_and_the_last_words(tmp_path, loop, c
         file.write(b"o")
     tee.close()
     assert capfdbinary.readouterr().out == b"[default0]:two\n"
+
+
+def test_tee_does_not_stay_with_a_worker_that_writes_without_end(tmp_path, capfdbinary):
+    """One look copies a bounded amount and says that there is more."""
+    path = tmp_path / "stdout.log"
+    path.write_bytes(b"x" * 99 + b"\n" + b"y\n" * (output.READ_BYTES * output.MAX_READS))
+    tee = output.Tee()
+    tee.follow(str(path), "", output.Stream.STDOUT)
+    assert tee.look()
+    assert len(capfdbinary.readouterr().out) <= output.READ_BYTES * output.MAX_READS
+    tee.close()
+    assert len(capfdbinary.readouterr().out) > output.READ_BYTES
+
+
+@pytest.mark.parametrize("console", ["text", "closed"])
+def test_tee_survives_an_odd_console(tmp_path, monkeypatch, console):
+    """A notebook's text stream gets the lines; a closed one does no harm."""
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    path = tmp_path / "stdout.log"
+    path.write_bytes(b"line\n")
+    tee = output.Tee()
+    tee.follow(str(path), "p:", output.Stream.STDOUT)
+    if console == "closed":
+        stream.close()
+    tee.close()
+    assert console == "closed" or stream.getvalue() == "p:line\n"
 
 
 def test_log_directory_that_cannot_be_written_names_path_and_remedy(tmp_path):

@@ -50,3 +50,13 @@ def test_stopping_nobody_is_over_at_once():
     """There is nothing to wait for when no worker runs."""
     state, sends = stopping.begin([], signal.SIGTERM, 15.0, 0.0)
     assert (state.is_over, sends, state.due) == (True, (), None)
+
+
+def test_a_second_request_never_gives_more_time():
+    """A stop under way keeps its deadline, and a worker that was killed is not asked again."""
+    state, _ = stopping.begin([0, 1], signal.SIGTERM, 3.0, 0.0)
+    state, sends = stopping.begin([0, 1], signal.SIGINT, 1800.0, 1.0, state)
+    assert (state.due, len(sends)) == (3.0, 2)
+    state, _ = stopping.advance(state, 3.0)
+    state, sends = stopping.begin([0, 1], signal.SIGTERM, 1800.0, 4.0, state)
+    assert (state.due, sends) == (3.0 + KILL_BOUND_S, ())

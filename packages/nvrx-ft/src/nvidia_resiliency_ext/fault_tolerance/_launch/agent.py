@@ -24,7 +24,7 @@ from .faults import Failure, cause_of, read_error_file, root_cause
 from .loop import EventLoop
 from .output import Tee
 from .rendezvous import Rendezvous
-from .workers import Starter, WorkerGroup, WorkerSpec
+from .workers import Listener, Starter, WorkerGroup, WorkerSpec
 
 logger = logging.getLogger("nvrx")
 
@@ -110,6 +110,7 @@ class Parts:
     chronicle: Chronicle
     tee: Tee
     host: str
+    reports_leftovers: bool
 
 
 class NodeAgent:
@@ -133,8 +134,8 @@ class NodeAgent:
             parts.loop,
             parts.clock,
             parts.tee,
-            on_exit=self._worker_exited,
-            on_stopped=self._group_stopped,
+            listener=Listener(self._worker_exited, self._group_stopped, self._started_again),
+            reports_leftovers=parts.reports_leftovers,
         )
         self._events: collections.deque[Event] = collections.deque()
         self._exits: list[tuple[int, ExitStatus, float]] = []
@@ -156,11 +157,6 @@ class NodeAgent:
         }
 
     @property
-    def phase(self) -> Phase:
-        """Where the node stands."""
-        return self._node.phase
-
-    @property
     def workers(self) -> WorkerGroup:
         """The worker processes of the present cycle."""
         return self._workers
@@ -174,6 +170,13 @@ class NodeAgent:
     def _worker_exited(self, local_rank: int, status: ExitStatus) -> None:
         """Take note of an exit; those seen in one round of the loop are judged together."""
         self._exits.append((local_rank, status, self._clock.wall()))
+
+    def rank_stuck(self, local_rank: int, why: str) -> None:
+        """Take note that the monitor cannot end a hung rank."""
+        rank = (self._assignment.rank_offset if self._assignment else 0) + local_rank
+        what = f"rank {rank} on host {self._host} survived SIGKILL: {why}"
+        cause = Cause("unhealthy", what, rank, local_rank, self._host, detected_by="monitor")
+        self.post(decide.WorkerStuck(cause))
 
     def _group_stopped(self, given_up: tuple[int, ...]) -> None:
         """Take note that the cycle's workers are gone."""
@@ -223,11 +226,13 @@ class NodeAgent:
         self._workers.reap_exited()
         exits, self._exits = self._exits, []
         running = self._node.phase is Phase.RUNNING
+        # A hung rank may leave with code 0 when it is asked to: the monitor's word counts.
         failures = [
             self._failure(rank, status, seen_at)
             for rank, status, seen_at in exits
-            if running and status.code != 0
+            if running and (status.code != 0 or self._monitor.hang_report(rank))
         ]
+        failed = {failure.local_rank for failure in failures}
         cause: Cause | None = None
         no_progress = False
         if failures:
@@ -236,7 +241,7 @@ class NodeAgent:
             no_progress = self._makes_no_progress()
         for local_rank, status, _ in exits:
             self._chronicle.worker_exited(local_rank, status)
-            own = cause if status.code != 0 else None
+            own = cause if local_rank in failed else None
             self._feed(decide.WorkerExited(local_rank, status, own, no_progress))
 
     def _failure(self, local_rank: int, status: ExitStatus, seen_at: float) -> Failure:
@@ -282,14 +287,19 @@ class NodeAgent:
             self._error_files = {spec.local_rank: spec.output.error_file for spec in specs}
             self._monitor.prepare(assignment.cycle)
             self._workers.start(specs, self._starter)
-        except NvrxError as error:
+        except (NvrxError, OSError) as error:
             self.post(decide.StartFailed(Cause("start", str(error), host=self._host)))
             return
-        workers = self._workers.started
-        self._monitor.workers_changed(
-            assignment.cycle, [started.child.pid for started in workers.values()]
-        )
-        self._chronicle.workers_started(workers)
+        self._tell_monitor()
+        self._chronicle.workers_started(self._workers.started)
+
+    def _tell_monitor(self) -> None:
+        pids = [started.child.pid for started in self._workers.started.values()]
+        self._monitor.workers_changed(self._node.cycle, pids)
+
+    def _started_again(self, local_rank: int) -> None:
+        self._tell_monitor()
+        self._chronicle.worker_started(local_rank, self._workers.started[local_rank])
 
     def _stop_workers(self, effect: decide.StopWorkers) -> None:
         self._workers.stop(effect.signum, effect.grace_s)

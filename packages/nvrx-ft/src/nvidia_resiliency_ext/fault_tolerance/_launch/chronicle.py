@@ -21,17 +21,26 @@ from .workers import Started
 
 logger = logging.getLogger("nvrx")
 
+MAX_SHOWN_STACKS = 16_384
+
 
 class Chronicle:
     """The launcher's record of one job on one node. One thread only."""
 
     def __init__(
-        self, log: events.EventLog, failures: FailureLog, clock: Clock, *, host: str
+        self,
+        log: events.EventLog,
+        failures: FailureLog,
+        clock: Clock,
+        *,
+        host: str,
+        shows_stacks: bool,
     ) -> None:
         self._events = log
         self._failures = failures
         self._clock = clock
         self._host = host
+        self._shows_stacks = shows_stacks
         self._cycle = 0
         self._rank_offset = 0
         self._started_at: float | None = None
@@ -69,12 +78,7 @@ class Chronicle:
         self._first_steps.clear()
         reasons = set()
         for local_rank, started in workers.items():
-            event = events.WorkerStart(
-                warm=started.warm,
-                cold_reason=started.cold_reason,
-                saved_s=started.saved_s or None,
-            )
-            self._record(event, local_rank=local_rank)
+            self.worker_started(local_rank, started)
             if started.cold_reason:
                 reasons.add(started.cold_reason)
         warm = sum(started.warm for started in workers.values())
@@ -88,6 +92,13 @@ class Chronicle:
         for reason in sorted(reasons):
             logger.info("cycle %d: cold start: %s", self._cycle, reason)
         self._restart_complete()
+
+    def worker_started(self, local_rank: int, started: Started) -> None:
+        """Record how one worker was started."""
+        event = events.WorkerStart(
+            warm=started.warm, cold_reason=started.cold_reason, saved_s=started.saved_s or None
+        )
+        self._record(event, local_rank=local_rank)
 
     def first_step(self, local_rank: int, at: float) -> None:
         """Record a rank's first heartbeat or finished step at `at` (monotonic s)."""
@@ -153,8 +164,24 @@ class Chronicle:
             logger.warning("restarting because %s (%d restarts left)", cause.what, restarts_left)
         elif outcome is Outcome.NO_RESTART:
             logger.error("stopping for good, no progress: %s", cause.what)
+        elif cause.kind == "start":
+            logger.error("stopping for good, the workers cannot be started: %s", cause.what)
         else:
             logger.error("stopping for good, no restart left: %s", cause.what)
+        if self._shows_stacks:
+            self._show_stacks(cause)
+
+    def _show_stacks(self, cause: Cause) -> None:
+        """Put the stacks of a hung rank into the log, when their file will not be kept."""
+        path = cause.detail.get("stacks")
+        if not isinstance(path, str):
+            return
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                text = file.read(MAX_SHOWN_STACKS)
+        except OSError:
+            return
+        logger.error("stacks of rank %s:\n%s", cause.rank, text)
 
     def workers_stopped(self) -> None:
         """Record that the cycle's workers are gone."""

@@ -13,6 +13,7 @@ events and performs the effects; nothing here reads a clock, a file or a process
     RUNNING    NextRoundOpened           STOPPING   StopWorkers
     RUNNING    StartFailed               STOPPING   ReportFault, StopWorkers
     RUNNING    Signalled                 STOPPING   StopWorkers (the same signal)
+    RUNNING    WorkerStuck               STOPPING   ReportFault, [OpenNextRound], StopWorkers
     STOPPING   Signalled (SIGINT again)  STOPPING   KillWorkers
     STOPPING   Signalled (first)         STOPPING   StopWorkers; no restart follows
     STOPPING   GroupStopped              JOINING    Join          (a restart was decided)
@@ -150,6 +151,13 @@ class WorkerExited:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerStuck:
+    """A worker survived SIGKILL: the kernel holds it, and it will not exit."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
 class StartFailed:
     """The workers could not be started; the machine said why."""
 
@@ -183,6 +191,7 @@ Event = (
     | RoundClosed
     | NextRoundOpened
     | WorkerExited
+    | WorkerStuck
     | StartFailed
     | GroupStopped
     | Signalled
@@ -313,13 +322,9 @@ def _while_joining(node: Node, event: Event) -> Decision:
 
 def _while_running(node: Node, event: Event) -> Decision:
     if isinstance(event, WorkerExited):
-        node = _without(node, event)
-        if event.cause is not None:
-            return _fault(node, event.cause, no_progress=event.no_progress, opens=True)
-        if not node.running:
-            done = _finished(node)
-            return done, (CloseRendezvous("graceful"), Finish(EXIT_OK, "all workers succeeded"))
-        return node, ()
+        return _exited(node, event)
+    if isinstance(event, WorkerStuck):
+        return _fault(node, event.cause, no_progress=False, opens=True)
     if isinstance(event, StartFailed):
         # Starting failed for a reason of this machine; the same start would fail again.
         stop = StopWorkers(signal.SIGTERM, node.policy.stop_grace_s)
@@ -336,11 +341,21 @@ def _while_running(node: Node, event: Event) -> Decision:
     return node, ()
 
 
+def _exited(node: Node, event: WorkerExited) -> Decision:
+    node = _without(node, event)
+    if event.cause is not None:
+        return _fault(node, event.cause, no_progress=event.no_progress, opens=True)
+    if node.running:
+        return node, ()
+    done = _finished(node)
+    return done, (CloseRendezvous("graceful"), Finish(EXIT_OK, "all workers succeeded"))
+
+
 def _while_stopping(node: Node, event: Event) -> Decision:
     if isinstance(event, WorkerExited):
         return _without(node, event), ()
     if isinstance(event, Signalled):
-        if node.outcome is Outcome.SIGNALLED:
+        if node.stop_signal is not None:
             again = event.signum == signal.SIGINT
             return node, (KillWorkers(),) if again else ()
         return _signalled(node, event.signum)
@@ -350,7 +365,7 @@ def _while_stopping(node: Node, event: Event) -> Decision:
 
 
 def _without(node: Node, event: WorkerExited) -> Node:
-    clean = event.status.code == 0
+    clean = event.status.code == 0 and event.cause is None
     return dataclasses.replace(
         node,
         running=node.running - {event.local_rank},
@@ -381,8 +396,13 @@ def _stop(node: Node, cause: Cause, outcome: Outcome) -> Decision:
 
 
 def _signalled(node: Node, signum: int) -> Decision:
+    # A stop that was to end the job for good keeps its reason and its exit code.
+    final = node.outcome in (Outcome.NO_RESTART, Outcome.FAIL)
     stopping = dataclasses.replace(
-        node, phase=Phase.STOPPING, outcome=Outcome.SIGNALLED, stop_signal=signum
+        node,
+        phase=Phase.STOPPING,
+        outcome=node.outcome if final else Outcome.SIGNALLED,
+        stop_signal=signum,
     )
     return stopping, (StopWorkers(signum, node.policy.signal_grace_s),)
 
@@ -401,13 +421,13 @@ def _after_stop(node: Node, event: GroupStopped) -> Decision:
     if node.outcome is Outcome.NO_RESTART:
         what = node.cause.what if node.cause else "no restart requested"
         return finished, (Finish(node.policy.no_restart_exit_code, f"no restart: {what}"),)
-    for request, description in node.requests:
-        if request is Request.SHUTDOWN:
-            reason = f"a rank asked to shut the workload down: {description}"
-            return finished, (CloseRendezvous("failure"), Finish(EXIT_FAILURE, reason))
-        return finished, (
-            Finish(EXIT_FAILURE, f"a rank asked to exclude this node: {description}"),
-        )
+    # Shutting down is asked for all nodes, excluding for this one: the former includes the latter.
+    asked = dict(reversed(node.requests))
+    if (why := asked.get(Request.SHUTDOWN)) is not None:
+        reason = f"a rank asked to shut the workload down: {why}"
+        return finished, (CloseRendezvous("failure"), Finish(EXIT_FAILURE, reason))
+    if (why := asked.get(Request.EXCLUDE_NODE)) is not None:
+        return finished, (Finish(EXIT_FAILURE, f"a rank asked to exclude this node: {why}"),)
     if node.outcome is Outcome.RESTART:
         joining = dataclasses.replace(node, phase=Phase.JOINING, outcome=None)
         return joining, (Join(node.cycle + 1, node.cause),)

@@ -81,7 +81,22 @@ def read_error_file(path: str) -> ErrorFile | None:
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
     """Return the failure that came first."""
+    hung = [failure for failure in failures if failure.hang]
+    if hung:
+        return min(hung, key=_stuck_first)
     return min(failures, key=lambda failure: (failure.time, failure.rank))
+
+
+def _stuck_first(failure: Failure) -> tuple[bool, float, int]:
+    # When one rank hangs in a collective, its peers reach the same limit within milliseconds. A
+    # stopped process is the culprit for certain; else the one that got stuck first.
+    since = failure.hang.get("since")
+    is_stopped = failure.hang.get("state") in ("T", "t")
+    return (
+        not is_stopped,
+        since if isinstance(since, (int, float)) else float("inf"),
+        failure.rank,
+    )
 
 
 def cause_of(failure: Failure) -> Cause:
@@ -102,7 +117,7 @@ def cause_of(failure: Failure) -> Cause:
         kind = "exception"
         what = f"{where} exited with code {failure.status.code}: {first_line}"
     else:
-        what = f"{where} exited with code {failure.status.code}"
+        what = f"{where} ended: {failure.status.describe()}"
     if failure.error is not None:
         detail["error_file"] = failure.error.path
     return Cause(

@@ -17,16 +17,17 @@ from collections.abc import Mapping
 from nvidia_resiliency_ext.fault_tolerance._infra.rank import infrastructure_rank
 from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
+from nvidia_resiliency_ext.fault_tolerance._monitor.sweep import sweep
 from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
-from nvidia_resiliency_ext.shared_utils import events, procfs
+from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Parts, Result
 from .chronicle import Chronicle
 from .decide import Assignment, Policy, Signalled
 from .env import (
-    RUN_ID_ENV_VAR,
     CycleStamp,
     JobEnvironment,
     rank_variables,
@@ -46,7 +47,7 @@ from .workers import WorkerSpec
 
 logger = logging.getLogger("nvrx")
 
-SWEEP_ROUNDS = 20
+CLEAN_UP_DELAY_S = 1.0
 
 
 class Job:
@@ -98,7 +99,7 @@ class Job:
         self._place = make_place(plan, self._environ, stack)
         self._build_record()
         self._build_environment()
-        stack.callback(self._sweep_unmonitored)
+        stack.callback(self._sweep)
         self._standbys = StandbyStarter(
             plan,
             self._base_env,
@@ -110,8 +111,6 @@ class Job:
         stack.callback(self._standbys.close)
         self._standbys.hold_first_cycle()
         self._monitor = self._build_monitor()
-        # Last in, but standbys and workers must be gone before the monitor sweeps.
-        stack.callback(self._close_monitor)
         self._mailbox = stack.enter_context(Mailbox(self._place.launcher_socket))
         self._tee = Tee()
         stack.callback(self._tee.close)
@@ -137,7 +136,13 @@ class Job:
         )
         self._stack.callback(self._event_log.close)
         failures = FailureLog(place.record_dir)
-        self._chronicle = Chronicle(self._event_log, failures, self._clock, host=place.host)
+        self._chronicle = Chronicle(
+            self._event_log,
+            failures,
+            self._clock,
+            host=place.host,
+            shows_stacks=place.record_is_temporary,
+        )
 
     def _build_environment(self) -> None:
         plan, place = self._plan, self._place
@@ -166,6 +171,7 @@ class Job:
         return self._monitor_of(local_ranks)
 
     def _monitor_of(self, local_ranks: list[int]) -> SharedMonitor:
+        """Start a monitor; it is closed after workers and standbys, because it sweeps."""
         place = self._place
 
         def start(cycle: int) -> MonitorHandle:
@@ -178,10 +184,19 @@ class Job:
                 record_dir=place.record_dir,
                 cycle=cycle,
                 host=place.host,
-                events=self._event_log.environment(),
+                is_restarter_logger=0 in local_ranks,
+                env={**self._environ, **self._event_log.environment()},
             )
 
-        return SharedMonitor(start, self._loop, self._clock, on_first_step=self._first_step)
+        monitor = SharedMonitor(
+            start,
+            self._loop,
+            self._clock,
+            on_first_step=self._first_step,
+            on_stuck=self._rank_stuck,
+        )
+        self._stack.callback(monitor.close)
+        return monitor
 
     def _build_agent(self) -> NodeAgent:
         plan, config = self._plan, self._plan.fault_tolerance
@@ -209,6 +224,7 @@ class Job:
                 chronicle=self._chronicle,
                 tee=self._tee,
                 host=self._place.host,
+                reports_leftovers=config.check_remaining_processes,
             )
         )
 
@@ -217,7 +233,7 @@ class Job:
         self._loop.watch(self._mailbox.fileno(), self._receive_mail)
         grew = self._tee.fileno()
         if grew is not None:
-            self._loop.watch(grew, self._tee.look)
+            self._loop.watch(grew, self._look_at_output)
         elif any(self._place.output.tee.values()):
             self._look_at_output()
 
@@ -235,12 +251,17 @@ class Job:
                 self._agent.post(event)
 
     def _look_at_output(self) -> None:
-        self._tee.look()
-        self._loop.call_at(self._clock.monotonic() + LOOK_INTERVAL_S, self._look_at_output)
+        has_more = self._tee.look()
+        if has_more or self._tee.fileno() is None:
+            wait_s = 0.0 if has_more else LOOK_INTERVAL_S
+            self._loop.call_at(self._clock.monotonic() + wait_s, self._look_at_output)
 
     def _first_step(self, local_rank: int, at: float) -> None:
         self._chronicle.first_step(local_rank, at)
         self._standbys.good_step()
+
+    def _rank_stuck(self, local_rank: int, why: str) -> None:
+        self._agent.rank_stuck(local_rank, why)
 
     def _running_pids(self) -> list[int]:
         return self._agent.workers.running_pids
@@ -256,6 +277,8 @@ class Job:
             nproc=plan.nproc_per_node,
             policy=plan.restart_policy,
         )
+        later = self._clock.monotonic() + CLEAN_UP_DELAY_S
+        self._loop.call_at(later, self._remove_stale_directories)
         result = self._agent.run()
         self._chronicle.job_ended(result.reason, result.exit_code)
         if result.exit_code != 0 and result.failures:
@@ -304,21 +327,16 @@ class Job:
 
     # The end ---------------------------------------------------------------------------------
 
-    def _close_monitor(self) -> None:
-        self._monitor.close()
+    def _remove_stale_directories(self) -> None:
+        """Remove what launches left behind that were killed together with their monitor."""
+        for path in remove_stale_run_dirs():
+            logger.info("removed the run directory of a launch that is gone: %s", path)
 
-    def _sweep_unmonitored(self) -> None:
-        """Kill what carries the run's id: the monitor does it, unless there is none."""
-        if self._plan.monitors_enabled or self._plan.fault_tolerance.orphan_workers == "keep":
-            return
-        for _ in range(SWEEP_ROUNDS):
-            found = procfs.pids_with_environ(RUN_ID_ENV_VAR, self._place.run_id)
-            pids = [pid for pid in found if pid != os.getpid() and procfs.is_running(pid)]
-            if not pids:
-                return
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+    def _sweep(self) -> None:
+        """Kill what still carries the run's id; the monitor has done it, if there was one."""
+        left = sweep(self._place.run_id, (), spare={os.getpid()})
+        if left:
+            logger.error("processes of this job that could not be ended: %s", left)
 
 
 def show_failures(name: str, result: Result) -> None:

@@ -14,6 +14,7 @@ from nvidia_resiliency_ext.fault_tolerance._monitor import control
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotView, read_slot
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from .loop import EventLoop, Timer
 
@@ -22,6 +23,7 @@ logger = logging.getLogger("nvrx")
 READY_TIMEOUT_S = 30.0
 LEAVE_TIMEOUT_S = 3.0
 MIN_RESTART_INTERVAL_S = 1.0
+RETRY_INTERVAL_S = 5.0
 
 
 class NoMonitor:
@@ -45,9 +47,6 @@ class NoMonitor:
         """Nobody counts."""
         return None, 0
 
-    def close(self) -> None:
-        """Nothing to close."""
-
 
 class SharedMonitor:
     """One monitor process for all local ranks of this node.
@@ -57,6 +56,7 @@ class SharedMonitor:
         loop: Where its messages are waited for.
         clock: The clock of the loop.
         on_first_step: Called with (local rank, monotonic s) at a rank's first sign of work.
+        on_stuck: Called with (local rank, where in the kernel) for a rank that survived SIGKILL.
     """
 
     def __init__(
@@ -66,11 +66,14 @@ class SharedMonitor:
         clock: Clock,
         *,
         on_first_step: Callable[[int, float], None],
+        on_stuck: Callable[[int, str], None],
     ) -> None:
         self._start = start
         self._loop = loop
         self._clock = clock
         self._on_first_step = on_first_step
+        self._on_stuck = on_stuck
+        self._prepared_at = 0.0
         self._cycle = 0
         self._pgids: list[int] = []
         self._hangs: dict[int, dict[str, object]] = {}
@@ -91,6 +94,7 @@ class SharedMonitor:
             MonitorStartError: when they do not within `READY_TIMEOUT_S`.
         """
         self._cycle = cycle
+        self._prepared_at = self._clock.monotonic()
         self._receive()  # A monitor that died just now must not be taken for a ready one.
         self._hangs.clear()
         if self._reopening is not None:
@@ -112,19 +116,29 @@ class SharedMonitor:
 
     def last_iteration(self) -> int | None:
         """Return the highest iteration that any local rank has told in this cycle."""
-        told = [view.iteration for view in self._views() if view.iteration is not None]
-        return max(told, default=None)
+        views = (self._view(index) for index in range(len(self._handle.slots)))
+        told = (view.iteration for view in views if view is not None)
+        return max((iteration for iteration in told if iteration is not None), default=None)
 
     def steps_of_rank0(self) -> tuple[int | None, int]:
         """Return iteration and number of steps of local rank 0, heartbeats where it has none."""
-        views = self._views()
-        if not views:
+        view = self._view(0)
+        if view is None:
             return None, 0
-        return views[0].iteration, views[0].step_count or views[0].heartbeat_count
+        return view.iteration, view.step_count or view.heartbeat_count
 
-    def _views(self) -> list[SlotView]:
+    def _view(self, index: int) -> SlotView | None:
+        """Return what a slot shows, or None before this cycle's rank opened its session.
+
+        A slot keeps the last session's values until the next one opens.
+        """
         handle = self._handle
-        return [read_slot(slot, handle.layout) for slot in handle.slots]
+        if index >= len(handle.slots):
+            return None
+        view = read_slot(handle.slots[index], handle.layout)
+        if view.session_start is None or view.session_start < self._prepared_at:
+            return None
+        return view
 
     def _receive(self) -> None:
         if self._reopening is not None:
@@ -142,13 +156,8 @@ class SharedMonitor:
             if isinstance(local_rank, int):
                 self._hangs[local_rank] = message.report
         elif isinstance(message, control.RankUnkillable):
-            logger.error(
-                "rank %d (pid %d) survived SIGKILL: state %s in %s",
-                message.rank,
-                message.pid,
-                message.state,
-                message.wchan or "?",
-            )
+            where = f"state {message.state} in {message.wchan or 'an unknown call'}"
+            self._on_stuck(message.local_rank, where)
 
     def _replace(self) -> None:
         self._loop.unwatch(self._handle.fileno())
@@ -160,7 +169,16 @@ class SharedMonitor:
         )
         self._handle.close()
         earliest = self._started_at + MIN_RESTART_INTERVAL_S
-        self._reopening = self._loop.call_at(earliest, self._reopen)
+        self._reopening = self._loop.call_at(earliest, self._retry)
+
+    def _retry(self) -> None:
+        """Start another monitor; a machine that cannot right now is asked again."""
+        try:
+            self._reopen()
+        except (NvrxError, OSError) as error:
+            logger.warning("no rank monitor can be started, ranks go unwatched: %s", error)
+            again = self._clock.monotonic() + RETRY_INTERVAL_S
+            self._reopening = self._loop.call_at(again, self._retry)
 
     def _reopen(self) -> None:
         self._reopening = None
@@ -169,21 +187,25 @@ class SharedMonitor:
             self._handle.send(control.WorkersChanged(self._cycle, self._pgids))
 
     def close(self) -> None:
-        """Let the monitor sweep the run's processes and leave; kill it if it does not."""
+        """Let the monitor sweep the run's processes and leave; kill it if it does not.
+
+        The caller sweeps as well, for the case that no monitor is there to do it.
+        """
         self._closing = True
         if self._reopening is not None:
             self._reopening.cancel()
-            self._reopening = None
-            self._reopen()  # Somebody has to sweep.
+            return
         self._receive()
-        self._loop.unwatch(self._handle.fileno())
-        self._handle.leave(LEAVE_TIMEOUT_S)
+        if self._reopening is None:
+            self._loop.unwatch(self._handle.fileno())
+            self._handle.leave(LEAVE_TIMEOUT_S)
 
 
 class MonitorPerRank:
     """One monitor process for each local rank (`--ft-monitor-mode per-rank`)."""
 
     def __init__(self, monitors: Sequence[SharedMonitor]) -> None:
+        """Take the monitors by local rank; closing them stays the caller's part."""
         self._monitors = tuple(monitors)
 
     def prepare(self, cycle: int) -> None:
@@ -208,8 +230,3 @@ class MonitorPerRank:
     def steps_of_rank0(self) -> tuple[int | None, int]:
         """Return iteration and number of steps of local rank 0."""
         return self._monitors[0].steps_of_rank0()
-
-    def close(self) -> None:
-        """Let all of them sweep and leave."""
-        for monitor in self._monitors:
-            monitor.close()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import errno
 import os
 import sys
 from collections.abc import Mapping
@@ -20,6 +19,8 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
+MAX_READS = 16
+MAX_READS_AT_END = 4096
 LOOK_INTERVAL_S = 0.1
 _IN_MODIFY = 0x2
 
@@ -175,11 +176,21 @@ class _Followed:
         self.prefix = prefix
         self.stream = stream
         self.rest = b""
+        self.has_more = False
 
     def new_lines(self, *, final: bool) -> bytes:
-        """Return whole new lines with their prefix; with `final` also the unfinished one."""
+        """Return whole new lines with their prefix; with `final` also the unfinished one.
+
+        Bounded: a worker that writes without end must not keep the launcher here. `has_more`
+        says afterwards whether the bound was reached.
+        """
         out = []
-        while data := os.read(self.fd, READ_BYTES):
+        self.has_more = True
+        for _ in range(MAX_READS_AT_END if final else MAX_READS):
+            data = os.read(self.fd, READ_BYTES)
+            if not data:
+                self.has_more = False
+                break
             *lines, self.rest = (self.rest + data).split(b"\n")
             out += [self.prefix + line + b"\n" for line in lines]
             if len(self.rest) > MAX_LINE_BYTES:
@@ -207,11 +218,6 @@ class Tee:
         """Return the inotify descriptor, or None."""
         return self._inotify
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no file is followed."""
-        return not self._followed
-
     def follow(self, path: str, prefix: str, stream: Stream) -> None:
         """Begin to copy `path`; each line gets `prefix`."""
         followed = _Followed(path, prefix.encode(), stream)
@@ -220,12 +226,17 @@ class Tee:
             key, self._next_key = self._next_key, self._next_key - 1
         self._followed[key] = followed
 
-    def look(self) -> None:
-        """Copy what is new; call it when `fileno` is readable or the interval is over."""
+    def look(self) -> bool:
+        """Copy what is new; call it when `fileno` is readable or the interval is over.
+
+        Returns:
+            Whether there is more already, so that it should be called again soon.
+        """
         if self._inotify is not None:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._inotify, READ_BYTES)
         self._copy(final=False)
+        return any(followed.has_more for followed in self._followed.values())
 
     def finish(self) -> None:
         """Copy the rest of every file, unfinished lines too, and stop following."""
@@ -251,14 +262,15 @@ class Tee:
 
 def _write_console(stream: Stream, text: bytes) -> None:
     console = sys.stdout if stream is Stream.STDOUT else sys.stderr
-    try:
+    binary = getattr(console, "buffer", None)
+    # A console that is gone, full or closed must not end the job; the files have it all.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         console.flush()
-        console.buffer.write(text)
-        console.buffer.flush()
-    except OSError as error:
-        # A console that is gone must not end the job; the files have it all.
-        if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC):
-            raise
+        if binary is None:  # A notebook's stream takes text only.
+            console.write(text.decode("utf-8", "replace"))
+        else:
+            binary.write(text)
+            binary.flush()
 
 
 def _inotify_open() -> int | None:

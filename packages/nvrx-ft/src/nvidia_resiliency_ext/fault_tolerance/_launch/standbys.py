@@ -78,6 +78,7 @@ class StandbyStarter:
         self._held: dict[int, Standby] = {}
         self._ready: dict[int, Ready] = {}
         self._told: dict[int, Standby] = {}
+        self._last_words: dict[int, str] = {}
         self._timer: Timer | None = None
         self._look_interval_s = FIRST_LOOK_S
         self._has_worked = False
@@ -92,11 +93,16 @@ class StandbyStarter:
             reason: str | None = "workers that outlive the launcher cannot be standbys"
         else:
             reason = cold_reason(plan.command, self._base_env, (), plan.prewarm)
-        if reason is not None and plan.prewarm.prewarm == "on":
+        if reason is not None:
+            self._insist(reason)
+        return reason
+
+    def _insist(self, reason: str) -> None:
+        """Refuse a condition that would mean a cold start, if the user insists on standbys."""
+        if self._plan.prewarm.prewarm == "on":
             raise ConfigError(
                 f"--ft-prewarm on: {reason}; use --ft-prewarm auto, which then starts cold"
             )
-        return reason
 
     # The first cycle and the fill -----------------------------------------------------------
 
@@ -188,8 +194,8 @@ class StandbyStarter:
             self._step(pools.StandbyReady(slot, news.private_bytes or 0))
         elif isinstance(news, Ready):
             self._end_standby(slot)
-            self._why_cold = news.problem
-            self._step(pools.Refused(str(news.problem)))
+            self._why_cold = str(news.problem)
+            self._step(pools.Refused(self._why_cold))
         elif isinstance(news, Failed):
             self._end_standby(slot)
             self._chronicle.standby(slot, "failed", None, None)
@@ -225,14 +231,14 @@ class StandbyStarter:
         """
         slot = spec.local_rank
         standby = self._held.get(slot)
+        if self._why_cold is not None:
+            self._insist(self._why_cold)
         reason = self._why_cold or self._pool.disabled or self._why_none()
         if standby is not None:
             started, problem = self._go(standby, spec, stdout_fd, stderr_fd)
             if started is not None:
                 return started
             reason = problem
-            if self._plan.prewarm.prewarm == "on":
-                raise ConfigError(f"--ft-prewarm on: worker {slot}: {reason}")
         started = self._cold.start(spec, stdout_fd, stderr_fd)
         return Started(started.child, warm=False, cold_reason=reason)
 
@@ -248,6 +254,8 @@ class StandbyStarter:
     ) -> tuple[Started | None, str]:
         slot = spec.local_rank
         reason = go_reason(standby.env, spec.env)
+        if reason is not None:
+            self._insist(f"worker {slot}: {reason}")
         if reason is None and (path := standby.stale_file()) is not None:
             reason = f"{path} changed on disk"
         if reason is None:
@@ -275,6 +283,7 @@ class StandbyStarter:
         if isinstance(news, Begun):
             self._forget_told(slot, standby)
         elif isinstance(news, Failed):
+            self._last_words[slot] = news.reason
             self._loop.unwatch(standby.fileno())
 
     def _forget_told(self, slot: int, standby: Standby) -> None:
@@ -288,13 +297,12 @@ class StandbyStarter:
         standby = self._told.get(local_rank)
         if standby is None:
             return None
-        reason = None
-        while (news := standby.receive()) is not None:
-            if isinstance(news, Begun):
-                break
-            if isinstance(news, Failed):
-                reason = news.reason
-                break
+        reason = self._last_words.pop(local_rank, None)
+        news = None if reason is not None else standby.receive()
+        while isinstance(news, Ready):  # Sent before it saw the order.
+            news = standby.receive()
+        if isinstance(news, Failed):
+            reason = news.reason
         self._forget_told(local_rank, standby)
         if reason is not None:
             self._chronicle.standby(local_rank, "failed", None, None)

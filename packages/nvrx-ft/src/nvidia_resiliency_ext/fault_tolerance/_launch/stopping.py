@@ -64,12 +64,27 @@ class Stopping:
 
 
 def begin(
-    ranks: Iterable[int], signum: int, grace_s: float, now: float
+    ranks: Iterable[int],
+    signum: int,
+    grace_s: float,
+    now: float,
+    before: Stopping | None = None,
 ) -> tuple[Stopping, tuple[Send, ...]]:
-    """Ask every worker to end. SIGCONT goes first: a stopped process handles no SIGTERM."""
-    ranks = tuple(ranks)
-    stops = tuple((rank, Stop(Stage.ASKED, now + grace_s)) for rank in ranks)
-    return Stopping(stops), tuple(Send(rank, (signal.SIGCONT, signum)) for rank in ranks)
+    """Ask every worker to end. SIGCONT goes first: a stopped process handles no SIGTERM.
+
+    A stop that is under way already (`before`) is never made longer or taken back.
+    """
+    earlier = dict(before.stops) if before is not None else {}
+    stops: list[tuple[int, Stop]] = []
+    sends: list[Send] = []
+    for rank in ranks:
+        stop = earlier.get(rank)
+        if stop is None or stop.stage is Stage.ASKED:
+            due = now + grace_s if stop is None else min(stop.due, now + grace_s)
+            stop = Stop(Stage.ASKED, due)
+            sends.append(Send(rank, (signal.SIGCONT, signum)))
+        stops.append((rank, stop))
+    return Stopping(tuple(stops)), tuple(sends)
 
 
 def force(state: Stopping, now: float) -> tuple[Stopping, tuple[Send, ...]]:

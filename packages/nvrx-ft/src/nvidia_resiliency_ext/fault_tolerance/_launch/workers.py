@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import Child, ExitStatus, start_child
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from . import stopping
 from .loop import EventLoop, Timer
@@ -108,6 +110,21 @@ class ColdStarter:
         return self.start(spec, stdout_fd, stderr_fd)
 
 
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who is told what happens to a group.
+
+    Attributes:
+        exited: Called with (local rank, exit status) once per worker.
+        stopped: Called with the local ranks given up, once per `stop`.
+        started_again: Called with a local rank whose worker had to be started anew.
+    """
+
+    exited: Callable[[int, ExitStatus], None]
+    stopped: Callable[[tuple[int, ...]], None]
+    started_again: Callable[[int], None]
+
+
 class WorkerGroup:
     """The workers of one cycle on one event loop; restarted cycle after cycle.
 
@@ -115,8 +132,9 @@ class WorkerGroup:
         loop: Where exits and deadlines are waited for.
         clock: The clock of the loop.
         tee: Copies files to the console for streams that ask for it.
-        on_exit: Called with (local rank, exit status) once per worker.
-        on_stopped: Called with the local ranks given up, once per `stop`.
+        listener: Who is told of exits and stops.
+        reports_leftovers: Whether processes that workers left in their groups are named in the
+            log before they are killed.
     """
 
     def __init__(
@@ -125,14 +143,14 @@ class WorkerGroup:
         clock: Clock,
         tee: Tee,
         *,
-        on_exit: Callable[[int, ExitStatus], None],
-        on_stopped: Callable[[tuple[int, ...]], None],
+        listener: Listener,
+        reports_leftovers: bool = False,
     ) -> None:
         self._loop = loop
         self._clock = clock
         self._tee = tee
-        self._on_exit = on_exit
-        self._on_stopped = on_stopped
+        self._listener = listener
+        self._reports_leftovers = reports_leftovers
         self._starter: Starter = ColdStarter()
         self._specs: dict[int, WorkerSpec] = {}
         self._started: dict[int, Started] = {}
@@ -174,12 +192,20 @@ class WorkerGroup:
         self._running.add(rank)
         self._loop.watch(started.child.fileno(), lambda: self._exited(rank))
 
-    def _start_again(self, local_rank: int, reason: str) -> None:
+    def _start_again(self, local_rank: int, reason: str) -> bool:
+        """Start a worker whose standby failed; return False when even that cannot be done."""
         spec = self._specs[local_rank]
+        try:
+            with contextlib.ExitStack() as opened:
+                stdout_fd, stderr_fd = _open_streams(opened, spec)
+                started = self._starter.start_again(spec, stdout_fd, stderr_fd, reason)
+        except (NvrxError, OSError) as error:
+            logger.error("worker %d cannot be started: %s", local_rank, error)  # noqa: TRY400
+            return False
         self._started[local_rank].child.close()
-        with contextlib.ExitStack() as opened:
-            stdout_fd, stderr_fd = _open_streams(opened, spec)
-            self._add(spec, self._starter.start_again(spec, stdout_fd, stderr_fd, reason))
+        self._add(spec, started)
+        self._listener.started_again(local_rank)
+        return True
 
     def _follow(self, spec: WorkerSpec) -> None:
         pairs = ((Stream.STDOUT, spec.output.stdout), (Stream.STDERR, spec.output.stderr))
@@ -194,13 +220,12 @@ class WorkerGroup:
             return
         self._loop.unwatch(child.fileno())
         reason = self._starter.never_began(local_rank)
-        if reason is not None and self._stopping is None:
-            self._start_again(local_rank, reason)
+        if reason is not None and self._stopping is None and self._start_again(local_rank, reason):
             return
         self._running.discard(local_rank)
         if self._stopping is not None:
             self._stopping = stopping.exited(self._stopping, local_rank)
-        self._on_exit(local_rank, status)
+        self._listener.exited(local_rank, status)
         self._check_stopped()
 
     def reap_exited(self) -> None:
@@ -211,7 +236,7 @@ class WorkerGroup:
     def stop(self, signum: int, grace_s: float) -> None:
         """Ask all workers to end with `signum`; each has `grace_s` seconds before SIGKILL."""
         state, sends = stopping.begin(
-            sorted(self._running), signum, grace_s, self._clock.monotonic()
+            sorted(self._running), signum, grace_s, self._clock.monotonic(), self._stopping
         )
         self._stopping = state
         self._send(sends)
@@ -253,11 +278,26 @@ class WorkerGroup:
         given_up = self._stopping.given_up
         self._stopping = None
         self._rearm()
+        if self._reports_leftovers:
+            self._report_leftovers()
         for started in self._started.values():
             # Children that a worker left in its group would hold its memory and devices.
             started.child.signal_group(signal.SIGKILL)
         self._tee.finish()
-        self._on_stopped(given_up)
+        self._listener.stopped(given_up)
+
+    def _report_leftovers(self) -> None:
+        groups = [started.child.pid for started in self._started.values()]
+        for pid in procfs.pids_in_groups(groups):
+            stat = procfs.read_stat(pid)
+            if stat is not None and stat.running:
+                logger.warning(
+                    "process %d (%s, state %s) was left in worker group %d",
+                    pid,
+                    stat.comm,
+                    stat.state,
+                    stat.pgid,
+                )
 
     def _rearm(self) -> None:
         if self._timer is not None:
