@@ -2,6 +2,8 @@
 """The four timeout rules and the time of the next look, as tables."""
 
 import itertools
+import os
+import stat
 
 import pytest
 
@@ -163,13 +165,22 @@ def test_layouts_agree_whatever_the_order():
     assert layouts.pop().sections == ("a", "b", "c")
 
 
-def test_slot_memory_without_memfd_is_a_private_file(tmp_path, monkeypatch):
-    """Where the kernel has no memfd, a file in the run directory holds the slot."""
-    monkeypatch.delattr("os.memfd_create")
+def test_slot_memory_without_memfd_is_a_file_without_a_name(tmp_path, monkeypatch):
+    """Where there is no memfd a private file holds the slot, and only its descriptor leads to it.
+
+    What lies at its name, such as another monitor's file that ranks have mapped, is not touched.
+    """
+    monkeypatch.setenv("NVRX_FORCE_NO_MEMFD", "1")
+    (tmp_path / "slot0").write_text("somebody else's")
     layout = SlotLayout(("a",))
     memory = SlotMemory.create(layout, directory=str(tmp_path), name="slot0")
     try:
-        assert (tmp_path / "slot0").stat().st_mode & 0o777 == 0o600
+        status = os.fstat(memory.fd)
+        assert stat.S_ISREG(status.st_mode)
+        assert status.st_mode & 0o777 == 0o600
+        assert (status.st_nlink, status.st_size) == (0, layout.size_bytes)
+        assert status.st_blocks > 0, "its blocks are there: a store cannot meet a full disk"
+        assert [path.read_text() for path in tmp_path.iterdir()] == ["somebody else's"]
         SlotWriter(memory.words, layout).begin(7, 1)
         twin = SlotMemory.adopt(memory.fd, layout, must_be_sealed=False)
         assert read_slot(twin.words, layout).session_id == 7

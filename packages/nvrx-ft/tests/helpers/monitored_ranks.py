@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._monitor import control
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
 from nvidia_resiliency_ext.shared_utils import procfs
@@ -76,12 +77,13 @@ class Rank:
 class Node:
     """A monitor with its run directory, and the ranks of the test."""
 
-    def __init__(self, record_dir, count=1, events=None, **config):
-        self.events = events or {}
+    def __init__(self, record_dir, count=1, env=None, order=None, **config):
+        self.env = env or {}
+        self.order = order or {}
         self.run_dir = RunDir.create("test")
         self.record_dir = record_dir
         self.run_id = f"test-{os.getpid()}-{time.monotonic_ns()}"
-        self.config = {"rank_section_timeouts": {}, "log_level": 10, **config}
+        self.config = FaultToleranceConfig(log_level=10, **config).to_dict()
         self.paths = [self.run_dir.socket_path(f"rmon{i}.sock") for i in range(count)]
         self.ranks = []
         self.messages = []
@@ -97,7 +99,8 @@ class Node:
             record_dir=str(self.record_dir),
             cycle=3,
             host="testhost",
-            events=self.events,
+            env={**os.environ, **self.env},
+            **self.order,
         )
         return self.monitor
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import signal
@@ -111,10 +112,11 @@ class RankMonitorServer:
         """Watch the rank until a signal ends this."""
         from .boot import LEAVE_SIGNALS, leave_at_signals
 
-        if threading.current_thread() is threading.main_thread():
-            leave_at_signals(self._server, LEAVE_SIGNALS)
-        self._ready.set()
-        self._server.run()
+        with contextlib.ExitStack() as stack:
+            if threading.current_thread() is threading.main_thread():
+                stack.enter_context(leave_at_signals(self._server, LEAVE_SIGNALS))
+            self._ready.set()
+            self._server.run()
 
     def stop(self) -> None:
         """End `serve` soon; from any thread."""
@@ -190,6 +192,7 @@ class MonitorProcess:
     def __init__(self, handle: MonitorHandle) -> None:
         """Take over a monitor that is ready."""
         self._handle = handle
+        self._owner_pid = os.getpid()
         _PROCESSES.add(self)
 
     @property
@@ -227,6 +230,8 @@ _PROCESSES: set[MonitorProcess] = set()
 
 def _end_all() -> None:
     for process in list(_PROCESSES):
+        if process._owner_pid != os.getpid():  # noqa: SLF001 - the module's own class
+            continue  # a forked child ends: the monitor is its parent's
         process.terminate()
         process.join(1.0)
         process.kill()

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from .control import LAUNCHER_MESSAGES, LogLine, Start
 from .server import MonitorServer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
 __all__ = ["LEAVE_SIGNALS", "configure_logging", "leave_at_signals", "main"]
@@ -33,6 +35,8 @@ _OTHERS_SIGNALS = (
 )
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _ATOMIC_WRITE_BYTES = 4096
+_MAX_LINE_CHARS = 1 << 16
+"""Longest log line that travels: far below a frame's limit, however its characters are written."""
 
 
 def main(fd: int) -> None:
@@ -51,37 +55,56 @@ def main(fd: int) -> None:
         raise SystemExit("the monitor's first message must be Start")
     _name_process(start)
     lines: SimpleQueue[LogLine] | None = SimpleQueue() if start.run_id else None
-    configure_logging(int(start.config.get("log_level", logging.INFO)), lines)
+    configure_logging(int(start.config["log_level"]), lines)
     run_dir = RunDir(start.run_dir) if start.run_id and start.run_dir else None
     server = MonitorServer(start, launcher, lines)
-    if not start.run_id:
-        leave_at_signals(server, LEAVE_SIGNALS)
-    server.announce()
-    server.run()
+    with ExitStack() as stack:
+        if not start.run_id:
+            stack.enter_context(leave_at_signals(server, LEAVE_SIGNALS))
+        server.announce()
+        server.run()
     if run_dir is not None:
         run_dir.remove()
     # A job of the slow thread may hang in a dead file system for ever.
     os._exit(0)
 
 
-def leave_at_signals(server: MonitorServer, leave_signals: tuple[signal.Signals, ...]) -> None:
-    """Let these signals end the server's loop in order.
+@contextmanager
+def leave_at_signals(
+    server: MonitorServer, leave_signals: tuple[signal.Signals, ...]
+) -> Iterator[None]:
+    """Let these signals end the server's loop in order; afterwards all is as it was.
+
+    To be entered before the server runs and left when it ended, both in the main thread.
 
     Args:
         server: Its loop wakes up through a pipe that the interpreter writes to.
         leave_signals: What to obey.
     """
-    read_fd, write_fd = os.pipe()
-    os.set_blocking(read_fd, False)
-    os.set_blocking(write_fd, False)
-    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         server.leave()
 
-    for sig in leave_signals:
-        signal.signal(sig, on_signal)
-    server.watch(read_fd, lambda: None)
+    def drain() -> None:
+        # Every signal writes a byte, also one that somebody else handles (SIGCHLD).
+        try:
+            os.read(read_fd, _ATOMIC_WRITE_BYTES)
+        except BlockingIOError:
+            return
+
+    previous_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    previous = {sig: signal.signal(sig, on_signal) for sig in leave_signals}
+    server.watch(read_fd, drain)
+    try:
+        yield
+    finally:
+        for sig, handler in previous.items():
+            # None: set by C code that Python cannot name; the default is the best there is.
+            signal.signal(sig, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(previous_fd)
+        os.close(read_fd)
+        os.close(write_fd)
 
 
 class LineHandler(logging.Handler):
@@ -95,6 +118,8 @@ class LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Take one line, from any thread; never waits."""
         text = self.format(record)
+        if len(text) > _MAX_LINE_CHARS:
+            text = f"{text[:_MAX_LINE_CHARS]}... ({len(text)} characters)"
         if self._lines is not None:
             self._lines.put(LogLine(record.levelno, text))
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -101,11 +102,15 @@ class Channel:
             message: One of the channel's message set.
             fds: Descriptors to attach; the caller keeps its own.
             is_droppable: May be thrown away first when too much waits.
+
+        Raises:
+            WireError: The message cannot be encoded.
+            OSError: There are no descriptors left.
         """
         if self.is_over:
             return
         data = self._messages.encode(message)
-        self._waiting.append(_Outgoing(data, [os.dup(fd) for fd in fds], is_droppable))
+        self._waiting.append(_Outgoing(data, _duplicate(fds), is_droppable))
         self.flush()
         while len(self._waiting) > MAX_WAITING:
             self._drop_one()
@@ -140,9 +145,13 @@ class Channel:
             _close_all(self._waiting.popleft().fds)
 
     def _send_some(self, outgoing: _Outgoing) -> int:
+        flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
         if outgoing.fds:
-            return socket.send_fds(self.sock, [outgoing.data], outgoing.fds, socket.MSG_NOSIGNAL)
-        return self.sock.send(outgoing.data, socket.MSG_NOSIGNAL)
+            # Not socket.send_fds: it drops the flags.
+            packed = struct.pack(f"{len(outgoing.fds)}i", *outgoing.fds)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)]
+            return self.sock.sendmsg([outgoing.data], rights, flags)
+        return self.sock.send(outgoing.data, flags)
 
     def _drop_one(self) -> None:
         # The first one may be half sent: dropping it would tear the stream.
@@ -150,6 +159,17 @@ class Channel:
         victim = next((item for item in rest if item.is_droppable), rest[0])
         self._waiting.remove(victim)
         _close_all(victim.fds)
+
+
+def _duplicate(fds: Sequence[int]) -> list[int]:
+    copies: list[int] = []
+    try:
+        for fd in fds:
+            copies.append(os.dup(fd))  # noqa: PERF401 - may raise half-way
+    except OSError:
+        _close_all(copies)
+        raise
+    return copies
 
 
 def _close_all(fds: deque[int] | list[int]) -> None:

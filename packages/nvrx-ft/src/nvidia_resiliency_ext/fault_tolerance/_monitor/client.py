@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns a rank's session with its monitor and its timeouts; the calls of every step are `hotpath`.
+"""Owns a rank's session with its monitor; timeouts are in `client_timeouts`, steps in `hotpath`.
 
 Importing it is cheap: what only a session needs is loaded by `init_workload_monitoring`. One client
 per process. After a fork the child's copy refuses every call: it shares the parent's slot and
@@ -9,12 +9,11 @@ connection, and using them would corrupt the parent's session.
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import signal
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from nvidia_resiliency_ext.fault_tolerance.data import (
     FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
@@ -25,30 +24,26 @@ from nvidia_resiliency_ext.fault_tolerance.data import (
     WorkloadControlRequest,
 )
 
-from . import timeouts_state
+from .client_timeouts import ANSWER_LIMIT_S, ClientTimeouts
 from .errors import RankMonitorClientError
-from .hotpath import HotPath, training_iteration
+from .hotpath import training_iteration
 from .slot import NO_ITERATION, W_SESSION_ID, SlotError, SlotLayout, SlotMemory, SlotWriter
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Collection, Mapping
 
     from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
     from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
-    from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
 
-    from .link import RankLink
     from .rank_messages import Accepted, Hello
 
 __all__ = ["RankMonitorClient", "RankMonitorClientError"]
 
-ANSWER_LIMIT_S = 30.0
 DUMP_SIGNAL = signal.SIGRTMIN + 5
 """Makes the rank write the stacks of its threads into the monitor's pipe."""
 
 
-class RankMonitorClient(HotPath):
+class RankMonitorClient(ClientTimeouts):
     """What a training script holds of its monitor.
 
     Heartbeats and sections are stores into shared memory; the monitor reads them when a limit is
@@ -63,39 +58,21 @@ class RankMonitorClient(HotPath):
         ...     train_step()
     """
 
-    CURRENT_TIMEOUTS_STATE_KEY = "current_timeouts"
-
     def __init__(self) -> None:
         """Connect to nothing yet."""
         super().__init__()
-        self.logger = logging.getLogger("nvrx")
-        self.is_initialized = False
         self.rank_info: RankInfo | None = None
         self.cfg: FaultToleranceConfig | None = None
-        self.hb_timeouts: HeartbeatTimeouts | None = None
-        self.section_timeouts: SectionTimeouts | None = None
-        self.loaded_hb_timeouts: HeartbeatTimeouts | None = None
-        self.loaded_section_timeouts: SectionTimeouts | None = None
         self.iter_idx = 0
         self.chkpt_manager: object | None = None
         self.launcher_connector = self._make_launcher_connector()
-        self._calc: TimeoutsCalc | None = None
-        self._link: RankLink | None = None
         self._memory: SlotMemory | None = None
         self._dump_fd = -1
         self._may_dump = False
         self._num_warmup_iters: int | None = None
         self._refusal: str | None = None
         self._is_foreign = False
-        self._own_limits: dict[str, Any] = {}
         _CLIENTS.add(self)
-
-    @property
-    def timeouts_calc(self) -> TimeoutsCalc | None:
-        """What was measured so far, up to date; None before the first session."""
-        if self._calc is not None:
-            self._flush(self._calc)
-        return self._calc
 
     @property
     def rank_monitor_socket(self) -> socket.socket | None:
@@ -154,87 +131,9 @@ class RankMonitorClient(HotPath):
         """End the session; harmless without one, never collective, and waits for no peer."""
         self._check_process()
         if self.is_initialized:
-            # A checkpoint written after the end, and a later session, go on from these.
-            calculated = timeouts_state.write_state(self.hb_timeouts, self.section_timeouts)
-            self.loaded_hb_timeouts, self.loaded_section_timeouts = timeouts_state.read_state(
-                calculated
-            )
+            self._keep_calculated()
             self.is_initialized = False
             self._release()
-
-    def calculate_and_set_hb_timeouts(self, skip_if_not_ready: bool = False) -> bool:
-        """Set heartbeat timeouts from the longest intervals of all ranks; collective.
-
-        Args:
-            skip_if_not_ready: Return False when too few heartbeats were seen, instead of raising.
-
-        Returns:
-            Whether the timeouts were set, here and in the monitor.
-
-        Raises:
-            RankMonitorClientError: Not initialised, or too few heartbeats were seen.
-            TimeoutsCalcError: There is no process group.
-        """
-        calc = self._synchronized_calc(counts_outside=False)
-        if not calc.can_get_hb_timeouts():
-            return self._not_ready("heartbeats", skip_if_not_ready=skip_if_not_ready)
-        self.hb_timeouts = calc.get_hb_timeouts(self.hb_timeouts)
-        self._tell_limits(timeouts_state.limits_of(heartbeat=self.hb_timeouts))
-        return True
-
-    def calculate_and_set_section_timeouts(
-        self,
-        selected_sections: Collection[str] | None = None,
-        calc_out_of_section: bool = True,
-        skip_if_not_ready: bool = False,
-    ) -> bool:
-        """Set section timeouts from the longest durations of all ranks; collective.
-
-        Args:
-            selected_sections: Sections to set; all if None. As in `start_section`, names that
-                the configuration does not have are ignored.
-            calc_out_of_section: Whether to set the timeout of the time outside sections, too.
-            skip_if_not_ready: Return False when something was not measured, instead of raising.
-
-        Returns:
-            Whether the timeouts were set, here and in the monitor.
-
-        Raises:
-            RankMonitorClientError: Not initialised, or something was not measured.
-            TimeoutsCalcError: There is no process group.
-        """
-        calc = self._synchronized_calc(counts_outside=calc_out_of_section)
-        if selected_sections is not None:
-            known = self.section_timeouts.section if self.section_timeouts else {}
-            selected_sections = [name for name in selected_sections if name in known]
-        if not calc.can_get_section_timeouts(selected_sections, calc_out_of_section):
-            return self._not_ready("sections", skip_if_not_ready=skip_if_not_ready)
-        self.section_timeouts = calc.get_section_timeouts(
-            selected_sections, calc_out_of_section, self.section_timeouts
-        )
-        self._tell_limits(timeouts_state.limits_of(section=self.section_timeouts))
-        return True
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return the calculated timeouts for a checkpoint; JSON-clean and equal on all ranks."""
-        self._check_process()
-        state = timeouts_state.write_state(
-            self.hb_timeouts if self.is_initialized else self.loaded_hb_timeouts,
-            self.section_timeouts if self.is_initialized else self.loaded_section_timeouts,
-        )
-        return {self.CURRENT_TIMEOUTS_STATE_KEY: state}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take timeouts out of a checkpoint; in a session they count at once.
-
-        Args:
-            state: What `state_dict` returned.
-        """
-        self._check_process()
-        current = state.get(self.CURRENT_TIMEOUTS_STATE_KEY) or {}
-        self.loaded_hb_timeouts, self.loaded_section_timeouts = timeouts_state.read_state(current)
-        if self.is_initialized:
-            self._apply_loaded()
 
     def send_workload_control_request(self, req: WorkloadControlRequest) -> None:
         """Ask the launcher to exclude this node or to end the job, before the next rendezvous.
@@ -345,11 +244,8 @@ class RankMonitorClient(HotPath):
             os.close(slot_fd)
         else:
             fresh = SlotMemory.adopt(slot_fd, memory.layout, must_be_sealed=False)
-            for at in range(W_SESSION_ID, memory.layout.words):
-                fresh.words[at] = memory.words[at]
             self._memory = fresh
-            if self._words is not None:
-                self._words = fresh.words
+            self._move(fresh.words)
             memory.close()
             memory = fresh
         memory.words[W_SESSION_ID] = accepted.session_id
@@ -409,47 +305,6 @@ class RankMonitorClient(HotPath):
             faulthandler.unregister(DUMP_SIGNAL)
             os.close(self._dump_fd)
             self._dump_fd = -1
-
-    def _synchronized_calc(self, *, counts_outside: bool) -> TimeoutsCalc:
-        self._check_process()
-        calc = self.timeouts_calc
-        if not self.is_initialized or calc is None:
-            self._refuse()
-        if counts_outside:
-            calc.maybe_bump_oos_time()
-        calc.synchronize_all()
-        return calc
-
-    def _not_ready(self, what: str, *, skip_if_not_ready: bool) -> bool:
-        if skip_if_not_ready:
-            return False
-        raise RankMonitorClientError(f"timeouts cannot be calculated: too few {what} were seen")
-
-    def _apply_loaded(self) -> None:
-        limits: dict[str, Any] = {}
-        if self.loaded_hb_timeouts is not None:
-            self.hb_timeouts = self.loaded_hb_timeouts
-            limits |= timeouts_state.limits_of(heartbeat=self.hb_timeouts)
-        if self.loaded_section_timeouts is not None and self.section_timeouts is not None:
-            self.section_timeouts = timeouts_state.only_known(
-                self.loaded_section_timeouts, self.section_timeouts
-            )
-            limits |= timeouts_state.limits_of(section=self.section_timeouts)
-        if limits:
-            self._tell_limits(limits)
-
-    def _tell_limits(self, limits: Mapping[str, Any]) -> None:
-        """Change limits in the monitor; a new monitor will be told again."""
-        from .rank_messages import SetTimeouts
-
-        self._own_limits = {**self._own_limits, **limits}
-        link = self._link
-        assert link is not None
-        answer = link.request(lambda number: SetTimeouts(number, dict(limits)), ANSWER_LIMIT_S)
-        if answer is None:
-            self.logger.warning("the rank monitor did not take the new timeouts yet")
-        elif answer.problem is not None:
-            raise RankMonitorClientError(f"the rank monitor refused timeouts: {answer.problem}")
 
 
 _CLIENTS: weakref.WeakSet[RankMonitorClient] = weakref.WeakSet()

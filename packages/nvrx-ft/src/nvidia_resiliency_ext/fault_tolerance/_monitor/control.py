@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the messages between launcher and monitor; it moves no bytes.
 
-The launcher's end of the socketpair closing is the monitor's order to sweep and leave.
+The launcher's end of the socketpair closing is the monitor's order to sweep and leave, unless the
+configuration says `orphan_workers=keep`: then it leaves only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ __all__ = [
     "Ready",
     "SlotReplaced",
     "Start",
-    "TimeoutsChanged",
     "WorkersChanged",
 ]
 
@@ -44,7 +44,6 @@ class Start:
     record_dir: str = ""
     cycle: int = 0
     host: str = ""
-    events: dict[str, str] = field(default_factory=dict)
     local_ranks: list[int] = field(default_factory=list)
     is_restarter_logger: bool = False
 
@@ -65,15 +64,8 @@ class WorkersChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class TimeoutsChanged:
-    """Launcher to monitor: keys of the configuration that change at once, for every rank."""
-
-    config: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Leave:
-    """Launcher to monitor: sweep, remove the run directory and exit."""
+    """Launcher to monitor: sweep whatever `orphan_workers` says, remove the run directory, exit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +104,13 @@ class RankLeft:
 class HangFound:
     """Monitor to launcher, before the kill: who broke which rule, and where the evidence is.
 
-    Keys of `report`: rule, section, elapsed, limit, iteration, cycle, rank, local_rank, pid, host,
-    time (wall clock), late_s, stacks (path or None), state, wchan, rss_bytes, signal.
+    When one rank hangs in a collective step, all ranks break the same rule within milliseconds and
+    each is reported. Two keys tell the culprit from its victims: `since`, when the violated stretch
+    began (monotonic s of the host; who waits entered later than who hung before them, or never
+    left), and `state`, the process state at that time (`T` or `t`: stopped, so it is no victim).
+
+    Further keys of `report`: rule, section, elapsed, limit, iteration, cycle, rank, local_rank,
+    pid, host, time (wall clock), late_s, stacks (path or None), wchan, rss_bytes, signal.
     """
 
     report: dict[str, Any]
@@ -149,7 +146,6 @@ LAUNCHER_MESSAGES = MessageSet(
     Start,
     CycleChanged,
     WorkersChanged,
-    TimeoutsChanged,
     Leave,
     Ready,
     FirstStep,

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-import stat
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from nvidia_resiliency_ext.fault_tolerance._ipc.sockets import listen
 from nvidia_resiliency_ext.shared_utils.errors import PeerRefusedError
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 
@@ -75,6 +74,7 @@ class Doorway:
             on_hello: Takes over a connection after its first message.
 
         Raises:
+            ValueError: The path is too long.
             OSError: The path cannot be bound, or somebody listens there.
         """
         self.path = path
@@ -82,7 +82,7 @@ class Doorway:
         self._on_hello = on_hello
         self._pending: deque[Connection] = deque()
         self._count = 0
-        self._listener = _listen(path)
+        self._listener = listen(path)
         status = os.stat(path)
         self._identity = (status.st_dev, status.st_ino)
         watcher.watch(self._listener, self._accept)
@@ -142,34 +142,3 @@ class Doorway:
         self._pending.remove(connection)
         self._watcher.unwatch(connection.channel)
         connection.channel.close()
-
-
-def _listen(path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        _remove_stale(path)
-        previous = os.umask(0o177)
-        try:
-            listener.bind(path)
-        finally:
-            os.umask(previous)
-        listener.listen(16)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _remove_stale(path: str) -> None:
-    try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            return  # bind will say that the path is taken
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(0.2)
-        try:
-            probe.connect(path)
-        except (ConnectionRefusedError, FileNotFoundError):
-            os.unlink(path)

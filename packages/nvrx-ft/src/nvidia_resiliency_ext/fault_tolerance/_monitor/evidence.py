@@ -117,6 +117,8 @@ class SlowThread:
         self._jobs = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Callable[[Any], None], Any]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        # Reentrant: a signal handler may call `wake` in the middle of `close`.
+        self._write_lock = threading.RLock()
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while results wait."""
@@ -135,11 +137,14 @@ class SlowThread:
             self._thread.start()
 
     def wake(self) -> None:
-        """Make `fileno` readable; from any thread and from a signal handler."""
-        try:
-            os.write(self._write_fd, b"x")
-        except BlockingIOError:
-            return  # full means that there is plenty of reason to wake up
+        """Make `fileno` readable; from any thread and from a signal handler, at any time."""
+        with self._write_lock:
+            if self._write_fd < 0:
+                return  # closed, and the number may be somebody else's by now
+            try:
+                os.write(self._write_fd, b"x")
+            except BlockingIOError:
+                return  # full means that there is plenty of reason to wake up
 
     def collect(self) -> None:
         """Run the callbacks of finished jobs."""
@@ -154,8 +159,11 @@ class SlowThread:
     def close(self, timeout_s: float = 0.5) -> None:
         """Let the waiting jobs finish, within limits."""
         if self._thread is None:
-            os.close(self._read_fd)
-            os.close(self._write_fd)
+            with self._write_lock:
+                write_fd, self._write_fd = self._write_fd, -1
+                if write_fd >= 0:
+                    os.close(write_fd)
+                    os.close(self._read_fd)
             return
         self._jobs.put(None)
         self._thread.join(timeout_s)

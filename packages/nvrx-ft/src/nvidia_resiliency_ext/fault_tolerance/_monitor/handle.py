@@ -19,7 +19,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from .channel import Channel
 from .control import LAUNCHER_MESSAGES, Leave, LogLine, Ready, SlotReplaced, Start
-from .slot import SlotLayout, SlotMemory
+from .slot import SlotError, SlotLayout, SlotMemory
 from .sweep import RUN_ID_VARIABLE
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ _BOOT = (
     "main(f)\n"
 )
 DEFAULT_READY_LIMIT_S = 30.0
+_SEND_LIMIT_S = 10.0
 
 
 class MonitorStartError(NvrxError, RuntimeError):
@@ -72,6 +73,7 @@ class MonitorHandle:
         self._channel = channel
         self._local_ranks = tuple(local_ranks)
         self._memories: list[SlotMemory] = []
+        self._early: list[object] = []
 
     @classmethod
     def start(
@@ -98,7 +100,7 @@ class MonitorHandle:
         handle = cls.launch(config, socket_paths, env=env, **order)
         try:
             handle.wait_ready(timeout_s)
-        except MonitorStartError:
+        except BaseException:  # whatever happens, the process must not stay behind
             handle.close()
             raise
         return handle
@@ -112,8 +114,16 @@ class MonitorHandle:
         env: Mapping[str, str] | None = None,
         **order: Any,
     ) -> MonitorHandle:
-        """Start a monitor without waiting; `Ready` is among the first messages of `receive`."""
+        """Start a monitor without waiting; `Ready` is among the first messages of `receive`.
+
+        Raises:
+            MonitorStartError: It died before it took its order.
+            NvrxError: It cannot be started.
+        """
         begin = Start(config=dict(config), socket_paths=list(socket_paths), **order)
+        path = "\0".join(os.path.abspath(p) for p in sys.path).encode("utf-8", "surrogateescape")
+        first_words = len(path).to_bytes(4, "big") + path + LAUNCHER_MESSAGES.encode(begin)
+        layout = SlotLayout(tuple(config["rank_section_timeouts"]))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         argv = [sys.executable, "-I", "-S", "-c", _BOOT, str(theirs.fileno())]
         # An outer run's id would let the outer sweep kill this monitor before its own sweep.
@@ -121,14 +131,18 @@ class MonitorHandle:
         given.pop(RUN_ID_VARIABLE, None)
         try:
             child = start_child(argv, env=given, pass_fds=[theirs.fileno()], new_session=True)
-        except NvrxError:
+        except BaseException:  # whatever happens, the descriptor must not stay behind
             ours.close()
             raise
         finally:
             theirs.close()
-        path = "\0".join(os.path.abspath(p) for p in sys.path).encode("utf-8", "surrogateescape")
-        ours.sendall(len(path).to_bytes(4, "big") + path + LAUNCHER_MESSAGES.encode(begin))
-        layout = SlotLayout(tuple(config.get("rank_section_timeouts") or ()))
+        try:
+            ours.settimeout(_SEND_LIMIT_S)
+            ours.sendall(first_words)
+        except OSError as exc:
+            ours.close()
+            child.close()
+            raise MonitorStartError(f"the rank monitor did not take its order: {exc}") from exc
         local_ranks = begin.local_ranks or range(len(begin.socket_paths))
         return cls(child, Channel(ours, LAUNCHER_MESSAGES), layout, local_ranks)
 
@@ -152,7 +166,7 @@ class MonitorHandle:
         Log lines go to the logger "nvrx", and new descriptors of slots into `slots`: neither is
         returned. When `is_over` is true afterwards, the monitor is gone: look at `child`.
         """
-        received: list[object] = []
+        received, self._early = self._early, []
         self._channel.flush()
         for message in self._channel.receive():
             match message:
@@ -172,7 +186,7 @@ class MonitorHandle:
         self._channel.send(message)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until the monitor listens.
+        """Wait until the monitor listens; what else it says meanwhile is kept for `receive`.
 
         Raises:
             MonitorStartError: It died or was not ready in time.
@@ -180,7 +194,7 @@ class MonitorHandle:
         deadline = Deadline.after(timeout_s)
         while not self.is_ready:
             self._wait_readable(deadline)
-            self.receive()
+            self._early = [m for m in self.receive() if not isinstance(m, Ready)]
             if self._channel.is_over:
                 status = self.child.wait(1.0)
                 how = "closed its socket" if status is None else status.describe()
@@ -192,6 +206,7 @@ class MonitorHandle:
         """Order the monitor to sweep and leave; kill it if it does not; return whether it left."""
         self.send(Leave())
         status = self.child.wait(timeout_s)
+        self._early = self.receive()  # its last log lines
         self.close()
         return status is not None
 
@@ -205,16 +220,24 @@ class MonitorHandle:
         self._memories = []
 
     def _take_slots(self) -> None:
-        fds = self._channel.take_fds(len(self._local_ranks))
-        self._memories = [SlotMemory.adopt(fd, self.layout, must_be_sealed=False) for fd in fds]
+        for fd in self._channel.take_fds(len(self._local_ranks)):
+            self._memories.append(self._adopt(fd))
         self.slots = [memory.words for memory in self._memories]
 
     def _replace_slot(self, local_rank: int) -> None:
         index = self._local_ranks.index(local_rank)
         for fd in self._channel.take_fds(1):
+            memory = self._adopt(fd)
             self._memories[index].close()
-            self._memories[index] = SlotMemory.adopt(fd, self.layout, must_be_sealed=False)
-            self.slots[index] = self._memories[index].words
+            self._memories[index] = memory
+            self.slots[index] = memory.words
+
+    def _adopt(self, fd: int) -> SlotMemory:
+        try:
+            return SlotMemory.adopt(fd, self.layout, must_be_sealed=False)
+        except SlotError:
+            os.close(fd)
+            raise
 
     def _wait_readable(self, deadline: Deadline) -> None:
         import select

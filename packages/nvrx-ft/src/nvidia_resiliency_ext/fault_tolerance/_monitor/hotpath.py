@@ -105,15 +105,17 @@ class HotPath:
         Raises:
             RankMonitorClientError: Not initialised; or the section is open.
         """
-        words = self._words
-        if words is None:
+        if self._words is None:
             self._refuse()
         at = self._index.get(section)
         if at is None:
             return
-        if _MEGATRON_GLOBALS in _modules:
-            self._note_iteration(words)
         with self._lock:
+            words = self._words  # again: the link's thread may just have moved to another slot
+            if words is None:
+                self._refuse()
+            if _MEGATRON_GLOBALS in _modules:
+                self._note_iteration(words)
             opened = self._open
             if section in opened:
                 raise RankMonitorClientError(f"section {section!r} is open already")
@@ -133,15 +135,17 @@ class HotPath:
         Raises:
             RankMonitorClientError: Not initialised; or the section is not open.
         """
-        words = self._words
-        if words is None:
+        if self._words is None:
             self._refuse()
         at = self._index.get(section)
         if at is None:
             return
-        if _MEGATRON_GLOBALS in _modules:
-            self._note_iteration(words)
         with self._lock:
+            words = self._words
+            if words is None:
+                self._refuse()
+            if _MEGATRON_GLOBALS in _modules:
+                self._note_iteration(words)
             self._close(words, section, at, _now_ns())
         if self._is_answered:
             self._ask()
@@ -152,10 +156,10 @@ class HotPath:
         Raises:
             RankMonitorClientError: Not initialised.
         """
-        words = self._words
-        if words is None:
-            self._refuse()
         with self._lock:
+            words = self._words
+            if words is None:
+                self._refuse()
             now = _now_ns()
             for section in list(self._open):
                 self._close(words, section, self._index[section], now)
@@ -199,6 +203,21 @@ class HotPath:
         self._reset_figures(now)
         self._words = words
         return now
+
+    def _move(self, words: memoryview) -> None:
+        """Go on in another slot of the same layout, with all that the present one shows."""
+        with self._lock:
+            old = self._words
+            if old is None:
+                return
+            for at in range(slot.W_SESSION_ID, slot.HEADER_WORDS):
+                words[at] = old[at]
+            self._words = words
+            for section, at in self._index.items():
+                words[at] = self._open.get(section, 0)
+            # A heartbeat takes no lock: one that came meanwhile went into the old slot.
+            words[_HEARTBEAT_LAST] = self._heartbeat_last
+            words[_HEARTBEAT_COUNT] = self._heartbeat_count
 
     def _stop(self) -> None:
         """Refuse calls from now on; the figures stay."""

@@ -37,9 +37,9 @@ def policy_of(config: Mapping[str, Any], num_warmup_iters: int | None = None) ->
         settings["num_warmup_iterations"] = num_warmup_iters
     return Policy(
         timeouts=Timeouts.from_config(settings),
-        longest_pause_s=float(settings.get("workload_check_interval", 5.0)),
-        evidence_timeout_s=float(settings.get("hang_evidence_timeout", 2.0)),
-        termination_signal=_signal_number(settings.get("rank_termination_signal", "SIGKILL")),
+        longest_pause_s=float(settings["workload_check_interval"]),
+        evidence_timeout_s=float(settings["hang_evidence_timeout"]),
+        termination_signal=_signal_number(settings["rank_termination_signal"]),
     )
 
 
@@ -64,7 +64,7 @@ def change_limits(config: MutableMapping[str, Any], changes: Mapping[str, Any]) 
     for name, value in (*plain.items(), *sections.items()):
         if not _is_limit(value):
             return f"{name}: {value!r} is no number of seconds"
-    known = dict(config.get(_SECTIONS) or {})
+    known = dict(config[_SECTIONS])
     known.update({name: value for name, value in sections.items() if name in known})
     config.update(plain)
     config[_SECTIONS] = known

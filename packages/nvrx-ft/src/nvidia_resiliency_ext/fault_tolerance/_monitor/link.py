@@ -202,6 +202,12 @@ class RankLink:
                 os.close(fd)
             kind = _AbsentError if isinstance(exc, _ABSENT) else LinkError
             raise kind(f"no session with the rank monitor at {self.path}: {exc}") from exc
+        if self._closing.is_set():
+            # Nobody would give back what `take` takes.
+            sock.close()
+            for fd in fds:
+                os.close(fd)
+            raise LinkError("the link was closed while it was being made")
         try:
             self._take(answer, fds)
         except LinkError:

@@ -88,7 +88,7 @@ class RankPort:
         self.local_rank = local_rank
         self._host = host
         self._config = dict(config)
-        self._layout = SlotLayout(tuple(config.get("rank_section_timeouts") or ()))
+        self._layout = SlotLayout(tuple(config["rank_section_timeouts"]))
         self.memory = SlotMemory.create(
             self._layout, directory=host.run_dir, name=f"nvrx-slot{local_rank}"
         )
@@ -136,7 +136,9 @@ class RankPort:
         self._read_holder()
         try:
             process = PidHandle(connection.pid or hello.pid)
-        except ProcessLookupError:
+        except OSError as exc:
+            # Gone again, or we are out of descriptors: it will ask anew.
+            logger.warning("rank %d (pid %d) was not let in: %s", hello.rank, hello.pid, exc)
             connection.channel.close()
             return
         holder = self._holder
@@ -218,13 +220,24 @@ class RankPort:
         assert holder is not None
         self._holder = holder
         self._renew_policy()
-        self._take_slot(holder)
+        try:
+            self._open_session(holder, session_id)
+        except OSError as exc:
+            # Out of descriptors, for one. Nobody would watch it: without a session it asks again.
+            rank, pid = holder.hello.rank, holder.process.pid
+            logger.error("rank %d (pid %d) cannot be watched now: %s", rank, pid, exc)  # noqa: TRY400
+            self._feed(session.Closed(holder.connection.number))
+
+    def _open_session(self, holder: _Holder, session_id: int) -> None:
         holder.dump_fd, dump_write_fd = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(holder.dump_fd, False)
-        accepted = rank_messages.Accepted(session_id, self._config, list(self._layout.sections))
-        channel = holder.connection.channel
-        channel.send(accepted, [self.memory.fd, dump_write_fd])
-        os.close(dump_write_fd)
+        try:
+            os.set_blocking(holder.dump_fd, False)
+            self._take_slot(holder)
+            accepted = rank_messages.Accepted(session_id, self._config, list(self._layout.sections))
+            channel = holder.connection.channel
+            channel.send(accepted, [self.memory.fd, dump_write_fd])
+        finally:
+            os.close(dump_write_fd)
         self._host.watch(channel, self._read_holder, write=channel.wants_to_write)
         self._host.watch(holder.dump_fd, self._read_dump)
         pidfd = holder.process.fileno()

@@ -36,6 +36,7 @@ def hang_report(
     return {
         "rule": verdict.rule,
         "section": verdict.section,
+        "since": verdict.since,
         "elapsed": signalled_at - verdict.since,
         "limit": verdict.limit_s,
         "iteration": verdict.iteration,

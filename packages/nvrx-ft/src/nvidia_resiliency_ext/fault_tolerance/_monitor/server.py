@@ -7,6 +7,7 @@ import logging
 import os
 import selectors
 import time
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,14 @@ if TYPE_CHECKING:
 __all__ = ["MonitorServer"]
 
 logger = logging.getLogger("nvrx")
+
+
+class _Order(Enum):
+    """Why the monitor leaves."""
+
+    NONE = "none"
+    LEAVE = "leave"
+    LAUNCHER_GONE = "launcher gone"
 
 
 class MonitorServer:
@@ -63,10 +72,9 @@ class MonitorServer:
         self._start = start
         self._lines = lines
         self._restarter = restarter or self
-        self._events_given = dict(start.events)
         self._pgids: set[int] = set()
         self._is_leaving = False
-        self._launcher_is_alive = True
+        self._last_order = _Order.NONE
         self._selector = selectors.DefaultSelector()
         self._watched: dict[HasFileno | int, int] = {}
         self.slow = SlowThread()
@@ -74,7 +82,7 @@ class MonitorServer:
         self._launcher = None if launcher is None else Channel(launcher, control.LAUNCHER_MESSAGES)
         local_ranks = start.local_ranks or list(range(len(start.socket_paths)))
         self.ports = [
-            RankPort(self, local_rank, path, start.config, self._restart_lines())
+            RankPort(self, local_rank, path, start.config, self._restart_lines(local_rank))
             for local_rank, path in zip(local_ranks, start.socket_paths, strict=True)
         ]
 
@@ -85,15 +93,18 @@ class MonitorServer:
             self._watch_launcher()
 
     def run(self) -> None:
-        """Serve until told to leave; then sweep what the run left behind."""
+        """Serve until told to leave; then sweep what the run left behind.
+
+        Whoever gets an exception out of this has a monitor that is gone and ranks that live on.
+        """
         try:
             while not self._is_leaving:
                 for key, _ in self._selector.select(self._pause()):
-                    if key.fd in self._selector.get_map():
+                    if self._is_watched(key):
                         self._guard(key.data)
                 for port in self.ports:
                     self._guard(partial(port.tick, time.monotonic()))
-                self._pass_on_lines()
+                self._guard(self._pass_on_lines)
         finally:
             self._close()
 
@@ -133,8 +144,7 @@ class MonitorServer:
 
     def record_fault(self, report: Mapping[str, Any]) -> None:
         """Put a hang into the record of events; never waits."""
-        given = self._events_given
-        if not given:
+        if not self._start.run_id:
             return
         at, wall = time.monotonic(), time.time()
 
@@ -142,7 +152,6 @@ class MonitorServer:
             # Loaded now and not at start: most monitors never see a fault.
             from nvidia_resiliency_ext.shared_utils.events import EventLog, Fault
 
-            os.environ.update(given)
             events = EventLog.join(src="monitor")
             fault = Fault(**fault_fields(report))
             events.record(fault, cycle=report["cycle"], rank=report["rank"], t=wall, m=at)
@@ -150,20 +159,27 @@ class MonitorServer:
 
         self.slow.submit(job, lambda _: None)
 
-    def _restart_lines(self) -> RestartLines:
+    def _restart_lines(self, local_rank: int) -> RestartLines:
         machine = None
-        if self._start.is_restarter_logger:
+        # One rank speaks for its node: layered restarts follow nodes.
+        if self._start.is_restarter_logger and local_rank == 0:
             from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
                 RankMonitorStateMachine,
             )
 
             machine = RankMonitorStateMachine(self._restarter)
-        interval_s = float(self._start.config.get("restart_check_interval", 60.0))
+        interval_s = float(self._start.config["restart_check_interval"])
         return RestartLines(machine, interval_s)
 
     def _pause(self) -> float | None:
         wakes = [at for port in self.ports if (at := port.next_wake()) is not None]
         return max(0.0, min(wakes) - time.monotonic()) if wakes else None
+
+    def _is_watched(self, key: selectors.SelectorKey) -> bool:
+        # A callback of the same round may have closed the descriptor, and another one opened its
+        # number again.
+        current = self._selector.get_map().get(key.fd)
+        return current is not None and current.data == key.data
 
     def _guard(self, callback: Callable[[], None]) -> None:
         # The loop's boundary: a defect in the care of one rank must not leave the others unwatched.
@@ -189,7 +205,8 @@ class MonitorServer:
             self._obey(message)
         if channel.is_over:
             self._is_leaving = True
-            self._launcher_is_alive = False
+            if self._last_order is _Order.NONE:
+                self._last_order = _Order.LAUNCHER_GONE
             self.unwatch(channel)
         else:
             self._watch_launcher()
@@ -201,27 +218,32 @@ class MonitorServer:
             case control.WorkersChanged(cycle, pgids):
                 self.cycle = cycle
                 self._pgids = set(pgids)
-            case control.TimeoutsChanged(changes):
-                problems = {port.set_limits(changes) for port in self.ports} - {None}
-                for problem in problems:
-                    logger.error("limits were not changed: %s", problem)
             case control.Leave():
                 self._is_leaving = True
+                self._last_order = _Order.LEAVE
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
 
     def _close(self) -> None:
         for port in self.ports:
             port.close()
-        if self._start.run_id and self._start.config.get("orphan_workers", "kill") != "keep":
-            spare = {os.getppid()} if self._launcher_is_alive else set()
+        if self._is_to_sweep():
+            spare = {os.getppid()} if self._last_order is _Order.LEAVE else set()
             left = sweep(self._start.run_id, self._pgids, spare=spare)
             if left:
                 logger.error("still there after SIGKILL: %s", left)
-        self._pass_on_lines()
+        self._guard(self._pass_on_lines)
         self.unwatch(self.slow)
         self.slow.close()
         if self._launcher is not None:
             self.unwatch(self._launcher)
             self._launcher.close()
         self._selector.close()
+
+    def _is_to_sweep(self) -> bool:
+        # Not without an order: a monitor that fails must not take healthy ranks with it.
+        if not self._start.run_id:
+            return False
+        if self._last_order is _Order.LAUNCHER_GONE:
+            return bool(self._start.config["orphan_workers"] != "keep")
+        return self._last_order is _Order.LEAVE

@@ -14,6 +14,8 @@ import mmap
 import os
 from dataclasses import dataclass, field
 
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
 __all__ = [
     "NO_ITERATION",
     "SlotError",
@@ -48,13 +50,16 @@ WORD_BYTES = 8
 NO_ITERATION = -1
 """Value of the iteration words while the rank has not told an iteration."""
 
+FORCE_NO_MEMFD = "NVRX_FORCE_NO_MEMFD"
+"""Set to 1, this variable makes slots files, as on systems without memfd."""
+
 _NS = 1e-9
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
 _ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 _GET_SEALS = getattr(fcntl, "F_GET_SEALS", 1034)
 
 
-class SlotError(Exception):
+class SlotError(NvrxError):
     """A descriptor does not hold a slot of the expected layout."""
 
 
@@ -199,10 +204,14 @@ class SlotMemory:
             directory: Private directory for a file where the kernel has no memfd.
             name: Name of that file; also a label in /proc.
         """
-        fd = _sealed_memory(name, layout.size_bytes) if hasattr(os, "memfd_create") else None
+        fd = _sealed_memory(name, layout.size_bytes)
         if fd is None:
             fd = _file_memory(directory, name, layout.size_bytes)
-        memory = cls(fd, mmap.mmap(fd, layout.size_bytes), layout)
+        try:
+            memory = cls(fd, mmap.mmap(fd, layout.size_bytes), layout)
+        except OSError:
+            os.close(fd)
+            raise
         memory.clear()
         return memory
 
@@ -247,6 +256,8 @@ class SlotMemory:
 
 
 def _sealed_memory(name: str, size_bytes: int) -> int | None:
+    if os.environ.get(FORCE_NO_MEMFD) == "1" or not hasattr(os, "memfd_create"):
+        return None
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError:
@@ -261,7 +272,15 @@ def _sealed_memory(name: str, size_bytes: int) -> int | None:
 
 
 def _file_memory(directory: str, name: str, size_bytes: int) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(os.path.join(directory, name), flags, 0o600)
-    os.ftruncate(fd, size_bytes)
+    """Return a file without a name: only its descriptor travels, and nobody can open it again."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    path = os.path.join(directory, f"{name}.{os.getpid()}")
+    fd = os.open(path, flags, 0o600)
+    try:
+        os.unlink(path)
+        # Blocks now: a store into a hole of a full file system would kill the rank with SIGBUS.
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError:
+        os.close(fd)
+        raise
     return fd

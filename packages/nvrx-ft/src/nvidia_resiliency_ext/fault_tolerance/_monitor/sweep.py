@@ -8,6 +8,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.fault_tolerance._env import RUN_ID as RUN_ID_VARIABLE
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RUN_ID_VARIABLE", "SWEEP_LIMIT_S", "sweep"]
 
-RUN_ID_VARIABLE = "NVRX_RUN_ID"
 SWEEP_LIMIT_S = 1.5
 _ROUND_S = 0.05
 

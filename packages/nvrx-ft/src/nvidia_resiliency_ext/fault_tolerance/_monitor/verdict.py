@@ -44,11 +44,11 @@ class Timeouts:
     def from_config(cls, config: Mapping[str, Any]) -> Timeouts:
         """Take the limits out of a configuration in its plain form."""
         return cls(
-            initial_heartbeat_s=config.get("initial_rank_heartbeat_timeout"),
-            heartbeat_s=config.get("rank_heartbeat_timeout"),
-            sections_s=dict(config.get("rank_section_timeouts") or {}),
-            out_of_section_s=config.get("rank_out_of_section_timeout"),
-            num_warmup_iterations=int(config.get("num_warmup_iterations", 5)),
+            initial_heartbeat_s=config["initial_rank_heartbeat_timeout"],
+            heartbeat_s=config["rank_heartbeat_timeout"],
+            sections_s=dict(config["rank_section_timeouts"]),
+            out_of_section_s=config["rank_out_of_section_timeout"],
+            num_warmup_iterations=int(config["num_warmup_iterations"]),
         )
 
     def smallest(self) -> float | None:
