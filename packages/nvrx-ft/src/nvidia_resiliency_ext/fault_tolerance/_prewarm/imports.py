@@ -5,17 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# In this order: between two entries a standby looks whether "go" is there already, so the large
-# dependencies of torch come first and alone. `torch._dynamo` is what DistributedDataParallel
-# imports when the first model is wrapped (some 820 modules, half of a restart), `_cupti_monitor`
-# what the first step adds. Any of them may be missing in the installed versions.
+# In this order: between two entries a standby looks whether "go" is there already, and a script
+# gets each entry with those before it when it first imports something of it. `torch._dynamo` is
+# what DistributedDataParallel imports when the first model is wrapped (some 820 modules with
+# sympy, half of a restart), `_cupti_monitor` what the first backward pass adds. Any but torch may
+# be missing in the installed versions.
 DEFAULT_IMPORTS = (
     "numpy",
-    "sympy",
     "torch",
     "torch.distributed",
-    "torch._dynamo",
     "torch.profiler._cupti_monitor",
+    "sympy",
+    "torch._dynamo",
 )
 
 

@@ -36,6 +36,9 @@ _COMPUTED_AGAIN = ("TORCHINDUCTOR_CACHE_DIR",)
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband")
 
 
+_Function = type(lambda: None)
+
+
 class _Door:
     """The socket to the launcher: whole JSON messages, "go" with descriptors."""
 
@@ -87,70 +90,123 @@ class _Door:
         self._socket.close()
 
 
-class _Held:
-    """Gives the imported modules back to the script at its first import of one of them.
+class _Group:
+    """What one entry of the import list brought, or its part from other packages: one whole."""
 
-    Until then the script sees `sys.modules`, the warnings filters and the environment as a fresh
-    interpreter has them. A module is handed over as the loader's own creation: returning it from
-    `find_spec` in any other way makes the import system execute it a second time.
+    def __init__(self, *, alone: bool) -> None:
+        self.alone = alone
+        self.modules: dict[str, ModuleType] = {}
+        self.attributes: list[tuple[ModuleType, str]] = []
+        self.functions: list[tuple[ModuleType, str, object, object]] = []
+        self.lists: list[tuple[list[Any], list[Any], list[Any]]] = []
+        self.environ: dict[str, str] = {}
+        self.loggers: set[Any] = set()
+
+
+class _Held:
+    """Gives the imported modules back to the script when it first imports one of them.
+
+    Until then the script sees `sys.modules`, packages, warnings filters and environment as a fresh
+    interpreter has them. Each entry of the list is a group, given back with those before it: what
+    DistributedDataParallel imports when it is first used appears only then. What an entry brought
+    of other packages, such as numpy.random, can also be given back alone. A module is handed over
+    as the loader's own creation: returning it from `find_spec` in any other way makes the import
+    system execute it a second time.
     """
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         self._watch = order["watch"]
         self._entry_dir = order["entry_dir"]
-        self._groups: list[dict[str, ModuleType]] = []
+        self._groups: list[_Group] = []
         self._group_of: dict[str, int] = {}
         self._environ: dict[str, str | None] = dict(os.environ)
-        self._environ_added: dict[str, str] = {}
         self._path: tuple[str, ...] = ()
-        self._lists: tuple[tuple[list[Any], list[Any], list[Any]], ...] = ()
 
     def collect(
         self, imports: Iterable[tuple[str, bool]], load: Callable[[str, bool], bool]
     ) -> None:
-        """Run `load(name)` for each import and take what it brought out of `sys.modules`."""
+        """Run `load(name)` for each import and take what it brought out of sight."""
         import warnings
 
-        library = sys.stdlib_module_names
+        # `multiprocessing` makes `__mp_main__` another name of the script.
+        library = sys.stdlib_module_names | {"__main__", "__mp_main__"}
         watched: list[Any] = [warnings.filters, sys.meta_path]
-        lists = [(live, list(live)) for live in watched]
-        tops: dict[str, int] = {}
+        at_first = [list(live) for live in watched]
         for name, optional in imports:
-            before = set(sys.modules)
+            known, environ, loggers = set(sys.modules), dict(os.environ), _enabled_loggers()
+            lists, functions = [list(live) for live in watched], self._functions()
             if not load(name, optional):
                 break
-            new = [n for n in sys.modules if n not in before and n.partition(".")[0] not in library]
-            index = tops.setdefault(name.partition(".")[0], len(self._groups))
-            if index == len(self._groups):
-                self._groups.append({})
-            for key in new:
-                self._groups[index][key] = sys.modules[key]
-                self._group_of[key] = index
+            top = name.partition(".")[0]
+            others, group = _Group(alone=True), _Group(alone=False)
+            for key in set(sys.modules) - known:
+                key_top = key.partition(".")[0]
+                if key_top not in library and not key.startswith("_sysconfigdata"):
+                    is_own = key_top == top
+                    (group if is_own else others).modules[key] = sys.modules[key]
+                    self._group_of[key] = len(self._groups) + is_own
+            # `torch._dynamo` wraps functions of torch. Other values may be flags that say that
+            # something was registered, and taking those back would undo half of it.
+            group.functions = [
+                (module, attribute, old, vars(module)[attribute])
+                for module, attribute, old in functions
+                if vars(module).get(attribute) is not old
+                and type(vars(module).get(attribute)) is _Function
+            ]
+            group.environ = {k: v for k, v in os.environ.items() if environ.get(k) != v}
+            group.loggers = _enabled_loggers() - loggers
+            group.lists = [
+                (live, old, list(live))
+                for live, old in zip(watched, lists, strict=True)
+                if live != old
+            ]
+            self._groups += [others, group]
+        for live, old in zip(watched, at_first, strict=True):
+            if live != old:
+                _replace_list(live, old)
+        self._hide()
+
+    def _functions(self) -> list[tuple[ModuleType, str, object]]:
+        return [
+            (module, name, value)
+            for group in self._groups
+            for module in group.modules.values()
+            for name, value in vars(module).items()
+            if type(value) is _Function  # Asking an object for its class may run code of its own.
+        ]
+
+    def _hide(self) -> None:
+        for group in reversed(self._groups):
+            for module, name, old, _ in group.functions:
+                setattr(module, name, old)
+        for index, group in enumerate(self._groups):
+            for key, module in group.modules.items():
+                package, _, child = key.rpartition(".")
+                parent = sys.modules.get(package)
+                # Within its group a package comes and goes as a whole.
+                if parent is None or self._group_of.get(package) == index:
+                    continue
+                if vars(parent).get(child) is module:
+                    delattr(parent, child)
+                    group.attributes.append((parent, child))
         for key in self._group_of:
             del sys.modules[key]
-        self._lists = tuple((live, old, list(live)) for live, old in lists if live != old)
-        for live, old, _ in self._lists:
-            _replace_list(live, old)
-        for key, value in os.environ.items():
-            if self._environ.get(key) != value:
-                self._environ_added[key] = value
-        for key in self._environ_added:
-            _set_variable(key, self._environ.get(key))
+        for group in self._groups:
+            for name in group.environ:
+                _set_variable(name, self._environ.get(name))
         self._path = tuple(sys.path)
+        # From here on: an import inside a held module must not load another copy of it.
+        if self._group_of:
+            sys.meta_path.insert(0, self)
 
     def origins(self) -> dict[str, str | None]:
         """Return {top-level name: file} of the held modules."""
         found: dict[str, str | None] = {}
         for group in self._groups:
-            for key, module in group.items():
+            for key, module in group.modules.items():
                 if "." not in key:
                     found[key] = getattr(module, "__file__", None)
         return found
-
-    def install(self) -> None:
-        """Stand in front of the import system; called when everything else is done."""
-        if self._group_of:
-            sys.meta_path.insert(0, self)
 
     def find_spec(
         self,
@@ -161,10 +217,10 @@ class _Held:
         """Answer for held modules; leave once all are given back."""
         index = self._group_of.get(name)
         if index is None:
-            if not any(self._groups) and self in sys.meta_path:
+            if not any(group.modules for group in self._groups) and self in sys.meta_path:
                 sys.meta_path.remove(self)
             return None
-        module = self._groups[index].get(name)
+        module = self._groups[index].modules.get(name)
         if module is None and target is None:
             # Given back in this moment by another thread; with a target it is a reload.
             module = sys.modules.get(name)
@@ -188,23 +244,30 @@ class _Held:
         return spec
 
     def give_back(self, index: int) -> None:
-        """Put all modules up to a group into `sys.modules` and say what came too late."""
-        groups = [group for group in self._groups[: index + 1] if group]
+        """Put a group, and those before it, into `sys.modules` and say what came too late."""
+        first = index if self._groups[index].alone else 0
+        groups = [group for group in self._groups[first : index + 1] if group.modules]
         if not groups:
             return
         self._report_late_changes()
         for group in groups:
-            for key, module in group.items():
+            modules, group.modules = group.modules, {}
+            for key, module in modules.items():
                 sys.modules.setdefault(key, module)
-            group.clear()
-        for live, old, new in self._lists:
-            _replace_list(live, _merged(list(live), old, new))
-        self._lists = ()
-        for key, value in self._environ_added.items():
-            if os.environ.get(key) == self._environ.get(key) and key not in _COMPUTED_AGAIN:
-                os.environ[key] = value
-        self._environ_added = {}
-        _enable_loggers()
+            for parent, child in group.attributes:
+                setattr(parent, child, modules[f"{parent.__name__}.{child}"])
+            for module, name, old, new in group.functions:
+                if vars(module).get(name) is old:
+                    setattr(module, name, new)
+            for live, old, new in group.lists:
+                _replace_list(live, _merged(list(live), old, new))
+            for key, value in group.environ.items():
+                if os.environ.get(key) == self._environ.get(key) and key not in _COMPUTED_AGAIN:
+                    os.environ[key] = value
+            # `logging.config` disables the loggers that exist; a fresh import makes them now.
+            for logger in group.loggers:
+                logger.disabled = False
+            _renew_defaults(modules)
 
     def _report_late_changes(self) -> None:
         names = sorted(
@@ -279,14 +342,27 @@ def _enabled_loggers() -> set[Any]:
     return {logger for logger in loggers if getattr(logger, "disabled", None) is False}
 
 
-def _enable_loggers() -> None:
-    # `logging.config` disables the loggers that exist; a fresh import would make them afterwards.
-    for logger in _loggers:
-        logger.disabled = False
-    _loggers.clear()
+def _renew_defaults(modules: Mapping[str, ModuleType]) -> None:
+    """Evaluate arguments' defaults that name the default process group, as an import now would.
 
-
-_loggers: set[Any] = set()
+    Imported before the group exists they stay None, and nothing keeps the group alive: its end
+    then comes with the model's, where torch 2.13 can deadlock with a gloo thread that needs the
+    interpreter lock. Scripts that never met this in a fresh worker must not meet it here.
+    """
+    module = modules.get("torch.distributed.nn.functional")
+    world = getattr(getattr(sys.modules.get("torch.distributed"), "group", None), "WORLD", None)
+    if module is None or world is None:
+        return
+    for function in vars(module).values():
+        defaults = getattr(function, "__defaults__", None)
+        if not defaults or getattr(function, "__module__", None) != module.__name__:
+            continue
+        code = function.__code__
+        names = code.co_varnames[: code.co_argcount][-len(defaults) :]
+        function.__defaults__ = tuple(
+            world if name == "group" and value is None else value
+            for name, value in zip(names, defaults, strict=True)
+        )
 
 
 def _is_import_time(name: str, watch: Mapping[str, Sequence[str]]) -> bool:
@@ -497,9 +573,6 @@ def _apply(go: Mapping[str, Any], fds: Sequence[int]) -> None:
     """Make this process what "go" says: streams, environment, folder, umask, cores."""
     import time
 
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
     for target, fd in zip(go["streams"], fds, strict=True):
         os.dup2(fd, target)
         os.close(fd)
@@ -553,10 +626,13 @@ def _stand_by(door: _Door) -> None:
     started = time.monotonic()
     order, _ = door.receive()
     undo = [_die_with_parent(order["parent"]), _step_back(), _mark_name()]
-    before, loggers = _facts(), _enabled_loggers()
+    before = _facts()
     held = _Held(order)
     is_short = _warm(door, order, held)
-    _loggers.update(_enabled_loggers() - loggers)
+    # What imports printed is the launcher's to show, not the worker's.
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
     if not is_short:
         gc.collect()
     gc.freeze()
@@ -581,7 +657,6 @@ def _stand_by(door: _Door) -> None:
     door.send(kind="begun", seconds=seconds)
     undo[0]()
     door.close()
-    held.install()
 
 
 def _enter(fd: int) -> None:

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When standbys are started, replaced and given up: the table of the pool and random walks."""
+
+import dataclasses
+import random
+
+import pytest
+
+from nvidia_resiliency_ext.fault_tolerance._prewarm import pool as pools
+from nvidia_resiliency_ext.fault_tolerance._prewarm.pool import (
+    Disable,
+    EndStandby,
+    Gone,
+    GoodStep,
+    Memory,
+    Pool,
+    Prepare,
+    RanksStarted,
+    RanksStarting,
+    Refused,
+    SlotState,
+    Stale,
+    StandbyFailed,
+    StandbyReady,
+    StartStandby,
+    Tick,
+    Wanted,
+    step,
+)
+
+EMPTY, WARMING, READY = SlotState.EMPTY, SlotState.WARMING, SlotState.READY
+WENT, FAILED = SlotState.WENT, SlotState.FAILED
+
+
+def after(pool, *events, now=0.0):
+    """Return the pool and all effects after events, each (event) or (event, time)."""
+    effects = []
+    for entry in events:
+        event, at = entry if isinstance(entry, tuple) else (entry, now)
+        pool, more = step(pool, event, at)
+        effects += more
+    return pool, effects
+
+
+def running(slots=4, cores=4):
+    """Return a pool whose first cycle was started at time 0 from standbys."""
+    pool = Pool.of(slots, cores)
+    pool, _ = after(pool, Prepare(), RanksStarting(), *(Gone(s) for s in range(slots)))
+    return after(pool, RanksStarted())[0]
+
+
+def test_first_cycle_starts_all_at_once():
+    """Before the first cycle all standbys are started together, whatever the cores."""
+    pool, effects = step(Pool.of(4, 2), Prepare(), 0.0)
+    assert effects == tuple(StartStandby(slot) for slot in range(4))
+    assert pool.slots == (WARMING,) * 4
+
+
+def test_fills_two_seconds_after_go_by_half_the_cores():
+    """The next standbys are started two seconds after the ranks, half as many as cores at once."""
+    pool = running(slots=4, cores=4)
+    assert step(pool, Tick(), 1.9)[1] == ()
+    assert pool.wakes_at() == 2.0
+    pool, effects = step(pool, Tick(), 2.0)
+    assert effects == (StartStandby(0), StartStandby(1))
+    assert pool.wakes_at() is None
+    pool, effects = step(pool, StandbyReady(0), 3.0)
+    assert effects == (StartStandby(2),)
+    assert pool.slots == (READY, WARMING, WARMING, WENT)
+
+
+def test_one_core_still_fills():
+    """On one core standbys are started one by one."""
+    assert step(running(4, 1), Tick(), 5.0)[1] == (StartStandby(0),)
+
+
+def test_first_sign_of_a_step_starts_the_fill():
+    """A heartbeat or closed section before the two seconds starts the fill."""
+    assert step(running(), GoodStep(), 0.5)[1] == (StartStandby(0), StartStandby(1))
+
+
+def test_never_while_ranks_start():
+    """Between the start of the first and the last rank no standby is started."""
+    pool, effects = after(running(), RanksStarting(), (Tick(), 9.0), (GoodStep(), 10.0))
+    assert effects == []
+    assert pool.wakes_at() is None
+    assert after(pool, (RanksStarted(), 11.0))[1] == []
+    assert len(after(pool, (RanksStarted(), 11.0), (Tick(), 13.0))[1]) == 2
+
+
+TABLE = [
+    (WARMING, StandbyReady(0, 5), READY, ()),
+    (READY, StandbyReady(0, 5), READY, ()),
+    (EMPTY, StandbyReady(0, 5), EMPTY, ()),
+    (WARMING, StandbyFailed(0, "x"), FAILED, ()),
+    (READY, StandbyFailed(0, "x"), FAILED, ()),
+    (WENT, StandbyFailed(0, "x"), FAILED, ()),
+    (EMPTY, StandbyFailed(0, "x"), EMPTY, ()),
+    (WARMING, Gone(0), WENT, ()),
+    (READY, Gone(0), WENT, ()),
+    (FAILED, Gone(0), FAILED, ()),
+    (READY, Stale(0), EMPTY, (EndStandby(0),)),
+    (WARMING, Stale(0), EMPTY, (EndStandby(0),)),
+    (WENT, Stale(0), WENT, ()),
+    (READY, Wanted(False), EMPTY, (EndStandby(0),)),
+    (WENT, Wanted(False), WENT, ()),
+    (READY, Refused("no"), EMPTY, (Disable("no"), EndStandby(0))),
+    (FAILED, Refused("no"), FAILED, (Disable("no"),)),
+]
+
+
+@pytest.mark.parametrize(("state", "event", "expected", "effects"), TABLE)
+def test_table(state, event, expected, effects):
+    """Each state and event lead to the state and effects of the table."""
+    pool = dataclasses.replace(Pool.of(1, 2), slots=(state,), ranks_starting=True)
+    pool, found = step(pool, event, 1.0)
+    assert (pool.slots[0], found) == (expected, effects)
+
+
+def test_second_failure_within_a_minute_disables_until_a_good_step():
+    """Two failures within a minute switch to cold starts, and a good step tries again."""
+    pool = running()
+    pool, effects = after(
+        pool, (Tick(), 2.0), (StandbyFailed(0, "one"), 3.0), (StandbyFailed(1, "two"), 50.0)
+    )
+    disabled = [effect for effect in effects if isinstance(effect, Disable)]
+    assert len(disabled) == 1
+    assert "two" in disabled[0].reason
+    assert not any(state in (WARMING, READY) for state in pool.slots)
+    assert step(pool, Tick(), 500.0)[1] == ()
+    assert step(pool, GoodStep(), 500.0)[1] == (StartStandby(0), StartStandby(1))
+
+
+def test_failures_far_apart_do_not_disable():
+    """A failure more than a minute after the last one only costs its slot."""
+    pool, effects = after(
+        running(), (Tick(), 2.0), (StandbyFailed(0, "one"), 3.0), (StandbyFailed(1, "two"), 64.0)
+    )
+    assert pool.disabled is None
+    assert not [effect for effect in effects if isinstance(effect, Disable)]
+
+
+def test_too_little_memory_disables():
+    """With less free memory than twice the missing standbys nothing is started."""
+    need = 2 * 4 * pools.EXPECTED_STANDBY_BYTES
+    _, effects = after(running(), Memory(need - 1), (Tick(), 5.0))
+    assert [type(effect) for effect in effects] == [Disable]
+    _, effects = after(running(), Memory(need), (Tick(), 5.0))
+    assert [type(effect) for effect in effects] == [StartStandby] * 2
+
+
+def test_known_size_replaces_the_estimate():
+    """What a standby says it takes is what the next check counts with."""
+    pool, _ = after(running(), (Tick(), 2.0), (StandbyReady(0, 1000), 3.0), (Gone(0), 4.0))
+    assert pool.standby_bytes == 1000
+    assert after(pool, Memory(1 << 20), (Tick(), 9.0))[0].disabled is None
+
+
+def test_refused_command_is_never_tried_again():
+    """A command that cannot start warm is left alone for good."""
+    pool, _ = after(running(), Refused("--no-python"), (GoodStep(), 5.0), (Wanted(True), 6.0))
+    assert step(pool, Tick(), 100.0)[1] == ()
+    assert step(Pool.of(2, 2), Refused("x"), 0.0)[0].wakes_at() is None
+
+
+EVENTS = (
+    Prepare(),
+    Tick(),
+    RanksStarting(),
+    RanksStarted(),
+    GoodStep(),
+    Wanted(True),
+    Wanted(False),
+    Memory(1 << 40),
+    Memory(1),
+)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_walks_keep_the_rules(seed):
+    """Whatever happens, standbys start only in free slots, within the width, when allowed."""
+    rng = random.Random(seed)
+    slots = rng.randint(1, 6)
+    pool, now, alive, prepared = Pool.of(slots, rng.randint(1, 8)), 0.0, set(), False
+    for _ in range(150):
+        now += rng.choice((0.0, 0.1, 1.0, 3.0, 70.0))
+        slot = rng.randrange(slots)
+        event = rng.choice(
+            (*EVENTS, StandbyReady(slot, 9), StandbyFailed(slot, "x"), Gone(slot), Stale(slot))
+        )
+        if isinstance(event, (StandbyFailed, Gone)):
+            alive.discard(slot)
+        before = pool
+        pool, effects = step(pool, event, now)
+        for effect in effects:
+            if isinstance(effect, StartStandby):
+                assert effect.slot not in alive
+                assert pool.disabled is None
+                assert pool.wanted
+                assert not pool.ranks_starting
+                alive.add(effect.slot)
+            elif isinstance(effect, EndStandby):
+                assert effect.slot in alive
+                alive.discard(effect.slot)
+        warming = sum(state is WARMING for state in pool.slots)
+        prepared = prepared or isinstance(event, Prepare)
+        started = any(isinstance(effect, StartStandby) for effect in effects)
+        if started and not isinstance(event, Prepare):
+            assert warming <= max(pool.width, sum(s is WARMING for s in before.slots))
+        held = {s for s, state in enumerate(pool.slots) if state in (WARMING, READY)}
+        assert held == alive
+        wake = pool.wakes_at()
+        assert wake is None or wake > now or not started
