@@ -441,3 +441,22 @@ print(*{"torch", "numpy", "psutil", "yaml", "grpc", "asyncio", "importlib.metada
         env={"PATH": os.environ["PATH"]},
     )
     assert result.stdout.split() == []
+
+
+def test_debug_logging_is_a_variable_unless_an_option_says_more(script: str) -> None:
+    """NVRX_LOG_DEBUG means what it means to the logger; a given level wins over it."""
+    for text, level in (("1", 10), ("Yes", 10), ("0", 20), ("", 20)):
+        made = plan(script, environ=ENVIRON | {"NVRX_LOG_DEBUG": text})
+        assert made.fault_tolerance.log_level == level
+    environ = ENVIRON | {"NVRX_LOG_DEBUG": "1"}
+    made = plan("--ft-log-level=WARNING", script, environ=environ)
+    assert made.fault_tolerance.log_level == 30
+
+
+def test_host_and_port_may_come_from_two_places(script: str, tmp_path: Path) -> None:
+    """Half of the older address in a file and half in a flag are one address."""
+    path = tmp_path / "job.yaml"
+    path.write_text("fault_tolerance: {attrsvc_host: h}\n")
+    with pytest.raises(ValueError, match="not available") as caught:
+        plan(f"--ft-cfg-path={path}", "--ft-attrsvc-port=80", script)
+    assert "needs both" not in str(caught.value)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from ._console import write_out
 from ._doctor.finding import Finding
+from .console import write_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

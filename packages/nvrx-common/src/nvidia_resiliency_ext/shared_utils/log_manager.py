@@ -19,6 +19,7 @@ from ._logging.node_local import NodeLocalTmpLogHandler
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import TextIO
 
     _TextHandler = logging.StreamHandler[TextIO]
@@ -84,9 +85,9 @@ class LogConfig:
         return settings.integer("SLURM_LOCALID", _warn_once)
 
     @classmethod
-    def get_log_level(cls) -> int:
+    def get_log_level(cls, environ: Mapping[str, str] = os.environ) -> int:
         """Return ``logging.DEBUG`` where it was asked for, else ``logging.INFO``."""
-        return logging.DEBUG if settings.flag("NVRX_LOG_DEBUG") else logging.INFO
+        return logging.DEBUG if settings.flag("NVRX_LOG_DEBUG", environ) else logging.INFO
 
     @classmethod
     def get_process_name(cls, proc_name: str | None = None) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["format_hosts", "format_ranks", "parse_ranks"]
+__all__ = ["format_hosts", "format_ranks", "format_runs", "parse_ranks"]
 
 _MOST_RANKS = 1 << 20
 _DIGITS = "0123456789"
@@ -23,6 +23,11 @@ def format_ranks(ranks: Iterable[int]) -> str:
     numbers = sorted(set(ranks))
     if numbers and numbers[0] < 0:
         raise ValueError(f"a rank is never negative, not even {numbers[0]}")
+    return format_runs(numbers)
+
+
+def format_runs(numbers: Iterable[int]) -> str:
+    """Return numbers in the given order, runs shortened: `[4, 5, 6, 0, 2]` gives `4-6,0,2`."""
     return _format_ranges(numbers, width=0)
 
 
@@ -78,7 +83,7 @@ def _format_group(prefix: str, texts: list[str]) -> list[str]:
     return formatted
 
 
-def _format_ranges(numbers: list[int], width: int) -> str:
+def _format_ranges(numbers: Iterable[int], width: int) -> str:
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][-1] + 1:

@@ -13,11 +13,11 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ._console import write_out
 from ._events.read import EventFileError, read_events
 from ._report.html import render_html
 from ._report.model import build_timeline
 from ._report.text import render_text
+from .console import write_out
 
 if TYPE_CHECKING:
     from argparse import Namespace

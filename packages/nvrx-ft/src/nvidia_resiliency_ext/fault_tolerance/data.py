@@ -11,6 +11,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._env import (
+    FT_LAUNCHER_IPC_SOCKET as FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
+)
+from nvidia_resiliency_ext.fault_tolerance._env import (
+    FT_RANK_MONITOR_IPC_SOCKET as FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR,
+)
+
 __all__ = [
     "FT_LAUNCHER_IPC_SOCKET_ENV_VAR",
     "FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR",
@@ -29,9 +37,6 @@ __all__ = [
     "WorkloadControlRequest",
 ]
 
-FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR = "FT_RANK_MONITOR_IPC_SOCKET"
-FT_LAUNCHER_IPC_SOCKET_ENV_VAR = "FT_LAUNCHER_IPC_SOCKET"
-
 
 def current_global_rank() -> int:
     """Return this process's global rank: the process group's, else `RANK`'s.
@@ -44,7 +49,7 @@ def current_global_rank() -> int:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
-    rank = os.environ.get("RANK", "")
+    rank = os.environ.get(_env.RANK, "")
     try:
         return int(rank)
     except ValueError:
@@ -72,7 +77,7 @@ class RankInfo:
         """
         return RankInfo(
             global_rank=current_global_rank(),
-            local_rank=int(os.environ.get("LOCAL_RANK", "-1")),
+            local_rank=int(os.environ.get(_env.LOCAL_RANK, "-1")),
             host=os.uname().nodename.split(".", 1)[0],
             pid=os.getpid(),
         )

@@ -11,6 +11,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from nvidia_resiliency_ext.fault_tolerance._env import FT_LAUNCHER_IPC_SOCKET
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._launch.elastic import (
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
         elastic_launch,
         launch_agent,
         run,
-        run_script_path,
     )
     from ._launch.errors import (
         NoRestartRequested,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     )
     from ._launch.local_world import determine_local_world_size
     from ._launch.parser import get_args_parser, parse_args
+    from ._launch.run_path import run_script_path
     from ._launch.syntax import parse_min_max_nnodes
 
 __all__ = [
@@ -56,9 +58,6 @@ __all__ = [
     "run_script_path",
 ]
 
-FT_LAUNCHER_IPC_SOCKET = "FT_LAUNCHER_IPC_SOCKET"
-"""Environment variable in which workers find the launcher's mailbox."""
-
 _ROOMS = {
     "LaunchConfig": "launch_config",
     "LogFunnelPorts": "launch_config",
@@ -75,7 +74,7 @@ _ROOMS = {
     "parse_args": "parser",
     "parse_min_max_nnodes": "syntax",
     "run": "elastic",
-    "run_script_path": "elastic",
+    "run_script_path": "run_path",
 }
 
 

@@ -12,7 +12,7 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     Report = Callable[[str], None]
 
@@ -49,9 +49,9 @@ def text(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
-def flag(name: str) -> bool:
+def flag(name: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Say whether the variable ``name`` means yes."""
-    return os.environ.get(name, "").strip().lower() in _TRUE
+    return environ.get(name, "").strip().lower() in _TRUE
 
 
 def infra_rank(report: Report) -> int | None:

@@ -161,10 +161,11 @@ class FaultToleranceConfig:
             FileNotFoundError: There is no such file.
             ValueError: The file cannot be understood, has no such mapping, or holds a wrong value.
         """
-        from .sources import Layers, merge_file
+        from .sources import Layers, merge_attribution_address, merge_file
 
         layers = Layers()
         merge_file(layers, os.fspath(cfg_path), ignore_unknown=ignore_not_recognized)
+        merge_attribution_address(layers)
         _warn(layers.warnings)
         return layers.config()
 

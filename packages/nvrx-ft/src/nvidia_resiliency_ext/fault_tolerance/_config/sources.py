@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable
 
-__all__ = ["Given", "Layers", "layers_from_args", "merge_entries", "merge_file"]
+__all__ = [
+    "Given",
+    "Layers",
+    "layers_from_args",
+    "merge_attribution_address",
+    "merge_entries",
+    "merge_file",
+    "refused_options",
+]
 
 _DEPRECATED = {item.key: item for item in DEPRECATED_KEYS}
 
@@ -61,7 +69,7 @@ class Layers:
     def refused(self) -> list[str]:
         """Return a sentence for each option given that this version knows but cannot do."""
         return [
-            f"{given.where}: not available in this version ({option.later}); leave it out"
+            _not_available(given.where, option.later)
             for option in OPTIONS
             if (given := self.given.get(option.field)) and option.is_refused(given.value)
         ]
@@ -71,8 +79,22 @@ class Layers:
         return self.deprecated.get("restart_policy")
 
 
+def refused_options(config: FaultToleranceConfig) -> list[str]:
+    """Return a sentence for each option of a config that this version knows but cannot do."""
+    return [
+        _not_available(f"{option.field}={getattr(config, option.field)!r}", option.later)
+        for option in OPTIONS
+        if option.is_refused(getattr(config, option.field))
+        and getattr(config, option.field) != option.default
+    ]
+
+
+def _not_available(where: str, what: str) -> str:
+    return f"{where}: not available in this version ({what}); leave it out"
+
+
 def merge_file(layers: Layers, path: str, *, ignore_unknown: bool) -> None:
-    """Add the options of a file.
+    """Add the options of a file; `merge_attribution_address` comes after the last source.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -116,10 +138,10 @@ def merge_entries(
         layers.warnings.append("ignored: " + "; ".join(unknown))
     elif unknown:
         layers.problems += unknown
-    _merge_attribution_address(layers)
 
 
-def _merge_attribution_address(layers: Layers) -> None:
+def merge_attribution_address(layers: Layers) -> None:
+    """Make host and port of earlier releases one address, once all sources are merged."""
     host = layers.deprecated.get("attrsvc_host")
     port = layers.deprecated.get("attrsvc_port")
     if host is None and port is None:
@@ -169,5 +191,5 @@ def layers_from_args(args: argparse.Namespace) -> Layers:
         dest = f"ft_{old.key}"
         if dest in sources:
             layers.deprecated[old.key] = Given(getattr(args, dest), sources[dest])
-    _merge_attribution_address(layers)
+    merge_attribution_address(layers)
     return layers

@@ -4,6 +4,8 @@
 import os
 from typing import Final
 
+from nvidia_resiliency_ext.fault_tolerance import _env
+
 __all__ = ["is_slurm_job_array", "parse_bool_env"]
 
 _BOOLS: Final = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -26,4 +28,4 @@ def parse_bool_env(name: str) -> bool:
 
 def is_slurm_job_array() -> bool:
     """Return whether this process belongs to a Slurm job array."""
-    return "SLURM_ARRAY_TASK_ID" in os.environ
+    return _env.SLURM_ARRAY_TASK_ID in os.environ

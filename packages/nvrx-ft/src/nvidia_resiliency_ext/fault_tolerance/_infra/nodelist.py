@@ -20,13 +20,9 @@ def slurm_sort_addrs(addrs: Iterable[str]) -> list[str]:
 
 def ranks_to_range_str(ranks: Iterable[int]) -> str:
     """Return ranks in the given order with runs shortened: 0, 1, 2, 6 -> `0-2,6`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    from nvidia_resiliency_ext.shared_utils.rank_sets import format_runs
+
+    return format_runs(ranks)
 
 
 def _natural_key(text: str) -> list[tuple[int, int | str]]:

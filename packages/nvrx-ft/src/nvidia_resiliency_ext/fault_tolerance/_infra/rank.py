@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
+from nvidia_resiliency_ext.fault_tolerance import _env
+
 __all__ = [
     "get_infrastructure_rank",
     "get_log_aggregator_shard_index",
@@ -46,7 +48,7 @@ def infrastructure_rank(environ: _Environment, *, skip_nodename_logic: bool = Fa
             rank = rule.rank(environ)
             if rank is not None:
                 return rank
-    if environ.get("SLURM_JOB_ID"):
+    if environ.get(_env.SLURM_JOB_ID):
         raise RuntimeError(
             "running under Slurm (SLURM_JOB_ID is set), but none of SLURM_PROCID, GROUP_RANK and"
             " CROSS_SLURM_PROCID is: start the launcher with srun, one task per node"
@@ -78,9 +80,9 @@ def log_aggregator_shard_index(num_shards: int, environ: _Environment, hostname:
 
 
 def _node_name_rank(environ: _Environment) -> int | None:
-    if not environ.get("NVRX_INFRA_RANK_FROM_NODENAME"):
+    if not environ.get(_env.INFRA_RANK_FROM_NODENAME):
         return None
-    name = environ.get("SLURMD_NODENAME", "")
+    name = environ.get(_env.SLURMD_NODENAME, "")
     number = _digits(name)
     if number is None:
         raise ValueError(
@@ -90,12 +92,12 @@ def _node_name_rank(environ: _Environment) -> int | None:
 
 
 def _cross_slurm_rank(environ: _Environment) -> int | None:
-    return _optional_int(environ, "CROSS_SLURM_PROCID")
+    return _optional_int(environ, _env.CROSS_SLURM_PROCID)
 
 
 def _topology_rank(environ: _Environment) -> int | None:
-    address = environ.get("SLURM_TOPOLOGY_ADDR")
-    if not address or environ.get("SLURM_TOPOLOGY_ADDR_PATTERN") != "block.node":
+    address = environ.get(_env.SLURM_TOPOLOGY_ADDR)
+    if not address or environ.get(_env.SLURM_TOPOLOGY_ADDR_PATTERN) != "block.node":
         return None
     parts = [_digits(part) for part in address.split(".")]
     if len(parts) != 2 or parts[0] is None or parts[1] is None:  # noqa: PLR2004 - block and node
@@ -104,7 +106,7 @@ def _topology_rank(environ: _Environment) -> int | None:
             " two parts with a number each are needed"
         )
     block, node = parts[0], parts[1]
-    nodes_per_block = _optional_int(environ, "SLURM_TOPOLOGY_NODES_PER_BLOCK")
+    nodes_per_block = _optional_int(environ, _env.SLURM_TOPOLOGY_NODES_PER_BLOCK)
     if nodes_per_block is None:
         nodes_per_block = _NODES_PER_BLOCK_UNKNOWN
     if node >= nodes_per_block:
@@ -116,13 +118,13 @@ def _topology_rank(environ: _Environment) -> int | None:
 
 
 def _array_rank(environ: _Environment) -> int | None:
-    task = _optional_int(environ, "SLURM_ARRAY_TASK_ID")
-    process = _optional_int(environ, "SLURM_PROCID")
+    task = _optional_int(environ, _env.SLURM_ARRAY_TASK_ID)
+    process = _optional_int(environ, _env.SLURM_PROCID)
     if task is None or process is None:
         return None
-    nodes = _optional_int(environ, "SLURM_NNODES")
+    nodes = _optional_int(environ, _env.SLURM_NNODES)
     if nodes is None:
-        nodes = _optional_int(environ, "SLURM_JOB_NUM_NODES")
+        nodes = _optional_int(environ, _env.SLURM_JOB_NUM_NODES)
     if nodes is None:
         raise RuntimeError(
             "in a Slurm job array the nodes per task are needed, but neither SLURM_NNODES nor"
@@ -132,11 +134,11 @@ def _array_rank(environ: _Environment) -> int | None:
 
 
 def _slurm_rank(environ: _Environment) -> int | None:
-    return _optional_int(environ, "SLURM_PROCID")
+    return _optional_int(environ, _env.SLURM_PROCID)
 
 
 def _group_rank(environ: _Environment) -> int | None:
-    return _optional_int(environ, "GROUP_RANK")
+    return _optional_int(environ, _env.GROUP_RANK)
 
 
 _RULES: Final = (

@@ -8,10 +8,10 @@ import stat
 import struct
 
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError
+from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES
 
-__all__ = ["SOCKET_PATH_LIMIT_BYTES", "connect", "listen", "set_ipc_socket_timeouts"]
+__all__ = ["connect", "listen", "set_ipc_socket_timeouts"]
 
-SOCKET_PATH_LIMIT_BYTES = 107
 _TIMEVAL = struct.Struct("@ll")
 
 
@@ -81,10 +81,10 @@ def set_ipc_socket_timeouts(fileno: int, timeout: float) -> None:
 
 def _check_length(path: str) -> None:
     size = len(os.fsencode(path))
-    if size > SOCKET_PATH_LIMIT_BYTES:
+    if size > MAX_SOCKET_PATH_BYTES:
         raise ValueError(
             f"socket path {path!r} has {size} bytes, the system allows"
-            f" {SOCKET_PATH_LIMIT_BYTES}: choose a shorter directory, for example with TMPDIR"
+            f" {MAX_SOCKET_PATH_BYTES}: choose a shorter directory, for example with TMPDIR"
         )
 
 

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nvidia_resiliency_ext.fault_tolerance import _env
+
 __all__ = ["WorkerCommand", "missing_program", "missing_script", "worker_command"]
 
 _RUN_PATH_MODULE = "nvidia_resiliency_ext.fault_tolerance._launch.run_path"
@@ -56,7 +58,7 @@ def worker_command(
     is_run_path: bool = False,
 ) -> WorkerCommand:
     """Return the command that runs a script."""
-    python = environ.get("PYTHON_EXEC") or sys.executable
+    python = environ.get(_env.PYTHON_EXEC) or sys.executable
     if is_run_path:
         argv = (python, "-u", "-m", _RUN_PATH_MODULE, script, *script_args)
         return WorkerCommand(argv, script, is_module=False, is_python=True)

@@ -3,7 +3,8 @@
 
 `run`, `launch_agent` and `elastic_launch` behave as their namesakes of torch: a failure is a
 `ChildFailedError` of torch, which is imported only then. Function entry points start in fresh
-interpreters, never from standbys.
+interpreters, never from standbys, whatever `start_method` says. What of a configuration has no
+effect on one node is said in `library_plan.plan_from_config`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .function_worker import FunctionCall
 from .job import Job
 from .launch_config import LaunchConfig
 from .library_plan import config_from_plan, plan_from_config
-from .plan import LaunchPlan, plan_from_args
+from .plan import LaunchPlan, log_warnings, plan_from_args
 
 Entrypoint = Callable[..., Any] | str
 
@@ -64,15 +65,6 @@ def run(args: argparse.Namespace) -> None:
     _run_plan(plan_from_args(args, os.environ))
 
 
-def run_script_path(script: str, *args: str) -> None:
-    """Run a Python file as `__main__` in this process with `args` as its arguments."""
-    import runpy
-    import sys
-
-    sys.argv = [script, *args]
-    runpy.run_path(script, run_name="__main__")
-
-
 class elastic_launch:  # noqa: N801  # torch's name, which users import
     """A job that is started by calling it: `elastic_launch(config, function)(*args)`.
 
@@ -103,6 +95,7 @@ def launch_agent(
     """Run a job on this node and return what each rank returned.
 
     Raises:
+        ValueError: The configuration asks for what this version does not offer.
         ChildFailedError: Workers failed and no restart was left (torch's class).
         NoRestartRequested: The job makes no progress and must not be queued again.
         SignalException: The launcher was asked to end (torch's class).
@@ -126,6 +119,7 @@ def launch_agent(
 
 
 def _run_plan(plan: LaunchPlan) -> None:
+    log_warnings(plan)
     with Job(plan, os.environ) as job:
         result = job.run()
     if result.exit_code != EXIT_OK:

@@ -6,9 +6,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nvidia_resiliency_ext.fault_tolerance._env import (
+    FT_LAUNCHER_IPC_SOCKET,
+    FT_RANK_MONITOR_IPC_SOCKET,
+)
+from nvidia_resiliency_ext.fault_tolerance._env import RUN_ID as RUN_ID_ENV_VAR
+
 from .decide import Assignment
 
-RUN_ID_ENV_VAR = "NVRX_RUN_ID"
+__all__ = [
+    "RUN_ID_ENV_VAR",
+    "CycleStamp",
+    "JobEnvironment",
+    "rank_variables",
+    "shared_variables",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +42,7 @@ def shared_variables(job: JobEnvironment, inherited: Mapping[str, str]) -> dict[
     added = {
         RUN_ID_ENV_VAR: job.run_id,
         "NVRX_MEMBERSHIP": "active",
-        "FT_LAUNCHER_IPC_SOCKET": job.launcher_socket,
+        FT_LAUNCHER_IPC_SOCKET: job.launcher_socket,
         "LOCAL_WORLD_SIZE": str(job.nproc),
         "ROLE_NAME": job.role,
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
@@ -82,7 +94,7 @@ def rank_variables(
         "NVRX_LAUNCH_TIME": repr(stamp.launch_time),
     }
     if job.monitor_sockets:
-        variables["FT_RANK_MONITOR_IPC_SOCKET"] = job.monitor_sockets[local_rank]
+        variables[FT_RANK_MONITOR_IPC_SOCKET] = job.monitor_sockets[local_rank]
     if stamp.cycle_start_time is not None:
         variables["NVRX_CYCLE_START_TIME"] = repr(stamp.cycle_start_time)
     if stamp.infra_rank is not None and stamp.infra_rank >= 0:

@@ -8,6 +8,7 @@ Run as `python -m ..._launch.function_worker CALL_FILE RESULT_DIR`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing.spawn
 import os
@@ -18,6 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
 
 CALL_FILE = "call.pickle"
@@ -50,9 +52,12 @@ class FunctionCall:
         return (sys.executable, "-u", "-m", __name__, self._call_file, self._directory)
 
     def result(self, rank: int) -> Any:
-        """Return what the function returned on `rank`."""
-        with open(_result_file(self._directory, rank), "rb") as file:
-            return pickle.load(file)  # noqa: S301  # our own worker's file in a 0700 directory
+        """Return what the function returned on `rank`; None where it ended its process with 0."""
+        try:
+            with open(_result_file(self._directory, rank), "rb") as file:
+                return pickle.load(file)  # noqa: S301  # our own worker's file in a 0700 directory
+        except FileNotFoundError:
+            return None
 
 
 def _result_file(directory: str, rank: int) -> str:
@@ -66,19 +71,22 @@ def main() -> int:
         preparation, payload = pickle.load(file)  # noqa: S301  # as above
     multiprocessing.spawn.prepare(preparation)
     function, args = pickle.loads(payload)  # noqa: S301  # as above
+    result_file = _result_file(directory, int(os.environ[_env.RANK]))
+    # A cycle before this one may have got as far as returning something.
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(result_file)
     try:
         value = function(*args)
     except Exception as error:  # noqa: BLE001  # the worker's main: reported, then exit code 1
         traceback.print_exc()
         _write_error_file(error)
         return 1
-    rank = int(os.environ["RANK"])
-    atomic_write(_result_file(directory, rank), pickle.dumps(value))
+    atomic_write(result_file, pickle.dumps(value))
     return 0
 
 
 def _write_error_file(error: Exception) -> None:
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    path = os.environ.get(_env.ERROR_FILE)
     if not path:
         return
     extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}

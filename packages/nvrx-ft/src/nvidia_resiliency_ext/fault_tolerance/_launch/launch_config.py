@@ -46,10 +46,10 @@ class LaunchConfig:
         max_nodes: Nodes that work at most.
         nproc_per_node: Workers on each node.
         fault_tol_cfg: How faults are noticed and handled.
-        logs_specs: Where the workers' output goes; torch's type.
+        logs_specs: Where the workers' output goes; as `config_from_args` returns it.
         run_id: The job's name.
         role: The workers' role.
-        rdzv_endpoint: Where nodes meet.
+        rdzv_endpoint: Where nodes meet; without effect on one node, as all of `rdzv_*`.
         rdzv_backend: How they meet.
         rdzv_configs: Settings of the rendezvous; those left out are filled in.
         rdzv_timeout: Seconds for a whole rendezvous; -1 takes it from `rdzv_configs`.
@@ -57,12 +57,12 @@ class LaunchConfig:
         restart_policy: When workers are restarted.
         term_timeout: Seconds from SIGTERM to SIGKILL when the launcher was signalled.
         workers_stop_timeout: Seconds from SIGTERM to SIGKILL when workers are restarted.
-        monitor_interval: Seconds between two looks at the workers, at most.
-        start_method: How functions are started.
+        monitor_interval: Without effect: a death is noticed at once.
+        start_method: Without effect: functions start in fresh interpreters.
         log_line_prefix_template: Prefix of the workers' lines on the console.
-        metrics_cfg: Settings of torch's metrics.
+        metrics_cfg: Without effect: torch's metrics are not written.
         local_addr: Address of this node.
-        rank_monitors: Monitors that already run, by local rank.
+        rank_monitors: Must be empty: the launcher starts its own monitor.
     """
 
     min_nodes: int

@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+from nvidia_resiliency_ext.fault_tolerance._config.sources import refused_options
+from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import DEFAULT_NO_RESTART_EXIT_CODE
 
+from . import surroundings
 from .command import WorkerCommand
+from .flags import FLAGS
 from .launch_config import LaunchConfig
-from .parser import get_args_parser
-from .plan import LaunchPlan, plan_from_args
-from .syntax import Std
+from .plan import LaunchPlan
+from .syntax import Std, parse_signals
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,43 +59,81 @@ def plan_from_config(
 ) -> LaunchPlan:
     """Return the plan of a job that a program describes.
 
+    Nothing of the command line's world has a part in it, neither flags nor `PET_` variables. What
+    `LaunchConfig` does not know has the launcher's default. Taken without any effect: `rdzv_*`
+    (one node meets nobody), `metrics_cfg`, `monitor_interval` (a death is noticed at once) and
+    `start_method` (functions always start in fresh interpreters).
+
     Raises:
-        ValueError: The configuration asks for what this version does not offer.
+        ValueError: The configuration asks for what this version does not offer, or for what cannot
+            be; the message names all of it.
     """
+    surroundings.check_one_launcher_per_node(environ)
+    given: FaultToleranceConfig | None = config.fault_tol_cfg
+    fault_tolerance = FaultToleranceConfig() if given is None else given
+    if given is None:
+        fault_tolerance.log_level = surroundings.log_level(environ)
+    logs = config.logs_specs if config.logs_specs is not None else LogSettings()
+    problems = _problems(config) + refused_options(fault_tolerance)
+    problems += surroundings.refused_variables(environ)
+    if not isinstance(logs, LogSettings):
+        problems.append("logs_specs: not available in this version; leave it out")
+    if problems or not isinstance(logs, LogSettings):
+        raise FaultToleranceConfigError(problems)
+    threads = surroundings.omp_rule(environ, config.nproc_per_node)
+    return LaunchPlan(
+        command=command,
+        nproc_per_node=config.nproc_per_node,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        run_id=config.run_id or "none",
+        role=config.role,
+        max_restarts=config.max_restarts,
+        restart_policy=config.restart_policy,
+        term_timeout_s=config.term_timeout,
+        workers_stop_timeout_s=config.workers_stop_timeout,
+        monitor_interval_s=config.monitor_interval,
+        start_method=config.start_method,
+        master_addr=_default_of("master-addr"),
+        master_port=None,
+        local_addr=config.local_addr,
+        rdzv_backend=config.rdzv_backend,
+        rdzv_endpoint=config.rdzv_endpoint,
+        rdzv_configuration={key: str(value) for key, value in config.rdzv_configs.items()},
+        log_dir=logs.log_dir,
+        redirects=logs.redirects,
+        tee=logs.tee,
+        local_ranks_filter=logs.local_ranks_filter,
+        log_line_prefix_template=config.log_line_prefix_template,
+        signals_to_handle=parse_signals(_default_of("signals-to-handle")),
+        omp_num_threads=threads.omp_num_threads,
+        no_restart_exit_code=DEFAULT_NO_RESTART_EXIT_CODE,
+        monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
+        fault_tolerance=fault_tolerance,
+        warnings=(threads.warning,) if threads.warning else (),
+    )
+
+
+def _problems(config: LaunchConfig) -> list[str]:
+    """Return a sentence for each field that asks for what cannot be had."""
     problems = []
     if (config.min_nodes, config.max_nodes) != (1, 1):
         problems.append(
             f"min_nodes={config.min_nodes}, max_nodes={config.max_nodes}: "
             f"more than one node is not available in this version"
         )
+    if config.nproc_per_node < 1:
+        problems.append(f"nproc_per_node={config.nproc_per_node}: at least 1 is needed")
+    for name in ("max_restarts", "term_timeout", "workers_stop_timeout"):
+        value = getattr(config, name)
+        if value < 0:
+            problems.append(f"{name}={value}: must not be negative")
     if config.restart_policy != "any-failed":
         problems.append(f"restart_policy={config.restart_policy!r}: use 'any-failed'")
     if config.rank_monitors:
         problems.append("rank_monitors: the launcher starts its own; leave it out")
-    logs = config.logs_specs if config.logs_specs is not None else LogSettings()
-    if not isinstance(logs, LogSettings):
-        problems.append("logs_specs: not available in this version; leave it out")
-    if problems:
-        raise ValueError("; ".join(problems))
-    # The defaults of everything that LaunchConfig does not know come from the command line's.
-    parsed = get_args_parser().parse_args([f"--nproc-per-node={config.nproc_per_node}", __file__])
-    given: FaultToleranceConfig | None = config.fault_tol_cfg
-    fault_tolerance = FaultToleranceConfig() if given is None else given
-    return dataclasses.replace(
-        plan_from_args(parsed, environ),
-        command=command,
-        run_id=config.run_id or "none",
-        role=config.role,
-        max_restarts=config.max_restarts,
-        term_timeout_s=config.term_timeout,
-        workers_stop_timeout_s=config.workers_stop_timeout,
-        monitor_interval_s=config.monitor_interval,
-        start_method=config.start_method,
-        local_addr=config.local_addr,
-        log_line_prefix_template=config.log_line_prefix_template,
-        log_dir=logs.log_dir,
-        redirects=logs.redirects,
-        tee=logs.tee,
-        local_ranks_filter=logs.local_ranks_filter,
-        fault_tolerance=fault_tolerance,
-    )
+    return problems
+
+
+def _default_of(name: str) -> str:
+    return next(str(flag.default) for flag in FLAGS if flag.name == name)

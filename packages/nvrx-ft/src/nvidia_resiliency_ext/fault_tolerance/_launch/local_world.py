@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from nvidia_resiliency_ext.fault_tolerance import _env
+
 __all__ = ["count_cpus", "count_gpus", "determine_local_world_size", "local_world_size"]
 
 
@@ -57,7 +59,7 @@ def count_gpus(environ: Mapping[str, str], root: str = "/") -> int:
         root: Where the file tree with dev and proc begins.
     """
     present = _present_gpus(root)
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    visible = environ.get(_env.CUDA_VISIBLE_DEVICES)
     if visible is None or present == 0:
         return present
     count = 0

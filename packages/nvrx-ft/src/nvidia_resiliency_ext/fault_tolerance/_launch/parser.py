@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nvidia_resiliency_ext.fault_tolerance._config import values
+from nvidia_resiliency_ext.shared_utils.console import write_out
 
 from .flags import FLAGS, GROUPS, OLD_SPELLINGS, OTHER_SPELLINGS, Flag
 
@@ -82,17 +83,6 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
     return get_args_parser().parse_args(args)
 
 
-def _show(text: str) -> None:
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader has seen enough; what is buffered must not fail again at the end.
-        devnull = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(devnull, sys.stdout.fileno())
-        os.close(devnull)
-
-
 def _help_text(flag: Flag) -> str:
     text = flag.help
     default = flag.shown_default if flag.default is None else flag.default
@@ -157,7 +147,7 @@ class _Version(argparse.Action):
             f"{'' if finding.level in ('ok', 'info') else finding.level + ': '}{finding.text}\n"
             for finding in found
         ]
-        _show("".join(lines))
+        write_out("".join(lines))
         parser.exit()
 
 
@@ -203,7 +193,7 @@ class _LauncherParser(argparse.ArgumentParser):
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         if file is None:
-            _show(self.format_help())
+            write_out(self.format_help())
         else:
             file.write(self.format_help())
 

@@ -6,12 +6,14 @@ Reads the configuration file and looks whether script and GPUs exist; starts and
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._config.sources import Layers, layers_from_args
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 
-__all__ = ["LaunchPlan", "PrewarmSettings", "plan_from_args"]
+__all__ = ["LaunchPlan", "PrewarmSettings", "log_warnings", "plan_from_args"]
 
 _DEFAULT_MASTER_PORT = next(flag.default for flag in FLAGS if flag.name == "master-port")
 
@@ -46,6 +48,9 @@ class PrewarmSettings:
 class LaunchPlan:
     """Everything that a launch on this node needs. Times are seconds.
 
+    Fields marked (describes) tell a caller what was asked for; on one node nothing follows from
+    them.
+
     Attributes:
         command: What a worker runs.
         nproc_per_node: Workers on this node.
@@ -57,14 +62,14 @@ class LaunchPlan:
         restart_policy: When workers are restarted.
         term_timeout_s: From SIGTERM to SIGKILL when the launcher was signalled.
         workers_stop_timeout_s: From SIGTERM to SIGKILL when workers are restarted.
-        monitor_interval_s: Between two looks at the workers, at most.
-        start_method: How functions are started.
+        monitor_interval_s: (describes) Between two looks at the workers; deaths are seen at once.
+        start_method: (describes) How functions are started; each has a fresh interpreter.
         master_addr: Address of rank 0.
         master_port: Port of rank 0 in every cycle; None takes a fresh one for each.
         local_addr: Address of this node.
-        rdzv_backend: How nodes meet.
-        rdzv_endpoint: Where nodes meet.
-        rdzv_configuration: Settings of the rendezvous.
+        rdzv_backend: (describes) How nodes meet.
+        rdzv_endpoint: (describes) Where nodes meet.
+        rdzv_configuration: (describes) Settings of the rendezvous.
         log_dir: Directory for logs and record.
         redirects: Streams written to files, by local rank.
         tee: Streams written to files and to the console, by local rank.
@@ -74,7 +79,6 @@ class LaunchPlan:
         omp_num_threads: OMP_NUM_THREADS of the workers; None leaves it as it is.
         no_restart_exit_code: Exit code of a job that must not be started again.
         monitors_enabled: Whether ranks are watched.
-        prewarm: How workers are kept warm.
         fault_tolerance: How faults are noticed and handled.
         warnings: What the launcher should log once, at WARNING.
     """
@@ -106,9 +110,20 @@ class LaunchPlan:
     omp_num_threads: str | None
     no_restart_exit_code: int
     monitors_enabled: bool
-    prewarm: PrewarmSettings
     fault_tolerance: FaultToleranceConfig
     warnings: tuple[str, ...]
+
+    @property
+    def prewarm(self) -> PrewarmSettings:
+        """How workers are kept warm."""
+        config = self.fault_tolerance
+        return PrewarmSettings(config.prewarm, import_list(config.prewarm_import))
+
+
+def log_warnings(plan: LaunchPlan) -> None:
+    """Log what a plan wants to be said, once per launch."""
+    for text in plan.warnings:
+        logging.getLogger("nvrx").warning("%s", text)
 
 
 def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchPlan:
@@ -120,6 +135,7 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
 
     Raises:
         FaultToleranceConfigError: Something cannot be done as asked; it names everything wrong.
+        OSError: The configuration file cannot be read.
     """
     surroundings.check_one_launcher_per_node(environ)
     layers = _layers(args)
@@ -132,6 +148,8 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
     if problems:
         raise FaultToleranceConfigError(problems)
     config = layers.config()
+    if "log_level" not in layers.given:
+        config.log_level = surroundings.log_level(environ)
     for text in surroundings.deprecated_variables(environ):
         warnings.warn(text, DeprecationWarning, stacklevel=2)
     threads = surroundings.omp_rule(environ, nproc)
@@ -165,12 +183,11 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         redirects=syntax.streams_by_rank(args.redirects, nproc),
         tee=syntax.streams_by_rank(args.tee, nproc),
         local_ranks_filter=syntax.parse_ranks(args.local_ranks_filter),
-        log_line_prefix_template=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        log_line_prefix_template=environ.get(_env.LOG_LINE_PREFIX_TEMPLATE),
         signals_to_handle=syntax.parse_signals(args.signals_to_handle),
         omp_num_threads=threads.omp_num_threads,
         no_restart_exit_code=args.ft_no_restart_exit_code,
-        monitors_enabled=not environ.get("NVRX_DISABLE_RANK_MONITORS"),
-        prewarm=PrewarmSettings(config.prewarm, import_list(config.prewarm_import)),
+        monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
         fault_tolerance=config,
         warnings=tuple(notes),
     )
@@ -225,9 +242,9 @@ def _command(
         is_python=not args.no_python,
         is_run_path=args.run_path,
     )
-    if command.is_python and environ.get("PYTHON_EXEC"):
+    if command.is_python and environ.get(_env.PYTHON_EXEC):
         missing = missing_program(command.argv[0], environ)
-        problems += [f"PYTHON_EXEC: {missing}"] if missing else []
+        problems += [f"{_env.PYTHON_EXEC}: {missing}"] if missing else []
     if not command.is_module:
         missing = (
             missing_script(command.entry)

@@ -24,21 +24,17 @@ def run_command_line(argv: Sequence[str] | None) -> int:
     """
     parsed = parse_args(argv)
     # Loaded only now: `--help` and a wrong command line do not pay for it.
-    import logging
-
+    from nvidia_resiliency_ext.shared_utils.errors import ConfigError
     from nvidia_resiliency_ext.shared_utils.log_manager import setup_logger
 
-    from .plan import plan_from_args
+    from .plan import log_warnings, plan_from_args
 
-    logger = logging.getLogger("nvrx")
     try:
         plan = plan_from_args(parsed, os.environ)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ConfigError, OSError) as error:
         usage_error(error)
-    setup_logger()
-    logger.setLevel(plan.fault_tolerance.log_level)
-    for warning in plan.warnings:
-        logger.warning("%s", warning)
+    setup_logger().setLevel(plan.fault_tolerance.log_level)
+    log_warnings(plan)
     return run_plan(plan)
 
 

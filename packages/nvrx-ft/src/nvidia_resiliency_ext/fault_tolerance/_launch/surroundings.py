@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config import values
 from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
 
@@ -18,11 +19,10 @@ __all__ = [
     "ThreadsRule",
     "check_one_launcher_per_node",
     "deprecated_variables",
+    "log_level",
     "omp_rule",
     "refused_variables",
 ]
-
-_MULTI_LAUNCHERS = "NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE"
 
 
 class ThreadsRule(NamedTuple):
@@ -34,7 +34,7 @@ class ThreadsRule(NamedTuple):
 
 def omp_rule(environ: Mapping[str, str], nproc: int) -> ThreadsRule:
     """Return what torchrun does: one thread per worker unless somebody decided otherwise."""
-    if nproc == 1 or "OMP_NUM_THREADS" in environ:
+    if nproc == 1 or _env.OMP_NUM_THREADS in environ:
         return ThreadsRule(None, "")
     return ThreadsRule(
         "1",
@@ -49,14 +49,14 @@ def check_one_launcher_per_node(environ: Mapping[str, str]) -> None:
     Raises:
         FaultToleranceConfigError: It does, and nobody said that this is wanted.
     """
-    tasks = environ.get("SLURM_TASKS_PER_NODE", "")
-    if not environ.get("SLURM_JOB_ID") or not tasks or _is_true(environ, _MULTI_LAUNCHERS):
+    tasks = environ.get(_env.SLURM_TASKS_PER_NODE, "")
+    if not environ.get(_env.SLURM_JOB_ID) or not tasks or _is_true(environ, _env.MULTI_LAUNCHERS):
         return
     if all(_is_one_task(entry.strip()) for entry in tasks.split(",")):
         return
     problem = (
         f"SLURM_TASKS_PER_NODE={tasks!r}: one launcher per node is expected; start the step "
-        f"with --ntasks-per-node=1, or set {_MULTI_LAUNCHERS}=1 if several are meant"
+        f"with --ntasks-per-node=1, or set {_env.MULTI_LAUNCHERS}=1 if several are meant"
     )
     raise FaultToleranceConfigError([problem])
 
@@ -76,17 +76,26 @@ def _is_true(environ: Mapping[str, str], name: str) -> bool:
         raise FaultToleranceConfigError([str(error)]) from None
 
 
+def log_level(environ: Mapping[str, str]) -> int:
+    """Return the level of the log where no option names one."""
+    from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
+
+    return LogConfig.get_log_level(environ)
+
+
 def refused_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each variable that asks for what this version cannot do."""
-    if environ.get("NVRX_GPUS_PER_NUMA"):
+    if environ.get(_env.GPUS_PER_NUMA):
         return [
-            "NVRX_GPUS_PER_NUMA: not available in this version (binding to NUMA nodes); unset it"
+            f"{_env.GPUS_PER_NUMA}: not available in this version (binding to NUMA nodes); unset it"
         ]
     return []
 
 
 def deprecated_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each variable that is set and has no meaning any more."""
-    if "FT_LAUNCHER_LOGLEVEL" in environ:
-        return ["FT_LAUNCHER_LOGLEVEL is deprecated; use --ft-log-level or NVRX_LOG_DEBUG=1"]
+    if _env.FT_LAUNCHER_LOGLEVEL in environ:
+        return [
+            f"{_env.FT_LAUNCHER_LOGLEVEL} is deprecated; use --ft-log-level or {_env.LOG_DEBUG}=1"
+        ]
     return []

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of the environment variables of nvrx-ft; what they mean stands in the reference.
+
+Variables are read at the faces (programs, public functions), which hand the environment on as a
+mapping; code further inside takes its names from here. What only workers are given is listed
+where it is made, in `_launch/env.py`; the start-up hook of standbys can import nothing and has two
+names of its own; logging and the record of events are nvrx-common's.
+
+| group | who sets them | who reads them |
+| --- | --- | --- |
+| workers | the launcher | ranks and what they start |
+| torch's | the launcher, as torchrun does | ranks, `@record` |
+| launcher | users | the launcher, before anything starts |
+| scheduler | Slurm and whoever wraps it | the launcher, for the order of nodes |
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = [
+    "CROSS_SLURM_PROCID",
+    "CUDA_VISIBLE_DEVICES",
+    "DISABLE_RANK_MONITORS",
+    "ERROR_FILE",
+    "FT_LAUNCHER_IPC_SOCKET",
+    "FT_LAUNCHER_LOGLEVEL",
+    "FT_RANK_MONITOR_IPC_SOCKET",
+    "GPUS_PER_NUMA",
+    "GROUP_RANK",
+    "INFRA_RANK_FROM_NODENAME",
+    "LOCAL_RANK",
+    "LOG_DEBUG",
+    "LOG_LINE_PREFIX_TEMPLATE",
+    "MULTI_LAUNCHERS",
+    "OMP_NUM_THREADS",
+    "PYTHON_EXEC",
+    "RANK",
+    "RUN_ID",
+    "SLURMD_NODENAME",
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_NNODES",
+    "SLURM_PROCID",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_TOPOLOGY_ADDR",
+    "SLURM_TOPOLOGY_ADDR_PATTERN",
+    "SLURM_TOPOLOGY_NODES_PER_BLOCK",
+]
+
+# Workers.
+FT_LAUNCHER_IPC_SOCKET: Final = "FT_LAUNCHER_IPC_SOCKET"
+FT_RANK_MONITOR_IPC_SOCKET: Final = "FT_RANK_MONITOR_IPC_SOCKET"
+RUN_ID: Final = "NVRX_RUN_ID"
+
+# torch's.
+ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
+GROUP_RANK: Final = "GROUP_RANK"
+LOCAL_RANK: Final = "LOCAL_RANK"
+LOG_LINE_PREFIX_TEMPLATE: Final = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+OMP_NUM_THREADS: Final = "OMP_NUM_THREADS"
+PYTHON_EXEC: Final = "PYTHON_EXEC"
+RANK: Final = "RANK"
+
+# Launcher.
+CUDA_VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+DISABLE_RANK_MONITORS: Final = "NVRX_DISABLE_RANK_MONITORS"
+FT_LAUNCHER_LOGLEVEL: Final = "FT_LAUNCHER_LOGLEVEL"
+GPUS_PER_NUMA: Final = "NVRX_GPUS_PER_NUMA"
+LOG_DEBUG: Final = "NVRX_LOG_DEBUG"
+MULTI_LAUNCHERS: Final = "NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE"
+
+# Scheduler.
+CROSS_SLURM_PROCID: Final = "CROSS_SLURM_PROCID"
+INFRA_RANK_FROM_NODENAME: Final = "NVRX_INFRA_RANK_FROM_NODENAME"
+SLURMD_NODENAME: Final = "SLURMD_NODENAME"
+SLURM_ARRAY_TASK_ID: Final = "SLURM_ARRAY_TASK_ID"
+SLURM_JOB_ID: Final = "SLURM_JOB_ID"
+SLURM_JOB_NUM_NODES: Final = "SLURM_JOB_NUM_NODES"
+SLURM_NNODES: Final = "SLURM_NNODES"
+SLURM_PROCID: Final = "SLURM_PROCID"
+SLURM_TASKS_PER_NODE: Final = "SLURM_TASKS_PER_NODE"
+SLURM_TOPOLOGY_ADDR: Final = "SLURM_TOPOLOGY_ADDR"
+SLURM_TOPOLOGY_ADDR_PATTERN: Final = "SLURM_TOPOLOGY_ADDR_PATTERN"
+SLURM_TOPOLOGY_NODES_PER_BLOCK: Final = "SLURM_TOPOLOGY_NODES_PER_BLOCK"
