@@ -104,7 +104,7 @@ class MonitorServer:
                         self._guard(key.data)
                 for port in self.ports:
                     self._guard(partial(port.tick, time.monotonic()))
-                self._guard(self._pass_on_lines)
+                self._pass_on_lines()
         finally:
             self._close()
 
@@ -189,8 +189,10 @@ class MonitorServer:
             logger.exception("a defect in the rank monitor")
 
     def _pass_on_lines(self) -> None:
-        while self._lines is not None and not self._lines.empty():
-            self.tell(self._lines.get())
+        if self._lines is not None:
+            # Not until it is empty: a line that cannot be sent makes a new one.
+            for _ in range(self._lines.qsize()):
+                self._guard(partial(self.tell, self._lines.get()))
 
     def _watch_launcher(self) -> None:
         channel = self._launcher
@@ -232,7 +234,7 @@ class MonitorServer:
             left = sweep(self._start.run_id, self._pgids, spare=spare)
             if left:
                 logger.error("still there after SIGKILL: %s", left)
-        self._guard(self._pass_on_lines)
+        self._pass_on_lines()
         self.unwatch(self.slow)
         self.slow.close()
         if self._launcher is not None:
