@@ -9,10 +9,10 @@ import sys
 __all__ = ["run_script_path"]
 
 
-def run_script_path(training_script: str, *training_script_args: str) -> None:
+def run_script_path(script: str, *args: str) -> None:
     """Run a script as `__main__`, with `sys.argv` as if it had been started by itself."""
-    sys.argv = [training_script, *training_script_args]
-    runpy.run_path(training_script, run_name="__main__")
+    sys.argv = [script, *args]
+    runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":
