@@ -42,6 +42,7 @@ logger = logging.getLogger("nvrx")
 
 FIRST_LOOK_S = pools.FILL_DELAY_S
 LONGEST_LOOK_INTERVAL_S = 60.0
+HEAD_START_S = 0.015
 
 
 class StandbyStarter:
@@ -79,6 +80,7 @@ class StandbyStarter:
         self._ready: dict[int, Ready] = {}
         self._told: dict[int, Standby] = {}
         self._last_words: dict[int, str] = {}
+        self._head_start_ends = 0.0
         self._timer: Timer | None = None
         self._look_interval_s = FIRST_LOOK_S
         self._has_worked = False
@@ -259,7 +261,11 @@ class StandbyStarter:
         if reason is None and (path := standby.stale_file()) is not None:
             reason = f"{path} changed on disk"
         if reason is None:
-            order = GoOrder(env=spec.env, stdio_fds=(None, stdout_fd, stderr_fd))
+            order = GoOrder(
+                env=spec.env,
+                stdio_fds=(None, stdout_fd, stderr_fd),
+                not_before=self._not_before(spec),
+            )
             try:
                 standby.go(order)
             except StandbyError as error:
@@ -276,6 +282,18 @@ class StandbyStarter:
         self._chronicle.standby(slot, "went", None, None)
         saved_s = ready.seconds if ready is not None else 0.0
         return Started(standby.child, warm=True, saved_s=saved_s), ""
+
+    def _not_before(self, spec: WorkerSpec) -> float | None:
+        """Return when a warm worker may begin: rank 0, which opens the store, gets a head start.
+
+        Warm workers reach `init_process_group` within a millisecond of each other. A rank that
+        connects before rank 0 listens is refused, and torch tries again only half a second later.
+        """
+        now = self._clock.monotonic()
+        if spec.rank == 0:
+            self._head_start_ends = now + HEAD_START_S
+            return None
+        return self._head_start_ends if self._head_start_ends > now else None
 
     def _hear_told(self, slot: int, standby: Standby) -> None:
         """Take the last news of a standby that was told to go; a Failed is handled at its exit."""

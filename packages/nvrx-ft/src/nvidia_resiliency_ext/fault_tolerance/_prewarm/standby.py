@@ -105,6 +105,7 @@ class GoOrder:
         stdio_fds: Its three streams; None keeps the one that the standby has. They stay the
             caller's.
         cores: The processors it may use; None keeps the launcher's.
+        not_before: Monotonic seconds before which it must not run the script; None: at once.
     """
 
     env: Mapping[str, str]
@@ -112,6 +113,7 @@ class GoOrder:
     umask: int | None = None
     stdio_fds: tuple[int | None, int | None, int | None] = (None, None, None)
     cores: frozenset[int] | None = None
+    not_before: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +254,7 @@ class Standby:
             "umask": order.umask,
             "streams": streams,
             "cores": None if order.cores is None else sorted(order.cores),
+            "not_before": order.not_before,
         }
         _send(self._door, message, [fd for fd in order.stdio_fds if fd is not None])
         self._is_told = True
