@@ -244,9 +244,11 @@ class Job:
         """Return what is left of the job outside its folders, one line each."""
         left = [f"process {pid}: {command_of(pid)}" for pid in self.processes()]
         left += [
-            f"temporary: {path}"
-            for path in self.temporary.rglob("*")
-            if not path.name.startswith("torchinductor_")  # a cache that torch keeps
+            f"temporary: {os.path.join(folder, name)}"
+            # Unlike rglob, it takes no offence at folders that are being removed.
+            for folder, folders, files in os.walk(self.temporary)
+            for name in (*folders, *files)
+            if not name.startswith("torchinductor_")  # a cache that torch keeps
         ]
         left += [
             f"shared memory: {name}"

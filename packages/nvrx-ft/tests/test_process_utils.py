@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from multiprocessing import shared_memory
 
 import pytest
@@ -31,6 +32,14 @@ def running(argv, **options):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait(30)
         child.stdout.close()
+
+
+def group_becomes(pgid, condition):
+    """Wait until the description of a process group meets the condition."""
+    give_up_at = time.monotonic() + 30
+    while not condition(found := utils.get_processes_by_pgids([pgid])):
+        assert time.monotonic() < give_up_at, found
+        time.sleep(0.01)
 
 
 def test_zombies_are_not_alive():
@@ -101,6 +110,10 @@ def test_resource_tracker_may_clean_up():
         memory = shared_memory.SharedMemory(child.first_line)
         memory.close()
         multiprocessing.resource_tracker.unregister(f"/{child.first_line}", "shared_memory")
+        # Between its fork and its exec a tracker cannot be told from the program.
+        group_becomes(
+            child.pid, lambda all_of: any("resource_tracker" in str(e["cmdline"]) for e in all_of)
+        )
         utils.terminate_mp_processes({child.pid})
         assert child.wait(30) == -signal.SIGKILL
         with pytest.raises(FileNotFoundError):
@@ -116,7 +129,7 @@ def test_list_of_processes():
         assert entry["pid"] == entry["pgid"] == child.pid
         assert entry["ppid"] == os.getpid()
         assert entry["cmdline"] == SLEEPER
-        assert entry["status"] == "sleeping"
+        group_becomes(child.pid, lambda all_of: all_of[0]["status"] == "sleeping")
         assert entry["name"]
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
