@@ -124,16 +124,17 @@ def test_a_reused_descriptor_number_gets_no_event_of_its_predecessor():
     seen = []
 
     def replace_other(other):
+        seen.append(other)
         server.unwatch(numbers[other])
         os.dup2(idle.fileno(), numbers[other])
-        server.watch(numbers[other], lambda: seen.append("the new one"))
+        server.watch(numbers[other], lambda: seen.append("new"))
         server.leave()
 
     for this, other in ((0, 1), (1, 0)):
         pairs[this][1].send(b"x")
         server.watch(numbers[this], lambda other=other: replace_other(other))
     server.run()
-    assert seen == []
+    assert len(seen) == 1, "neither the other one, which is closed, nor the idle one in its place"
     for sock in (*pairs[0], *pairs[1], idle, idle_end):
         sock.close()
 
@@ -175,17 +176,20 @@ def test_a_monitor_that_dies_at_once_leaves_nothing(monkeypatch):
         MonitorHandle.launch(CONFIG, [], run_id="x" * 900_000)
 
 
-def test_an_interrupted_start_leaves_nothing(monkeypatch):
+def test_an_interrupted_start_leaves_nothing(monkeypatch, tmp_path):
     """Whatever ends the wait for a monitor, its process and socket are given back."""
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    monkeypatch.setattr(sys, "executable", "/bin/cat")  # cat waits for what it takes for a file
+    program = tmp_path / "never_ready"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises((KeyboardInterrupt, MonitorStartError)):
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
             MonitorHandle.start(CONFIG, [""], timeout_s=20.0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -338,7 +342,7 @@ def test_serving_in_a_main_thread_lends_and_gives_back(tmp_path):
 
         before = cpu_s()
         select.select([program.stdout], [], [], 1.0)
-        assert cpu_s() - before < 0.3
+        assert cpu_s() - before < 0.15
         os.kill(program.pid, signal.SIGUSR1)
         assert program.stdout.readline() == "served 0 -1\n"
         assert program.stdout.readline() == "mine\n"

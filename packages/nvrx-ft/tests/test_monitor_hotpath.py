@@ -3,10 +3,13 @@
 
 import itertools
 import random
+import select
+import sys
 import threading
 import types
 
 import pytest
+from monitored_ranks import wait_until
 
 from nvidia_resiliency_ext.fault_tolerance._monitor import hotpath
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout, SlotWriter, read_slot
@@ -249,3 +252,31 @@ def test_overlapping_sections_in_every_order():
             assert path.view().out_of_section_since == before
         path.end_section(order[-1])
         assert path.view().out_of_section_since > before
+
+
+def is_at(thread, name):
+    """Return whether a thread is inside a function of this name."""
+    frame = sys._current_frames().get(thread.ident)
+    return frame is not None and frame.f_code.co_name == name
+
+
+def test_a_section_that_closes_while_the_slot_moves_is_closed_in_the_new_one():
+    """A call that waited for a move goes on in the new slot, and the rest moved there."""
+    path = Path()
+    path.start_section("setup")
+    path.send_heartbeat()
+    for _ in range(20):
+        path.start_section("step")
+        closing = threading.Thread(target=path.end_section, args=("step",))
+        fresh = memoryview(bytearray(path.layout.size_bytes)).cast("q")
+        with path._lock:
+            closing.start()
+            wait_until(lambda thread=closing: is_at(thread, "end_section"))
+            select.select([], [], [], 0.005)  # until it waits for the lock, most likely
+        path._move(fresh)
+        closing.join(60.0)
+        path.words = fresh
+        view = path.view()
+        assert (set(view.open_sections), view.session_id) == ({"setup"}, 1)
+        assert (view.heartbeat_count, view.heartbeat_last) == (1, path._heartbeat_last * 1e-9)
+    assert path.view().step_count == 20
