@@ -81,6 +81,19 @@ def test_a_monitor_that_fails_sweeps_nothing(stray):
     assert stray.poll() is None
 
 
+@pytest.mark.parametrize("words", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x03{]}"])
+def test_garbage_from_a_launcher_that_lives_is_no_order_to_sweep(stray, words):
+    """A monitor that does not understand its launcher leaves, and the run's processes live on."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        start = control.Start(config=CONFIG, socket_paths=[], run_id=stray.run_id)
+        server = MonitorServer(start, theirs)
+        server.announce()
+        ours.sendall(words)
+        server.run()
+    assert stray.poll() is None
+
+
 def test_a_line_that_cannot_travel_does_not_end_the_monitor():
     """A log line that does not fit into a frame is lost, and the next one comes through."""
     ours, theirs = socket.socketpair()
@@ -376,6 +389,21 @@ def test_the_end_of_a_forked_child_does_not_end_the_parents_monitor(tmp_path):
         check=True,
     )
     assert result.stdout == "True\n"
+
+
+def test_a_monitor_that_leaves_unasked_keeps_the_run_directory(node):
+    """The next monitor listens in the same directory, and the ranks go on with it."""
+    it = node(rank_section_timeouts={"step": 60.0})
+    rank = it.rank()
+    rank.do("init")
+    it.monitor._channel.sock.send(b"\xff\xff\xff\xff")
+    assert it.monitor.child.wait(10.0).code == 0
+    it.monitor.close()
+    it.messages.clear()
+    it.start_monitor()
+    it.expect(control.RankJoined)
+    rank.do("open step", "close step")
+    it.expect(control.FirstStep)
 
 
 def test_an_ordinary_end_sweeps_also_when_orphans_are_kept(node):

@@ -63,7 +63,7 @@ def main(fd: int) -> None:
             stack.enter_context(leave_at_signals(server, LEAVE_SIGNALS))
         server.announce()
         server.run()
-    if run_dir is not None:
+    if run_dir is not None and server.is_dismissed:
         run_dir.remove()
     # A job of the slow thread may hang in a dead file system for ever.
     os._exit(0)

@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils.errors import WireError
+from nvidia_resiliency_ext.shared_utils.errors import MalformedFrameError, WireError
 from nvidia_resiliency_ext.shared_utils.wire import FrameReader, receive_with_fds
 
 if TYPE_CHECKING:
@@ -40,6 +40,11 @@ class Channel:
     """A connected Unix socket that is read and written without ever blocking.
 
     Not thread-safe. Owns the socket and every received descriptor that was not taken.
+
+    Attributes:
+        sock: The socket.
+        is_over: Nothing more comes or goes.
+        is_garbled: It is over because the peer sent what is no message; the peer may well live.
     """
 
     def __init__(self, sock: socket.socket, messages: MessageSet) -> None:
@@ -47,6 +52,7 @@ class Channel:
         sock.setblocking(False)
         self.sock = sock
         self.is_over = False
+        self.is_garbled = False
         self._messages = messages
         self._reader = FrameReader()
         self._fds: deque[int] = deque()
@@ -73,8 +79,9 @@ class Channel:
                 data, fds = receive_with_fds(self.sock, _READ_BYTES, _MAX_FDS, 0)
             except TimeoutError:
                 break
-            except (OSError, WireError):
+            except (OSError, WireError) as exc:
                 self.is_over = True
+                self.is_garbled = isinstance(exc, MalformedFrameError)
                 break
             self._fds.extend(fds)
             if not data:
@@ -84,7 +91,7 @@ class Channel:
                 for payload in self._reader.feed(data):
                     received.append(self._messages.decode(payload))  # noqa: PERF401 - may raise
             except WireError:
-                self.is_over = True
+                self.is_over = self.is_garbled = True
         return received
 
     def take_fds(self, count: int) -> list[int]:

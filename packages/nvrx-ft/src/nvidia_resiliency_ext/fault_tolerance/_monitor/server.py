@@ -86,6 +86,11 @@ class MonitorServer:
             for local_rank, path in zip(local_ranks, start.socket_paths, strict=True)
         ]
 
+    @property
+    def is_dismissed(self) -> bool:
+        """Whether the launcher is gone or said `Leave`: nobody needs the run directory any more."""
+        return self._last_order is not _Order.NONE
+
     def announce(self) -> None:
         """Tell the launcher that ranks may connect, and begin to listen to it."""
         if self._launcher is not None:
@@ -207,7 +212,7 @@ class MonitorServer:
             self._obey(message)
         if channel.is_over:
             self._is_leaving = True
-            if self._last_order is _Order.NONE:
+            if self._last_order is _Order.NONE and not channel.is_garbled:
                 self._last_order = _Order.LAUNCHER_GONE
             self.unwatch(channel)
         else:
