@@ -87,11 +87,11 @@ CONTROLS = {
     ),
     "socket": (("door.close()", "globals().update(kept=door)"), "before.process.fds"),
     "shared random state": (
-        ("gc.freeze()", "gc.freeze(); __import__('random').seed(7)"),
+        ("gc.collect()", "gc.collect(); __import__('random').seed(7)"),
         "before.python.random",
     ),
     "seeded numpy": (
-        ("gc.freeze()", "gc.freeze(); held._groups[1].modules['numpy'].random.seed(7)"),
+        ("gc.collect()", "gc.collect(); held._groups[1].modules['numpy'].random.seed(7)"),
         "after.numpy_state.draw",
     ),
 }

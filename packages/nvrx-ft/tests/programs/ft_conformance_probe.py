@@ -195,7 +195,13 @@ def python_facts():
     return {
         "signals": {n: repr(signal.getsignal(n)) for n in range(1, 65)},
         "timer": signal.getitimer(signal.ITIMER_REAL),
-        "gc": [gc.isenabled(), gc.get_threshold(), gc.get_debug(), len(gc.callbacks)],
+        "gc": [
+            gc.get_freeze_count(),
+            gc.isenabled(),
+            gc.get_threshold(),
+            gc.get_debug(),
+            len(gc.callbacks),
+        ],
         "locale": [locale.setlocale(getattr(locale, n)) for n in dir(locale) if n[:3] == "LC_"],
         "time": [time.tzname, time.timezone, time.localtime(0).tm_hour],
         "tempdir": [tempfile.tempdir, tempfile.gettempdir()],
