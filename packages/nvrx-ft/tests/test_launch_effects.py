@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch import faults, output
+from nvidia_resiliency_ext.fault_tolerance._launch import faults, output, records
 from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._launch.ports import PortInUseError, PortReservation
 from nvidia_resiliency_ext.fault_tolerance._launch.rendezvous import LocalRendezvous
@@ -204,7 +204,7 @@ def test_tee_does_not_stay_with_a_worker_that_writes_without_end(tmp_path, capfd
     path.write_bytes(b"x" * 99 + b"\n" + b"y\n" * (output.READ_BYTES * output.MAX_READS))
     tee = output.Tee()
     tee.follow(str(path), "", output.Stream.STDOUT)
-    assert tee.look()
+    assert tee.look() == 0.0
     assert len(capfdbinary.readouterr().out) <= output.READ_BYTES * output.MAX_READS
     tee.close()
     assert len(capfdbinary.readouterr().out) > output.READ_BYTES
@@ -223,6 +223,57 @@ def test_tee_survives_an_odd_console(tmp_path, monkeypatch, console):
         stream.close()
     tee.close()
     assert console == "closed" or stream.getvalue() == "p:line\n"
+
+
+def test_tee_never_waits_for_a_console_that_does_not_read(tmp_path, monkeypatch):
+    """A full pipe holds up the copy only, and the lines appear when somebody reads."""
+    reader, writer = os.pipe()
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+    path = tmp_path / "stdout.log"
+    path.write_bytes(b"line\n" * 100_000)
+    tee = output.Tee()
+    tee.follow(str(path), "", output.Stream.STDOUT)
+    assert tee.look() == output.LOOK_INTERVAL_S
+    seen = 0
+    while seen < 500_000:
+        seen += len(os.read(reader, 1 << 16))
+        tee.look()
+    assert seen == 500_000
+    tee.close()
+    sys.stdout.close()
+    os.close(reader)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "symlink", "directory"])
+def test_error_file_that_is_no_file_is_left_alone(tmp_path, kind):
+    """A pipe, a link or a folder in its place neither blocks the launcher nor is read."""
+    path = tmp_path / "error.json"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "symlink":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    assert faults.read_error_file(str(path)) is None
+
+
+@pytest.mark.parametrize("stamp", ["inf", "nan", "1" + 400 * "0", "-5", "true", '"x"', "1e300"])
+def test_odd_time_in_an_error_file_is_ignored(tmp_path, stamp):
+    """A time that cannot be one is replaced by the time at which the exit was seen."""
+    path = tmp_path / "error.json"
+    stamp = {"inf": "1e999", "nan": "NaN"}.get(stamp, stamp)
+    path.write_text('{"message": {"message": "m", "extraInfo": {"timestamp": ' + stamp + "}}}")
+    error = faults.read_error_file(str(path))
+    assert failure(0, ExitStatus(1), seen_at=7.0, error=error).time == 7.0
+    assert "FAILED" in faults.failure_table("job", [failure(0, ExitStatus(1), error=error)])
+
+
+def test_failure_record_does_not_wait_for_a_pipe(tmp_path):
+    """A pipe named like the record costs the record, not the job."""
+    os.mkfifo(tmp_path / records.FAILURES_FILE)
+    log = records.FailureLog(str(tmp_path))
+    cause = faults.cause_of(failure(0))
+    log.write(records.FailureRecord(1.0, "h", 0, "fail", cause, None))
 
 
 def test_log_directory_that_cannot_be_written_names_path_and_remedy(tmp_path):

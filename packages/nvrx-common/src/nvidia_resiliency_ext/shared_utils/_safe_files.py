@@ -10,7 +10,13 @@ import stat
 
 from nvidia_resiliency_ext.shared_utils.errors import PathOutsideRootsError, UnsafePathError
 
-__all__ = ["atomic_write", "open_append_beneath", "private_dir", "remove_tree_at"]
+__all__ = [
+    "atomic_write",
+    "open_append_beneath",
+    "private_dir",
+    "read_regular_file",
+    "remove_tree_at",
+]
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _LONGEST_NAME_BYTES = 255
@@ -94,6 +100,20 @@ def atomic_write(
             _sync_directory(directory)
     finally:
         os.close(directory)
+
+
+def read_regular_file(path: str, max_bytes: int, *, follows_symlink: bool = False) -> bytes:
+    """Return at most `max_bytes` of a file that somebody else wrote.
+
+    Raises:
+        OSError: It is absent, unreadable, a symlink that must not be followed, or no regular file:
+            a pipe or a device would make the reader wait or read for ever.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(path, flags if follows_symlink else flags | os.O_NOFOLLOW), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        return file.read(max_bytes)
 
 
 def private_dir(path: str) -> str:

@@ -16,6 +16,7 @@ from nvidia_resiliency_ext.shared_utils._safe_files import (
     atomic_write,
     open_append_beneath,
     private_dir,
+    read_regular_file,
     remove_tree_at,
 )
 
@@ -23,6 +24,7 @@ __all__ = [
     "atomic_write",
     "open_append_beneath",
     "private_dir",
+    "read_regular_file",
     "remove_tree_at",
     "resolve_under_allowed_roots",
     "validate_directory",

@@ -23,6 +23,12 @@ __all__ = [
 ]
 
 
+# A launcher that is itself a rank's child must not hand these on where it sets none of its own.
+OF_AN_OUTER_RANK = frozenset(
+    ("FT_RANK_MONITOR_IPC_SOCKET", "NVRX_CYCLE_START_TIME", "NVRX_INFRA_RANK")
+)
+
+
 @dataclass(frozen=True, slots=True)
 class JobEnvironment:
     """What is the same for all workers of a node over all cycles."""

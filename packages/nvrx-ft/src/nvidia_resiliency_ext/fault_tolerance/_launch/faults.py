@@ -8,15 +8,18 @@ time in the error file, else the time at which the exit was seen.
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
+from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
 from .decide import Cause
 
 MAX_ERROR_FILE_BYTES = 1 << 20
+LATEST_TIMESTAMP = float(1 << 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,7 @@ class Failure:
 def read_error_file(path: str) -> ErrorFile | None:
     """Return what the worker wrote to its error file, or None; any content is tolerated."""
     try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_ERROR_FILE_BYTES)
+        raw = read_regular_file(path, MAX_ERROR_FILE_BYTES)
     except OSError:
         return None
     try:
@@ -66,17 +68,23 @@ def read_error_file(path: str) -> ErrorFile | None:
         return ErrorFile(path, str(message)[:2000], "", None)
     extra = message.get("extraInfo")
     extra = extra if isinstance(extra, dict) else {}
-    stamp = extra.get("timestamp")
-    try:
-        timestamp = float(stamp) if isinstance(stamp, (str, int, float)) else None
-    except ValueError:
-        timestamp = None
     return ErrorFile(
         path,
         str(message.get("message", ""))[:2000],
         str(extra.get("py_callstack", ""))[:100_000],
-        timestamp,
+        _timestamp(extra.get("timestamp")),
     )
+
+
+def _timestamp(stamp: object) -> float | None:
+    """Return a worker's own time of failure (unix s), or None for what cannot be one."""
+    if isinstance(stamp, bool) or not isinstance(stamp, (str, int, float)):
+        return None
+    try:
+        seconds = float(stamp)
+    except (ValueError, OverflowError):
+        return None
+    return seconds if 0.0 < seconds < LATEST_TIMESTAMP else None
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
@@ -165,7 +173,8 @@ def failure_table(name: str, failures: Sequence[Failure]) -> str:
             f"  exitcode  : {failure.status.returncode} (pid: {failure.pid})",
         ]
         if failure.error is not None:
-            lines.append(f"  error_file: {failure.error.path}")
+            if os.path.exists(failure.error.path):  # It may have gone with the run directory.
+                lines.append(f"  error_file: {failure.error.path}")
             trace = failure.error.traceback or failure.error.message
             lines.append("  traceback : " + trace.rstrip().replace("\n", "\n    "))
         elif failure.hang:

@@ -28,12 +28,13 @@ from .agent import NodeAgent, Parts, Result
 from .chronicle import Chronicle
 from .decide import Assignment, Policy, Signalled
 from .env import (
+    OF_AN_OUTER_RANK,
     CycleStamp,
     JobEnvironment,
     rank_variables,
     shared_variables,
 )
-from .loop import EventLoop
+from .loop import EventLoop, Timer
 from .monitor_link import MonitorPerRank, NoMonitor, SharedMonitor
 from .output import LOOK_INTERVAL_S, Tee, line_prefix, worker_output
 from .place import make_place
@@ -47,7 +48,7 @@ from .workers import WorkerSpec
 
 logger = logging.getLogger("nvrx")
 
-CLEAN_UP_DELAY_S = 1.0
+CLEAN_UP_DELAY_S = 0.25
 
 
 class Job:
@@ -66,6 +67,7 @@ class Job:
         self._environ = environ
         self._clock = SystemClock()
         self._stack = contextlib.ExitStack()
+        self._next_look: Timer | None = None
 
     def __enter__(self) -> Job:  # noqa: PYI034  # Self is not in Python 3.10
         """Start what the workers need: directory, standbys, monitor, sockets."""
@@ -156,8 +158,9 @@ class Job:
             monitor_sockets=place.monitor_sockets,
             omp_num_threads=plan.omp_num_threads,
         )
+        inherited = {k: v for k, v in self._environ.items() if k not in OF_AN_OUTER_RANK}
         self._base_env = {
-            **self._environ,
+            **inherited,
             **shared_variables(self._environment, self._environ),
             **self._event_log.environment(),
         }
@@ -251,10 +254,14 @@ class Job:
                 self._agent.post(event)
 
     def _look_at_output(self) -> None:
-        has_more = self._tee.look()
-        if has_more or self._tee.fileno() is None:
-            wait_s = 0.0 if has_more else LOOK_INTERVAL_S
-            self._loop.call_at(self._clock.monotonic() + wait_s, self._look_at_output)
+        if self._next_look is not None:
+            self._next_look.cancel()
+        wait_s = self._tee.look()
+        if wait_s is None and self._tee.fileno() is None:
+            wait_s = LOOK_INTERVAL_S
+        if wait_s is not None:
+            at = self._clock.monotonic() + wait_s
+            self._next_look = self._loop.call_at(at, self._look_at_output)
 
     def _first_step(self, local_rank: int, at: float) -> None:
         self._chronicle.first_step(local_rank, at)

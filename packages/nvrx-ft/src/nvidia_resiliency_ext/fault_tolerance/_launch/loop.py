@@ -10,6 +10,9 @@ from collections.abc import Callable
 
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
+# The kernel takes no more than 2**31 ms; waking once an hour costs nothing.
+LONGEST_WAIT_S = 3600.0
+
 
 class Timer:
     """A call at a time of the clock; `cancel` makes it never happen."""
@@ -85,7 +88,9 @@ class EventLoop:
         ends = [until] if until is not None else []
         if self._timers:
             ends.append(self._timers[0][0])
-        return max(0.0, min(ends) - self._clock.monotonic()) if ends else None
+        if not ends:
+            return None
+        return min(max(0.0, min(ends) - self._clock.monotonic()), LONGEST_WAIT_S)
 
     def close(self) -> None:
         """Release the selector; callbacks are dropped."""

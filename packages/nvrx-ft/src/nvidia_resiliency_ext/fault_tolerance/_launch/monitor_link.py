@@ -101,6 +101,7 @@ class SharedMonitor:
             self._reopening.cancel()
             self._reopen()
         self._handle.wait_ready(READY_TIMEOUT_S)
+        self._receive()  # What came together with "ready" does not wake the loop again.
         if cycle > 0:
             self._handle.send(control.CycleChanged(cycle))
 

@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import logging
 import os
-import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
+from .console_copy import offer
+
+logger = logging.getLogger("nvrx")
+
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
 MAX_READS = 16
-MAX_READS_AT_END = 4096
+LAST_WORDS_S = 1.0
 LOOK_INTERVAL_S = 0.1
 _IN_MODIFY = 0x2
 
@@ -169,44 +174,45 @@ def open_target(target: Target) -> int | None:
 
 
 class _Followed:
-    """One file that grows, and the bytes of its unfinished last line."""
+    """One file that grows: what was read of it and is not shown yet."""
 
     def __init__(self, path: str, prefix: bytes, stream: Stream) -> None:
+        self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.prefix = prefix
         self.stream = stream
-        self.rest = b""
-        self.has_more = False
+        self.unshown = b""
+        self._rest = b""
 
-    def new_lines(self, *, final: bool) -> bytes:
-        """Return whole new lines with their prefix; with `final` also the unfinished one.
+    def read(self) -> bool:
+        """Read one block and make lines of it; return whether there may be more."""
+        data = os.read(self.fd, READ_BYTES)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            lines.append(self._rest)
+            self._rest = b""
+        self.unshown += b"".join(self.prefix + line + b"\n" for line in lines)
+        return bool(data)
 
-        Bounded: a worker that writes without end must not keep the launcher here. `has_more`
-        says afterwards whether the bound was reached.
-        """
-        out = []
-        self.has_more = True
-        for _ in range(MAX_READS_AT_END if final else MAX_READS):
-            data = os.read(self.fd, READ_BYTES)
-            if not data:
-                self.has_more = False
-                break
-            *lines, self.rest = (self.rest + data).split(b"\n")
-            out += [self.prefix + line + b"\n" for line in lines]
-            if len(self.rest) > MAX_LINE_BYTES:
-                out.append(self.prefix + self.rest + b"\n")
-                self.rest = b""
-        if final and self.rest:
-            out.append(self.prefix + self.rest + b"\n")
-            self.rest = b""
-        return b"".join(out)
+    def end_line(self) -> None:
+        """Take the last line as it is: nothing will be added to it."""
+        if self._rest:
+            self.unshown += self.prefix + self._rest + b"\n"
+            self._rest = b""
+
+    def show(self, wait_s: float) -> bool:
+        """Write to the console; return whether it took everything."""
+        taken = offer(self.stream.value, self.unshown, wait_s)
+        self.unshown = self.unshown[taken:]
+        return not self.unshown
 
 
 class Tee:
     """Copies what workers append to their files onto the launcher's own streams.
 
     `fileno` is readable when a file grew; None where the kernel has no inotify, then `look`
-    is due every `LOOK_INTERVAL_S`. One thread only.
+    is due every `LOOK_INTERVAL_S`. A console that does not read holds up the copy and nothing
+    else: what it did not take stays in the files. One thread only.
     """
 
     def __init__(self) -> None:
@@ -226,31 +232,44 @@ class Tee:
             key, self._next_key = self._next_key, self._next_key - 1
         self._followed[key] = followed
 
-    def look(self) -> bool:
+    def look(self) -> float | None:
         """Copy what is new; call it when `fileno` is readable or the interval is over.
 
         Returns:
-            Whether there is more already, so that it should be called again soon.
+            Seconds after which it should be called again without being asked, or None.
         """
         if self._inotify is not None:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._inotify, READ_BYTES)
-        self._copy(final=False)
-        return any(followed.has_more for followed in self._followed.values())
+        waits = [self._copy(followed) for followed in self._followed.values()]
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def _copy(self, followed: _Followed) -> float | None:
+        # Bounded, so that a worker that writes without end cannot keep the launcher here.
+        for _ in range(MAX_READS):
+            if not followed.show(0.0):
+                return LOOK_INTERVAL_S
+            if not followed.read():
+                return None
+        return 0.0
 
     def finish(self) -> None:
         """Copy the rest of every file, unfinished lines too, and stop following."""
-        self._copy(final=True)
+        deadline = time.monotonic() + LAST_WORDS_S
         for key, followed in self._followed.items():
+            self._copy_rest(followed, deadline)
             os.close(followed.fd)
             if self._inotify is not None and key >= 0:
                 _inotify_unwatch(self._inotify, key)
         self._followed.clear()
 
-    def _copy(self, *, final: bool) -> None:
-        for followed in self._followed.values():
-            if text := followed.new_lines(final=final):
-                _write_console(followed.stream, text)
+    def _copy_rest(self, followed: _Followed, deadline: float) -> None:
+        while followed.show(max(0.0, deadline - time.monotonic())) and followed.read():
+            if time.monotonic() > deadline:
+                break
+        followed.end_line()
+        if not followed.show(max(0.0, deadline - time.monotonic())):
+            logger.warning("the console did not take all lines: see %s", followed.path)
 
     def close(self) -> None:
         """Copy the rest and release the descriptors."""
@@ -258,19 +277,6 @@ class Tee:
         if self._inotify is not None:
             os.close(self._inotify)
             self._inotify = None
-
-
-def _write_console(stream: Stream, text: bytes) -> None:
-    console = sys.stdout if stream is Stream.STDOUT else sys.stderr
-    binary = getattr(console, "buffer", None)
-    # A console that is gone, full or closed must not end the job; the files have it all.
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        console.flush()
-        if binary is None:  # A notebook's stream takes text only.
-            console.write(text.decode("utf-8", "replace"))
-        else:
-            binary.write(text)
-            binary.flush()
 
 
 def _inotify_open() -> int | None:

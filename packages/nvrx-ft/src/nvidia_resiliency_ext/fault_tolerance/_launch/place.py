@@ -17,6 +17,8 @@ from .plan import LaunchPlan
 
 logger = logging.getLogger("nvrx")
 
+MAX_NAME_PART = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -52,11 +54,12 @@ def make_place(plan: LaunchPlan, environ: Mapping[str, str], stack: contextlib.E
         LogDirectoryError: The log directory cannot be written.
     """
     run_dir = RunDir.create("ft")
+    stack.callback(_remove_again, run_dir.path)
     stack.callback(run_dir.remove)
     run_id = os.urandom(8).hex()
     output = OutputSettings(plan.redirects, plan.tee, plan.local_ranks_filter)
     if plan.log_dir is not None:
-        files = OutputFiles.beneath(plan.log_dir, f"{plan.run_id}_{run_id[:8]}")
+        files = OutputFiles.beneath(plan.log_dir, f"{_file_name(plan.run_id)}_{run_id[:8]}")
     elif output.writes_files:
         files = OutputFiles.in_new_folder()
         logger.info("logs of the workers: %s", files.root)
@@ -75,3 +78,19 @@ def make_place(plan: LaunchPlan, environ: Mapping[str, str], stack: contextlib.E
         launcher_socket=run_dir.socket_path("launcher.sock"),
         monitor_sockets=tuple(run_dir.socket_path(f"rmon{rank}.sock") for rank in range(watched)),
     )
+
+
+def _file_name(job_id: str) -> str:
+    """Return a job's id as part of a file name: whoever chose it must not choose the folder."""
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in job_id[:MAX_NAME_PART])
+    return safe.lstrip(".") or "job"
+
+
+def _remove_again(path: str) -> None:
+    """Remove the run directory also when it is not the one that was made.
+
+    A worker that empties the temporary folder makes the next cycle create it anew.
+    """
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=True)

@@ -7,14 +7,18 @@ A record that cannot be written never stops the job: it is said once in the log.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import logging
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
+
 from .decide import Cause
+from .faults import MAX_ERROR_FILE_BYTES
 
 logger = logging.getLogger("nvrx")
 
@@ -88,10 +92,13 @@ class FailureLog:
     def write(self, record: FailureRecord) -> None:
         """Append one line; a failure to do so is logged once."""
         line = json.dumps(record.to_dict(), default=str).encode() + b"\n"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        # Not blocking: in a shared directory the name may be taken by a pipe that nobody reads.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
         try:
-            fd = os.open(self._path, flags, 0o600)
+            fd = os.open(self._path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise OSError(errno.EINVAL, "not a regular file")
                 os.write(fd, line)
             finally:
                 os.close(fd)
@@ -106,14 +113,12 @@ def hand_up_error_file(source: str | None, environ: Mapping[str, str]) -> None:
 
     A launcher that was itself started under `@record` semantics reports upwards this way.
     """
-    import shutil
-
     target = environ.get("TORCHELASTIC_ERROR_FILE")
-    if not target or source is None or not os.path.exists(source):
+    if not target or source is None:
         return
-    with contextlib.suppress(OSError):
-        os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
     try:
-        shutil.copyfile(source, target)
+        content = read_regular_file(source, MAX_ERROR_FILE_BYTES)
+        os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
+        atomic_write(target, content)
     except OSError as error:
         logger.warning("the error file %s cannot be written: %s", target, error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Mapping
 
 from nvidia_resiliency_ext.fault_tolerance._prewarm import pool as pools
@@ -43,6 +44,7 @@ logger = logging.getLogger("nvrx")
 FIRST_LOOK_S = pools.FILL_DELAY_S
 LONGEST_LOOK_INTERVAL_S = 60.0
 HEAD_START_S = 0.015
+BEGIN_LIMIT_S = 5.0
 
 
 class StandbyStarter:
@@ -269,7 +271,8 @@ class StandbyStarter:
             try:
                 standby.go(order)
             except StandbyError as error:
-                reason = str(error)
+                news = standby.receive()
+                reason = news.reason if isinstance(news, Failed) else str(error)
         if reason is not None:
             self._end_standby(slot)
             self._step(pools.StandbyFailed(slot, reason))
@@ -280,8 +283,17 @@ class StandbyStarter:
         self._loop.watch(standby.fileno(), lambda: self._hear_told(slot, standby))
         self._step(pools.Gone(slot))
         self._chronicle.standby(slot, "went", None, None)
+        if ready is not None:
+            at = self._clock.monotonic() + BEGIN_LIMIT_S
+            self._loop.call_at(at, lambda: self._give_up(slot, standby))
         saved_s = ready.seconds if ready is not None else 0.0
         return Started(standby.child, warm=True, saved_s=saved_s), ""
+
+    def _give_up(self, slot: int, standby: Standby) -> None:
+        """Kill a standby that was ready and did not begin; its worker then starts cold."""
+        if self._told.get(slot) is standby:
+            logger.warning("standby %d did not begin within %g s", slot, BEGIN_LIMIT_S)
+            standby.child.signal(signal.SIGKILL)
 
     def _not_before(self, spec: WorkerSpec) -> float | None:
         """Return when a warm worker may begin: rank 0, which opens the store, gets a head start.

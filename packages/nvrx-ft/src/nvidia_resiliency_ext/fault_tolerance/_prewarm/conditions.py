@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
 from . import envrules
 
@@ -208,11 +209,11 @@ def module_file(name: str, folders: Iterable[str] | None = None) -> str | None:
 def read_text(path: str) -> str | None:
     """Return the text of a source file, or None for what is no readable file of sane size."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            text = file.read(_LARGEST_ENTRY_BYTES + 1)
+        # A script may come through a pipe; what is read here would be missing there.
+        data = read_regular_file(path, _LARGEST_ENTRY_BYTES + 1, follows_symlink=True)
     except OSError:
         return None
-    return text if len(text) <= _LARGEST_ENTRY_BYTES else None
+    return data.decode("utf-8", "replace") if len(data) <= _LARGEST_ENTRY_BYTES else None
 
 
 def wants_standbys(worker_pids: Iterable[int]) -> bool:

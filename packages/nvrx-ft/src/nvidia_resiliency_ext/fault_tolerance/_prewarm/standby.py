@@ -17,6 +17,7 @@ import array
 import json
 import logging
 import os
+import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -258,6 +259,8 @@ class Standby:
         }
         _send(self._door, message, [fd for fd in order.stdio_fds if fd is not None])
         self._is_told = True
+        # Whoever stopped it while it waited did not mean the worker that it is now.
+        self.child.signal(signal.SIGCONT)
 
     def stale_file(self) -> str | None:
         """Return a file that changed since the standby imported it, or None."""
