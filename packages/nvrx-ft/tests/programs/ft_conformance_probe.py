@@ -229,8 +229,14 @@ def third_party_facts(names):
         spec = importlib.util.find_spec(name)
         parts = spec and spec.submodule_search_locations
         found[name] = spec and [spec.name, spec.origin, spec.cached, parts and list(parts)]
-    # What torch makes up, what the first optimizer step adds, and a file of the standard library.
-    aside = ("_remote_module_non_scriptable", "torch.profiler._cupti_monitor", "_sysconfigdata")
+    # What torch makes up, what the first step adds, a file of the standard library, and what comes
+    # with numpy.random, as both were imported by torch._dynamo.
+    aside = (
+        "_remote_module_non_scriptable",
+        "torch.profiler._cupti_monitor",
+        "_sysconfigdata",
+        "numpy.fft",
+    )
     others = (name for name in sys.modules if name.partition(".")[0] not in library)
     loaded = sorted(name for name in others if not name.startswith(aside))
     return {"loaded": loaded, "specs": found}
