@@ -65,6 +65,23 @@ def test_a_new_monitor_finds_hangs_after_the_old_one_was_killed(job: Job) -> Non
     assert job.wait() == 0, job.log()
 
 
+def test_a_frozen_monitor_is_replaced(job: Job) -> None:
+    """A monitor that is stopped when a rank dies costs no cycle; a later hang is still found."""
+    job.start(
+        *("--last-cycle", "2", "--client", "1:1:hang"), flags=WATCHED_SECTIONS, max_restarts=2
+    )
+    job.wait_for(0, range(2), "stepped")
+    monitor = job.monitor_pid()
+    os.kill(monitor, signal.SIGSTOP)
+    os.kill(job.rank_pid(0, 0), signal.SIGKILL)
+    job.wait_for(1, [1], "hanging")
+    assert not is_running(monitor)
+    job.wait_for(2, range(2), "done")
+    assert job.wait() == 0, job.log()
+    assert job.cycles() == [0, 1, 2]
+    assert any(event["rank"] == 1 for event in job.events("fault"))
+
+
 def test_nothing_is_left_when_monitor_and_launcher_are_killed(job: Job) -> None:
     """Ranks do not outlive a launcher that is killed together with its monitor."""
     job.start("--last-cycle", "1", "--client", flags=WATCHED_SECTIONS)

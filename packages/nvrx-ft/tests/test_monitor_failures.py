@@ -24,11 +24,16 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.channel import Channel
 from nvidia_resiliency_ext.fault_tolerance._monitor.evidence import SlowThread
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, MonitorStartError
 from nvidia_resiliency_ext.fault_tolerance._monitor.link import LinkError, RankLink
+from nvidia_resiliency_ext.fault_tolerance._monitor.refusals import RefusalLog
 from nvidia_resiliency_ext.fault_tolerance._monitor.server import MonitorServer
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout, SlotMemory, read_slot
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import start_child
-from nvidia_resiliency_ext.shared_utils.wire import receive_message, send_with_fds
+from nvidia_resiliency_ext.shared_utils.wire import (
+    receive_message,
+    send_message,
+    send_with_fds,
+)
 
 CONFIG = FaultToleranceConfig().to_dict()
 
@@ -506,3 +511,58 @@ def test_a_monitor_for_each_rank_under_the_launcher(tmp_path, clean_environment,
     assert len(run_ids) == 1
     assert procfs.pids_with_environ("NVRX_RUN_ID", run_ids.pop()) == []
     assert list(temporary.iterdir()) == []
+
+
+def test_limits_of_a_month_do_not_end_the_monitor(node):
+    """Limits beyond what the kernel can wait for at once are taken, and the rank is watched."""
+    far = 3e6
+    it = node(
+        workload_check_interval=far,
+        rank_heartbeat_timeout=far,
+        initial_rank_heartbeat_timeout=far,
+        rank_section_timeouts={},
+    )
+    rank = it.rank()
+    rank.do("init", "beat")
+    it.expect(control.FirstStep)
+    rank.close()
+    it.expect(control.RankLeft)
+
+
+def test_a_monitor_answers_a_change_of_cycle(node):
+    """The launcher's word about a cycle is answered: a sign of life."""
+    it = node()
+    it.monitor.send(control.CycleChanged(7))
+    assert it.expect(control.CycleKnown) == control.CycleKnown(7)
+
+
+def test_refusals_are_logged_a_few_times_and_then_counted(caplog):
+    """Of many refusals in a minute five are logged, and the number of the others afterwards."""
+    refusals = RefusalLog(2)
+    assert refusals.next_check is None
+    for number in range(100):
+        refusals.note(10.0 + number * 0.1, f"refused {number}")
+    assert [r.getMessage() for r in caplog.records] == [f"refused {n}" for n in range(5)]
+    assert refusals.next_check == 70.0
+    refusals.check(69.9)
+    refusals.check(70.0)
+    assert caplog.records[-1].getMessage() == "95 more refusals at the socket of local rank 2"
+    refusals.note(75.0, "again")
+    refusals.check(140.0)
+    assert caplog.records[-1].getMessage() == "again"
+
+
+def test_a_port_does_not_log_every_refusal(node, caplog):
+    """Who asks for a taken session over and over leaves five lines, and the rest as a number."""
+    it = node(rank_section_timeouts={"step": 60.0})
+    it.rank().do("init")
+    hello = rank_messages.Hello(rank=0, pid=os.getpid())
+    for _ in range(20):
+        with it.connect() as sock:
+            send_message(sock, rank_messages.RANK_MESSAGES, hello, 20.0)
+            answer = receive_message(sock, rank_messages.RANK_MESSAGES, 20.0)
+            assert isinstance(answer, rank_messages.Refused)
+    it.monitor.leave(20.0)
+    lines = [r.getMessage() for r in caplog.records if r.name == "nvrx"]
+    assert sum("was refused" in line for line in lines) == 5
+    assert sum(line.startswith("15 more refusals") for line in lines) == 1

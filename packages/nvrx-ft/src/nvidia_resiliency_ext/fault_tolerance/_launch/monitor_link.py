@@ -2,12 +2,14 @@
 """The launcher's side of the rank monitor: reports kept by local rank, slots, a monitor that died.
 
 It judges no rank; the monitor does. When the monitor process is gone, another is started at the
-same paths, and the ranks connect to it by themselves.
+same paths, and the ranks connect to it by themselves. One that does not answer when a cycle begins
+is killed, and so replaced likewise.
 """
 
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Sequence
 
 from nvidia_resiliency_ext.fault_tolerance._monitor import control
@@ -24,6 +26,8 @@ READY_TIMEOUT_S = 30.0
 LEAVE_TIMEOUT_S = 3.0
 MIN_RESTART_INTERVAL_S = 1.0
 RETRY_INTERVAL_S = 5.0
+ANSWER_TIMEOUT_S = 2.0
+LATE_S = 0.5
 
 
 class NoMonitor:
@@ -79,6 +83,7 @@ class SharedMonitor:
         self._hangs: dict[int, dict[str, object]] = {}
         self._closing = False
         self._reopening: Timer | None = None
+        self._unanswered: Timer | None = None
         self._handle = self._open()
 
     def _open(self) -> MonitorHandle:
@@ -89,6 +94,8 @@ class SharedMonitor:
 
     def prepare(self, cycle: int) -> None:
         """Name the cycle and wait until the sockets listen.
+
+        Whether the monitor is awake is found out later: the restart does not wait for it.
 
         Raises:
             MonitorStartError: when they do not within `READY_TIMEOUT_S`.
@@ -104,6 +111,8 @@ class SharedMonitor:
         self._receive()  # What came together with "ready" does not wake the loop again.
         if cycle > 0:
             self._handle.send(control.CycleChanged(cycle))
+            if self._unanswered is None:
+                self._expect_answer()
 
     def workers_changed(self, cycle: int, pgids: list[int]) -> None:
         """Tell the monitor what to sweep if this launcher dies."""
@@ -141,6 +150,33 @@ class SharedMonitor:
             return None
         return view
 
+    def _expect_answer(self) -> None:
+        at = self._clock.monotonic() + ANSWER_TIMEOUT_S
+        self._unanswered = self._loop.call_at(at, self._judge_silence)
+
+    def _judge_silence(self) -> None:
+        timer = self._unanswered
+        self._receive()
+        if timer is None or timer is not self._unanswered:
+            return  # It answered, or another one takes its place.
+        self._unanswered = None
+        if self._clock.monotonic() - timer.at > LATE_S:
+            # We were frozen ourselves, and the monitor perhaps with us: it has a new chance.
+            self._handle.send(control.CycleChanged(self._cycle))
+            self._expect_answer()
+            return
+        logger.warning(
+            "the rank monitor (pid %d) has not answered for %g s; killing it",
+            self._handle.child.pid,
+            ANSWER_TIMEOUT_S,
+        )
+        self._handle.child.signal(signal.SIGKILL)
+
+    def _forget_answer(self) -> None:
+        if self._unanswered is not None:
+            self._unanswered.cancel()
+            self._unanswered = None
+
     def _receive(self) -> None:
         if self._reopening is not None:
             return
@@ -159,8 +195,13 @@ class SharedMonitor:
         elif isinstance(message, control.RankUnkillable):
             where = f"state {message.state} in {message.wchan or 'an unknown call'}"
             self._on_stuck(message.local_rank, where)
+        elif isinstance(message, control.CycleKnown):
+            self._forget_answer()
+            if message.cycle != self._cycle:
+                self._expect_answer()  # That was the answer for an earlier cycle.
 
     def _replace(self) -> None:
+        self._forget_answer()
         self._loop.unwatch(self._handle.fileno())
         status = self._handle.child.wait(timeout_s=1.0)
         logger.warning(
@@ -193,6 +234,7 @@ class SharedMonitor:
         The caller sweeps as well, for the case that no monitor is there to do it.
         """
         self._closing = True
+        self._forget_answer()
         if self._reopening is not None:
             self._reopening.cancel()
             return

@@ -15,6 +15,7 @@ from nvidia_resiliency_ext.shared_utils.wire import MessageSet
 __all__ = [
     "LAUNCHER_MESSAGES",
     "CycleChanged",
+    "CycleKnown",
     "FirstStep",
     "HangFound",
     "Leave",
@@ -50,7 +51,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class CycleChanged:
-    """Launcher to monitor: reports from now on belong to this cycle."""
+    """Launcher to monitor: reports from now on belong to this cycle; answered by `CycleKnown`."""
+
+    cycle: int
+
+
+@dataclass(frozen=True, slots=True)
+class CycleKnown:
+    """Monitor to launcher: a sign of life, in answer to `CycleChanged`."""
 
     cycle: int
 
@@ -145,6 +153,7 @@ class LogLine:
 LAUNCHER_MESSAGES = MessageSet(
     Start,
     CycleChanged,
+    CycleKnown,
     WorkersChanged,
     Leave,
     Ready,

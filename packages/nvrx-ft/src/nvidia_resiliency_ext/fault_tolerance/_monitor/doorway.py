@@ -7,7 +7,6 @@ first message of the same user's process reaches the port.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import deque
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["Connection", "Doorway", "HasFileno", "Watcher"]
-
-logger = logging.getLogger("nvrx")
 
 HELLO_LIMIT_S = 5.0
 MAX_PENDING = 8
@@ -64,7 +61,11 @@ class Doorway:
     """Listens at a path and lets in those who say hello."""
 
     def __init__(
-        self, path: str, watcher: Watcher, on_hello: Callable[[Connection, Hello], None]
+        self,
+        path: str,
+        watcher: Watcher,
+        on_hello: Callable[[Connection, Hello], None],
+        on_refused: Callable[[str], None],
     ) -> None:
         """Bind and listen.
 
@@ -72,6 +73,7 @@ class Doorway:
             path: Where to listen; a stale socket there is replaced.
             watcher: The loop.
             on_hello: Takes over a connection after its first message.
+            on_refused: Is told who was sent away, and why.
 
         Raises:
             ValueError: The path is too long.
@@ -80,6 +82,7 @@ class Doorway:
         self.path = path
         self._watcher = watcher
         self._on_hello = on_hello
+        self._on_refused = on_refused
         self._pending: deque[Connection] = deque()
         self._count = 0
         self._listener = listen(path)
@@ -119,7 +122,7 @@ class Doorway:
         try:
             peer = require_same_user(sock)
         except (PeerRefusedError, OSError) as exc:
-            logger.warning("a connection to %s was refused: %s", self.path, exc)
+            self._on_refused(f"a connection to {self.path} was refused: {exc}")
             sock.close()
             return
         self._count += 1

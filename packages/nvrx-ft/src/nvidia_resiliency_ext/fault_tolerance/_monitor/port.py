@@ -16,6 +16,7 @@ from . import control, rank_messages, session
 from .doorway import Doorway, Watcher
 from .evidence import Evidence, SlowThread, inspect_process, save_evidence
 from .limits import change_limits, policy_of
+from .refusals import RefusalLog
 from .report import describe, hang_report
 from .slot import SlotError, SlotLayout, SlotMemory, SlotView, read_slot
 
@@ -97,11 +98,17 @@ class RankPort:
         self._policy = policy_of(self._config)
         self._holder: _Holder | None = None
         self._newcomer: _Holder | None = None
-        self._doorway = Doorway(path, host, self._welcome)
+        self._refusals = RefusalLog(local_rank)
+        self._doorway = Doorway(path, host, self._welcome, self._note_refusal)
 
     def next_wake(self) -> float | None:
         """When `tick` has something to do, on the monotonic clock."""
-        times = [self._state.wake_at, self._doorway.next_expiry(), self._lines.next_check]
+        times = [
+            self._state.wake_at,
+            self._doorway.next_expiry(),
+            self._lines.next_check,
+            self._refusals.next_check,
+        ]
         if self._holder is not None and self._holder.process.fileno() is None:
             times.append(time.monotonic() + _NO_PIDFD_POLL_S)
         return min((at for at in times if at is not None), default=None)
@@ -115,6 +122,7 @@ class RankPort:
         if self._state.wake_at is not None and self._state.wake_at <= now:
             self._feed(session.Woke())
         self._lines.check(now)
+        self._refusals.check(now)
 
     def set_limits(self, changes: Mapping[str, Any]) -> str | None:
         """Change limits at once; return what was wrong with them, if anything."""
@@ -129,6 +137,7 @@ class RankPort:
         if self._holder is not None:
             self._end()
         self._lines.finish()
+        self._refusals.finish()
         self.memory.close()
 
     def _welcome(self, connection: Connection, hello: rank_messages.Hello) -> None:
@@ -138,13 +147,16 @@ class RankPort:
             process = PidHandle(connection.pid or hello.pid)
         except OSError as exc:
             # Gone again, or we are out of descriptors: it will ask anew.
-            logger.warning("rank %d (pid %d) was not let in: %s", hello.rank, hello.pid, exc)
+            self._note_refusal(f"rank {hello.rank} (pid {hello.pid}) was not let in: {exc}")
             connection.channel.close()
             return
         holder = self._holder
         self._newcomer = _Holder(connection, hello, process)
         is_alive = holder is not None and holder.process.alive()
         self._feed(session.Joined(connection.number, is_alive))
+
+    def _note_refusal(self, text: str) -> None:
+        self._refusals.note(time.monotonic(), text)
 
     def _read_holder(self) -> None:
         holder = self._holder
@@ -266,7 +278,7 @@ class RankPort:
         newcomer, self._newcomer = self._newcomer, None
         assert newcomer is not None
         rank, pid = newcomer.hello.rank, newcomer.process.pid
-        logger.warning("rank %d: pid %d was refused: %s", rank, pid, reason)
+        self._note_refusal(f"rank {rank}: pid {pid} was refused: {reason}")
         newcomer.connection.channel.send(rank_messages.Refused(reason))
         newcomer.connection.channel.close()
         newcomer.process.close()

@@ -34,6 +34,9 @@ __all__ = ["MonitorServer"]
 
 logger = logging.getLogger("nvrx")
 
+# The kernel takes no more than 2**31 ms; waking once an hour costs nothing.
+_LONGEST_PAUSE_S = 3600.0
+
 
 class _Order(Enum):
     """Why the monitor leaves."""
@@ -178,7 +181,9 @@ class MonitorServer:
 
     def _pause(self) -> float | None:
         wakes = [at for port in self.ports if (at := port.next_wake()) is not None]
-        return max(0.0, min(wakes) - time.monotonic()) if wakes else None
+        if not wakes:
+            return None
+        return min(max(0.0, min(wakes) - time.monotonic()), _LONGEST_PAUSE_S)
 
     def _is_watched(self, key: selectors.SelectorKey) -> bool:
         # A callback of the same round may have closed the descriptor, and another one opened its
@@ -222,6 +227,7 @@ class MonitorServer:
         match message:
             case control.CycleChanged(cycle):
                 self.cycle = cycle
+                self.tell(control.CycleKnown(cycle))
             case control.WorkersChanged(cycle, pgids):
                 self.cycle = cycle
                 self._pgids = set(pgids)
