@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -390,3 +391,33 @@ finally:
     )
     loaded = set(result.stderr.split())
     assert loaded - set(bare.stdout.split()) == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "redirection", "code"),
+    [
+        ("--help", ">&-", 0),
+        ("--version", ">&-", 0),
+        ("--help", ">/dev/full 2>&-", 1),
+        ("--nope", "2>&-", 2),
+        ("--nope", "2>/dev/full", 2),
+        ("/no/script.py", "2>&-", 2),
+        ("--nope", "<&- >&- 2>&-", 2),
+        ("--no-python /bin/false", ">&- 2>&-", 1),
+        ("--no-python /bin/true", "<&- >&- 2>&-", 0),
+    ],
+)
+def test_closed_streams_change_no_exit_code(
+    words: str, redirection: str, code: int, tmp_path: Path
+) -> None:
+    """Without a place to write to, the program ends as it would with one, and says nothing else."""
+    result = subprocess.run(
+        ["/bin/sh", "-c", f'exec "$@" {words} {redirection}', "sh", *LAUNCHER],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (code, "")

@@ -1,21 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the writing of a program's result to stdout; says nothing on its own."""
+"""Owns what a program writes to its standard streams, whatever state they are in."""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
-__all__ = ["write_out"]
+if TYPE_CHECKING:
+    from typing import TextIO
+
+__all__ = ["open_missing_streams", "write_err", "write_out"]
+
+_STANDARD_DESCRIPTORS = (0, 1, 2)
 
 
 def write_out(text: str) -> None:
-    """Write text to stdout; a reader that has seen enough (``head``) is no error."""
+    """Write a program's result to stdout, if it has one.
+
+    A reader that has seen enough (``head``) is no error, and neither is a closed stdout.
+
+    Raises:
+        SystemExit: with 1, after a line on stderr, when it cannot be written, as on a full disk.
+    """
     try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        _write(sys.stdout, text)
     except BrokenPipeError:
+        return
+    except OSError as error:
+        write_err(f"the output cannot be written: {error.strerror}\n")
+        sys.exit(1)
+
+
+def write_err(text: str) -> None:
+    """Write to stderr, if there is one and it takes it: there is no place to complain about it."""
+    try:
+        _write(sys.stderr, text)
+    except OSError:
+        return
+
+
+def open_missing_streams() -> None:
+    """Open the null device for each closed standard stream, for this process and its children.
+
+    Otherwise the next file or socket gets that number, and a native library prints into it.
+    """
+    for descriptor in _STANDARD_DESCRIPTORS:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest free number is the missing one: those below it are open.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is None:
+        return
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError:
         # What is still buffered must not fail again when the interpreter ends.
         devnull = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(devnull, sys.stdout.fileno())
+        os.dup2(devnull, stream.fileno())
         os.close(devnull)
+        raise

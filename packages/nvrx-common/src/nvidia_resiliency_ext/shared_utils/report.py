@@ -17,7 +17,7 @@ from ._events.read import EventFileError, read_events
 from ._report.html import render_html
 from ._report.model import build_timeline
 from ._report.text import render_text
-from .console import write_out
+from .console import write_err, write_out
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -100,13 +100,13 @@ def _parse(argv: Sequence[str] | None) -> Namespace:
 def _terminal_width() -> int:
     try:
         return min(os.get_terminal_size(sys.stdout.fileno()).columns, 120) or 100
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):  # stdout is None when it was closed
         return 100
 
 
 def _complain(message: str) -> int:
     line = "".join(char if char.isprintable() else "?" for char in message)
-    sys.stderr.write(f"nvrx-report: {line}\n")
+    write_err(f"nvrx-report: {line}\n")
     return _WRONG_INPUT
 
 

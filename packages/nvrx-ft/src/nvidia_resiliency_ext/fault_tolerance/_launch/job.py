@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 from collections.abc import Mapping
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rank import infrastructure_rank
@@ -21,6 +20,7 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.sweep import sweep
 from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
 from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.console import write_err
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
@@ -351,5 +351,4 @@ def show_failures(name: str, result: Result) -> None:
     from .faults import failure_table
 
     if result.exit_code != 0 and result.failures:
-        sys.stderr.write(failure_table(name, result.failures) + "\n")
-        sys.stderr.flush()
+        write_err(failure_table(name, result.failures) + "\n")

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nvidia_resiliency_ext.fault_tolerance._config import values
-from nvidia_resiliency_ext.shared_utils.console import write_out
+from nvidia_resiliency_ext.shared_utils.console import write_err, write_out
 
 from .flags import FLAGS, GROUPS, OLD_SPELLINGS, OTHER_SPELLINGS, Flag
 
@@ -37,7 +37,7 @@ _BY_NAME = {flag.name: flag for flag in FLAGS}
 def usage_error(problem: object) -> NoReturn:
     """Say on one line of stderr what is wrong with the command line or a file; leave with 2."""
     text = " ".join(str(problem).split())
-    sys.stderr.write(f"{PROGRAM}: error: {text}\n")
+    write_err(f"{PROGRAM}: error: {text}\n")
     sys.exit(USAGE_ERROR_EXIT_CODE)
 
 

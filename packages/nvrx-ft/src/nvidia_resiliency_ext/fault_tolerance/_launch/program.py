@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.console import open_missing_streams, write_err
 
 from .parser import PROGRAM, parse_args, usage_error
 
@@ -22,6 +23,7 @@ def run_command_line(argv: Sequence[str] | None) -> int:
         SystemExit: with code 2, after one line on stderr, when the command line, the environment
             or a configuration file is wrong; with code 0 for `--help` and `--version`.
     """
+    open_missing_streams()
     parsed = parse_args(argv)
     # Loaded only now: `--help` and a wrong command line do not pay for it.
     from nvidia_resiliency_ext.shared_utils.errors import ConfigError
@@ -52,7 +54,7 @@ def run_plan(plan: LaunchPlan) -> int:
         usage_error(error)
     except NvrxError as error:
         text = " ".join(str(error).split())
-        sys.stderr.write(f"{PROGRAM}: error: {text}\n")
+        write_err(f"{PROGRAM}: error: {text}\n")
         return EXIT_FAILURE
     show_failures(plan.command.entry, result)
     return result.exit_code
