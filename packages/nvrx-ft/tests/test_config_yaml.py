@@ -3,12 +3,15 @@
 
 import contextlib
 import logging
+import os
 import random
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from nvidia_resiliency_ext.fault_tolerance._config import yaml_file
 from nvidia_resiliency_ext.fault_tolerance._config.yaml_file import SIZE_LIMIT_BYTES
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 
@@ -172,6 +175,63 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         FaultToleranceConfig.from_yaml_file(tmp_path / "none.yaml")
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
         FaultToleranceConfig.from_yaml_file(tmp_path)
+
+
+def test_a_pipe_that_has_a_name_is_refused_at_once(tmp_path: Path) -> None:
+    """Nobody may write into it, ever; so it is not waited for."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"^/.*/pipe: is not a regular file$"):
+        FaultToleranceConfig.from_yaml_file(path)
+
+
+def test_an_open_pipe_is_read() -> None:
+    """What a shell gives as `<(...)` is read to its end, also when the writer is slow."""
+    reading, writing = os.pipe()
+
+    def write() -> None:
+        os.write(writing, b"fault_tolerance:\n")
+        threading.Event().wait(0.3)
+        os.write(writing, b"  lease: 7\n")
+        os.close(writing)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        config = FaultToleranceConfig.from_yaml_file(f"/dev/fd/{reading}")
+        assert config.lease == 7.0
+        with pytest.raises(ValueError, match="is missing"):
+            FaultToleranceConfig.from_yaml_file(f"/dev/fd/{reading}")  # it is empty now
+    finally:
+        writer.join()
+        os.close(reading)
+
+
+def test_an_open_pipe_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that neither writes nor leaves is an error after a while."""
+    monkeypatch.setattr(yaml_file, "PIPE_LIMIT_S", 0.2)
+    reading, writing = os.pipe()
+    try:
+        with pytest.raises(ValueError, match=r"^/dev/fd/\d+: is a pipe without an end: waited 0\.2 s"):
+            FaultToleranceConfig.from_yaml_file(f"/dev/fd/{reading}")
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_the_null_device_is_an_empty_file() -> None:
+    """It has no section, and other devices are refused."""
+    with pytest.raises(ValueError, match="section fault_tolerance is missing"):
+        FaultToleranceConfig.from_yaml_file("/dev/null")
+    with pytest.raises(ValueError, match="is not a regular file"):
+        FaultToleranceConfig.from_yaml_file("/dev/zero")
+
+
+def test_half_an_address_is_one_mistake(tmp_path: Path) -> None:
+    """An old host without its port is reported once."""
+    with pytest.raises(ValueError, match="needs both") as caught:
+        load(tmp_path, "fault_tolerance: {attrsvc_host: h}\n")
+    assert str(caught.value).count("needs both") == 1
 
 
 def test_all_mistakes_of_a_file_are_reported_at_once(tmp_path: Path) -> None:

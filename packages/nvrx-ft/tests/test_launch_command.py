@@ -104,8 +104,9 @@ def test_workers_are_a_number_or_the_cpus() -> None:
     """A number stands for itself, cpu for the CPUs this process may use; the rest is refused."""
     assert determine_local_world_size("3") == 3
     assert determine_local_world_size("cpu") == len(os.sched_getaffinity(0))
-    for wrong in ("0", "-1", "tpu", "", "1.5"):
-        with pytest.raises(ValueError, match="number of workers > 0, cpu, gpu or auto"):
+    assert determine_local_world_size("65536") == 65536
+    for wrong in ("0", "-1", "65537", "99999999999", "tpu", "", "1.5"):
+        with pytest.raises(ValueError, match="workers from 1 to 65536, cpu, gpu or auto"):
             determine_local_world_size(wrong)
 
 

@@ -47,7 +47,8 @@ def test_prewarm_is_what_the_configuration_says() -> None:
     [
         (describe(FaultToleranceConfig(segment=4, enable_nic_monitor=True)), "segment=4"),
         (describe(FaultToleranceConfig(segment=4, enable_nic_monitor=True)), "enable_nic_monitor"),
-        (describe(nproc_per_node=0), "nproc_per_node=0: at least 1"),
+        (describe(nproc_per_node=0), "nproc_per_node=0: is not from 1 to 65536"),
+        (describe(nproc_per_node=10**11), "nproc_per_node=100000000000: is not from"),
         (describe(max_nodes=2), "max_nodes=2: more than one node"),
         (describe(max_restarts=-1), "max_restarts=-1: must not"),
         (describe(term_timeout=-1), "term_timeout=-1: must not"),

@@ -8,6 +8,8 @@ do no harm. Aliases share nodes and are not expanded, so that a small file canno
 
 from __future__ import annotations
 
+import os
+import stat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import FaultToleranceConfigError, SectionMissingError
@@ -19,6 +21,7 @@ __all__ = ["SECTION", "SIZE_LIMIT_BYTES", "Entry", "read_section"]
 
 SECTION = "fault_tolerance"
 SIZE_LIMIT_BYTES = 1 << 20
+PIPE_LIMIT_S = 10.0
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
@@ -60,9 +63,8 @@ def read_section(path: str) -> list[Entry]:
 
 def _read_text(path: str) -> str:
     try:
-        with open(path, "rb") as stream:
-            data = stream.read(SIZE_LIMIT_BYTES + 1)
-    except FileNotFoundError:
+        data = _read_bytes(path)
+    except (FileNotFoundError, FaultToleranceConfigError):
         raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -77,6 +79,51 @@ def _read_text(path: str) -> str:
         raise FaultToleranceConfigError(
             [f"{path}: is no UTF-8 text (byte {error.start}); save it as UTF-8"]
         ) from None
+
+
+def _read_bytes(path: str) -> bytes:
+    """Return at most one byte more than the limit; wait for nobody but an open pipe of ours."""
+    from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
+
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        import errno
+
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if stat.S_ISREG(mode):
+        return read_regular_file(path, SIZE_LIMIT_BYTES + 1, follows_symlink=True)
+    real = os.path.realpath(path)
+    # What /dev/stdin and a shell's <(...) stand for; and an empty file.
+    if not (stat.S_ISFIFO(mode) and real.startswith("/proc/")) and real != os.devnull:
+        raise FaultToleranceConfigError([f"{path}: is not a regular file"])
+    return _read_pipe(path)
+
+
+def _read_pipe(path: str) -> bytes:
+    import select
+
+    from nvidia_resiliency_ext.shared_utils.clock import Deadline
+
+    deadline = Deadline.after(PIPE_LIMIT_S)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    data = b""
+    try:
+        while len(data) <= SIZE_LIMIT_BYTES:
+            try:
+                more = os.read(descriptor, SIZE_LIMIT_BYTES)
+            except BlockingIOError:
+                if not poller.poll(max(0.0, deadline.remaining()) * 1000.0):
+                    problem = f"{path}: is a pipe without an end: waited {PIPE_LIMIT_S:g} s"
+                    raise FaultToleranceConfigError([problem]) from None
+                continue
+            if not more:
+                break
+            data += more
+    finally:
+        os.close(descriptor)
+    return data
 
 
 def _explain(error: Exception, path: str) -> str:

@@ -16,6 +16,7 @@ from . import surroundings
 from .command import WorkerCommand
 from .flags import FLAGS
 from .launch_config import LaunchConfig
+from .local_world import MOST_WORKERS
 from .plan import LaunchPlan
 from .syntax import Std, parse_signals
 
@@ -122,8 +123,8 @@ def _problems(config: LaunchConfig) -> list[str]:
             f"min_nodes={config.min_nodes}, max_nodes={config.max_nodes}: "
             f"more than one node is not available in this version"
         )
-    if config.nproc_per_node < 1:
-        problems.append(f"nproc_per_node={config.nproc_per_node}: at least 1 is needed")
+    if not 1 <= config.nproc_per_node <= MOST_WORKERS:
+        problems.append(f"nproc_per_node={config.nproc_per_node}: is not from 1 to {MOST_WORKERS}")
     for name in ("max_restarts", "term_timeout", "workers_stop_timeout"):
         value = getattr(config, name)
         if value < 0:

@@ -11,14 +11,23 @@ from collections.abc import Mapping
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 
-__all__ = ["count_cpus", "count_gpus", "determine_local_world_size", "local_world_size"]
+__all__ = [
+    "MOST_WORKERS",
+    "count_cpus",
+    "count_gpus",
+    "determine_local_world_size",
+    "local_world_size",
+]
+
+MOST_WORKERS = 65536
+"""No machine runs as many; a slip of the finger must not fill its memory."""
 
 
 def determine_local_world_size(nproc_per_node: str) -> int:
     """Return the number of workers that `--nproc-per-node` stands for on this machine.
 
     Raises:
-        ValueError: It is none of a number > 0, cpu, gpu and auto, or there is no GPU.
+        ValueError: It is no number from 1 to `MOST_WORKERS`, nor cpu, gpu or auto, or there is no GPU.
     """
     return local_world_size(nproc_per_node, os.environ)
 
@@ -39,9 +48,10 @@ def local_world_size(nproc_per_node: str, environ: Mapping[str, str], root: str 
         count = int(nproc_per_node)
     except ValueError:
         count = 0
-    if count <= 0:
+    if not 0 < count <= MOST_WORKERS:
         raise ValueError(
-            f"--nproc-per-node: {nproc_per_node!r} is not a number of workers > 0, cpu, gpu or auto"
+            f"--nproc-per-node: {nproc_per_node!r} is not a number of workers from 1 to "
+            f"{MOST_WORKERS}, cpu, gpu or auto"
         )
     return count
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._config.values import Kind
 
+from .local_world import MOST_WORKERS
+
 __all__ = [
     "CONFIGURATION",
     "ENDPOINT",
@@ -67,7 +69,7 @@ def _nodes(raw: Any) -> str:
 
 def _processes(raw: Any) -> str:
     text = str(raw)
-    if text not in ("auto", "cpu", "gpu") and int(text) <= 0:
+    if text not in ("auto", "cpu", "gpu") and not 0 < int(text) <= MOST_WORKERS:
         raise ValueError
     return text
 
@@ -203,7 +205,12 @@ def _whole_path(raw: Any) -> str:
 
 
 NODES = Kind("str", "a number of nodes or MIN:MAX with 0 < MIN <= MAX", "N|MIN:MAX", _nodes)
-PROCESSES = Kind("str", "a number of workers > 0, cpu, gpu or auto", "N|cpu|gpu|auto", _processes)
+PROCESSES = Kind(
+    "str",
+    f"a number of workers from 1 to {MOST_WORKERS}, cpu, gpu or auto",
+    "N|cpu|gpu|auto",
+    _processes,
+)
 STREAMS = Kind("str", "0, 1 (stdout), 2 (stderr), 3 (both) or a list like 0:1,1:3", "STD", _streams)
 RANKS = Kind("str", "a comma separated list of local ranks", "RANK,...", _ranks)
 CONFIGURATION = Kind("str", "a list like key=value,key=value", "KEY=VALUE,...", _configuration)
