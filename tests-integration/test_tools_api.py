@@ -105,6 +105,47 @@ def test_change_inside_is_not_shown(source: Path, tmp_path: Path) -> None:
     assert run(tmp_path) == (0, "")
 
 
+def test_members_inherited_from_private_classes_are_shown(source: Path, tmp_path: Path) -> None:
+    """Members of private bases belong to the class; public and foreign bases are only named."""
+    other = tmp_path / "packages" / "nvrx-b" / "src" / "nvidia_resiliency_ext" / "foreign"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text('__all__ = ["Far"]\nclass Far:\n    def far(self): ...\n')
+    (source / "_root.py").write_text(
+        "class Root:\n    limit: int = 1\n    def __init__(self, path): ...\n"
+        "    @property\n    def size(self) -> int: ...\n    def close(self): ...\n"
+    )
+    (source / "_middle.py").write_text(
+        "from typing import Generic\nfrom . import _root as base\n"
+        "class Middle(base.Root, Generic[T]):\n    def close(self, *, now: bool): ...\n"
+        "    def _hidden(self): ...\n"
+    )
+    (source / "_again.py").write_text("from ._middle import Middle as Renamed\n")
+    (source / "other.py").write_text(
+        "from nvidia_resiliency_ext.foreign import Far\nfrom ._again import Renamed\n"
+        '__all__ = ["Known", "Leaf"]\nclass Mixin:\n    def mix(self): ...\n'
+        "class Known:\n    def known(self): ...\n"
+        "class Leaf(Renamed[int], Mixin, Known, Far):\n    def size(self) -> float: ...\n"
+    )
+    assert run(tmp_path, "--write")[0] == 0
+    record = (tmp_path / "packages" / "nvrx-a" / "tests" / "public_api.txt").read_text()
+    assert record.partition("nvidia_resiliency_ext.face.other\n")[2] == (
+        "  class Known\n"
+        "      def known(self)\n"
+        "  class Leaf(Renamed[int], Mixin, Known, Far)\n"
+        "      def size(self) -> float\n"
+        "      def close(self, *, now: bool)\n"
+        "      limit: int = 1\n"
+        "      def __init__(self, path)\n"
+        "      def mix(self)\n"
+    )
+
+
+def test_a_class_that_inherits_from_itself_ends(source: Path, tmp_path: Path) -> None:
+    """Sources that no Python would run do not hold up the tool."""
+    (source / "other.py").write_text('__all__ = ["A"]\nclass A(B): ...\nclass B(A): ...\n')
+    assert run(tmp_path, "--write")[0] == 0
+
+
 def test_name_that_is_not_defined_is_an_error(source: Path, tmp_path: Path) -> None:
     """`__all__` may not promise what the module lacks."""
     (source / "other.py").write_text('__all__ = ["absent"]\n')

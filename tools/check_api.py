@@ -34,6 +34,7 @@ class Sources:
 
     root: Path
     parsed: dict[str, ast.Module] = field(default_factory=dict)
+    recorded: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
 
     @cached_property
     def files(self) -> dict[str, tuple[str, Path]]:
@@ -130,7 +131,7 @@ def describe(sources: Sources, module: str, name: str, seen: frozenset[str]) -> 
         if isinstance(node, FunctionNode) and node.name == name:
             return [signature(name, node)]
         if isinstance(node, ast.ClassDef) and node.name == name:
-            return class_lines(node)
+            return class_lines(sources, module, node)
         if name in assigned_names(node) and isinstance(node, ast.Assign | ast.AnnAssign):
             return [value_line(name, node)]
         if isinstance(node, ast.ImportFrom):
@@ -171,11 +172,25 @@ def value_line(name: str, node: ast.Assign | ast.AnnAssign) -> str:
     return f"{name}{kind} = {shown}" if value else f"{name}{kind}"
 
 
-def class_lines(node: ast.ClassDef) -> list[str]:
-    """Return a class's heading and its public members, in the order of the source."""
+def class_lines(sources: Sources, module: str, node: ast.ClassDef) -> list[str]:
+    """Return a class's heading and its public members: its own ones, then inherited ones.
+
+    Inherited are those of the distribution's private classes; public ones have their own record.
+    """
     bases = [ast.unparse(base) for base in node.bases]
     bases += [f"{key.arg}={ast.unparse(key.value)}" for key in node.keywords]
     lines = [f"class {node.name}({', '.join(bases)})" if bases else f"class {node.name}"]
+    shown: set[str] = set()
+    for ancestor in lineage(sources, module, node, set()):
+        members = member_lines(ancestor)
+        lines += [f"    {line}" for name, line in members if name not in shown]
+        shown.update(name for name, _ in members)
+    return lines
+
+
+def member_lines(node: ast.ClassDef) -> list[tuple[str, str]]:
+    """Return the public members that a class defines, each line with the member's name."""
+    members = []
     for item in node.body:
         if isinstance(item, FunctionNode):
             if item.name.startswith("_") and item.name not in {"__init__", "__call__"}:
@@ -183,15 +198,70 @@ def class_lines(node: ast.ClassDef) -> list[str]:
             marks = [ast.unparse(mark) for mark in item.decorator_list]
             if "overload" in marks:
                 continue
-            lines += [f"    @{mark}" for mark in marks]
-            lines.append(f"    {signature(item.name, item)}")
+            members += [(item.name, f"@{mark}") for mark in marks]
+            members.append((item.name, signature(item.name, item)))
         elif isinstance(item, ast.Assign | ast.AnnAssign):
-            lines += [
-                f"    {value_line(name, item)}"
+            members += [
+                (name, value_line(name, item))
                 for name in assigned_names(item)
                 if not name.startswith("_")
             ]
-    return lines
+    return members
+
+
+def lineage(
+    sources: Sources, module: str, node: ast.ClassDef, seen: set[tuple[str, str]]
+) -> list[ast.ClassDef]:
+    """Return a class and the private classes of its distribution that it inherits from.
+
+    Each base comes with its own bases before the next one.
+    """
+    distribution = sources.files[module][0]
+    if (module, node.name) in seen:
+        return []
+    seen.add((module, node.name))
+    found = [node]
+    for base in node.bases:
+        plain = base.value if isinstance(base, ast.Subscript) else base
+        place = find_class(sources, module, ast.unparse(plain), frozenset())
+        if place is None or sources.files[place[0]][0] != distribution:
+            continue
+        if (place[0], place[1].name) not in recorded_classes(sources, distribution):
+            found += lineage(sources, *place, seen)
+    return found
+
+
+def recorded_classes(sources: Sources, distribution: str) -> set[tuple[str, str]]:
+    """Return module and name of each class that a public module of the distribution exports."""
+    if distribution not in sources.recorded:
+        places = [
+            find_class(sources, module, name, frozenset())
+            for module in sources.public_modules(distribution)
+            for name in exported(sources, module)
+        ]
+        sources.recorded[distribution] = {(place[0], place[1].name) for place in places if place}
+    return sources.recorded[distribution]
+
+
+def find_class(
+    sources: Sources, module: str, name: str, seen: frozenset[str]
+) -> tuple[str, ast.ClassDef] | None:
+    """Return where the class is defined that a module calls `name`, or `module.name`."""
+    if module not in sources.files or module in seen:
+        return None
+    first, _, rest = name.partition(".")
+    for node in statements(sources.tree(module).body):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return module, node
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        for alias in node.names:
+            if (alias.asname or alias.name) == first:
+                source = sources.absolute(module, node)
+                if rest:
+                    return find_class(sources, f"{source}.{alias.name}", rest, seen | {module})
+                return find_class(sources, source, alias.name, seen | {module})
+    return None
 
 
 def report(root: Path, distribution: str) -> str:

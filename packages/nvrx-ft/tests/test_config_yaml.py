@@ -212,7 +212,7 @@ def test_an_open_pipe_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(yaml_file, "PIPE_LIMIT_S", 0.2)
     reading, writing = os.pipe()
     try:
-        with pytest.raises(ValueError, match=r"^/dev/fd/\d+: is a pipe without an end: waited 0\.2 s"):
+        with pytest.raises(ValueError, match=r"^/dev/fd/\d+: is a pipe without an end: waited"):
             FaultToleranceConfig.from_yaml_file(f"/dev/fd/{reading}")
     finally:
         os.close(reading)

@@ -27,7 +27,7 @@ def determine_local_world_size(nproc_per_node: str) -> int:
     """Return the number of workers that `--nproc-per-node` stands for on this machine.
 
     Raises:
-        ValueError: It is no number from 1 to `MOST_WORKERS`, nor cpu, gpu or auto, or there is no GPU.
+        ValueError: It is no number from 1 to `MOST_WORKERS`, cpu, gpu or auto, or there is no GPU.
     """
     return local_world_size(nproc_per_node, os.environ)
 
