@@ -455,3 +455,14 @@ def test_two_may_remove_one_tree(root: int, tmp_path: Path) -> None:
             thread.join(30.0)
         assert not errors
         assert os.listdir(tmp_path / "root") == []
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe"])
+def test_what_is_no_regular_file_is_refused_and_closed(tmp_path: Path, kind: str) -> None:
+    """A directory or a pipe is an error at once, and no descriptor stays open."""
+    path = tmp_path / "it"
+    path.mkdir() if kind == "directory" else os.mkfifo(path)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="not a regular file"):
+        os_utils.read_regular_file(str(path), 10)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -110,9 +110,12 @@ def read_regular_file(path: str, max_bytes: int, *, follows_symlink: bool = Fals
             a pipe or a device would make the reader wait or read for ever.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(os.open(path, flags if follows_symlink else flags | os.O_NOFOLLOW), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", path)
+    descriptor = os.open(path, flags if follows_symlink else flags | os.O_NOFOLLOW)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        # Before `open`, which would forget to close the descriptor of a directory.
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    with open(descriptor, "rb") as file:
         return file.read(max_bytes)
 
 
