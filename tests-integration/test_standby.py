@@ -74,7 +74,7 @@ def test_a_killed_standby_is_replaced(job: Job) -> None:
     wait_for_standbys(job, 2)
     os.kill(job.rank_pid(0, 0), signal.SIGKILL)
     assert job.wait() == 0, job.log()
-    assert job.cycles() == [0, 1]
+    assert job.cycles() == [0, 1], job.log()
 
 
 def test_a_standby_killed_together_with_a_rank(job: Job) -> None:
@@ -85,7 +85,7 @@ def test_a_standby_killed_together_with_a_rank(job: Job) -> None:
     for pid in [*standbys(job), job.rank_pid(0, 0)]:
         os.kill(pid, signal.SIGKILL)
     assert job.wait() == 0, job.log()
-    assert job.cycles() == [0, 1]
+    assert job.cycles() == [0, 1], job.log()
 
 
 def test_imports_that_fail_mean_a_cold_start(job: Job) -> None:
@@ -99,7 +99,7 @@ def test_imports_that_fail_mean_a_cold_start(job: Job) -> None:
     wait_until(lambda: "start cold from now on" in job.log(), job.log)
     os.kill(job.rank_pid(0, 1), signal.SIGKILL)
     assert job.wait() == 0, job.log()
-    assert job.cycles() == [0, 1]
+    assert job.cycles() == [0, 1], job.log()
     assert "no_such_module_anywhere" in job.log()
     assert warm(job, 1) == [False, False]
 
@@ -117,7 +117,7 @@ def test_a_fault_while_standbys_are_warming(job: Job) -> None:
     wait_until(lambda: standbys(job), lambda: f"a warming standby\n{job.log()}")
     os.kill(job.rank_pid(0, 1), signal.SIGKILL)
     assert job.wait() == 0, job.log()
-    assert job.cycles() == [0, 1]
+    assert job.cycles() == [0, 1], job.log()
 
 
 def test_no_standby_outlives_a_killed_launcher(job: Job) -> None:

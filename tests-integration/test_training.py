@@ -95,7 +95,7 @@ def test_an_example_recovers_from_a_kill(job: Job, name: str) -> None:
     os.kill(int(found[1]), signal.SIGKILL)
     assert job.wait(60) == 0, job.log()
     starts = [int(step) for step in re.findall(r"starts at step (\d+)", job.log())]
-    assert len(starts) == 4
+    assert len(starts) == 4, job.log()
     assert min(starts[2:]) >= 150
     assert "step 600:" in job.log()
 

@@ -261,7 +261,9 @@ def parse_arguments():
 
 def map_torch(folder):
     """Map a file that is called like torch's library: what makes the launcher keep standbys."""
-    path = folder / "libtorch_cpu.so"
+    own = folder / f"rank{os.environ['RANK']}-{os.getpid()}"
+    own.mkdir()
+    path = own / "libtorch_cpu.so"
     path.write_bytes(bytes(4096))
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
