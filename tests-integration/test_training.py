@@ -80,6 +80,7 @@ def test_an_example_recovers_from_a_kill(job: Job, name: str) -> None:
         "minimal": (),
         "heartbeats": (
             *("--ft-initial-rank-heartbeat-timeout", "60", "--ft-rank-heartbeat-timeout", "30"),
+            *("--ft-safety-factor", "200"),
         ),
         "sections": ("--ft-cfg-path", str(EXAMPLES / "sections.yaml")),
     }[name]

@@ -3,10 +3,12 @@
 
 The first run starts with generous timeouts. After a while the ranks agree on better ones, made
 from the intervals they saw; the checkpoint keeps them, so that a restarted job has them at once.
+The steps here take milliseconds, and a busy machine delays one by more than the usual safety
+factor of 5.
 
     ft_launcher --standalone --nproc-per-node 2 --max-restarts 3 \
         --ft-initial-rank-heartbeat-timeout 120 --ft-rank-heartbeat-timeout 60 \
-        heartbeats.py --checkpoint /tmp/heartbeats.pt
+        --ft-safety-factor 200 heartbeats.py --checkpoint /tmp/heartbeats.pt
 
 While it runs, stop a rank (``kill -STOP`` with a pid that it prints). The others wait for it; the
 monitor misses its heartbeat, kills it, and the launcher starts all ranks again.
