@@ -58,6 +58,17 @@ def test_sections_may_be_a_mapping_or_text(tmp_path: Path) -> None:
 BAD = {
     "empty file": ("", "section fault_tolerance is missing"),
     "no section": ("a: 1\n", "section fault_tolerance is missing"),
+    "misspelt section": (
+        "fault_tolerence:\n  lease: 1\n",
+        "fault_tolerance is missing; is it 'fault_tolerence' in line 1",
+    ),
+    "options without a section": ("lease: 1\n", "missing; write 'fault_tolerance:' and indent"),
+    "a flag": ("fault_tolerance: {max_restarts: 1}\n", "a flag only: --max-restarts"),
+    "no old names": ("fault_tolerance: {max_no_progress_restart: 1}\n", "mean max_no_progress_c"),
+    "limit of a section": (
+        "fault_tolerance:\n  rank_section_timeouts:\n    step: soon\n",
+        "rank_section_timeouts: step: 'soon' is not a number of seconds",
+    ),
     "empty section": ("fault_tolerance:\n", "section fault_tolerance is empty"),
     "empty mapping": ("fault_tolerance: {}\n", "section fault_tolerance is empty"),
     "list": ("fault_tolerance:\n  - a\n", "line 2: fault_tolerance is no mapping"),

@@ -10,7 +10,7 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["FaultToleranceConfigError", "SectionMissingError", "nearest"]
+__all__ = ["FaultToleranceConfigError", "SectionMissingError", "nearest", "similar"]
 
 
 class FaultToleranceConfigError(ConfigError):
@@ -34,7 +34,11 @@ class SectionMissingError(FaultToleranceConfigError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean X?` for the known name most like `name`, or an empty text."""
+    return "".join(f"; did you mean {match}?" for match in similar(name, known))
+
+
+def similar(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known name most like `name`, or nothing."""
     import difflib
 
-    matches = difflib.get_close_matches(name[:100], list(known), n=1, cutoff=0.6)
-    return f"; did you mean {matches[0]}?" if matches else ""
+    return difflib.get_close_matches(name[:100], list(known), n=1, cutoff=0.6)

@@ -31,6 +31,21 @@ __all__ = [
 ]
 
 _DEPRECATED = {item.key: item for item in DEPRECATED_KEYS}
+# Flags of the launcher that people look for in its file.
+_ONLY_FLAGS = frozenset(
+    {
+        "log_dir",
+        "max_restarts",
+        "monitor_interval",
+        "nnodes",
+        "nproc_per_node",
+        "redirects",
+        "shutdown_timeout",
+        "tee",
+        "term_timeout",
+        "workers_stop_timeout",
+    }
+)
 
 
 class Given(NamedTuple):
@@ -114,8 +129,7 @@ def merge_entries(
         option = OPTION_OF_KEY.get(key)
         old = _DEPRECATED.get(key)
         if option is None and old is None:
-            known = (*OPTION_OF_KEY, *_DEPRECATED)
-            unknown.append(f"{path} line {line}: unknown key {key!r}{nearest(key, known)}")
+            unknown.append(f"{path} line {line}: unknown key {key!r}{_hint(key)}")
             continue
         if option is not None and option.field in own:
             layers.problems.append(f"{where}: is the same as {own[option.field]!r}; keep one")
@@ -138,6 +152,13 @@ def merge_entries(
         layers.warnings.append("ignored: " + "; ".join(unknown))
     elif unknown:
         layers.problems += unknown
+
+
+def _hint(key: str) -> str:
+    if key in _ONLY_FLAGS:
+        return f"; it is a flag only: --{key.replace('_', '-')}"
+    # Old names are taken, but nobody should be led to them.
+    return nearest(key, [option.field for option in OPTIONS])
 
 
 def merge_attribution_address(layers: Layers) -> None:

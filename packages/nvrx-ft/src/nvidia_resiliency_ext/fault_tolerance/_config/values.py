@@ -70,6 +70,15 @@ class Kind(NamedTuple):
     parse: Callable[[Any], Any]
 
 
+class _BadPartError(ValueError):
+    """One part of a value is wrong, and which one is worth saying."""
+
+    def __init__(self, part: str, expects: str) -> None:
+        super().__init__(part)
+        self.part = part
+        self.expects = expects
+
+
 def read(kind: Kind, raw: object, where: str) -> Any:
     """Return the value of `raw`.
 
@@ -78,6 +87,8 @@ def read(kind: Kind, raw: object, where: str) -> Any:
     """
     try:
         return kind.parse(raw)
+    except _BadPartError as error:
+        raise ValueError(f"{where}: {error.part} is not {error.expects}") from None
     except (ValueError, TypeError, OverflowError):
         raise ValueError(f"{where}: {describe(raw)} is not {kind.expects}") from None
 
@@ -176,10 +187,18 @@ def _sections(raw: Any) -> dict[str, float | None]:
         items = []
     else:
         raise TypeError
-    sections = {_section_name(name): SECONDS_OR_NONE.parse(value) for name, value in items}
+    sections = {_section_name(name): _section_limit(name, value) for name, value in items}
     if len(sections) != len(items):
         raise ValueError
     return sections
+
+
+def _section_limit(name: str, raw: Any) -> float | None:
+    try:
+        limit: float | None = SECONDS_OR_NONE.parse(raw)
+    except (ValueError, TypeError, OverflowError):
+        raise _BadPartError(f"{name}: {describe(raw)}", SECONDS_OR_NONE.expects) from None
+    return limit
 
 
 def _section_name(name: Any) -> str:

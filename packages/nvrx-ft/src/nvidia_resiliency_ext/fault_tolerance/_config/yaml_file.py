@@ -12,7 +12,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .errors import FaultToleranceConfigError, SectionMissingError
+from .errors import FaultToleranceConfigError, SectionMissingError, similar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,8 +155,14 @@ def _find(root: Any, path: str) -> Any:
         raise FaultToleranceConfigError(
             [f"{path} line {_line(stray)}: {SECTION} is no mapping; write keys and values below it"]
         )
-    problem = "is empty" if stray is not None else "is missing"
-    raise SectionMissingError([f"{path}: section {SECTION} {problem}; add it, with an option"])
+    if stray is not None:
+        raise SectionMissingError([f"{path}: section {SECTION} is empty; give it an option"])
+    keys = [key for node in _mappings(root) for key, _ in node.value if key.id == "scalar"]
+    names = {key.value[: 2 * len(SECTION)]: _line(key) for key in reversed(keys)}
+    hint = f"; write '{SECTION}:' and indent the options below it"
+    for name in similar(SECTION, names):
+        hint = f"; is it {name!r} in line {names[name]} that should be called so?"
+    raise SectionMissingError([f"{path}: section {SECTION} is missing{hint}"])
 
 
 def _mappings(root: Any) -> Iterator[Any]:
