@@ -302,6 +302,7 @@ def test_help_lists_every_flag_under_its_group(capsys: pytest.CaptureFixture[str
         assert f"\n{group}\n" in text
     for flag in FLAGS:
         assert f"--{flag.name}" in text
+    assert "before the job fails. Default: 0." in " ".join(text.split())
     assert max(len(line) for line in text.splitlines()) <= 100
 
 

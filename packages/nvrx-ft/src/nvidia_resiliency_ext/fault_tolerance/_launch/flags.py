@@ -119,7 +119,7 @@ _TORCHRUN_FLAGS = (
         "monitor-interval",
         v.INTERVAL,
         0.3,
-        "Longest time between two looks at the workers; a death is noticed at once anyway.",
+        "Taken and checked, without effect: a death is noticed at once.",
     ),
     _torchrun(
         "start-method",

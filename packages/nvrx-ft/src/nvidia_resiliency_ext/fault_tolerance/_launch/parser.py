@@ -86,7 +86,8 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
 def _help_text(flag: Flag) -> str:
     text = flag.help
     default = flag.shown_default if flag.default is None else flag.default
-    has_default = default is not None and default not in (False, "", [], {})
+    # By identity: a default of 0 is one worth showing, and equals False.
+    has_default = default is not None and default is not False and default not in ("", [], {})
     if has_default:
         text += f" Default: {getattr(default, 'name', default)}."
     if flag.later:
