@@ -98,6 +98,17 @@ def test_unknown_iterations_are_said_once(caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+def test_a_file_that_holds_0_is_not_asked_for_again(tmp_path, caplog):
+    """Who has configured a file is told what it holds, not to configure one."""
+    path = tmp_path / "iteration"
+    path.write_text("0")
+    tracker = TrainingProgressTracker(checkpoint_iteration_file=str(path))
+    with caplog.at_level(logging.WARNING, logger="nvrx"):
+        tracker.analyze_previous_cycle()
+    tracker.close()
+    assert f"{path} holds 0" in caplog.text
+
+
 def test_file_gives_the_iterations(tmp_path):
     """With a file what it says counts: at the start as baseline, then after each cycle."""
     file = tmp_path / "latest"

@@ -106,14 +106,22 @@ class TrainingProgressTracker:
         if self._file is not None:
             self._file.close()
 
+    def _why_unknown(self) -> str:
+        if self._file is not None:
+            return (
+                f"{self.checkpoint_iteration_file} holds 0: cycles without progress are counted"
+                " from the first iteration that it names"
+            )
+        return (
+            "no iteration is known, so cycles without progress cannot be counted:"
+            " checkpoint_iteration_file can name a file that holds the last saved one"
+        )
+
     def _count(self, gained: int) -> None:
         if self.current_max_iteration == 0 and self.last_restart_iteration == 0:
             if not self._warned_no_iterations:
                 self._warned_no_iterations = True
-                logger.warning(
-                    "no iteration is known, so cycles without progress cannot be counted: set"
-                    " checkpoint_iteration_file or let ranks report iterations with their sections"
-                )
+                logger.warning("%s", self._why_unknown())
             return
         if gained >= self.min_progress_iterations:
             self.no_progress_count = 0
