@@ -290,9 +290,10 @@ def test_binding_to_numa_nodes_is_refused(script: str) -> None:
 
 
 def test_monitors_can_be_switched_off(script: str) -> None:
-    """Any text in the variable switches the monitors off."""
+    """Any text in the variable switches the monitors off, and the log says so."""
     made = plan(script, environ=ENVIRON | {"NVRX_DISABLE_RANK_MONITORS": "0"})
     assert not made.monitors_enabled
+    assert "NVRX_DISABLE_RANK_MONITORS is set: hangs are not found" in " ".join(made.warnings)
 
 
 def test_scripts_that_cannot_run_are_named(tmp_path: Path, script: str) -> None:

@@ -157,6 +157,7 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         *getattr(args, "warnings", ()),
         *layers.warnings,
         *([threads.warning] if threads.warning else []),
+        *surroundings.monitor_notes(environ),
     ]
     policy = layers.restart_policy()
     min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)

@@ -20,6 +20,7 @@ __all__ = [
     "check_one_launcher_per_node",
     "deprecated_variables",
     "log_level",
+    "monitor_notes",
     "omp_rule",
     "refused_variables",
 ]
@@ -89,6 +90,13 @@ def refused_variables(environ: Mapping[str, str]) -> list[str]:
         return [
             f"{_env.GPUS_PER_NUMA}: not available in this version (binding to NUMA nodes); unset it"
         ]
+    return []
+
+
+def monitor_notes(environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence when the rank monitor is switched off."""
+    if environ.get(_env.DISABLE_RANK_MONITORS):
+        return [f"{_env.DISABLE_RANK_MONITORS} is set: hangs are not found, no rank has a monitor"]
     return []
 
 

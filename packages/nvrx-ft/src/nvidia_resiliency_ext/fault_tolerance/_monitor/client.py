@@ -15,6 +15,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, NoReturn
 
+from nvidia_resiliency_ext.fault_tolerance._env import DISABLE_RANK_MONITORS
 from nvidia_resiliency_ext.fault_tolerance.data import (
     FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
     FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR,
@@ -100,7 +101,7 @@ class RankMonitorClient(ClientTimeouts):
         if not path:
             raise RankMonitorClientError(
                 f"{FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR} is not set: start the program with"
-                " ft_launcher"
+                f" ft_launcher, and without {DISABLE_RANK_MONITORS}"
             )
         self.rank_info = RankInfo.get_for_current_rank()
         self._num_warmup_iters = num_warmup_iters
