@@ -137,7 +137,7 @@ def test_hang_report_makes_the_cause_a_hang():
     hang = {"rule": "section", "section": "step", "elapsed": 10.5, "limit": 10.0}
     cause = faults.cause_of(failure(2, hang=hang))
     assert (cause.kind, cause.detected_by) == ("hang_section", "monitor")
-    assert cause.what == "rank 2 on host h hung: section 'step' for 10.50 s, limit 10 s"
+    assert cause.what == "rank 2 on host h hung: section 'step' for 10.50 s, limit 10.00 s"
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["build_timeline"]
 
 NO_HEARTBEAT = (
-    "No rank sent a heartbeat or opened a section, so productive time is unknown. Call"
-    " RankMonitorClient.send_heartbeat() once per step, or use sections, to have it measured."
+    "No rank sent a heartbeat or finished a section named step, so productive time is unknown."
+    " Call RankMonitorClient.send_heartbeat() once per step, or mark steps, to have it measured."
 )
 NO_CHECKPOINT = (
     "No checkpoint was recorded, so work lost through faults is unknown and goodput an upper bound."

@@ -83,9 +83,9 @@ class Chronicle:
                 reasons.add(started.cold_reason)
         warm = sum(started.warm for started in workers.values())
         logger.info(
-            "cycle %d: %d workers started (%d from standby), pids %s",
+            "cycle %d: %s started (%d from standby), pids %s",
             self._cycle,
-            len(workers),
+            _counted(len(workers), "worker"),
             warm,
             ",".join(str(started.child.pid) for started in workers.values()),
         )
@@ -161,7 +161,8 @@ class Chronicle:
                 rank=cause.rank,
             )
         if outcome is Outcome.RESTART:
-            logger.warning("restarting because %s (%d restarts left)", cause.what, restarts_left)
+            left = _counted(restarts_left, "restart")
+            logger.warning("restarting because %s (%s left)", cause.what, left)
         elif outcome is Outcome.NO_RESTART:
             logger.error("stopping for good, no progress: %s", cause.what)
         elif cause.kind == "start":
@@ -227,8 +228,13 @@ class Chronicle:
         self._write_failure(self._cycle)
         self._record(events.JobEnd(result=result, exit_code=exit_code, restarts=self.restarts))
         log = logger.info if exit_code == 0 else logger.error
-        log("job ended with exit code %d: %s (%d restarts)", exit_code, result, self.restarts)
+        restarts = _counted(self.restarts, "restart")
+        log("job ended with exit code %d: %s (%s)", exit_code, result, restarts)
 
     def _record(self, event: events.Event, *, local_rank: int | None = None) -> None:
         rank = None if local_rank is None else self._rank_offset + local_rank
         self._events.record(event, cycle=self._cycle, rank=rank)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

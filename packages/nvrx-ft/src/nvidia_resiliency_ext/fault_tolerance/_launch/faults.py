@@ -145,7 +145,7 @@ def _hang_words(hang: Mapping[str, object]) -> str:
     elapsed, limit = hang.get("elapsed"), hang.get("limit")
     subject = f"section {hang['section']!r}" if hang.get("section") else str(hang.get("rule"))
     if isinstance(elapsed, (int, float)) and isinstance(limit, (int, float)):
-        return f"{subject} for {elapsed:.2f} s, limit {limit:g} s"
+        return f"{subject} for {elapsed:.2f} s, limit {limit:.2f} s"
     return subject
 
 
