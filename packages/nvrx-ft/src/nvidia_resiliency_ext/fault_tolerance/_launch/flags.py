@@ -125,7 +125,7 @@ _TORCHRUN_FLAGS = (
         "start-method",
         v.choice("spawn", "fork", "forkserver"),
         "spawn",
-        "How functions are started; a script is always a fresh process.",
+        "Taken and checked, without effect: every worker is a fresh process.",
     ),
     _torchrun("role", v.TEXT, "default", "The workers' role."),
     _torchrun("module", None, False, "Run the script as a module, like python -m.", short="m"),
