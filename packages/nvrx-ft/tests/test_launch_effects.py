@@ -140,6 +140,13 @@ def test_hang_report_makes_the_cause_a_hang():
     assert cause.what == "rank 2 on host h hung: section 'step' for 10.50 s, limit 10.00 s"
 
 
+def test_hangs_without_a_section_are_told_in_words():
+    """Each rule that knows no section says what the rank did not do."""
+    hang = {"rule": "heartbeat", "section": None, "elapsed": 10.5, "limit": 10.0}
+    cause = faults.cause_of(failure(2, hang=hang))
+    assert cause.what == "rank 2 on host h hung: no heartbeat for 10.50 s, limit 10.00 s"
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -141,9 +141,17 @@ def cause_of(failure: Failure) -> Cause:
     )
 
 
+_HANGS = {
+    "initial_heartbeat": "no first heartbeat",
+    "heartbeat": "no heartbeat",
+    "out_of_section": "outside all sections",
+}
+
+
 def _hang_words(hang: Mapping[str, object]) -> str:
     elapsed, limit = hang.get("elapsed"), hang.get("limit")
-    subject = f"section {hang['section']!r}" if hang.get("section") else str(hang.get("rule"))
+    rule = str(hang.get("rule"))
+    subject = f"section {hang['section']!r}" if hang.get("section") else _HANGS.get(rule, rule)
     if isinstance(elapsed, (int, float)) and isinstance(limit, (int, float)):
         return f"{subject} for {elapsed:.2f} s, limit {limit:.2f} s"
     return subject
