@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One standby process: from its start to the worker's end, and every way to fail before that."""
 
+import errno
 import os
 import select
 import signal
@@ -379,6 +380,20 @@ def test_order_that_cannot_be_sent_is_an_error(tmp_path, held):
     standby = held(script(tmp_path, ""))
     with pytest.raises(StandbyError, match="too large"):
         standby.go(GoOrder({**standby.env, "LARGE": "x" * (1 << 20)}))
+
+
+@pytest.mark.parametrize("streams", [("x", None), (os.devnull, "x")])
+def test_without_files_in_memory_it_cannot_be_started(tmp_path, held, monkeypatch, streams):
+    """A kernel that refuses memfds makes the worker start cold, and no descriptor stays open."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(StandbyError, match=r"cannot be prepared: .*not implemented"):
+        Standby.start(command_of(script(tmp_path, "")), {}, 0, Stdio(*streams), imports=())
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_our_sockets_are_not_inherited(tmp_path, held):

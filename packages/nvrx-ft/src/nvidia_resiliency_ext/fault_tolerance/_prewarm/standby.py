@@ -14,6 +14,7 @@ launcher: the kernel ties their lives to the thread.
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import logging
 import os
@@ -182,12 +183,23 @@ class Standby:
 
         Raises:
             ChildStartError: The command cannot be run.
-            StandbyError: There are too many modules to name.
+            StandbyError: There are too many modules to name, or the kernel does not give what a
+                standby needs, such as files in memory.
         """
         words = tuple(argv) if argv is not None else command.for_local_rank(slot)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        outputs = [_placeholder(path) for path in (stdio.stdout, stdio.stderr)]
-        try:
+        outputs: list[int | None] = []
+        with contextlib.ExitStack() as on_failure:
+            try:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                on_failure.callback(ours.close)
+                on_failure.callback(theirs.close)
+                for path in (stdio.stdout, stdio.stderr):
+                    fd = _placeholder(path)
+                    outputs.append(fd)
+                    if fd is not None:
+                        on_failure.callback(os.close, fd)
+            except (OSError, AttributeError) as error:  # the latter: a libc without memfd
+                raise StandbyError(f"it cannot be prepared: {error}") from error
             ours.setblocking(False)
             _send(ours, _first_message(words, command.entry, env, imports))
             child = start_child(
@@ -199,22 +211,13 @@ class Standby:
                 new_session=True,
                 die_with_parent=True,
             )
-        except BaseException:
-            ours.close()
-            _close_all(outputs)
-            raise
-        finally:
-            theirs.close()
+            on_failure.pop_all()
+        theirs.close()
         return cls(slot, env, child, ours, tuple(fd for fd in outputs if fd is not None))
 
     def fileno(self) -> int:
         """Return the socket, readable when `receive` has something to say."""
         return self._door.fileno()
-
-    @property
-    def is_told(self) -> bool:
-        """Whether it was told to go."""
-        return self._is_told
 
     def receive(self) -> Ready | Begun | Failed | None:
         """Return the next news without waiting, or None. `Begun` and `Failed` are the last."""
@@ -282,7 +285,8 @@ class Standby:
     def _close(self) -> None:
         self._door.close()
         outputs, self._outputs = self._outputs, ()
-        _close_all(outputs)
+        for fd in outputs:
+            os.close(fd)
 
     def _describe_end(self) -> str:
         status = self.child.wait(_STATUS_WAIT_S)
@@ -351,12 +355,6 @@ def _placeholder(path: str | None) -> int | None:
     if path == os.devnull:
         return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     return os.memfd_create("nvrx-standby", os.MFD_CLOEXEC)
-
-
-def _close_all(fds: Sequence[int | None]) -> None:
-    for fd in fds:
-        if fd is not None:
-            os.close(fd)
 
 
 def _send(door: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
