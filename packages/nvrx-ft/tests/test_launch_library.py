@@ -105,6 +105,26 @@ def test_an_impossible_configuration_is_an_error_and_no_exit() -> None:
         launch_agent(describe(nproc_per_node=0), "/bin/true", [])
 
 
+def test_a_machine_without_a_place_is_one_line(tmp_path: Path) -> None:
+    """Where no run directory can be made `ft_launcher` says so in a line, without a traceback."""
+    program = (
+        "import sys\n"
+        "from nvidia_resiliency_ext.shared_utils import rundir\n"
+        "rundir._places = lambda environ: []\n"
+        "from nvidia_resiliency_ext.fault_tolerance.launcher import main\n"
+        "main(['/bin/true'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **ENVIRON}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("ft_launcher: error: the launch cannot be prepared: ")
+    assert done.stderr.count("\n") == 1
+    assert "no place for a run directory" in done.stderr
+
+
 def test_functions_return_their_values_and_none_where_they_leave(tmp_path: Path) -> None:
     """A rank that leaves with 0 returned None; warnings of the plan are logged once."""
     environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}

@@ -73,6 +73,9 @@ class Job:
         """Start what the workers need: directory, standbys, monitor, sockets."""
         try:
             self._build()
+        except OSError as error:
+            self._stack.close()
+            raise NvrxError(f"the launch cannot be prepared: {error}") from error
         except BaseException:
             self._stack.close()
             raise
