@@ -10,11 +10,13 @@ import sys
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch import faults, output, records
+from nvidia_resiliency_ext.fault_tolerance._launch import faults, output, records, workers
+from nvidia_resiliency_ext.fault_tolerance._launch.chronicle import Chronicle
 from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._launch.ports import PortInUseError, PortReservation
 from nvidia_resiliency_ext.fault_tolerance._launch.rendezvous import LocalRendezvous
 from nvidia_resiliency_ext.fault_tolerance._launch.signals import SignalInbox
+from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
@@ -249,6 +251,56 @@ def test_tee_never_waits_for_a_console_that_does_not_read(tmp_path, monkeypatch)
     tee.close()
     sys.stdout.close()
     os.close(reader)
+
+
+def test_tee_gives_up_a_file_that_cannot_be_read(tmp_path, caplog):
+    """A file that its file system loses costs its copy and one warning; the loop goes on."""
+    path = tmp_path / "stdout.log"
+    path.write_bytes(b"line\n")
+    tee = output.Tee()
+    tee.follow(str(path), "", output.Stream.STDOUT)
+    fds = [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+    [fd] = [fd for fd in fds if os.readlink(f"/proc/self/fd/{fd}") == str(path)]
+    folder = os.open(tmp_path, os.O_RDONLY)
+    os.dup2(folder, int(fd))  # a read now fails with EISDIR
+    os.close(folder)
+    assert tee.look() is None
+    tee.close()
+    assert caplog.text.count("cannot be shown on the console") == 1
+
+
+def test_prefix_that_is_no_unicode_is_copied(tmp_path, capfdbinary):
+    """A role's bytes from the command line reach the console as they were given."""
+    path = tmp_path / "stdout.log"
+    path.write_bytes(b"line\n")
+    tee = output.Tee()
+    tee.follow(str(path), os.fsdecode(b"r\xff:"), output.Stream.STDOUT)
+    tee.close()
+    assert capfdbinary.readouterr().out == b"r\xff:line\n"
+
+
+def test_streams_that_cannot_all_be_opened_leave_no_descriptor(tmp_path, loop):
+    """When stderr's file cannot be made, stdout's is closed again."""
+    out = output.Target(str(tmp_path / "stdout.log"))
+    streams = output.WorkerOutput(out, output.Target(str(tmp_path / "no" / "stderr.log")), "")
+    spec = workers.WorkerSpec(0, 0, ("true",), {}, streams, "")
+    tee, listener = output.Tee(), workers.Listener(print, print, print)
+    group = workers.WorkerGroup(loop, SystemClock(), tee, listener=listener)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(output.LogDirectoryError):
+        group.start([spec], workers.ColdStarter())
+    assert os.listdir("/proc/self/fd") == before
+    tee.close()
+
+
+def test_command_line_that_is_no_unicode_is_recorded():
+    """A job whose arguments hold other bytes starts like any other."""
+    log = events.NULL_EVENTS
+    chronicle = Chronicle(
+        log, records.FailureLog("/nowhere"), SystemClock(), host="h", shows_stacks=False
+    )
+    argv = ("run", os.fsdecode(b"a\xff"))
+    chronicle.job_started(argv=argv, nnodes="1:1", nproc=1, policy="any-failed")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "symlink", "directory"])

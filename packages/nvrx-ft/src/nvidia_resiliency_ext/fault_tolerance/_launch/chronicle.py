@@ -55,7 +55,7 @@ class Chronicle:
         """Record the job's start; of the command line only a digest, it may hold secrets."""
         import zlib
 
-        digest = f"{zlib.crc32(chr(0).join(argv).encode()):08x}"
+        digest = f"{zlib.crc32(chr(0).join(argv).encode(errors='backslashreplace')):08x}"
         self._record(events.JobStart(argv_hash=digest, nnodes=nnodes, nproc=nproc, policy=policy))
 
     def round_joined(self, assignment: Assignment) -> None:

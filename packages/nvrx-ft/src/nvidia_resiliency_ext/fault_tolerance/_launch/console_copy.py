@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
@@ -50,8 +51,6 @@ def _offer_text(console: object, data: bytes) -> int:
     """Write to a stream without descriptor, such as a notebook's."""
     write = getattr(console, "write", None)
     if write is not None:
-        try:
+        with contextlib.suppress(OSError, ValueError):
             write(data.decode("utf-8", "replace"))
-        except (OSError, ValueError):
-            return len(data)
     return len(data)

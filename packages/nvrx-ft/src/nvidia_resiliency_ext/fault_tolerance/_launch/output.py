@@ -183,10 +183,18 @@ class _Followed:
         self.stream = stream
         self.unshown = b""
         self._rest = b""
+        self._has_failed = False
 
     def read(self) -> bool:
         """Read one block and make lines of it; return whether there may be more."""
-        data = os.read(self.fd, READ_BYTES)
+        try:
+            data = os.read(self.fd, READ_BYTES)
+        except OSError as error:
+            # A network file system may lose a file; that costs its copy, not the job.
+            if not self._has_failed:
+                self._has_failed = True
+                logger.warning("%s cannot be shown on the console: %s", self.path, error)
+            return False
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
             lines.append(self._rest)
@@ -226,7 +234,7 @@ class Tee:
 
     def follow(self, path: str, prefix: str, stream: Stream) -> None:
         """Begin to copy `path`; each line gets `prefix`."""
-        followed = _Followed(path, prefix.encode(), stream)
+        followed = _Followed(path, prefix.encode(errors="surrogateescape"), stream)
         key = _inotify_watch(self._inotify, path) if self._inotify is not None else None
         if key is None:
             key, self._next_key = self._next_key, self._next_key - 1

@@ -23,7 +23,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from . import stopping
 from .loop import EventLoop, Timer
-from .output import Stream, Tee, WorkerOutput, open_target
+from .output import Stream, Target, Tee, WorkerOutput, open_target
 
 logger = logging.getLogger("nvrx")
 
@@ -326,8 +326,11 @@ class WorkerGroup:
 
 def _open_streams(opened: contextlib.ExitStack, spec: WorkerSpec) -> tuple[int | None, int | None]:
     """Open the files of stdout and stderr for the time of the context."""
-    fds = [open_target(spec.output.stdout), open_target(spec.output.stderr)]
-    for fd in fds:
+
+    def open_one(target: Target) -> int | None:
+        fd = open_target(target)
         if fd is not None:
             opened.callback(os.close, fd)
-    return fds[0], fds[1]
+        return fd
+
+    return open_one(spec.output.stdout), open_one(spec.output.stderr)

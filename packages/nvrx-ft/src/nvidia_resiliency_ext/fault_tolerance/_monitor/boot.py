@@ -128,7 +128,7 @@ class LineHandler(logging.Handler):
             poller.register(2, select.POLLOUT)
             if poller.poll(0):
                 line = f"{record.levelname} nvrx monitor: {text}\n"
-                os.write(2, line.encode()[:_ATOMIC_WRITE_BYTES])
+                os.write(2, line.encode(errors="backslashreplace")[:_ATOMIC_WRITE_BYTES])
         except OSError:
             return  # nobody reads it any more
 
