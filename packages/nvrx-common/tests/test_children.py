@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils import _process_watch, procfs
 from nvidia_resiliency_ext.shared_utils.children import (
     ExitStatus,
     PidHandle,
@@ -248,6 +248,26 @@ def test_child_dies_with_its_parent(each_watch: str) -> None:
         assert procfs.is_running(grandchild)
         parent.signal(signal.SIGKILL)
         wait_until(lambda: not procfs.is_running(grandchild))
+
+
+def test_a_child_that_cannot_be_watched_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the limit of threads a child that needs one to be watched is ended, and told as such."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(_process_watch, "pidfd_available", lambda: False)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    path = tmp_path / "pid"
+    os.mkfifo(path)
+    with pytest.raises(ChildStartError, match=r"cannot be watched: .*new thread"):
+        start_child(["sh", "-c", 'read line < "$0"', str(path)])
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_many_threads_may_wait_for_one_child() -> None:

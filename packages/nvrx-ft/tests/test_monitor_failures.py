@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes wrong inside the monitor, its handle or the rank's link costs nobody else anything."""
 
+import errno
 import logging
 import os
 import resource
@@ -18,14 +19,14 @@ import pytest
 from monitored_ranks import Node, wait_until
 
 from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance._monitor import control, rank_messages
+from nvidia_resiliency_ext.fault_tolerance._monitor import control, rank_messages, sweep
 from nvidia_resiliency_ext.fault_tolerance._monitor.boot import LineHandler
 from nvidia_resiliency_ext.fault_tolerance._monitor.channel import Channel
 from nvidia_resiliency_ext.fault_tolerance._monitor.evidence import SlowThread
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, MonitorStartError
 from nvidia_resiliency_ext.fault_tolerance._monitor.link import LinkError, RankLink
 from nvidia_resiliency_ext.fault_tolerance._monitor.refusals import RefusalLog
-from nvidia_resiliency_ext.fault_tolerance._monitor.server import MonitorServer
+from nvidia_resiliency_ext.fault_tolerance._monitor.server import MonitorServer, _Order
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout, SlotMemory, read_slot
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import start_child
@@ -97,6 +98,62 @@ def test_garbage_from_a_launcher_that_lives_is_no_order_to_sweep(stray, words):
         ours.sendall(words)
         server.run()
     assert stray.poll() is None
+
+
+class BrokenPort:
+    """A rank's port that cannot be closed."""
+
+    def close(self):
+        raise PermissionError("a defect")
+
+
+def test_a_port_that_cannot_be_closed_does_not_keep_the_sweep_away(stray):
+    """Whatever goes wrong in a rank's own end, the run's processes are ended when it is ordered."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        start = control.Start(config=CONFIG, socket_paths=[], run_id=stray.run_id)
+        server = MonitorServer(start, theirs)
+        server.ports.append(BrokenPort())
+        server._is_leaving, server._last_order = True, _Order.LEAVE
+        server.run()
+    assert stray.wait(timeout=30) == -signal.SIGKILL
+
+
+def test_a_sweep_without_descriptors_left_goes_on(stray, monkeypatch):
+    """A process for which no descriptor is left in one round is killed in the next."""
+    held = sweep.PidHandle
+    refusals = [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
+
+    def hold(pid):
+        if refusals:
+            raise refusals.pop()
+        return held(pid)
+
+    monkeypatch.setattr(sweep, "PidHandle", hold)
+    assert sweep.sweep(stray.run_id, (), spare=(), limit_s=30) == []
+    assert stray.wait(timeout=30) == -signal.SIGKILL
+
+
+def test_a_thread_that_cannot_start_is_tried_again(monkeypatch):
+    """At the limit of threads a job waits, and runs when a later one gets a thread."""
+    slow, results = SlowThread(), []
+    start = threading.Thread.start
+    refusals = [RuntimeError("can't start new thread")]
+
+    def refuse(thread):
+        if refusals:
+            raise refusals.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError):
+        slow.submit(lambda: 1, results.append)
+    slow.submit(lambda: 2, results.append)
+    while len(results) < 2:
+        assert select.select([slow], [], [], 30)[0]
+        slow.collect()
+    assert results == [1, 2]
+    slow.close(30)
 
 
 def test_a_line_that_cannot_travel_does_not_end_the_monitor():

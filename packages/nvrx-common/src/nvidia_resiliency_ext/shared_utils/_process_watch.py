@@ -6,6 +6,7 @@ The one place that knows whether this kernel lets us use pidfds.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import select
@@ -58,11 +59,21 @@ class ThreadWatch:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
+        """Start the thread.
+
+        Raises:
+            OSError: The system gives no descriptor or no thread.
+        """
         self._reader, writer = os.pipe()
         self._thread = threading.Thread(
             target=_close_at_exit_of, args=(pid, writer), name=f"nvrx-watch-{pid}", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            os.close(self._reader)
+            os.close(writer)
+            raise OSError(errno.EAGAIN, str(error)) from error
 
     def fileno(self) -> int:
         return self._reader

@@ -130,11 +130,15 @@ class SlowThread:
         Args:
             job: May block; an exception is logged and gives None.
             done: Takes the result.
+
+        Raises:
+            RuntimeError: The system gives no thread; the job waits for one that a later call gets.
         """
         self._jobs.put((job, done))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="nvrx-slow", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="nvrx-slow", daemon=True)
+            thread.start()  # RuntimeError at the limit of threads: the next job tries again
+            self._thread = thread
 
     def wake(self) -> None:
         """Make `fileno` readable; from any thread and from a signal handler, at any time."""

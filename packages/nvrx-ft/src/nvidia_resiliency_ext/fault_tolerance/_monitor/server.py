@@ -239,7 +239,7 @@ class MonitorServer:
 
     def _close(self) -> None:
         for port in self.ports:
-            port.close()
+            self._guard(port.close)  # whatever happens there, the sweep follows
         if self._is_to_sweep():
             spare = {os.getppid()} if self._last_order is _Order.LEAVE else set()
             left = sweep(self._start.run_id, self._pgids, spare=spare)

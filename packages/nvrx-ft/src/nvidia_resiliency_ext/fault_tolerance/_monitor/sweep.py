@@ -66,8 +66,8 @@ def _kill_group(pgid: int) -> None:
 def _kill(pid: int, run_id: str, groups: Collection[int]) -> PidHandle | None:
     try:
         handle = PidHandle(pid)
-    except ProcessLookupError:
-        return None
+    except OSError:
+        return None  # gone, or no descriptor is left: its turn comes when this round's are closed
     # Asked again now that the handle holds the process: the number may have been recycled.
     stat = procfs.read_stat(pid)
     is_in_group = stat is not None and stat.pgid in groups
