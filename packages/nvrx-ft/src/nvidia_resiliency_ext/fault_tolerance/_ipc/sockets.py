@@ -52,7 +52,8 @@ def connect(path: str, timeout_s: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         # A non-blocking connect to a full queue fails at once; only this limit lets it wait.
-        set_ipc_socket_timeouts(sock.fileno(), timeout_s)
+        # It takes 0 for "never"; to us it means that the time is up.
+        set_ipc_socket_timeouts(sock.fileno(), max(timeout_s, 1e-6))
         sock.connect(path)
         set_ipc_socket_timeouts(sock.fileno(), 0.0)
     except BlockingIOError as error:
