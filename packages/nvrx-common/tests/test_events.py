@@ -171,6 +171,17 @@ def test_processes_share_the_file(host: str, create: Create) -> None:
     assert {event.src for event in found.events} == {"launcher", "rank"}
 
 
+def test_log_closed_by_another_thread_drops_the_event(
+    create: Create, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing between the check of the file and its use raises nothing into `record`."""
+    log = create()
+    monkeypatch.setattr(log, "_is_usable", lambda: True)
+    log._file.release()
+    log.record(Fault(cause="killed", what="w"), cycle=0)
+    assert log.dropped_count == 1
+
+
 def test_forked_child_goes_on(create: Create) -> None:
     """A forked child writes to the same file under its own process number."""
     log = create()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils import procfs, rundir
 from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
 from nvidia_resiliency_ext.shared_utils.rundir import (
@@ -200,6 +200,17 @@ def test_directory_of_a_dead_owner_is_removed(place: Path) -> None:
     removed = [path for path in remove_stale_run_dirs(environ) if path.startswith(str(place))]
     assert removed == expected
     assert os.listdir(place) == [os.path.basename(live.path)]
+
+
+def test_a_place_that_cannot_be_listed_is_passed_over(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A temporary directory that goes while it is looked at hides no stale directory elsewhere."""
+    stale = RunDir.create("rebooted", {"TMPDIR": str(place)})
+    change_owner(stale, boot_id="another-boot")
+    gone = str(place / "gone")
+    monkeypatch.setattr(rundir, "_places", lambda _: [gone, str(place)])
+    assert stale_run_dirs({}) == [stale.path]
 
 
 def test_zombie_owner_is_dead(place: Path) -> None:

@@ -4,6 +4,7 @@
 import io
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -333,6 +334,20 @@ def test_failure_record_does_not_wait_for_a_pipe(tmp_path):
     log = records.FailureLog(str(tmp_path))
     cause = faults.cause_of(failure(0))
     log.write(records.FailureRecord(1.0, "h", 0, "fail", cause, None))
+
+
+def test_failure_record_that_is_cut_is_told(tmp_path, caplog):
+    """A disk that takes only a part of the record's line is a warning."""
+    log = records.FailureLog(str(tmp_path))
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        log.write(records.FailureRecord(1.0, "h", 0, "fail", faults.cause_of(failure(0)), None))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "No space left" in caplog.text
 
 
 def test_log_directory_that_cannot_be_written_names_path_and_remedy(tmp_path):

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._launch.command import WorkerCommand
+from nvidia_resiliency_ext.fault_tolerance._launch.function_worker import FunctionCall
 from nvidia_resiliency_ext.fault_tolerance._launch.library_plan import (
     config_from_plan,
     plan_from_config,
@@ -123,6 +125,19 @@ def test_a_machine_without_a_place_is_one_line(tmp_path: Path) -> None:
     assert done.stderr.startswith("ft_launcher: error: the launch cannot be prepared: ")
     assert done.stderr.count("\n") == 1
     assert "no place for a run directory" in done.stderr
+
+
+def test_a_value_that_cannot_be_sent_is_the_workers_error(tmp_path: Path) -> None:
+    """A function that returns what cannot be pickled fails with its error file, like any other."""
+    call = FunctionCall(str(tmp_path), threading.Lock, [])
+    error_file = tmp_path / "error.json"
+    done = subprocess.run(
+        call.argv,
+        env={**os.environ, "RANK": "0", "TORCHELASTIC_ERROR_FILE": str(error_file)},
+        capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "cannot pickle" in json.loads(error_file.read_text())["message"]["message"]
 
 
 def test_functions_return_their_values_and_none_where_they_leave(tmp_path: Path) -> None:

@@ -149,8 +149,12 @@ def stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
         return []
     found = []
     for place in _places(environ):
-        with os.scandir(place) as entries:
-            paths = [entry.path for entry in entries if entry.name.startswith("nvrx-")]
+        try:
+            with os.scandir(place) as entries:
+                paths = [entry.path for entry in entries if entry.name.startswith("nvrx-")]
+        except OSError as error:
+            logger.debug("cannot look for stale run directories in %s: %s", place, error)
+            continue
         found += [path for path in paths if _is_stale(path)]
     return sorted(found)
 

@@ -220,7 +220,11 @@ class EventLog:
         if not self._is_usable():
             self._drop(len(line), self._dropped_why or "no file")
             return
-        size = self._file.size()
+        try:
+            size = self._file.size()
+        except OSError as error:  # another thread closed the file in this moment
+            self._drop(len(line), error.strerror or type(error).__name__)
+            return
         if size + len(line) > self.max_bytes and not self._passes_limit(kind, size):
             self._drop(len(line), "file limit reached")
             return

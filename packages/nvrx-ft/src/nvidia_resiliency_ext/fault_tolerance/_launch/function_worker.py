@@ -76,12 +76,12 @@ def main() -> int:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(result_file)
     try:
-        value = function(*args)
+        value = pickle.dumps(function(*args))
     except Exception as error:  # noqa: BLE001  # the worker's main: reported, then exit code 1
         traceback.print_exc()
         _write_error_file(error)
         return 1
-    atomic_write(result_file, pickle.dumps(value))
+    atomic_write(result_file, value)
     return 0
 
 

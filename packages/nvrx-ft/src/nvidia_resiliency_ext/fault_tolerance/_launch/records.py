@@ -99,7 +99,8 @@ class FailureLog:
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise OSError(errno.EINVAL, "not a regular file")
-                os.write(fd, line)
+                if os.write(fd, line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(fd)
         except OSError as error:
