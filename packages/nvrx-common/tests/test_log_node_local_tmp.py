@@ -104,6 +104,31 @@ def test_removed_file_is_made_again(make: Make, tmp_path: Path) -> None:
     assert (tmp_path / name).read_text() == "b\n"
 
 
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_descriptor_that_the_program_closed_is_opened_anew(
+    is_taken: bool, make: Make, tmp_path: Path
+) -> None:
+    """After a program closed all descriptors, no record is lost or put into a file of its own."""
+    logs, other = tmp_path, tmp_path / "other"
+    handler = make()
+    handler.emit(_record("a"))
+    number = handler._fd
+    os.close(number)
+    if is_taken:
+        fd = os.open(other, os.O_WRONLY | os.O_CREAT)
+        if fd != number:
+            os.dup2(fd, number)
+            os.close(fd)
+    handler.emit(_record("b"))
+    handler.close()
+    if is_taken:
+        assert other.read_bytes() == b""
+        os.close(number)
+        other.unlink()
+    (name,) = _names(logs)
+    assert (logs / name).read_text() == "a\nb\n"
+
+
 def test_forked_children_write_whole_lines(make: Make, tmp_path: Path) -> None:
     """Parent and children go on with the same file and no line is broken or lost."""
     handler = make(size=10**9)

@@ -45,6 +45,7 @@ class NodeLocalTmpLogHandler(logging.Handler):
         rank = "unknown" if rank_id is None else str(rank_id)
         self._stem = f"rank_{rank}_{proc_name.replace('/', '_')}.msg."
         self._fd = -1
+        self._identity = (0, 0)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
@@ -71,8 +72,8 @@ class NodeLocalTmpLogHandler(logging.Handler):
 
     def _writable_fd(self) -> int:
         """Return the descriptor to write to: of the present file, or of a new one."""
-        if self._fd >= 0:
-            found = os.fstat(self._fd)
+        found = self._own_status()
+        if found is not None:
             if found.st_nlink and found.st_size <= self.max_file_size:
                 return self._fd
             self._release()
@@ -80,13 +81,33 @@ class NodeLocalTmpLogHandler(logging.Handler):
         if times:
             fd = self._open(times[-1])
             if os.fstat(fd).st_size <= self.max_file_size:
-                self._fd = fd
-                return fd
+                return self._keep(fd)
             os.close(fd)
             times = self._remove_old(times)
         now_ms = int(time.time() * 1000)
-        self._fd = self._open(max(now_ms, times[-1] + 1) if times else now_ms)
-        return self._fd
+        return self._keep(self._open(max(now_ms, times[-1] + 1) if times else now_ms))
+
+    def _keep(self, fd: int) -> int:
+        found = os.fstat(fd)
+        self._fd, self._identity = fd, (found.st_dev, found.st_ino)
+        return fd
+
+    def _own_status(self) -> os.stat_result | None:
+        """Return the status of the present file; None where there is none.
+
+        A program may close every descriptor that it does not know, and the number may then belong
+        to a file of its own.
+        """
+        if self._fd < 0:
+            return None
+        try:
+            found = os.fstat(self._fd)
+        except OSError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != self._identity:
+            self._fd = -1
+            return None
+        return found
 
     def _file_times(self) -> list[int]:
         """Return the times in the names of this rank's and process's files, oldest first."""
@@ -119,9 +140,9 @@ class NodeLocalTmpLogHandler(logging.Handler):
         return fd
 
     def _release(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        if self._own_status() is not None:
+            os.close(self._fd)
+            self._fd = -1
 
     def _write_to_stderr(self, data: bytes) -> None:
         if sys.stderr is None:
