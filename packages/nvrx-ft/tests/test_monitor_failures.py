@@ -22,6 +22,7 @@ from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._monitor import control, rank_messages, sweep
 from nvidia_resiliency_ext.fault_tolerance._monitor.boot import LineHandler
 from nvidia_resiliency_ext.fault_tolerance._monitor.channel import Channel
+from nvidia_resiliency_ext.fault_tolerance._monitor.doorway import Doorway
 from nvidia_resiliency_ext.fault_tolerance._monitor.evidence import SlowThread
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, MonitorStartError
 from nvidia_resiliency_ext.fault_tolerance._monitor.link import LinkError, RankLink
@@ -379,6 +380,42 @@ def test_a_rank_takes_its_state_into_a_new_monitors_slot(node):
     rank.do("open inner", "close inner")
     report = it.hang()
     assert (report["section"], report["limit"], report["iteration"]) == ("outer", 4.0, 7)
+
+
+class Watched(dict):
+    """A loop of which only the descriptors to watch are known."""
+
+    def watch(self, fileobj, on_ready):
+        self[fileobj] = on_ready
+
+    def unwatch(self, fileobj):
+        self.pop(fileobj, None)
+
+
+class NoDescriptors:
+    """A listener with a caller in its queue, and no descriptor left for him."""
+
+    def accept(self):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_doorway_without_descriptors_does_not_make_the_loop_spin(tmp_path):
+    """A caller for whom no descriptor is left waits, and the listener is not watched meanwhile."""
+    loop = Watched()
+    doorway = Doorway(str(tmp_path / "m.sock"), loop, print, print)
+    [listener] = loop
+    accept = loop[listener]
+    doorway._listener = NoDescriptors()
+    loop.watch(doorway._listener, accept)
+    loop.unwatch(listener)
+    accept()
+    assert not loop
+    doorway._listener = listener
+    resumes_at = doorway.next_expiry()
+    doorway.expire(resumes_at)
+    assert list(loop) == [listener]
+    assert doorway.next_expiry() is None
+    doorway.close()
 
 
 SERVE = """

@@ -7,9 +7,11 @@ first message of the same user's process reaches the port.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import deque
 from dataclasses import dataclass
+from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._ipc.sockets import listen
@@ -26,6 +28,8 @@ __all__ = ["Connection", "Doorway", "HasFileno", "Watcher"]
 
 HELLO_LIMIT_S = 5.0
 MAX_PENDING = 8
+ACCEPT_PAUSE_S = 0.1
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class HasFileno(Protocol):
@@ -85,17 +89,22 @@ class Doorway:
         self._on_refused = on_refused
         self._pending: deque[Connection] = deque()
         self._count = 0
+        self._accepts_at: float | None = None
         self._listener = listen(path)
         status = os.stat(path)
         self._identity = (status.st_dev, status.st_ino)
         watcher.watch(self._listener, self._accept)
 
     def next_expiry(self) -> float | None:
-        """When the oldest silent connection has to go, on the monotonic clock."""
-        return self._pending[0].opened_at + HELLO_LIMIT_S if self._pending else None
+        """When `expire` has something to do, on the monotonic clock."""
+        oldest = self._pending[0].opened_at + HELLO_LIMIT_S if self._pending else None
+        return min((at for at in (oldest, self._accepts_at) if at is not None), default=None)
 
     def expire(self, now: float) -> None:
-        """Close the connections that said nothing for too long."""
+        """Close the connections that said nothing for too long; accept again after a pause."""
+        if self._accepts_at is not None and self._accepts_at <= now:
+            self._accepts_at = None
+            self._watcher.watch(self._listener, self._accept)
         while self._pending and self._pending[0].opened_at + HELLO_LIMIT_S <= now:
             self._drop(self._pending[0])
 
@@ -113,12 +122,15 @@ class Doorway:
             return
 
     def _accept(self) -> None:
-        from time import monotonic
-
         try:
             sock, _ = self._listener.accept()
-        except OSError:
-            return  # gone before we got to it, or out of descriptors: the next one may do
+        except OSError as error:
+            # Gone before we got to it: the next one may do. Out of descriptors: it stays in the
+            # queue, and the listener readable, so that watching it would make the loop spin.
+            if error.errno in _EXHAUSTED:
+                self._watcher.unwatch(self._listener)
+                self._accepts_at = monotonic() + ACCEPT_PAUSE_S
+            return
         try:
             peer = require_same_user(sock)
         except (PeerRefusedError, OSError) as exc:
