@@ -70,7 +70,7 @@ def test_missing_facility_names_what_replaces_it(monkeypatch: pytest.MonkeyPatch
     (finding,) = [each for each in doctor.findings() if each.topic == "pidfd_open"]
     pidfd_available.cache_clear()
     assert finding.level == "warning"
-    assert "SIGCHLD" in finding.text
+    assert "waitid" in finding.text
 
 
 def test_stale_run_directories(

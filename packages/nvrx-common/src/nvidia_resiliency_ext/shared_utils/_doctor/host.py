@@ -29,9 +29,18 @@ def host_findings() -> Iterator[Finding]:
     """Yield one finding per facility, with what is used instead where it is missing."""
     from nvidia_resiliency_ext.shared_utils.children import pidfd_available
 
-    yield _facility("pidfd_open", pidfd_available(), "SIGCHLD and start times of processes")
-    yield _facility("memfd_create", _has_memfd(), "files in the run directory")
-    yield _facility("openat2", _has_openat2(), "opening paths component by component")
+    yield _facility(
+        "pidfd_open",
+        pidfd_available(),
+        "a thread in waitid per child, start times of other processes",
+    )
+    yield _facility(
+        "memfd_create",
+        _has_memfd(),
+        "files without a name in the run directory; workers may start cold",
+    )
+    found = "found" if _has_openat2() else "not found"
+    yield Finding("info", "openat2", f"{found}; not used, paths are opened component by component")
     yield _facility("PDEATHSIG", _has_pdeathsig(), "the monitor's sweep alone")
     yield _shared_memory()
     yield _runtime_directory()
