@@ -60,10 +60,8 @@ def test_fills_two_seconds_after_go_by_half_the_cores():
     """The next standbys are started two seconds after the ranks, half as many as cores at once."""
     pool = running(slots=4, cores=4)
     assert step(pool, Tick(), 1.9)[1] == ()
-    assert pool.wakes_at() == 2.0
     pool, effects = step(pool, Tick(), 2.0)
     assert effects == (StartStandby(0), StartStandby(1))
-    assert pool.wakes_at() is None
     pool, effects = step(pool, StandbyReady(0), 3.0)
     assert effects == (StartStandby(2),)
     assert pool.slots == (READY, WARMING, WARMING, WENT)
@@ -83,7 +81,6 @@ def test_never_while_ranks_start():
     """Between the start of the first and the last rank no standby is started."""
     pool, effects = after(running(), RanksStarting(), (Tick(), 9.0), (GoodStep(), 10.0))
     assert effects == []
-    assert pool.wakes_at() is None
     assert after(pool, (RanksStarted(), 11.0))[1] == []
     assert len(after(pool, (RanksStarted(), 11.0), (Tick(), 13.0))[1]) == 2
 
@@ -160,7 +157,6 @@ def test_refused_command_is_never_tried_again():
     """A command that cannot start warm is left alone for good."""
     pool, _ = after(running(), Refused("--no-python"), (GoodStep(), 5.0), (Wanted(True), 6.0))
     assert step(pool, Tick(), 100.0)[1] == ()
-    assert step(Pool.of(2, 2), Refused("x"), 0.0)[0].wakes_at() is None
 
 
 EVENTS = (
@@ -209,5 +205,3 @@ def test_random_walks_keep_the_rules(seed):
             assert warming <= max(pool.width, sum(s is WARMING for s in before.slots))
         held = {s for s, state in enumerate(pool.slots) if state in (WARMING, READY)}
         assert held == alive
-        wake = pool.wakes_at()
-        assert wake is None or wake > now or not started

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from nvidia_resiliency_ext.fault_tolerance._env import (
     FT_LAUNCHER_IPC_SOCKET,
     FT_RANK_MONITOR_IPC_SOCKET,
+    RUN_ID,
 )
-from nvidia_resiliency_ext.fault_tolerance._env import RUN_ID as RUN_ID_ENV_VAR
 
 from .decide import Assignment
 
 __all__ = [
-    "RUN_ID_ENV_VAR",
     "CycleStamp",
     "JobEnvironment",
     "rank_variables",
@@ -25,7 +24,7 @@ __all__ = [
 
 # A launcher that is itself a rank's child must not hand these on where it sets none of its own.
 OF_AN_OUTER_RANK = frozenset(
-    ("FT_RANK_MONITOR_IPC_SOCKET", "NVRX_CYCLE_START_TIME", "NVRX_INFRA_RANK")
+    (FT_RANK_MONITOR_IPC_SOCKET, "NVRX_CYCLE_START_TIME", "NVRX_INFRA_RANK")
 )
 
 
@@ -46,7 +45,7 @@ class JobEnvironment:
 def shared_variables(job: JobEnvironment, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return what every worker of the node has, whatever its rank and cycle."""
     added = {
-        RUN_ID_ENV_VAR: job.run_id,
+        RUN_ID: job.run_id,
         "NVRX_MEMBERSHIP": "active",
         FT_LAUNCHER_IPC_SOCKET: job.launcher_socket,
         "LOCAL_WORLD_SIZE": str(job.nproc),

@@ -13,6 +13,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.fault_tolerance._env import RUN_ID
 from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -20,7 +21,6 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from .channel import Channel
 from .control import LAUNCHER_MESSAGES, Leave, LogLine, Ready, SlotReplaced, Start
 from .slot import SlotError, SlotLayout, SlotMemory
-from .sweep import RUN_ID_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -128,7 +128,7 @@ class MonitorHandle:
         argv = [sys.executable, "-I", "-S", "-c", _BOOT, str(theirs.fileno())]
         # An outer run's id would let the outer sweep kill this monitor before its own sweep.
         given = dict(os.environ if env is None else env)
-        given.pop(RUN_ID_VARIABLE, None)
+        given.pop(RUN_ID, None)
         try:
             child = start_child(argv, env=given, pass_fds=[theirs.fileno()], new_session=True)
         except BaseException:  # whatever happens, the descriptor must not stay behind

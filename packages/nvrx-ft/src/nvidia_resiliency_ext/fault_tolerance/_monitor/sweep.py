@@ -8,14 +8,14 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.fault_tolerance._env import RUN_ID as RUN_ID_VARIABLE
+from nvidia_resiliency_ext.fault_tolerance._env import RUN_ID
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["RUN_ID_VARIABLE", "SWEEP_LIMIT_S", "sweep"]
+__all__ = ["SWEEP_LIMIT_S", "sweep"]
 
 SWEEP_LIMIT_S = 1.5
 _ROUND_S = 0.05
@@ -42,7 +42,7 @@ def sweep(
         for pgid in groups:
             _kill_group(pgid)
         # Scanned anew each time: a process may have forked between the scan and its death.
-        found = {*procfs.pids_with_environ(RUN_ID_VARIABLE, run_id), *procfs.pids_in_groups(groups)}
+        found = {*procfs.pids_with_environ(RUN_ID, run_id), *procfs.pids_in_groups(groups)}
         found -= {os.getpid(), *spare}
         if not found:
             return []
@@ -71,7 +71,7 @@ def _kill(pid: int, run_id: str, groups: Collection[int]) -> PidHandle | None:
     # Asked again now that the handle holds the process: the number may have been recycled.
     stat = procfs.read_stat(pid)
     is_in_group = stat is not None and stat.pgid in groups
-    if not is_in_group and procfs.environ_value(pid, RUN_ID_VARIABLE) != run_id:
+    if not is_in_group and procfs.environ_value(pid, RUN_ID) != run_id:
         handle.close()
         return None
     try:

@@ -77,12 +77,6 @@ class Pool:
         """Return the pool of a node before its first cycle."""
         return cls((SlotState.EMPTY,) * slots, max(1, cores // 2))
 
-    def wakes_at(self) -> float | None:
-        """Return when `Tick` may change something, or None."""
-        if not self.may_fill or self.first:
-            return None
-        return self.fill_at if _next_slots(self) else None
-
     @property
     def may_fill(self) -> bool:
         """Whether standbys may be started, as far as it is not a question of time."""
