@@ -28,6 +28,11 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
+    RDZV_SHUTDOWN_REASON_FAILURE,
+    RDZV_SHUTDOWN_REASON_GRACEFUL,
+    RDZV_SHUTDOWN_REASON_NO_PROGRESS,
+)
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 
 EXIT_OK = 0
@@ -316,7 +321,10 @@ def _while_joining(node: Node, event: Event) -> Decision:
         return _finished(node), (Finish(code, event.reason),)
     if isinstance(event, Signalled):
         name = signal.Signals(event.signum).name
-        return _finished(node), (CloseRendezvous("graceful"), Finish(EXIT_FAILURE, name))
+        return _finished(node), (
+            CloseRendezvous(RDZV_SHUTDOWN_REASON_GRACEFUL),
+            Finish(EXIT_FAILURE, name),
+        )
     return node, ()
 
 
@@ -348,7 +356,10 @@ def _exited(node: Node, event: WorkerExited) -> Decision:
     if node.running:
         return node, ()
     done = _finished(node)
-    return done, (CloseRendezvous("graceful"), Finish(EXIT_OK, "all workers succeeded"))
+    return done, (
+        CloseRendezvous(RDZV_SHUTDOWN_REASON_GRACEFUL),
+        Finish(EXIT_OK, "all workers succeeded"),
+    )
 
 
 def _while_stopping(node: Node, event: Event) -> Decision:
@@ -386,7 +397,7 @@ def _fault(node: Node, cause: Cause, *, no_progress: bool, opens: bool) -> Decis
     if outcome is Outcome.RESTART and opens:
         before += (OpenNextRound(cause),)
     elif outcome is Outcome.NO_RESTART and opens:
-        before += (CloseRendezvous("no_progress"),)
+        before += (CloseRendezvous(RDZV_SHUTDOWN_REASON_NO_PROGRESS),)
     return node, before + stop
 
 
@@ -413,7 +424,10 @@ def _after_stop(node: Node, event: GroupStopped) -> Decision:
         clean = not node.unclean and not event.unkillable
         name = signal.Signals(node.stop_signal or signal.SIGTERM).name
         code = EXIT_OK if clean else EXIT_FAILURE
-        return finished, (CloseRendezvous("graceful"), Finish(code, f"ended by {name}"))
+        return finished, (
+            CloseRendezvous(RDZV_SHUTDOWN_REASON_GRACEFUL),
+            Finish(code, f"ended by {name}"),
+        )
     if event.unkillable:
         ranks = ", ".join(str(rank) for rank in event.unkillable)
         reason = f"local rank {ranks} survived SIGKILL: this node is unhealthy"
@@ -425,14 +439,17 @@ def _after_stop(node: Node, event: GroupStopped) -> Decision:
     asked = dict(reversed(node.requests))
     if (why := asked.get(Request.SHUTDOWN)) is not None:
         reason = f"a rank asked to shut the workload down: {why}"
-        return finished, (CloseRendezvous("failure"), Finish(EXIT_FAILURE, reason))
+        return finished, (
+            CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE),
+            Finish(EXIT_FAILURE, reason),
+        )
     if (why := asked.get(Request.EXCLUDE_NODE)) is not None:
         return finished, (Finish(EXIT_FAILURE, f"a rank asked to exclude this node: {why}"),)
     if node.outcome is Outcome.RESTART:
         joining = dataclasses.replace(node, phase=Phase.JOINING, outcome=None)
         return joining, (Join(node.cycle + 1, node.cause),)
     what = node.cause.what if node.cause else "workers failed"
-    return finished, (CloseRendezvous("failure"), Finish(EXIT_FAILURE, what))
+    return finished, (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE), Finish(EXIT_FAILURE, what))
 
 
 def _finished(node: Node) -> Node:

@@ -15,6 +15,9 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
+    RDZV_SHUTDOWN_REASON_NO_PROGRESS,
+)
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 
 from .agent import Result
@@ -128,7 +131,7 @@ def _run_plan(plan: LaunchPlan) -> None:
 
 def _raise(plan: LaunchPlan, result: Result) -> None:
     if result.exit_code == plan.no_restart_exit_code:
-        raise NoRestartRequested("no_progress", result.reason)
+        raise NoRestartRequested(RDZV_SHUTDOWN_REASON_NO_PROGRESS, result.reason)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
