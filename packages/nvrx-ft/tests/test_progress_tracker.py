@@ -188,3 +188,20 @@ def test_huge_file_is_not_read_whole(tmp_path):
     path.touch()
     os.truncate(path, 1 << 40)
     assert IterationFile(str(path)).read() is None
+
+
+def test_no_thread_for_the_file_skips_one_read(tmp_path, monkeypatch, caplog):
+    """At the limit of threads the cycle is not judged by the file, and the launcher lives on."""
+    path = tmp_path / "iteration"
+    path.write_text("7")
+    file = IterationFile(str(path))
+    with monkeypatch.context() as limit:
+
+        def refuse(_):
+            raise RuntimeError("can't start new thread")
+
+        limit.setattr(threading.Thread, "start", refuse)
+        assert file.read() is None
+    assert "can't start new thread" in caplog.text
+    assert file.read() == 7
+    assert file.close(30.0)

@@ -35,11 +35,16 @@ class IterationFile:
             logger.warning("%s: an earlier read has still not come back, skipped", self.path)
             return None
         answer: list[str | OSError] = []
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=_read_into, args=(self.path, answer), name="nvrx-iteration-file", daemon=True
         )
-        self._thread.start()
-        self._thread.join(self.timeout_s)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the limit of threads
+            logger.warning("%s: %s, skipped", self.path, error)
+            return None
+        self._thread = thread
+        thread.join(self.timeout_s)
         if not answer:
             logger.warning("%s: not readable within %.1f s, skipped", self.path, self.timeout_s)
             return None
