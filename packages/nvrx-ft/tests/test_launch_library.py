@@ -127,6 +127,25 @@ def test_a_machine_without_a_place_is_one_line(tmp_path: Path) -> None:
     assert "no place for a run directory" in done.stderr
 
 
+def test_a_standby_that_cannot_be_started_is_the_reason_told(tmp_path: Path) -> None:
+    """Where the kernel refuses what standbys need the job runs cold, and the log says why."""
+    (tmp_path / "train.py").write_text("try:\n    import trl\nexcept ImportError:\n    pass\n")
+    program = (
+        "import os\n"
+        "def refuse(*_): raise OSError(38, 'Function not implemented')\n"
+        "os.memfd_create = refuse\n"
+        "from nvidia_resiliency_ext.fault_tolerance.launcher import main\n"
+        "main(['--redirects=3', '--log-dir=logs', 'train.py'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **ENVIRON}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "cold start: its standby failed" in done.stderr
+
+
 def test_a_value_that_cannot_be_sent_is_the_workers_error(tmp_path: Path) -> None:
     """A function that returns what cannot be pickled fails with its error file, like any other."""
     call = FunctionCall(str(tmp_path), threading.Lock, [])

@@ -237,7 +237,7 @@ class StandbyStarter:
         standby = self._held.get(slot)
         if self._why_cold is not None:
             self._insist(self._why_cold)
-        reason = self._why_cold or self._pool.disabled or self._why_none()
+        reason = self._why_cold or self._pool.disabled or self._why_none(slot)
         if standby is not None:
             started, problem = self._go(standby, spec, stdout_fd, stderr_fd)
             if started is not None:
@@ -246,7 +246,9 @@ class StandbyStarter:
         started = self._cold.start(spec, stdout_fd, stderr_fd)
         return Started(started.child, warm=False, cold_reason=reason)
 
-    def _why_none(self) -> str:
+    def _why_none(self, slot: int) -> str:
+        if self._pool.slots[slot] is pools.SlotState.FAILED:
+            return "its standby failed"
         if self._pool.first:
             return "the entry file does not import torch at its top level"
         if not self._pool.wanted:
