@@ -43,6 +43,7 @@ def test_weights_after_a_kill_and_a_hang(job: Job) -> None:
     """After a SIGKILL and a SIGSTOP the weights are those of an undisturbed run, bit for bit."""
     peaceful = train(job, "peaceful")
     assert job.wait(90) == 0, job.log()
+    assert sum(event["steps"] for event in job.events("progress")) == STEPS
     pipe = job.folder / "progress"
     os.mkfifo(pipe)
     descriptor = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
@@ -68,6 +69,8 @@ def test_weights_after_a_kill_and_a_hang(job: Job) -> None:
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
     assert results[0]["step"] == results[1]["step"] == STEPS
     assert max(event["cycle"] for event in job.events("cycle_start")) == 2
+    # Steps before a fault count too, also those that a later cycle did again.
+    assert sum(event["steps"] for event in job.events("progress")) >= 2 * STEPS
 
 
 @pytest.mark.timeout(120)

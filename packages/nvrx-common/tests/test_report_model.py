@@ -135,6 +135,8 @@ def test_lost_work_from_iterations() -> None:
     story = _killed()
     for number in range(1, 5):
         story.at(10 + 10 * number, Progress(iteration=number * 10, steps=10, window_s=10.0), rank=0)
+    # Rank 0 went on until the fault, which the monitor had recorded before.
+    story.at(51.5, Progress(iteration=41, steps=1, window_s=1.5), rank=0)
     story.at(70, Progress(iteration=30, steps=10, window_s=10.0), 1, rank=0)
     assert _seconds(story)["lost_work"] == 20
 

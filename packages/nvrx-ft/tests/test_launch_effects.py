@@ -13,6 +13,7 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._launch import faults, output, records, workers
 from nvidia_resiliency_ext.fault_tolerance._launch.chronicle import Chronicle
+from nvidia_resiliency_ext.fault_tolerance._launch.decide import RoundClosed
 from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._launch.ports import PortInUseError, PortReservation
 from nvidia_resiliency_ext.fault_tolerance._launch.rendezvous import LocalRendezvous
@@ -95,6 +96,21 @@ def test_each_round_has_a_fresh_port_unless_fixed():
     fixed = LocalRendezvous(nproc=2, master_addr="127.0.0.1", master_port=ports[0])
     assert [port_of(fixed, cycle) for cycle in range(3)] == [ports[0]] * 3
     fixed.shutdown()
+
+
+def test_no_port_for_a_round_closes_the_rendezvous():
+    """A launcher without a free descriptor ends the job with the reason, no traceback."""
+    rounds = LocalRendezvous(nproc=2, master_addr="127.0.0.1", master_port=None)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        rounds.join(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    (closed,) = rounds.poll()
+    rounds.shutdown()
+    assert isinstance(closed, RoundClosed)
+    assert "Too many open files" in closed.reason
 
 
 def test_signal_arrives_as_a_number_and_handlers_come_back(loop):

@@ -164,6 +164,34 @@ def test_wrong_nesting_is_refused_and_unknown_names_are_ignored():
     assert path.view().open_sections == {}
 
 
+def test_a_name_without_a_limit_is_told_once(caplog):
+    """A misspelt section is one warning with the likely name; another one is only information."""
+    path = Path()
+    with caplog.at_level("INFO", logger="nvrx"):
+        for name in ("stepp", "data", "stepp", "data"):
+            path.start_section(name)
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told == [
+        ("WARNING", "section 'stepp' has no timeout, so it is not watched; did you mean step?"),
+        ("INFO", "section 'data' has no timeout, so it is not watched"),
+    ]
+
+
+def test_progress_is_counted_up_to_the_last_sign_of_life(clock):
+    """Steps count where there are any, else heartbeats; the time is that of the last call."""
+    path = Path()
+    path.send_heartbeat()
+    path.send_heartbeat()
+    assert (path.view().steps.count, path.view().steps.last_at) == (2, pytest.approx(1000.0))
+    clock.ns += 10**9
+    with path.section("step"):
+        clock.ns += 10**9
+    assert (path.view().steps.count, path.view().steps.last_at) == (1, pytest.approx(1002.0))
+    clock.ns += 10**9
+    path.start_section("setup")
+    assert path.view().steps.last_at == pytest.approx(1003.0)
+
+
 def test_a_section_block_closes_when_it_fails():
     """A `with` block closes its section on an exception, too."""
     path = Path()

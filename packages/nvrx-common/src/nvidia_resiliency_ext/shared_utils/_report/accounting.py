@@ -199,7 +199,8 @@ def _rewound_to(story: Story, window: Window, after: float) -> float | None:
     later = [
         event
         for event in story.between("progress", noticed, after)
-        if event.integer("iteration") is not None
+        # What began before the fault was noticed is no progress of those who went on.
+        if event.integer("iteration") is not None and event.at - event.seconds("window_s") > noticed
     ]
     if not later:
         return None

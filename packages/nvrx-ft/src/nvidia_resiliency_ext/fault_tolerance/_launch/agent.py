@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -46,8 +47,8 @@ class MonitorLink(Protocol):
     def last_iteration(self) -> int | None:
         """Return the highest iteration that a local rank has told in this cycle."""
 
-    def steps_of_rank0(self) -> tuple[int | None, int]:
-        """Return iteration and number of heartbeats or steps of local rank 0."""
+    def steps_of_rank0(self) -> Steps:
+        """Return how far local rank 0 has come."""
 
 
 class ProgressTracker(Protocol):
@@ -143,7 +144,7 @@ class NodeAgent:
         self._assignment: Assignment | None = None
         self._error_files: dict[int, str] = {}
         self._cycle_start_time: float | None = None
-        self._steps_at_tick: tuple[int, float] = (0, 0.0)
+        self._steps_recorded = NO_STEPS
         self._finish: decide.Finish | None = None
         self._perform: dict[type, Callable[..., None]] = {
             decide.Join: self._join,
@@ -212,6 +213,8 @@ class NodeAgent:
     def _feed(self, event: Event) -> None:
         before = self._node.phase
         self._node, effects = decide.decide(self._node, event)
+        if before is Phase.RUNNING and self._node.phase is not Phase.RUNNING:
+            self._record_progress()
         if before is Phase.STOPPING and isinstance(event, decide.GroupStopped):
             self._chronicle.workers_stopped()
         for effect in effects:
@@ -281,7 +284,7 @@ class NodeAgent:
         assignment = self._assignment = effect.assignment
         self._chronicle.round_joined(assignment)
         self._failures = []
-        self._steps_at_tick = (0, self._clock.monotonic())
+        self._steps_recorded = Steps(None, 0, self._clock.monotonic())
         try:
             specs = self._specs(assignment, self._cycle_start_time)
             self._error_files = {spec.local_rank: spec.output.error_file for spec in specs}
@@ -321,11 +324,12 @@ class NodeAgent:
         self._finish = effect
 
     def _tick_progress(self) -> None:
-        now = self._clock.monotonic()
         if self._node.phase is Phase.RUNNING:
-            iteration, steps = self._monitor.steps_of_rank0()
-            before, at = self._steps_at_tick
-            if steps > before:
-                self._chronicle.progress(iteration, steps - before, now - at)
-                self._steps_at_tick = (steps, now)
-        self._loop.call_at(now + PROGRESS_INTERVAL_S, self._tick_progress)
+            self._record_progress()
+        self._loop.call_at(self._clock.monotonic() + PROGRESS_INTERVAL_S, self._tick_progress)
+
+    def _record_progress(self) -> None:
+        steps = self._monitor.steps_of_rank0()
+        if steps.count > self._steps_recorded.count:
+            self._chronicle.progress(self._steps_recorded, steps)
+            self._steps_recorded = steps

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
+from nvidia_resiliency_ext.fault_tolerance._monitor.slot import Steps
 from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
@@ -106,22 +107,16 @@ class Chronicle:
             return
         self._first_steps.add(local_rank)
         duration = max(0.0, at - self._started_at)
-        # The record is written when the message arrives; the event carries when it happened.
-        lag = self._clock.monotonic() - at
-        self._events.record(
-            events.FirstStep(dur_s=round(duration, 6)),
-            cycle=self._cycle,
-            rank=self._rank_offset + local_rank,
-            t=self._clock.wall() - lag,
-            m=at,
-        )
+        self._record_at(at, events.FirstStep(dur_s=round(duration, 6)), local_rank)
 
-    def progress(self, iteration: int | None, steps: int, window_s: float) -> None:
-        """Record how far rank 0 has come."""
-        self._record(
-            events.Progress(iteration=iteration, steps=steps, window_s=round(window_s, 3)),
-            local_rank=0,
+    def progress(self, before: Steps, now: Steps) -> None:
+        """Record how far local rank 0 has come since `before`."""
+        event = events.Progress(
+            iteration=now.iteration,
+            steps=now.count - before.count,
+            window_s=round(now.last_at - before.last_at, 3),
         )
+        self._record_at(now.last_at, event, 0)
 
     def worker_exited(self, local_rank: int, status: ExitStatus) -> None:
         """Record one exit."""
@@ -230,6 +225,16 @@ class Chronicle:
         log = logger.info if exit_code == 0 else logger.error
         restarts = _counted(self.restarts, "restart")
         log("job ended with exit code %d: %s (%s)", exit_code, result, restarts)
+
+    def _record_at(self, at: float, event: events.Event, local_rank: int) -> None:
+        """Record what happened at `at` (monotonic s) and was learned later."""
+        self._events.record(
+            event,
+            cycle=self._cycle,
+            rank=self._rank_offset + local_rank,
+            t=self._clock.wall() - (self._clock.monotonic() - at),
+            m=at,
+        )
 
     def _record(self, event: events.Event, *, local_rank: int | None = None) -> None:
         rank = None if local_rank is None else self._rank_offset + local_rank

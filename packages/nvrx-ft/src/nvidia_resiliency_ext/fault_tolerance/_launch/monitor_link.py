@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from nvidia_resiliency_ext.fault_tolerance._monitor import control
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
-from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotView, read_slot
+from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, SlotView, Steps, read_slot
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
@@ -47,9 +47,9 @@ class NoMonitor:
         """Nobody knows."""
         return None
 
-    def steps_of_rank0(self) -> tuple[int | None, int]:
+    def steps_of_rank0(self) -> Steps:
         """Nobody counts."""
-        return None, 0
+        return NO_STEPS
 
 
 class SharedMonitor:
@@ -130,12 +130,12 @@ class SharedMonitor:
         told = (view.iteration for view in views if view is not None)
         return max((iteration for iteration in told if iteration is not None), default=None)
 
-    def steps_of_rank0(self) -> tuple[int | None, int]:
-        """Return iteration and number of steps of local rank 0, heartbeats where it has none."""
+    def steps_of_rank0(self) -> Steps:
+        """Return how far local rank 0 has come; heartbeats count where it opens no section."""
         view = self._view(0)
         if view is None:
-            return None, 0
-        return view.iteration, view.step_count or view.heartbeat_count
+            return NO_STEPS
+        return view.steps
 
     def _view(self, index: int) -> SlotView | None:
         """Return what a slot shows, or None before this cycle's rank opened its session.
@@ -270,6 +270,6 @@ class MonitorPerRank:
         told = [monitor.last_iteration() for monitor in self._monitors]
         return max((iteration for iteration in told if iteration is not None), default=None)
 
-    def steps_of_rank0(self) -> tuple[int | None, int]:
-        """Return iteration and number of steps of local rank 0."""
+    def steps_of_rank0(self) -> Steps:
+        """Return how far local rank 0 has come."""
         return self._monitors[0].steps_of_rank0()

@@ -62,6 +62,12 @@ class LocalRendezvous:
         if self._closed is not None:
             self._events.append(RoundClosed(self._closed))
             return
+        try:
+            port = self._take_port()
+        except OSError as error:
+            self.close(f"no port for MASTER_PORT can be reserved: {error}")
+            self._events.append(RoundClosed(str(self._closed)))
+            return
         assignment = Assignment(
             cycle=cycle,
             group_rank=0,
@@ -69,7 +75,7 @@ class LocalRendezvous:
             rank_offset=0,
             world_size=self._nproc,
             master_addr=self._master_addr,
-            master_port=self._take_port(),
+            master_port=port,
         )
         self._events.append(RoundReady(assignment, tuple(range(self._nproc))))
 

@@ -8,6 +8,7 @@ lost monitor that counts), so that one test guards the path.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = ["HotPath", "training_iteration"]
 
+logger = logging.getLogger("nvrx")
+
 _MEGATRON_GLOBALS = "megatron.training.global_vars"
 _FIRST_ITERATION = 1
+_MAX_UNWATCHED = 64  # names made up in a loop must not fill memory or the log
 _NS = 1e-9
 
 _now_ns = time.monotonic_ns
@@ -75,6 +79,7 @@ class HotPath:
         self._words: memoryview | None = None
         self._is_answered = False
         self._index: dict[str, int] = {}
+        self._unwatched: set[str] = set()
         self._reset_figures(0)
 
     def send_heartbeat(self) -> None:
@@ -100,7 +105,8 @@ class HotPath:
     def start_section(self, section: str) -> None:
         """Open a section; sections may nest and overlap.
 
-        A name that has no configured timeout is ignored.
+        A name that has no configured timeout is ignored; the first use of one is logged, as a
+        warning when it looks like a misspelt one.
 
         Raises:
             RankMonitorClientError: Not initialised; or the section is open.
@@ -109,6 +115,7 @@ class HotPath:
             self._refuse()
         at = self._index.get(section)
         if at is None:
+            self._note_unwatched(section)
             return
         with self._lock:
             words = self._words  # again: the link's thread may just have moved to another slot
@@ -174,6 +181,17 @@ class HotPath:
             yield
         finally:
             self.end_section(section)
+
+    def _note_unwatched(self, section: str) -> None:
+        """Say once that a section has no timeout, where others have one."""
+        if section in self._unwatched or not self._index or len(self._unwatched) >= _MAX_UNWATCHED:
+            return
+        self._unwatched.add(section)
+        from nvidia_resiliency_ext.fault_tolerance._config.errors import nearest
+
+        hint = nearest(section, self._index)
+        level = logging.WARNING if hint else logging.INFO
+        logger.log(level, "section %r has no timeout, so it is not watched%s", section, hint)
 
     def _refuse(self) -> NoReturn:
         raise RankMonitorClientError("the rank monitor client is not initialised")

@@ -18,11 +18,13 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 __all__ = [
     "NO_ITERATION",
+    "NO_STEPS",
     "SlotError",
     "SlotLayout",
     "SlotMemory",
     "SlotView",
     "SlotWriter",
+    "Steps",
     "read_slot",
 ]
 
@@ -88,6 +90,18 @@ class SlotLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Steps:
+    """How far a rank has come in its session, and when (monotonic s) it last said so."""
+
+    iteration: int | None
+    count: int
+    last_at: float
+
+
+NO_STEPS = Steps(None, 0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class SlotView:
     """What one look at a slot showed; times in seconds of the monotonic clock."""
 
@@ -109,6 +123,13 @@ class SlotView:
         """Whether the rank has sent a heartbeat or used a section in this session."""
         moved = self.out_of_section_since != self.session_start
         return self.heartbeat_last is not None or bool(self.open_sections) or moved
+
+    @property
+    def steps(self) -> Steps:
+        """What the rank has done; heartbeats count where it opens no section `step`."""
+        signs = [self.heartbeat_last, self.out_of_section_since, *self.open_sections.values()]
+        last_at = max((at for at in signs if at is not None), default=0.0)
+        return Steps(self.iteration, self.step_count or self.heartbeat_count, last_at)
 
 
 def read_slot(buffer: memoryview, layout: SlotLayout) -> SlotView:
