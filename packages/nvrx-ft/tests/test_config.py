@@ -128,6 +128,8 @@ def test_values_are_normalised(field: str, raw: Any, value: Any) -> None:
         ("skip_section_response", "maybe"),
         ("skip_section_response", [1]),
         ("max_no_progress_cycles", 1.5),
+        ("max_no_progress_cycles", 2**63),
+        ("num_warmup_iterations", str(2**63)),
         ("num_warmup_iterations", -1),
         ("segment", 0),
         ("storage_healthcheck_path", "relative"),

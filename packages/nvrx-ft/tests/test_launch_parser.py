@@ -246,6 +246,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "flag as value": (["--role", "--standalone", "s"], "--role needs a value"),
     "value for a switch": (["--standalone=yes", "s"], "--standalone takes no value, got 'yes'"),
     "workers": (["--nproc-per-node=many", "s"], "'many' is not a number of workers from 1"),
+    "no address": (["--master-addr=", "s"], "--master-addr: '' is not HOST or HOST:PORT"),
+    "long number": (["--max-restarts", str(2**63), "s"], "is not an integer >= 0 and < 2**63"),
     "no workers": (["--nproc-per-node=0", "s"], "'0' is not a number of workers from 1"),
     "too many workers": (["--nproc-per-node=65537", "s"], "workers from 1 to 65536, cpu, gpu"),
     "nodes": (["--nnodes=3:2", "s"], "'3:2' is not a number of nodes or MIN:MAX"),

@@ -52,6 +52,8 @@ _LOG_LEVELS = {
 }
 _LOWEST_LOG_LEVEL, _HIGHEST_LOG_LEVEL = 10, 50
 _SHOWN_CHARACTERS = 80
+# More does not travel in a message.
+_INTEGERS_BELOW = 2**63
 
 
 class Kind(NamedTuple):
@@ -113,11 +115,12 @@ def _number(raw: Any) -> float:
 
 
 def _integer(raw: Any) -> int:
-    if isinstance(raw, str):
-        return int(raw)
-    if isinstance(raw, bool) or not hasattr(raw, "__index__"):
+    if isinstance(raw, bool) or not (isinstance(raw, str) or hasattr(raw, "__index__")):
         raise TypeError
-    return int(raw)
+    value = int(raw)
+    if not -_INTEGERS_BELOW <= value < _INTEGERS_BELOW:
+        raise ValueError
+    return value
 
 
 def _at_least_zero(raw: Any) -> float:
@@ -285,8 +288,8 @@ INTERVAL = Kind("float", "a number of seconds > 0", "SECONDS", _above_zero)
 INTERVAL_OR_NONE = or_none(INTERVAL)
 FACTOR = Kind("float", "a number > 0", "FACTOR", _above_zero)
 SIZE_MB = Kind("float", "a number of megabytes >= 0", "MB", _at_least_zero)
-COUNT = Kind("int", "an integer >= 0", "N", _count)
-INTEGER = Kind("int", "an integer", "N", _integer)
+COUNT = Kind("int", "an integer >= 0 and < 2**63", "N", _count)
+INTEGER = Kind("int", "an integer of 64 bits", "N", _integer)
 BOOL = Kind("bool", "one of true, false, yes, no, 1, 0", "BOOL", _bool)
 TEXT = Kind("str", "a text that is not empty", "TEXT", _text)
 SIGNAL = Kind("signal.Signals", "the name or number of a signal", "SIGNAL", _signal)

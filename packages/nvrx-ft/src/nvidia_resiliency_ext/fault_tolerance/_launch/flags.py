@@ -150,7 +150,7 @@ _TORCHRUN_FLAGS = (
         "local-ranks-filter", syntax.RANKS, "", "Local ranks whose streams the console shows."
     ),
     _torchrun("node-rank", v.COUNT, 0, "Rank of this node.", later=_NODES_LATER),
-    _torchrun("master-addr", syntax.ENDPOINT, "127.0.0.1", "Address of rank 0."),
+    _torchrun("master-addr", syntax.ADDRESS, "127.0.0.1", "Address of rank 0."),
     _torchrun(
         "master-port",
         v.integer_in(0, 65535),

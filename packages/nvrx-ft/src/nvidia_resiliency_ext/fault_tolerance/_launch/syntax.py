@@ -15,6 +15,7 @@ from nvidia_resiliency_ext.fault_tolerance._config.values import Kind
 from .local_world import MOST_WORKERS
 
 __all__ = [
+    "ADDRESS",
     "CONFIGURATION",
     "ENDPOINT",
     "FILTERS",
@@ -160,10 +161,13 @@ def parse_endpoint(text: str) -> tuple[str, int | None]:
     return host, int(port) if separator else None
 
 
-def _endpoint(raw: Any) -> str:
-    if raw:
-        parse_endpoint(raw)
+def _address(raw: Any) -> str:
+    parse_endpoint(raw)
     return str(raw)
+
+
+def _endpoint(raw: Any) -> str:
+    return _address(raw) if raw else ""
 
 
 def parse_signals(text: str) -> tuple[signal.Signals, ...]:
@@ -214,6 +218,7 @@ PROCESSES = Kind(
 STREAMS = Kind("str", "0, 1 (stdout), 2 (stderr), 3 (both) or a list like 0:1,1:3", "STD", _streams)
 RANKS = Kind("str", "a comma separated list of local ranks", "RANK,...", _ranks)
 CONFIGURATION = Kind("str", "a list like key=value,key=value", "KEY=VALUE,...", _configuration)
+ADDRESS = Kind("str", "HOST or HOST:PORT", "HOST[:PORT]", _address)
 ENDPOINT = Kind("str", "HOST:PORT", "HOST:PORT", _endpoint)
 SIGNALS = Kind(
     "str", "a comma separated list of signals that can be handled", "SIGNAL,...", _signals
