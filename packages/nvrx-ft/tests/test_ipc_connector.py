@@ -361,6 +361,38 @@ def test_mailbox_drops_the_oldest_of_too_many_clients(path, monkeypatch):
         assert mailbox.receive() == [1]
 
 
+def test_mailbox_leaves_its_owner_descriptors(path):
+    """However many connect and stay, three quarters of the process's descriptors are left."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        with Mailbox(path) as mailbox, contextlib.ExitStack() as stack:
+            before = len(os.listdir("/proc/self/fd"))
+            clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(60)]
+            for client in clients:
+                client.connect(path)
+                mailbox.receive()
+            accepted = len(os.listdir("/proc/self/fd")) - before - len(clients)
+            assert accepted == 50
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_mailbox_does_not_fill_the_log(path, caplog):
+    """Of a hundred senders of garbage five have a line in the log; then their number follows."""
+    with Mailbox(path) as mailbox:
+        for _ in range(100):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(path)
+                client.sendall(b"\xff" * 8)
+                mailbox.receive()
+                mailbox.receive()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 6
+    assert all("sent no message" in line for line in lines[:5])
+    assert lines[5] == f"95 more refusals at {path}"
+
+
 def test_mailbox_survives_without_descriptors(path):
     """When the process has no descriptors left a connection is refused, not waited on for ever."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -19,6 +19,7 @@ import pytest
 from monitored_ranks import Node, wait_until
 
 from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig
+from nvidia_resiliency_ext.fault_tolerance._ipc.refusals import RefusalLog
 from nvidia_resiliency_ext.fault_tolerance._monitor import control, rank_messages, sweep
 from nvidia_resiliency_ext.fault_tolerance._monitor.boot import LineHandler
 from nvidia_resiliency_ext.fault_tolerance._monitor.channel import Channel
@@ -26,7 +27,6 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.doorway import Doorway
 from nvidia_resiliency_ext.fault_tolerance._monitor.evidence import SlowThread
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, MonitorStartError
 from nvidia_resiliency_ext.fault_tolerance._monitor.link import LinkError, RankLink
-from nvidia_resiliency_ext.fault_tolerance._monitor.refusals import RefusalLog
 from nvidia_resiliency_ext.fault_tolerance._monitor.server import MonitorServer, _Order
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout, SlotMemory, read_slot
 from nvidia_resiliency_ext.shared_utils import procfs
@@ -632,7 +632,7 @@ def test_a_monitor_answers_a_change_of_cycle(node):
 
 def test_refusals_are_logged_a_few_times_and_then_counted(caplog):
     """Of many refusals in a minute five are logged, and the number of the others afterwards."""
-    refusals = RefusalLog(2)
+    refusals = RefusalLog("the socket of local rank 2")
     assert refusals.next_check is None
     for number in range(100):
         refusals.note(10.0 + number * 0.1, f"refused {number}")

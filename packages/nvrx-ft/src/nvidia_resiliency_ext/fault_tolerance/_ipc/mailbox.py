@@ -10,11 +10,14 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import select
 import socket
+import time
 from collections.abc import Callable
 
 from nvidia_resiliency_ext.fault_tolerance._ipc.messages import MESSAGES
+from nvidia_resiliency_ext.fault_tolerance._ipc.refusals import RefusalLog
 from nvidia_resiliency_ext.fault_tolerance._ipc.sockets import listen
 from nvidia_resiliency_ext.fault_tolerance.data import ErrorMsg, OkMsg
 from nvidia_resiliency_ext.shared_utils.errors import PeerRefusedError, WireError
@@ -26,6 +29,7 @@ logger = logging.getLogger("nvrx")
 
 _CHUNK_BYTES = 65536
 _MOST_CLIENTS = 1024
+_CLIENTS_SHARE = 4
 _MOST_ACCEPTS = 64
 _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 
@@ -71,6 +75,8 @@ class Mailbox:
         self._deliver = deliver
         self._acknowledgement = messages.encode(OkMsg())
         self._clients: dict[int, _Client] = {}
+        self._most_clients = _most_clients()
+        self._refusals = RefusalLog(socket_path)
         self._server = listen(socket_path)
         self._inode = os.stat(socket_path).st_ino
         # An epoll descriptor is itself pollable: the owner watches one descriptor for all clients.
@@ -101,6 +107,7 @@ class Mailbox:
             return
         for client in list(self._clients.values()):
             self._drop(client)
+        self._refusals.finish()
         self._epoll.close()
         self._server.close()
         if self._spare is not None:
@@ -134,19 +141,19 @@ class Mailbox:
         try:
             peer = require_same_user(sock)
         except PeerRefusedError as error:
-            logger.warning("%s: refused a connection: %s", self.socket_path, error)
+            self._note(f"refused a connection: {error}")
             sock.close()
             return
-        if len(self._clients) >= _MOST_CLIENTS:
+        if len(self._clients) >= self._most_clients:
             oldest = next(iter(self._clients.values()))
-            logger.warning("%s: too many clients, dropped pid %d", self.socket_path, oldest.pid)
+            self._note(f"too many clients, dropped pid {oldest.pid}")
             self._drop(oldest)
         self._clients[sock.fileno()] = _Client(sock, peer.pid)
         self._epoll.register(sock.fileno(), select.EPOLLIN)
 
     def _refuse_one(self) -> None:
         """Take one waiting connection off the queue, or `fileno` would stay readable for ever."""
-        logger.error("%s: no file descriptors left, refused a connection", self.socket_path)
+        self._note("no file descriptors left, refused a connection")
         if self._spare is not None:
             os.close(self._spare)
         with contextlib.suppress(OSError):
@@ -170,7 +177,7 @@ class Mailbox:
                 received.append(message)
                 self._answer(client, self._acknowledgement)
         except WireError as error:
-            logger.warning("%s: pid %d sent no message: %s", self.socket_path, client.pid, error)
+            self._note(f"pid {client.pid} sent no message: {error}")
             with contextlib.suppress(OSError):
                 self._answer(client, self._messages.encode(ErrorMsg(cause=str(error)[:1000])))
             self._drop(client)
@@ -185,12 +192,23 @@ class Mailbox:
         if client.sock.send(data, socket.MSG_NOSIGNAL) != len(data):
             raise BrokenPipeError(errno.EPIPE, "the client does not read its answers")
 
+    def _note(self, what: str) -> None:
+        self._refusals.note(time.monotonic(), f"{self.socket_path}: {what}")
+
     def _drop(self, client: _Client) -> None:
         descriptor = client.sock.fileno()
         self._clients.pop(descriptor, None)
         if descriptor >= 0:
             self._epoll.unregister(descriptor)
             client.sock.close()
+
+
+def _most_clients() -> int:
+    """Return how many clients may stay connected: the owner needs descriptors for other things."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return _MOST_CLIENTS
+    return max(1, min(_MOST_CLIENTS, limit // _CLIENTS_SHARE))
 
 
 def _open_spare() -> int | None:

@@ -10,13 +10,13 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nvidia_resiliency_ext.fault_tolerance._ipc.refusals import RefusalLog
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
 from . import control, rank_messages, session
 from .doorway import Doorway, Watcher
 from .evidence import Evidence, SlowThread, inspect_process, save_evidence
 from .limits import change_limits, policy_of
-from .refusals import RefusalLog
 from .report import describe, hang_report
 from .slot import SlotError, SlotLayout, SlotMemory, SlotView, read_slot
 
@@ -98,7 +98,7 @@ class RankPort:
         self._policy = policy_of(self._config)
         self._holder: _Holder | None = None
         self._newcomer: _Holder | None = None
-        self._refusals = RefusalLog(local_rank)
+        self._refusals = RefusalLog(f"the socket of local rank {local_rank}")
         self._doorway = Doorway(path, host, self._welcome, self._note_refusal)
 
     def next_wake(self) -> float | None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns how often refusals at one socket are logged; who is refused, and why, is decided elsewhere.
 
-A peer that asks for a session again and again must not fill the launcher's log.
+A peer that asks again and again, or sends garbage, must not fill the launcher's log.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PERIOD_S = 60.0
 class RefusalLog:
     """Logs the first refusals of a period, and how many more there were when it is over."""
 
-    def __init__(self, local_rank: int) -> None:
+    def __init__(self, socket_name: str) -> None:
         """Begin without a period; the first refusal begins one."""
-        self._local_rank = local_rank
+        self._socket_name = socket_name
         self._count = 0
         self.next_check: float | None = None
         """When `check` is due, on the monotonic clock."""
@@ -44,7 +44,5 @@ class RefusalLog:
         """End the period."""
         more = self._count - LINES_PER_PERIOD
         if more > 0:
-            logger.warning(
-                "%d more refusals at the socket of local rank %d", more, self._local_rank
-            )
+            logger.warning("%d more refusals at %s", more, self._socket_name)
         self._count, self.next_check = 0, None
