@@ -8,7 +8,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from fault_jobs import WATCHED_SECTIONS, is_running, wait_until
+from fault_jobs import WATCHED_SECTIONS, is_running, state_of, wait_until
 
 if TYPE_CHECKING:
     from fault_jobs import Job
@@ -80,6 +80,42 @@ def test_nothing_outlives_a_killed_launcher(job: Job) -> None:
     os.kill(job.pid, signal.SIGKILL)
     job.wait()
     job.assert_nothing_left()
+
+
+def test_nothing_outlives_a_launcher_killed_beside_a_frozen_monitor(job: Job) -> None:
+    """The same holds when the monitor is stopped: the launcher's death wakes it."""
+    job.start("--last-cycle", "9", "--client", flags=WATCHED_SECTIONS)
+    job.wait_for(0, range(2), "stepped")
+    monitor = job.monitor_pid()
+    os.kill(monitor, signal.SIGSTOP)
+    wait_until(lambda: state_of(monitor) == "T", "the monitor's stop")
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait()
+    job.assert_nothing_left()
+
+
+WAIT_WHILE_PLANNING = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.endswith("_launch.plan"):
+            open(os.environ["REACHED"], "w").close()
+            signal.pause()
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_ctrl_c_before_the_job_began(job: Job) -> None:
+    """A launcher that is interrupted before it has started anything ends by SIGINT, in silence."""
+    reached = job.folder / "reached"
+    (job.folder / "sitecustomize.py").write_text(WAIT_WHILE_PLANNING)
+    job.start(environment={"PYTHONPATH": str(job.folder), "REACHED": str(reached)})
+    wait_until(reached.exists, "the launcher's plan")
+    os.kill(job.pid, signal.SIGINT)
+    assert job.wait(10) == -signal.SIGINT
+    assert job.log() == ""
 
 
 def test_nothing_outlives_a_launcher_killed_during_a_restart(job: Job) -> None:

@@ -270,6 +270,23 @@ def test_a_child_that_cannot_be_watched_does_not_stay(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_stopped_child_learns_of_its_parents_death() -> None:
+    """A stopped child that asked for it runs on when its parent is killed, and can leave."""
+    program = [sys.executable, str(PROGRAMS / "wake_when_orphaned.py")]
+    with start_child(program, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        grandchild = int(parent.stdout.readline())
+        os.kill(grandchild, signal.SIGSTOP)
+        wait_until(lambda: _state(grandchild) == "T")
+        parent.signal(signal.SIGKILL)
+        wait_until(lambda: not procfs.is_running(grandchild))
+
+
+def _state(pid: int) -> str:
+    stat = procfs.read_stat(pid)
+    return "" if stat is None else stat.state
+
+
 def test_many_threads_may_wait_for_one_child() -> None:
     """However many threads ask at once, each gets the one status."""
     answers: list[ExitStatus | None] = []

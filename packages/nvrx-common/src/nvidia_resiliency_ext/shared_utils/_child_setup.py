@@ -31,21 +31,28 @@ def keep_exit_statuses() -> None:
         logger.warning("SIGCHLD is ignored: exit statuses of child processes will be lost")
 
 
-def child_setup(*, die_with_parent: bool) -> Callable[[], None] | None:
-    """Return what the child runs before exec; `None` lets Popen use the faster vfork."""
+def child_setup(*, death_signal: int | None) -> Callable[[], None] | None:
+    """Return what the child runs before exec; `None` lets Popen use the faster vfork.
+
+    Args:
+        death_signal: What the kernel sends to the child when its parent dies; `None` for nothing.
+    """
     masked = bool(signals.pthread_sigmask(signals.SIG_BLOCK, ()))
-    if not die_with_parent and not masked:
+    if death_signal is None and not masked:
         return None
+    if death_signal is None:
+        return _unmask
     # Everything is looked up here: between fork and exec nothing may be imported.
-    set_death_signal = _load_prctl() if die_with_parent else None
-    return functools.partial(_set_up_child, os.getpid(), set_death_signal)
+    return functools.partial(_set_up_child, os.getpid(), _load_prctl(), death_signal)
 
 
-def _set_up_child(parent_pid: int, set_death_signal: Callable[[int, int], int] | None) -> None:
+def _unmask() -> None:
     signals.pthread_sigmask(signals.SIG_SETMASK, ())
-    if set_death_signal is None:
-        return
-    if set_death_signal(_PR_SET_PDEATHSIG, signals.SIGKILL) != 0:
+
+
+def _set_up_child(parent_pid: int, prctl: Callable[[int, int], int], death_signal: int) -> None:
+    _unmask()
+    if prctl(_PR_SET_PDEATHSIG, death_signal) != 0:
         raise OSError("prctl(PR_SET_PDEATHSIG) was refused")
     # The parent may have died before the call above; the kernel then sends nothing.
     if os.getppid() != parent_pid:

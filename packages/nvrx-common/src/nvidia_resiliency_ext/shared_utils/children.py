@@ -240,6 +240,7 @@ def start_child(  # noqa: PLR0913 - each is one property of the child
     pass_fds: Collection[int] = (),
     new_session: bool = True,
     die_with_parent: bool = False,
+    wake_when_orphaned: bool = False,
 ) -> Child:
     """Start a program and return its owner.
 
@@ -257,12 +258,17 @@ def start_child(  # noqa: PLR0913 - each is one property of the child
         new_session: Give it a session and a process group of its own.
         die_with_parent: Let the kernel kill it when we die. The kernel means the *thread* that
             called this: call it from one that lasts as long as the child may live.
+        wake_when_orphaned: Let the kernel continue it when we die, should it be stopped then, so
+            that it can see our end of a pipe close. Without effect beside `die_with_parent`.
 
     Raises:
         ChildStartError: The program cannot be run.
     """
     command = tuple(argv)
     keep_exit_statuses()
+    death_signal = None
+    if die_with_parent or wake_when_orphaned:
+        death_signal = signals.SIGKILL if die_with_parent else signals.SIGCONT
     try:
         process = subprocess.Popen(
             command,
@@ -273,7 +279,7 @@ def start_child(  # noqa: PLR0913 - each is one property of the child
             stderr=stderr,
             pass_fds=tuple(pass_fds),
             start_new_session=new_session,
-            preexec_fn=child_setup(die_with_parent=die_with_parent),  # noqa: PLW1509
+            preexec_fn=child_setup(death_signal=death_signal),  # noqa: PLW1509
         )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ChildStartError(command, str(error)) from error

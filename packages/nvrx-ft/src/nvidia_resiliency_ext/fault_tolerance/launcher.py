@@ -15,6 +15,8 @@ from nvidia_resiliency_ext.fault_tolerance._env import FT_LAUNCHER_IPC_SOCKET
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import NoReturn
+
     from ._launch.elastic import (
         config_from_args,
         elastic_launch,
@@ -96,9 +98,24 @@ def __dir__() -> list[str]:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run `ft_launcher` with `args` (default: the command line) and leave with its exit code."""
-    from nvidia_resiliency_ext.fault_tolerance._launch.program import run_command_line
+    try:
+        from nvidia_resiliency_ext.fault_tolerance._launch.program import run_command_line
 
-    sys.exit(run_command_line(args))
+        code = run_command_line(args)
+    except KeyboardInterrupt:
+        # Before the job takes over signals, or after it gave them back: nothing is running.
+        _die_of_interrupt()
+    sys.exit(code)
+
+
+def _die_of_interrupt() -> NoReturn:
+    """End as a program without a handler would, so that a shell script ends too; no traceback."""
+    import os
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+    os._exit(128 + signal.SIGINT)  # the signal is blocked
 
 
 if __name__ == "__main__":

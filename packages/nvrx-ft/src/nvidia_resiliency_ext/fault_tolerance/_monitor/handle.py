@@ -130,7 +130,9 @@ class MonitorHandle:
         given = dict(os.environ if env is None else env)
         given.pop(RUN_ID, None)
         try:
-            child = start_child(argv, env=given, pass_fds=[theirs.fileno()], new_session=True)
+            child = start_child(
+                argv, env=given, pass_fds=[theirs.fileno()], wake_when_orphaned=True
+            )
         except BaseException:  # whatever happens, the descriptor must not stay behind
             ours.close()
             raise
