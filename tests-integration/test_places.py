@@ -182,3 +182,26 @@ def test_a_launcher_whose_output_nobody_reads(job: Job) -> None:
         assert time.monotonic() < deadline, job.cycles()
         time.sleep(0.01)
     job.wait()
+
+
+def test_names_that_are_no_utf8(job: Job) -> None:
+    """A script, an argument and a role whose bytes are no UTF-8 run like any others."""
+    script = job.folder / os.fsdecode(b"s\xe9.py")
+    script.write_text("import os, sys\nprint(os.fsencode(sys.argv[1]), flush=True)\n")
+    role = os.fsdecode(b"r\xf4le")
+    job.start(
+        os.fsdecode(b"\xff"),
+        program=script,
+        flags=("--role", role, "--tee", "3", "--log-dir", str(job.folder / "logs")),
+    )
+    assert job.wait() == 0, job.log()
+    assert job.log().count(r"b'\xff'") == 2
+
+
+@pytest.mark.parametrize("limit", [7, 11, 18, 21])
+def test_few_descriptors_are_an_error_without_a_traceback(job: Job, limit: int) -> None:
+    """A launcher or a monitor that cannot open what it needs says so, and the job ends with 1."""
+    job.start(prefix=["sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh"], nproc=4, max_restarts=0)
+    assert job.wait() == 1, job.log()
+    assert "Too many open files" in job.log()
+    assert "Traceback" not in job.log(), job.log()

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The private directory of a run: where it is, who may enter, how it goes."""
 
+import contextlib
 import json
 import os
+import resource
 import socket
 import stat
 import subprocess
@@ -304,3 +306,21 @@ def test_failed_start_leaves_nothing(place: Path) -> None:
     assert result.stdout == "File too large\n"
     for where in (place, Path("/tmp"), Path("/dev/shm")):
         assert list(where.glob(f"nvrx-{label}-*")) == []
+
+
+def test_nothing_is_left_where_it_could_not_be_made(place: Path) -> None:
+    """Without free descriptors no directory is made, and none stays behind."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (os.dup(0) + 1, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        with pytest.raises(OSError, match="the last one tried: Too many open files"):
+            RunDir.create("demo", {"TMPDIR": str(place)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in held:
+            os.close(descriptor)
+    assert list(place.iterdir()) == []

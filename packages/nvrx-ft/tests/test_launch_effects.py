@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher's effects one by one: loop, ports, signals, faults, output."""
 
+import errno
 import io
 import json
 import os
@@ -11,7 +12,7 @@ import sys
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch import faults, output, records, workers
+from nvidia_resiliency_ext.fault_tolerance._launch import faults, job, output, records, workers
 from nvidia_resiliency_ext.fault_tolerance._launch.chronicle import Chronicle
 from nvidia_resiliency_ext.fault_tolerance._launch.decide import RoundClosed
 from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
@@ -374,3 +375,14 @@ def test_log_directory_that_cannot_be_written_names_path_and_remedy(tmp_path):
         output.OutputFiles.beneath(str(blocker), "job")
     if sys.platform == "linux" and os.path.exists("/dev/full"):
         assert list(tmp_path.iterdir()) == [blocker]
+
+
+def test_tidying_up_after_others_costs_no_job(monkeypatch, caplog):
+    """Directories of earlier launches that cannot be looked at are a warning."""
+
+    def fail():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(job, "remove_stale_run_dirs", fail)
+    job.Job.__new__(job.Job)._remove_stale_directories()
+    assert "Too many open files" in caplog.text

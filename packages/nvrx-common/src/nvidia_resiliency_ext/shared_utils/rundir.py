@@ -7,6 +7,7 @@ later start can tell that the run is over and clean up.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -90,6 +91,8 @@ class RunDir:
             except OSError as error:
                 last_error = error
         message = "no place for a run directory: set TMPDIR to a short path that can be written"
+        if last_error is not None:
+            message += f" (the last one tried: {last_error.strerror})"
         raise OSError(errno.ENOENT, message) from last_error
 
     @classmethod
@@ -100,7 +103,7 @@ class RunDir:
             atomic_write(os.path.join(path, _OWNER_FILE), owner, fsync=False)
             return cls(path)
         except OSError:
-            _remove(path)
+            _discard(path)
             raise
 
     def socket_path(self, name: str) -> str:
@@ -246,6 +249,14 @@ def _refuse_foreign(path: str, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         message = "the directory belongs to somebody else, or is open to others"
         raise UnsafePathError(errno.EPERM, message, path)
+
+
+def _discard(path: str) -> None:
+    """Remove a directory that holds its owner file at most; needs no free descriptor."""
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.join(path, _OWNER_FILE))
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
 
 
 def _remove(path: str) -> None:

@@ -59,7 +59,7 @@ class Job:
     Raises:
         ConfigError: when the plan asks for what cannot be done here.
         NvrxError: on a machine that cannot run the job: a port in use, a log directory that
-            cannot be written. Nothing is left behind.
+            cannot be written, no room, no descriptors. Nothing is left behind.
     """
 
     def __init__(self, plan: LaunchPlan, environ: Mapping[str, str]) -> None:
@@ -72,13 +72,9 @@ class Job:
     def __enter__(self) -> Job:  # noqa: PYI034  # Self is not in Python 3.10
         """Start what the workers need: directory, standbys, monitor, sockets."""
         try:
-            self._build()
+            self._build_or_take_down()
         except OSError as error:
-            self._stack.close()
             raise NvrxError(f"the launch cannot be prepared: {error}") from error
-        except BaseException:
-            self._stack.close()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,6 +82,13 @@ class Job:
         self._stack.close()
 
     # Assembly; each part is taken down in the reverse order ----------------------------------
+
+    def _build_or_take_down(self) -> None:
+        try:
+            self._build()
+        except BaseException:
+            self._stack.close()
+            raise
 
     def _build(self) -> None:
         plan, stack = self._plan, self._stack
@@ -300,11 +303,14 @@ class Job:
 
     def _log_summary(self) -> None:
         """Say what the record holds, before it goes with the run directory."""
-        from nvidia_resiliency_ext.shared_utils import report
-
         try:
+            from nvidia_resiliency_ext.shared_utils import report
+
             timeline = report.build_timeline([events.read_events(self._event_log.path)])
             text = report.render_text(timeline)
+        except OSError as error:
+            logger.warning("the summary cannot be made: %s", error)
+            return
         except Exception:
             # The job's exit code must not depend on its report.
             logger.exception("the summary cannot be made")
@@ -339,7 +345,13 @@ class Job:
 
     def _remove_stale_directories(self) -> None:
         """Remove what launches left behind that were killed together with their monitor."""
-        for path in remove_stale_run_dirs():
+        try:
+            removed = remove_stale_run_dirs()
+        except OSError as error:
+            # Tidying up after others must not cost this job.
+            logger.warning("run directories of launches that are gone stay: %s", error)
+            return
+        for path in removed:
             logger.info("removed the run directory of a launch that is gone: %s", path)
 
     def _sweep(self) -> None:

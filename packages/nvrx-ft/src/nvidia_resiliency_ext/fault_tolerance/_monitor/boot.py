@@ -56,17 +56,27 @@ def main(fd: int) -> None:
     _name_process(start)
     lines: SimpleQueue[LogLine] | None = SimpleQueue() if start.run_id else None
     configure_logging(int(start.config["log_level"]), lines)
-    run_dir = RunDir(start.run_dir) if start.run_id and start.run_dir else None
-    server = MonitorServer(start, launcher, lines)
+    try:
+        run_dir = RunDir(start.run_dir) if start.run_id and start.run_dir else None
+        server = MonitorServer(start, launcher, lines)
+    except OSError as error:
+        raise _cannot_start(error) from None
     with ExitStack() as stack:
         if not start.run_id:
             stack.enter_context(leave_at_signals(server, LEAVE_SIGNALS))
-        server.announce()
+        try:
+            server.announce()
+        except OSError as error:
+            raise _cannot_start(error) from None
         server.run()
     if run_dir is not None and server.is_dismissed:
         run_dir.remove()
     # A job of the slow thread may hang in a dead file system for ever.
     os._exit(0)
+
+
+def _cannot_start(error: OSError) -> SystemExit:
+    return SystemExit(f"the rank monitor cannot start: {error}")
 
 
 @contextmanager
