@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 WORKERS = {"bare": HERE / "_bench_worker.py", "ddp": HERE / "_bench_worker_torch.py"}
 JOB_LIMIT_S = 240.0
+PROGRAM_LIMIT_S = 120.0
 
 Events = dict[tuple[int, int], dict[str, float]]
 
@@ -129,6 +130,22 @@ def run(command: Sequence[str], out: Path) -> Events:
     if code != 0:
         raise SystemExit(f"exit code {code} of {' '.join(command)}\n{(out / 'log').read_text()}")
     return read_events(out)
+
+
+def figures_of(candidate: Candidate, program: Path) -> dict[str, float]:
+    """Run a program that prints its figures as one JSON object in its last line."""
+    done = subprocess.run(
+        [candidate.python, "-W", "ignore", program],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_LIMIT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"exit code {done.returncode} of {program.name}\n{done.stderr}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def read_events(out: Path) -> Events:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -98,7 +99,8 @@ def main() -> None:
             rank.kill()
             rank.wait()
     print(json.dumps(found), flush=True)
-    # The monitors end with us.
+    for monitor in monitors:
+        os.kill(monitor.pid, signal.SIGKILL)
     os._exit(0)
 
 

@@ -9,14 +9,11 @@ interpreter and a monitor of its own. Linux only.
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 
 import _bench
 
 RANK = Path(__file__).with_name("_bench_client.py")
-RUN_LIMIT_S = 300.0
 
 
 def main() -> None:
@@ -24,16 +21,7 @@ def main() -> None:
     options = _bench.parser(__doc__, repeats=3).parse_args()
 
     def once(candidate: _bench.Candidate) -> dict[str, float]:
-        done = subprocess.run(
-            [candidate.python, "-W", "ignore", RANK],
-            env=_bench.environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=RUN_LIMIT_S,
-            check=True,
-        )
-        found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        return _bench.figures_of(candidate, RANK)
 
     _bench.measure(options, once, unit="see figure", prefix="client: ")
 

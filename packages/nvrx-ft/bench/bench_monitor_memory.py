@@ -6,14 +6,11 @@ python bench_monitor_memory.py [--python PY] [--against PY2] [--repeats 3]
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 
 import _bench
 
 NODE = Path(__file__).with_name("_bench_monitor.py")
-RUN_LIMIT_S = 300.0
 
 
 def main() -> None:
@@ -21,16 +18,7 @@ def main() -> None:
     options = _bench.parser(__doc__, repeats=3).parse_args()
 
     def once(candidate: _bench.Candidate) -> dict[str, float]:
-        done = subprocess.run(
-            [candidate.python, "-W", "ignore", NODE],
-            env=_bench.environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=RUN_LIMIT_S,
-            check=True,
-        )
-        found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        return _bench.figures_of(candidate, NODE)
 
     _bench.measure(options, once, unit="see figure", prefix="monitoring of 8 ranks: ")
 

@@ -120,6 +120,28 @@ def test_a_port_that_cannot_be_closed_does_not_keep_the_sweep_away(stray):
     assert stray.wait(timeout=30) == -signal.SIGKILL
 
 
+def test_a_sweep_ends_what_forks_all_the_time():
+    """A process that hands over to a child every millisecond is ended through its group."""
+    program = (
+        "import os, time\n"
+        "print(os.getpgid(0), flush=True)\n"
+        "while True:\n    time.sleep(0.001)\n    if os.fork():\n        os._exit(0)\n"
+    )
+    run_id = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "NVRX_RUN_ID": run_id},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as forker:
+        group = int(forker.stdout.readline())
+        forker.wait(20.0)
+        assert sweep.sweep(run_id, (), spare=(), limit_s=30) == []
+        # End of file: no process holds the stream any more.
+        assert forker.stdout.read() == b""
+    assert procfs.pids_in_groups([group]) == []
+
+
 def test_a_sweep_without_descriptors_left_goes_on(stray, monkeypatch):
     """A process for which no descriptor is left in one round is killed in the next."""
     held = sweep.PidHandle

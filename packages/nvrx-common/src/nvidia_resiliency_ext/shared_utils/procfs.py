@@ -28,6 +28,7 @@ __all__ = [
     "pid_namespace",
     "pids_in_groups",
     "pids_with_environ",
+    "processes_with_environ",
     "read_stat",
     "running_in_groups",
     "wchan",
@@ -120,19 +121,27 @@ def environ_value(pid: int, name: str) -> str | None:
 
 
 def pids_with_environ(name: str, value: str, *, skip_self: bool = True) -> list[int]:
+    """Return the numbers of the processes that `processes_with_environ` finds."""
+    return [stat.pid for stat in processes_with_environ(name, value, skip_self=skip_self)]
+
+
+def processes_with_environ(name: str, value: str, *, skip_self: bool = True) -> list[ProcStat]:
     """Return the processes that were started with `name` set to `value`, in one scan.
 
-    Zombies are not among them: their environment is gone.
+    The newest ones are looked at first: a process that forks and leaves every millisecond is
+    found while it lives. Zombies are not among them: their environment is gone.
     """
     needle = b"\0" + os.fsencode(f"{name}={value}") + b"\0"
     own_pid = os.getpid() if skip_self else -1
     found = []
-    for pid in _pids():
+    for pid in sorted(_pids(), reverse=True):
         if pid == own_pid:
             continue
         data = _read(f"/proc/{pid}/environ")
         if data and needle in b"\0" + data + b"\0":
-            found.append(pid)
+            stat = read_stat(pid)
+            if stat is not None:
+                found.append(stat)
     return found
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["SWEEP_LIMIT_S", "sweep"]
 
 SWEEP_LIMIT_S = 1.5
+QUIET_SCANS = 2
 _ROUND_S = 0.05
 
 
@@ -25,6 +26,9 @@ def sweep(
     run_id: str, pgids: Collection[int], *, spare: Collection[int], limit_s: float = SWEEP_LIMIT_S
 ) -> list[int]:
     """Kill the process groups and every process that carries the run's id, until none is left.
+
+    Such a process is killed with its whole group, unless its session is ours or that of a spared
+    one: a signal to a group reaches also what it forks at that moment.
 
     Args:
         run_id: Value of NVRX_RUN_ID in the environment of the run's processes.
@@ -37,14 +41,21 @@ def sweep(
     """
     give_up_at = time.monotonic() + limit_s
     own_group = os.getpgid(0)
-    groups = [pgid for pgid in pgids if pgid > 1 and pgid != own_group]
+    keepers = (procfs.read_stat(pid) for pid in (os.getpid(), *spare))
+    kept_sessions = {stat.sid for stat in keepers if stat is not None}
+    groups = {pgid for pgid in pgids if pgid > 1 and pgid != own_group}
+    quiet_scans = 0
     while True:
+        # Scanned anew each time: a process may have forked between the scan and its death.
+        strays = procfs.processes_with_environ(RUN_ID, run_id)
+        groups |= {stat.pgid for stat in strays if stat.sid not in kept_sessions}
         for pgid in groups:
             _kill_group(pgid)
-        # Scanned anew each time: a process may have forked between the scan and its death.
-        found = {*procfs.pids_with_environ(RUN_ID, run_id), *procfs.pids_in_groups(groups)}
+        found = {*(stat.pid for stat in strays), *procfs.pids_in_groups(groups)}
         found -= {os.getpid(), *spare}
-        if not found:
+        # One look may miss a process that comes and goes.
+        quiet_scans = 0 if found else quiet_scans + 1
+        if quiet_scans == QUIET_SCANS:
             return []
         handles = [handle for pid in found if (handle := _kill(pid, run_id, groups)) is not None]
         round_ends_at = min(time.monotonic() + _ROUND_S, give_up_at)
