@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks whether storage paths are there and can be read; it has no deadline of its own.
+
+A dead mount can hold any of its calls for ever: the storage health check runs this as a program
+(``python -S -m nvidia_resiliency_ext.shared_utils.storage_probe -- PATH...``) that it can leave
+behind. It imports little, to start fast. A path that cannot be judged is reported, never raised.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["main"]
+
+_SAMPLE_BYTES = 4096
+_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
+_USAGE = """\
+usage: python -m nvidia_resiliency_ext.shared_utils.storage_probe [--write] [--] PATH...
+
+Look whether each absolute PATH is there and can be read. Prints one JSON object with the lists
+invalid, missing, unreadable (and unwritable); exit code 1 when one of them is not empty.
+
+  --write  also write, flush and delete a small file in each directory, and open each file for
+           writing
+"""
+
+
+def _storage_path_probe(
+    paths: Iterable[object] | None = None, *, write: bool = False
+) -> dict[str, list[object]]:
+    """Sort the paths that are not in order by what is wrong with them.
+
+    Of a file the first bytes are read, of a directory one entry; of anything else only the kind is
+    asked, as opening a FIFO would wait for its writer.
+
+    Args:
+        paths: Absolute paths; `None` and `""` among them are skipped.
+        write: Also test writing, which adds the list `unwritable`.
+
+    Returns:
+        The lists `invalid` (no string, not absolute, not a path at all), `missing`, `unreadable`.
+    """
+    found: dict[str, list[object]] = {"invalid": [], "missing": [], "unreadable": []}
+    if write:
+        found["unwritable"] = []
+    for path in paths or ():
+        if path is None or path == "":
+            continue
+        verdict = _verdict(path, write=write)
+        if verdict is not None:
+            found[verdict].append(path)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code.
+
+    The first argument that is no option ends the options, so that a path cannot become one.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    write = False
+    while arguments and arguments[0].startswith("-"):
+        option = arguments.pop(0)
+        if option == "--":
+            break
+        if option in {"-h", "--help"}:
+            sys.stdout.write(_USAGE)
+            return 0
+        if option != "--write":
+            sys.stderr.write(f"unknown option {option}; put -- before the paths\n{_USAGE}")
+            return 2
+        write = True
+    found = _storage_path_probe(arguments, write=write)
+
+    import json
+
+    from .console import write_out
+
+    write_out(json.dumps(found) + "\n")
+    return 1 if any(found.values()) else 0
+
+
+def _verdict(path: object, *, write: bool) -> str | None:
+    if not isinstance(path, str) or not os.path.isabs(path):
+        return "invalid"
+    try:
+        kind = os.stat(path).st_mode
+    except OSError as error:
+        return "missing" if error.errno in _MISSING else "unreadable"
+    except ValueError:  # a NUL byte
+        return "invalid"
+    try:
+        _read(path, kind)
+    except FileNotFoundError:
+        return "missing"
+    except OSError:
+        return "unreadable"
+    if write:
+        try:
+            _write(path, kind)
+        except OSError:
+            return "unwritable"
+    return None
+
+
+def _read(path: str, kind: int) -> None:
+    if stat.S_ISDIR(kind):
+        with os.scandir(path) as entries:
+            next(entries, None)
+    elif stat.S_ISREG(kind):
+        # Not to wait for a writer, should a FIFO have taken the file's place.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            os.read(descriptor, _SAMPLE_BYTES)
+        finally:
+            os.close(descriptor)
+
+
+def _write(path: str, kind: int) -> None:
+    if stat.S_ISDIR(kind):
+        _write_new_file(path)
+    elif stat.S_ISREG(kind):
+        os.close(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+
+
+def _write_new_file(directory: str) -> None:
+    target = os.path.join(directory, f".nvrx-probe-{os.getpid()}-{os.urandom(8).hex()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(target, flags, 0o600)
+    try:
+        os.write(descriptor, bytes(_SAMPLE_BYTES))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+        os.unlink(target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
