@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults made on purpose, to see that a job survives them.
+
+`dispatch_fault_injection` makes one happen to the calling process, `inject_fault` to some ranks of
+a job, drawn alike on all of them. The rooms are in `_faults/`; torch is imported only for faults
+of the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from ._faults.dispatch import DispatchedFault, dispatch_fault_injection
+from ._faults.handlers import (
+    abort,
+    async_raise_exception,
+    gpu_sleep,
+    lock_gil,
+    raise_gpu_error,
+    segfault,
+    send_signal,
+    workload_exception,
+)
+from ._faults.interpreter import (
+    async_raise,
+    clear_workload_exception,
+    maybe_raise_workload_exception,
+    termination_signal_handler,
+    workload_raise_event,
+)
+from ._faults.kinds import Fault, InjectedException
+from ._faults.plan import draw_plan
+from ._faults.registry import register_fault
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    ctx: Any
+
+__all__ = [
+    "DispatchedFault",
+    "Fault",
+    "InjectedException",
+    "abort",
+    "async_raise",
+    "async_raise_exception",
+    "clear_workload_exception",
+    "ctx",
+    "dispatch_fault_injection",
+    "gpu_sleep",
+    "inject_fault",
+    "lock_gil",
+    "maybe_raise_workload_exception",
+    "raise_gpu_error",
+    "register_fault",
+    "segfault",
+    "send_signal",
+    "termination_signal_handler",
+    "workload_exception",
+    "workload_raise_event",
+]
+
+
+def inject_fault(
+    faults: Fault | Iterable[Fault],
+    num_faults: int | tuple[int, int],
+    keep_alive: int,
+    delay: float | tuple[float, float],
+    seed: int,
+    callback: Callable[[], object] | None = None,
+) -> DispatchedFault | None:
+    """Let some ranks draw a fault, and dispatch it if this rank is one of them.
+
+    Every rank calls this with the same arguments and draws the same plan. Ranks come from `RANK`
+    and `WORLD_SIZE` (0 of 1 where they are not set).
+
+    Args:
+        faults: One of these happens, the same on all chosen ranks.
+        num_faults: How many ranks are chosen, or the least and the most.
+        keep_alive: How many ranks, from 0 on, are never chosen.
+        delay: Seconds until it happens, or the least and the most.
+        seed: What the draw depends on.
+        callback: Called on a chosen rank right before it happens.
+
+    Returns:
+        The handle on a chosen rank, else `None`.
+
+    Raises:
+        RuntimeError: As `dispatch_fault_injection`.
+        ValueError: There is no fault to choose from, or a pair is not in order.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    plan = draw_plan(faults, num_faults, keep_alive, delay, seed, world_size)
+    if rank not in plan.ranks:
+        return None
+    return dispatch_fault_injection(plan.fault, plan.delay, callback)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ctx":
+        # Kept for programs that import it; nothing here starts a process with it.
+        import multiprocessing
+
+        return multiprocessing.get_context("spawn")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

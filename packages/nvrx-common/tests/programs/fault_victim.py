@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gets one fault and tells what it sees of it, one JSON object per line.
+
+usage: fault_victim.py FAULT DELAY SCENE
+"""
+
+import ctypes
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+
+from nvidia_resiliency_ext.shared_utils.inject_fault import (
+    Fault,
+    InjectedException,
+    dispatch_fault_injection,
+    maybe_raise_workload_exception,
+)
+
+_LIMIT_S = 20.0
+
+
+def tell(**fields):
+    # One write for a whole line: several threads tell something.
+    os.write(1, json.dumps({**fields, "at": time.monotonic()}).encode() + b"\n")
+
+
+def called_back():
+    tell(what="callback", thread=threading.current_thread() is not threading.main_thread())
+
+
+def alive():
+    """Work until the fault ends it, as a training loop does."""
+    end = time.monotonic() + _LIMIT_S
+    while time.monotonic() < end:
+        time.sleep(0.005)
+
+
+def exceptions():
+    """Let exceptions of the main thread come, and go on after them."""
+    try:
+        alive()
+    except InjectedException:
+        tell(what="exception", thread=threading.current_thread() is threading.main_thread())
+    except KeyboardInterrupt:
+        tell(what="interrupt")
+    tell(what="on", usr1=signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL)
+
+
+def workload():
+    """Ask for the workload's exception at every step."""
+    end = time.monotonic() + _LIMIT_S
+    while time.monotonic() < end:
+        time.sleep(0.005)
+        try:
+            maybe_raise_workload_exception()
+        except InjectedException:
+            tell(what="exception", thread=True)
+            break
+    maybe_raise_workload_exception()
+    tell(what="on")
+
+
+def beat():
+    """Beat in the main thread and in another one until killed."""
+
+    def other():
+        while True:
+            tell(what="other")
+            time.sleep(0.02)
+
+    threading.Thread(target=other, daemon=True).start()
+    while True:
+        tell(what="main")
+        time.sleep(0.02)
+
+
+def rests():
+    """Compute until there were five gaps in which the main thread had no work to do."""
+    found, end, last, used = 0, time.monotonic() + _LIMIT_S, time.monotonic(), time.thread_time()
+    while found < 5 and time.monotonic() < end:
+        now, now_used = time.monotonic(), time.thread_time()
+        if now - last > 0.04 and now_used - used < 0.01:
+            found += 1
+        last, used = now, now_used
+    end_fault(what="rests", found=found)
+
+
+def burns():
+    """Wait, doing nothing, until the process has used half a second of processor time."""
+    used, end = time.process_time() + 0.5, time.monotonic() + _LIMIT_S
+    while time.process_time() < used and time.monotonic() < end:
+        time.sleep(0.01)
+    end_fault(what="burns", found=time.process_time() >= used)
+
+
+def end_fault(**fields):
+    ended = HANDLE.cancel()
+    names = [thread.name for thread in threading.enumerate()]
+    tell(**fields, ended=ended, threads=[name for name in names if "fault" in name])
+
+
+def disk():
+    """Write where the disk is full, and again once the fault is cancelled."""
+    path = os.path.join(os.environ["NVRX_FAULT_DISK_DIR"], "file")
+    end = time.monotonic() + _LIMIT_S
+    while time.monotonic() < end:
+        try:
+            with open(path, "ab") as file:
+                file.write(bytes(65536))
+            time.sleep(0.01)
+        except OSError as error:
+            tell(what="full", errno=error.errno)
+            break
+    end_fault(what="freed")
+    with open(path, "wb") as file:
+        file.write(bytes(1 << 20))
+
+
+def network():
+    """Hold a connection, a listener, a datagram socket and a pair that is not of the network."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(listener.getsockname())
+    server, _ = listener.accept()
+    near, far = socket.socketpair()
+    datagram = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    client.settimeout(_LIMIT_S)
+    tell(
+        what="read", data=client.recv(1).decode(), fds=[client.fileno() >= 0, server.fileno() >= 0]
+    )
+    far.sendall(b"x")
+    tell(what="pair", data=near.recv(1).decode())
+    try:
+        server.sendall(b"x")
+    except BrokenPipeError:
+        tell(what="broken")
+    try:
+        socket.create_connection(listener.getsockname(), timeout=1).close()
+    except ConnectionRefusedError:
+        tell(what="refused")
+    for each in (listener, client, server, near, far, datagram):
+        each.close()
+
+
+def memory():
+    """Go on allocating beside the fault, with a bound on this process."""
+    resource.setrlimit(resource.RLIMIT_AS, (384 << 20, 384 << 20))
+    try:
+        while True:
+            bytes(8 << 20)
+            time.sleep(0.005)
+    except MemoryError:
+        pass
+    with open("/proc/self/oom_score_adj") as score:
+        found = int(score.read())
+    HANDLE.cancel()
+    bytes(64 << 20)
+    tell(what="memory", score=found)
+
+
+def stuck():
+    """Block the interpreter in C code that holds the GIL, across the moment of the fault."""
+    tell(what="stuck")
+    ctypes.PyDLL(None).sleep(int(_LIMIT_S))
+    tell(what="free")
+
+
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
+NAME, DELAY, SCENE = sys.argv[1:]
+START = time.monotonic()
+DUE = START + float(DELAY)
+HANDLE = dispatch_fault_injection(Fault[NAME], float(DELAY), called_back)
+tell(what="dispatched", took=time.monotonic() - START, due=DUE)
+globals()[SCENE]()

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each fault does to a process what it promises, at its time and after its callback."""
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_PROGRAM = str(Path(__file__).with_name("programs") / "fault_victim.py")
+_LOGGER = "nvidia_resiliency_ext.shared_utils.inject_fault"
+_JITTER_S = 0.05 * 10  # a busy machine is no error of ours
+Lines = list[dict[str, Any]]
+
+
+@contextlib.contextmanager
+def _victim(
+    fault: str, scene: str, delay: float = 0.1, **env: str
+) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, _PROGRAM, fault, str(delay), scene]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env={**os.environ, **env}, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _run(fault: str, scene: str, delay: float = 0.1, **env: str) -> tuple[int, Lines, str]:
+    with _victim(fault, scene, delay, **env) as process:
+        out, err = process.communicate(timeout=40)
+    return process.returncode, [json.loads(line) for line in out.splitlines()], err
+
+
+def _what(lines: Lines, what: str) -> dict[str, Any]:
+    (found,) = (line for line in lines if line["what"] == what)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "signum"),
+    [
+        ("SIGKILL", signal.SIGKILL),
+        ("SIGTERM", signal.SIGTERM),
+        ("OS_ABORT", signal.SIGABRT),
+        ("SEGFAULT", signal.SIGSEGV),
+    ],
+)
+def test_fatal_faults(fault: str, signum: int) -> None:
+    """The process dies of the right signal, at its time, after the callback and the log line."""
+    start = time.monotonic()
+    code, lines, err = _run(fault, "alive", 0.2)
+    due = _what(lines, "dispatched")["due"]
+    assert code == -signum
+    assert _what(lines, "dispatched")["took"] < 1.0
+    assert _what(lines, "callback")["thread"]
+    assert 0 <= _what(lines, "callback")["at"] - due < _JITTER_S
+    assert time.monotonic() - start < 10
+    (line,) = [line for line in err.splitlines() if "CRITICAL" in line]
+    assert line.startswith(f"CRITICAL {_LOGGER} FAULT INJECTION: {fault} in process ")
+
+
+@pytest.mark.parametrize("fault", ["ASYNC_EXC", "SIGNAL_EXC"])
+def test_exceptions_of_the_main_thread(fault: str) -> None:
+    """The exception comes in the main thread, which goes on after it; SIGUSR1 is as before."""
+    code, lines, err = _run(fault, "exceptions")
+    assert (code, _what(lines, "exception")["thread"]) == (0, True), err
+    assert _what(lines, "on")["usr1"]
+    assert 0 <= _what(lines, "exception")["at"] - _what(lines, "dispatched")["due"] < _JITTER_S
+
+
+def test_interrupt() -> None:
+    """SIGINT arrives as Ctrl-C does, from outside, and the process may go on."""
+    code, lines, err = _run("SIGINT", "exceptions")
+    assert (code, _what(lines, "interrupt")["what"]) == (0, "interrupt"), err
+
+
+def test_workload_exception() -> None:
+    """The flag raises where the workload asks for it, and only once."""
+    code, lines, err = _run("WORKLOAD_EXC", "workload")
+    assert (code, _what(lines, "on")["what"]) == (0, "on"), err
+    assert 0 <= _what(lines, "exception")["at"] - _what(lines, "dispatched")["due"] < _JITTER_S
+
+
+def test_stop() -> None:
+    """SIGSTOP stops the process, and after SIGCONT it goes on with nothing left behind."""
+    with _victim("SIGSTOP", "exceptions") as process:
+        pid, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(("fault", "signum"), [("SIGKILL", -9), ("SIGTERM", -15)])
+def test_signal_reaches_a_stuck_interpreter(fault: str, signum: int) -> None:
+    """A process whose GIL is held for ever gets the signal, and stderr says what happened."""
+    start = time.monotonic()
+    code, lines, err = _run(fault, "stuck", 0.5)
+    assert code == signum
+    assert _what(lines, "stuck")
+    assert not [line for line in lines if line["what"] in {"free", "callback"}]
+    assert time.monotonic() - start < 10
+    assert f"FAULT INJECTION: {fault} to process" in err
+
+
+def _silence(process: subprocess.Popen[str], word: str, other: str | None = None) -> float:
+    """Wait until `word` has not been said while `other` was said 20 times, or for a second."""
+    assert process.stdout is not None
+    os.set_blocking(process.stdout.fileno(), False)
+    buffer, quiet, others = "", time.monotonic(), 0
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            buffer += (os.read(process.stdout.fileno(), 65536) or b"").decode()
+        while "\n" in buffer:
+            line, _, buffer = buffer.partition("\n")
+            what = json.loads(line)["what"]
+            if what == word:
+                quiet, others = time.monotonic(), 0
+            elif what == other:
+                others += 1
+        if others >= 20 or (other is None and time.monotonic() - quiet > 1.0):
+            return time.monotonic() - quiet
+        time.sleep(0.01)
+    raise AssertionError(f"{word} never fell silent")
+
+
+def test_gil_is_held() -> None:
+    """No thread of the process runs Python any more, and it dies of SIGKILL alone."""
+    with _victim("LOCK_GIL", "beat") as process:
+        _silence(process, "other")
+        process.send_signal(signal.SIGINT)
+        _silence(process, "main")
+        assert process.poll() is None
+
+
+def test_hang() -> None:
+    """The main thread stands still while other threads go on; SIGINT ends the wait as usual."""
+    with _victim("HANG", "beat") as process:
+        _silence(process, "main", other="other")
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) in {1, -signal.SIGINT}
+
+
+@pytest.mark.parametrize(("fault", "scene"), [("SLOWDOWN", "rests"), ("CPU_SPIN", "burns")])
+def test_slow_faults_end_when_cancelled(fault: str, scene: str) -> None:
+    """The main thread is held up again and again, or a core burnt, until the fault is cancelled."""
+    code, lines, err = _run(fault, scene)
+    found = _what(lines, scene)
+    assert code == 0, err
+    assert found["found"], found
+    assert found["ended"] is False, "it had happened, so cancelling came too late"
+    assert not found["threads"], "its thread goes on"
+
+
+def test_network_is_dropped() -> None:
+    """Network sockets are shut down and keep their numbers; a Unix socket pair works on."""
+    code, lines, err = _run("NET_DROP", "network")
+    assert code == 0, err
+    assert _what(lines, "read")["data"] == ""
+    assert _what(lines, "read")["fds"] == [True, True]
+    assert _what(lines, "pair")["data"] == "x"
+    assert _what(lines, "broken")
+    assert _what(lines, "refused")
+
+
+def test_memory_runs_out() -> None:
+    """The program's own allocations fail, the kernel would kill it first, cancelling frees all."""
+    code, lines, err = _run("OOM_CPU", "memory")
+    assert code == 0, err
+    assert _what(lines, "memory")["score"] == 1000
+
+
+def test_disk_is_full(tmp_path: Path) -> None:
+    """A small mount of its own is full for everybody, until the fault is cancelled."""
+    namespaces = ["unshare", "--user", "--map-root-user", "--mount"]
+    mount = f"mount -t tmpfs -o size=8m none {tmp_path} && exec "
+    tried = subprocess.run([*namespaces, "sh", "-c", f"{mount} true"], check=False, timeout=30)
+    if tried.returncode:
+        pytest.skip("no mount can be made in a namespace of its own here")
+    done = subprocess.run(
+        [*namespaces, "sh", "-c", f'{mount} "$@"', "-", sys.executable, _PROGRAM,
+         "DISK_FULL", "0.1", "disk"],
+        env={**os.environ, "NVRX_FAULT_DISK_DIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=40, check=False,
+    )  # fmt: skip
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, done.stderr
+    assert _what(lines, "full")["errno"] == errno.ENOSPC
+    assert not _what(lines, "freed")["threads"]
