@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose job this is, as the scheduler's environment says; it asks nobody else."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["job_id_from_env", "job_user_from_env"]
+
+
+def job_user_from_env() -> str | None:
+    """Return who submitted the job, `None` when nothing says so."""
+    return _first("SLURM_JOB_USER", "USER")
+
+
+def job_id_from_env() -> str | None:
+    """Return the job's number, of an array that of the whole; `None` outside of Slurm."""
+    return _first("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID")
+
+
+def _first(*names: str) -> str | None:
+    return next((value for name in names if (value := os.environ.get(name))), None)

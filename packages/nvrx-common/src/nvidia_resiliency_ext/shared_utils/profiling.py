@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moments of a recovery as log lines, for tools that read logs, and as records for all others.
+
+`shared_utils.events` is the full record of a job; this module keeps the names and the line format
+that existing log readers know. Nothing here raises into the caller because of a record.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "FaultToleranceProfiler",
+    "ProfilingEvent",
+    "ProfilingRecord",
+    "get_profiling_cycle",
+    "record_profiling_event",
+    "set_profiling_cycle",
+    "subscribe",
+]
+
+logger = logging.getLogger("nvrx")
+
+_FILE_VARIABLE = "NVRX_PROFILING_FILE"
+
+
+class ProfilingEvent(enum.Enum):
+    """A moment between a failure and the training that goes on after it."""
+
+    FAILURE_DETECTED = "failure_detected"
+    WORKER_TERMINATED = "worker_terminated"
+    RENDEZVOUS_STARTED = "rendezvous_started"
+    HEALTH_CHECK_COMPLETED = "health_check_completed"
+    RENDEZVOUS_COMPLETED = "rendezvous_completed"
+    WORKER_START_STARTED = "worker_start_started"
+    WORKER_START_COMPLETED = "worker_start_completed"
+    ATTRIBUTION_GET_STARTED = "attribution_get_started"
+    ATTRIBUTION_GET_COMPLETED = "attribution_get_completed"
+
+
+@dataclass(frozen=True)
+class ProfilingRecord:
+    """One event that was recorded.
+
+    Attributes:
+        id: What `record_event` returned for it.
+        event: Which moment, by its value.
+        cycle: The cycle that it belongs to.
+        node: Of which node, or `None`.
+        rank: Of which rank, or `None`.
+        t: Wall time, s.
+        m: Monotonic time, s: differences of it are durations.
+    """
+
+    id: str
+    event: str
+    cycle: int
+    node: str | None
+    rank: int | None
+    t: float
+    m: float
+
+
+class FaultToleranceProfiler:
+    """Counts cycles and records events; all methods may be called from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _cycle and _subscribers
+        self._cycle = 0
+        self._subscribers: dict[object, Callable[[ProfilingRecord], object]] = {}
+        self._complained = False
+
+    @property
+    def cycle(self) -> int:
+        """The cycle that events belong to now."""
+        return self._cycle
+
+    def set_cycle(self, cycle: int) -> None:
+        """Go forward to a cycle; going back is ignored, with a warning."""
+        with self._lock:
+            current = self._cycle
+            if cycle >= current:
+                self._cycle = cycle
+                return
+        logger.warning("profiling stays at cycle %d: cycle %d is over", current, cycle)
+
+    def record_event(
+        self, event: ProfilingEvent, node_id: Any | None = None, rank: int | None = None
+    ) -> str:
+        """Log an event and hand it to subscribers and file; a detected failure begins a cycle.
+
+        Returns:
+            An id of value, time, node and rank.
+        """
+        with self._lock:
+            if event is ProfilingEvent.FAILURE_DETECTED:
+                self._cycle += 1
+            cycle = self._cycle
+            now, monotonic = time.time(), time.monotonic()
+            subscribers = tuple(self._subscribers.values())
+        node = None if node_id is None else str(node_id)
+        shown_node = "unknown" if node is None else node
+        shown_rank = "unknown" if rank is None else rank
+        identity = f"{event.value}_{now}_{shown_node}_{shown_rank}"
+        record = ProfilingRecord(identity, event.value, cycle, node, rank, now, monotonic)
+        logger.info(
+            "  - Cycle: %d Event: %s Node: %s Rank: %s Time: %s UTC",
+            *(cycle, event.value, shown_node, rank, _utc(now)),
+        )
+        for subscriber in subscribers:
+            try:
+                subscriber(record)
+            except Exception:
+                logger.exception("a subscriber of profiling events failed")
+        self._append(record)
+        return identity
+
+    def subscribe(self, callback: Callable[[ProfilingRecord], object]) -> Callable[[], None]:
+        """Have a function called with each record from now on, by the thread that records it.
+
+        Returns:
+            A function that ends this.
+        """
+        key = object()
+        with self._lock:
+            self._subscribers[key] = callback
+
+        def unsubscribe() -> None:
+            with self._lock:
+                self._subscribers.pop(key, None)
+
+        return unsubscribe
+
+    def _append(self, record: ProfilingRecord) -> None:
+        path = os.environ.get(_FILE_VARIABLE)
+        if not path:
+            return
+        import json
+
+        line = json.dumps(asdict(record)) + "\n"
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            # Opened each time: events are rare, and the file may be moved away in between.
+            descriptor = os.open(path, flags | os.O_NONBLOCK, 0o600)
+            try:
+                os.write(descriptor, line.encode())
+            finally:
+                os.close(descriptor)
+        except (OSError, ValueError) as error:
+            complained, self._complained = self._complained, True
+            if not complained:
+                logger.warning("%s: events are not written: %s", _FILE_VARIABLE, error)
+
+
+_profiler: FaultToleranceProfiler | None = None
+_making = threading.Lock()
+
+
+def record_profiling_event(
+    event: ProfilingEvent, node_id: Any | None = None, rank: int | None = None
+) -> str:
+    """Record an event with the process's one profiler; return its id."""
+    return _shared().record_event(event, node_id, rank)
+
+
+def get_profiling_cycle() -> int:
+    """Return the cycle of the process's one profiler."""
+    return _shared().cycle
+
+
+def set_profiling_cycle(cycle: int) -> None:
+    """Take the process's one profiler forward to a cycle."""
+    _shared().set_cycle(cycle)
+
+
+def subscribe(callback: Callable[[ProfilingRecord], object]) -> Callable[[], None]:
+    """Subscribe to the process's one profiler; return what ends the subscription."""
+    return _shared().subscribe(callback)
+
+
+def _shared() -> FaultToleranceProfiler:
+    global _profiler  # noqa: PLW0603 - the one instance
+    with _making:
+        if _profiler is None:
+            _profiler = FaultToleranceProfiler()
+        return _profiler
+
+
+def _utc(wall_s: float) -> str:
+    whole = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(wall_s))
+    return f"{whole}.{int(wall_s * 1000) % 1000:03d}"

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits until the processes of a pid file have ended; it signals nobody.
+
+``python -m nvidia_resiliency_ext.shared_utils.wait_daemon PIDFILE`` runs behind a training command
+under Slurm, so that a monitor process can finish before the step ends.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from ._pid_handle import PidHandle
+from ._process_watch import pidfd_available, wait_readable
+from .clock import Deadline
+from .console import write_err
+from .errors import DeadlineExceededError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["main", "read_pids_from_file", "wait_daemon", "wait_for_pids"]
+
+_LARGEST_FILE = 1 << 20
+_LARGEST_PID = 1 << 22  # the kernel's own limit
+_TICK_S = 0.02
+_CLOCK_SLACK_S = 2.0
+
+
+def read_pids_from_file(pidfile: str) -> list[int]:
+    """Return the process numbers in a file, one per line; other lines do not count.
+
+    A file that cannot be read has none.
+    """
+    try:
+        descriptor = os.open(pidfile, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError):
+        return []
+    try:
+        text = os.read(descriptor, _LARGEST_FILE)
+    except OSError:
+        return []
+    finally:
+        os.close(descriptor)
+    lines = (line.strip() for line in text.splitlines())
+    return [int(line) for line in lines if line.isdigit() and 0 < int(line[:9]) <= _LARGEST_PID]
+
+
+def wait_for_pids(pids: Iterable[int], timeout_s: float | None = None) -> None:
+    """Wait until none of the processes runs any more.
+
+    A zombie has ended. A number that another process takes over meanwhile is not waited for.
+
+    Args:
+        pids: Process numbers; our own is left out.
+        timeout_s: At most so many seconds.
+
+    Raises:
+        DeadlineExceededError: Some still ran when the time was up; the message names them.
+    """
+    _wait_for(list(pids), Deadline.after(timeout_s))
+
+
+def wait_daemon(pidfile: str, timeout_s: float | None = None) -> None:
+    """Wait until no process of a pid file runs any more.
+
+    A process that started after the file was written is another one under an old number.
+
+    Args:
+        pidfile: What the processes have written; without a number in it there is nothing to do.
+        timeout_s: At most so many seconds.
+
+    Raises:
+        SystemExit: With 1, after a line on stderr: there is no such file.
+        DeadlineExceededError: As `wait_for_pids`.
+    """
+    try:
+        written = os.stat(pidfile).st_mtime
+    except (OSError, ValueError) as error:
+        write_err(f"the pid file {pidfile!r} cannot be read: {error}\n")
+        sys.exit(1)
+    deadline = Deadline.after(timeout_s)
+    _wait_for(read_pids_from_file(pidfile), deadline, started_before=written + _CLOCK_SLACK_S)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    from argparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog="python -m nvidia_resiliency_ext.shared_utils.wait_daemon",
+        description="Wait until the processes named in a pid file have ended.",
+        epilog="Exit code 1: there is no such file, or a process still runs after --timeout.",
+    )
+    parser.add_argument("pidfile", help="file with one process number per line")
+    parser.add_argument("--timeout", type=_seconds, metavar="S", help="wait at most S seconds")
+    options = parser.parse_args(argv)
+    try:
+        wait_daemon(options.pidfile, options.timeout)
+    except DeadlineExceededError as error:
+        write_err(f"{error}\n")
+        return 1
+    return 0
+
+
+def _wait_for(pids: list[int], deadline: Deadline, started_before: float | None = None) -> None:
+    # All are held before the first is waited for, so that no number can change hands meanwhile.
+    held = [each for each in map(_hold, dict.fromkeys(pids)) if each is not None]
+    try:
+        late = [
+            str(each.pid)
+            for each in held
+            if not _is_newer(each, started_before) and not each.wait(deadline.remaining())
+        ]
+    finally:
+        for each in held:
+            each.close()
+    if late:
+        raise DeadlineExceededError(f"still running: {', '.join(late)}")
+
+
+def _hold(pid: int) -> PidHandle | _Hidden | None:
+    if pid == os.getpid() or not 0 < pid <= _LARGEST_PID:
+        return None
+    try:
+        return PidHandle(pid)
+    except ProcessLookupError:
+        return _Hidden.find(pid)
+
+
+def _is_newer(held: PidHandle | _Hidden, moment: float | None) -> bool:
+    if moment is None or isinstance(held, _Hidden):
+        return False
+    since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+    age = since_boot - held.start_ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age > moment
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds >= 0:
+        raise ValueError(text)
+    return seconds
+
+
+class _Hidden:
+    """A process that exists, and that /proc does not show us because it is another user's."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid) if pidfd_available() else -1
+
+    @classmethod
+    def find(cls, pid: int) -> _Hidden | None:
+        try:
+            os.kill(pid, 0)
+        except PermissionError:
+            try:
+                return cls(pid)
+            except ProcessLookupError:
+                return None
+        except ProcessLookupError:
+            return None
+        return None  # ours, so that /proc has told the truth: a zombie
+
+    def wait(self, timeout_s: float) -> bool:
+        deadline = Deadline.after(timeout_s)
+        if self._pidfd >= 0:
+            return wait_readable(self._pidfd, deadline.timeout())
+        while self.find(self.pid) is not None and not deadline.expired():
+            select.select([], [], [], min(_TICK_S, deadline.remaining()))
+        return self.find(self.pid) is None
+
+    def close(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
