@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults have fixed numbers, can be added, drawn alike on all ranks, refused and cancelled."""
 
+import contextlib
 import copy
 import logging
 import os
@@ -255,6 +256,59 @@ def test_gpu_faults_without_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         dispatch_fault_injection(Fault[name], 0)
     with pytest.raises(RuntimeError, match="GPU_SLEEP"):
         faults.gpu_sleep(0, 0, None)
+
+
+def test_gpu_faults_use_the_device_of_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is the one that is current in the thread that dispatches; torch is a stand-in."""
+    launched = threading.Event()
+    entered: list[int] = []
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        entered.append(index)
+        yield
+
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        current_device=lambda: 3 if threading.current_thread() is threading.main_thread() else 0,
+        device=device,
+        _sleep=lambda _: launched.set(),
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    dispatch_fault_injection(Fault.GPU_SLEEP, 0)
+    _wait(launched)
+    faults.gpu_sleep(0, 5, None)
+    assert entered == [3, 5]
+
+
+def test_gpu_memory_is_held_until_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are taken until the smallest fails, and given back when cancelled; with a stand-in."""
+
+    class NoMemoryError(RuntimeError):
+        pass
+
+    free, sizes, full = 5 << 30, [], threading.Event()
+
+    def empty(size: int, **_: object) -> object:
+        nonlocal free
+        if size > free:
+            if size == 1 << 20:
+                full.set()
+            raise NoMemoryError
+        free -= size
+        sizes.append(size)
+        return object()
+
+    cuda = SimpleNamespace(
+        is_available=lambda: True, current_device=lambda: 0, OutOfMemoryError=NoMemoryError
+    )
+    torch = SimpleNamespace(cuda=cuda, empty=empty, uint8=None)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    handle = dispatch_fault_injection(Fault.OOM_GPU, 0)
+    _wait(full)
+    assert handle.cancel() is False
+    assert sum(sizes) == 5 << 30
+    assert not [each for each in threading.enumerate() if "OOM_GPU" in each.name]
 
 
 @pytest.mark.parametrize(

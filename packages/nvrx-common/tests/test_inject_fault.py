@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 _PROGRAM = str(Path(__file__).with_name("programs") / "fault_victim.py")
+_GPU_PROGRAM = str(Path(__file__).with_name("programs") / "gpu_fault_victim.py")
+_TRAINER = str(Path(__file__).with_name("programs") / "fault_trainer.py")
 _LOGGER = "nvidia_resiliency_ext.shared_utils.inject_fault"
 _JITTER_S = 0.05 * 10  # a busy machine is no error of ours
 Lines = list[dict[str, Any]]
@@ -196,3 +198,48 @@ def test_disk_is_full(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert _what(lines, "full")["errno"] == errno.ENOSPC
     assert not _what(lines, "freed")["threads"]
+
+
+@pytest.mark.parametrize(
+    ("names", "armed", "code", "word"),
+    [
+        ("workload_exc", "WORKLOAD_EXC", 1, "InjectedException"),
+        ("sigkill", "SIGKILL", -signal.SIGKILL, ""),
+        ("async_exc", "ASYNC_EXC", 1, "InjectedException"),
+        ("exit_77", "EXIT_77", 77, ""),
+        ("segfault,segfault", "SEGFAULT", -signal.SIGSEGV, ""),
+    ],
+)
+def test_faults_from_a_broadcast_plan(names: str, armed: str, code: int, word: str) -> None:
+    """A trainer that sends faults as numbers and calls with keywords gets what it planned.
+
+    These are the calls of Megatron-LM's fault injector.
+    """
+    done = subprocess.run(
+        [sys.executable, _TRAINER, names, "0.1"],
+        capture_output=True, text=True, timeout=40, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines()[0] == f"armed {armed}"
+    assert word in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="there is no GPU here")
+@pytest.mark.parametrize("fault", ["GPU_ERROR", "GPU_SLEEP", "OOM_GPU"])
+def test_gpu_faults(fault: str) -> None:
+    """An assertion fails the next synchronisation, a spin never lets it end, memory is gone."""
+    command = [sys.executable, _GPU_PROGRAM, fault]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        if fault == "GPU_SLEEP":
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"step\n"
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+            return
+        try:
+            out, _ = process.communicate(timeout=50)
+        finally:
+            process.kill()
+    assert out.split()[-1] == {"GPU_ERROR": b"error", "OOM_GPU": b"memory"}[fault]
