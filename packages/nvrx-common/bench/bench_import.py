@@ -32,7 +32,20 @@ print(json.dumps({"ms": seconds * 1e3, "modules": len(new), "third_party": forei
 """
 _ROOT = "nvidia_resiliency_ext"
 _SHARED = f"{_ROOT}.shared_utils"
-_NAMES = ("log_manager", "log_node_local_tmp", "events", "report", "doctor", "os_utils", "children")
+_NAMES = (
+    "log_manager",
+    "log_node_local_tmp",
+    "events",
+    "report",
+    "doctor",
+    "os_utils",
+    "children",
+    "inject_fault",
+    "storage_probe",
+    "wait_daemon",
+    "profiling",
+    "job_metadata",
+)
 _MODULES = (_SHARED, *(f"{_SHARED}.{name}" for name in _NAMES))
 
 
