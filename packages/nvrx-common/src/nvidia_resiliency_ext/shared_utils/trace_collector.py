@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves what this rank's flight recorder knows: which collectives it was in when the job hung.
+
+torch is imported when something is collected. It aborts nothing and does not read dumps: what they
+mean is for the attribution package, when and where to take one for whoever aborts.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from .os_utils import atomic_write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    Check = Callable[[], object]
+
+__all__ = ["TorchFRTraceCollector", "TraceCollector"]
+
+logger = logging.getLogger("nvrx")
+
+# NCCL's recorder, and the one of all other backends (torch 2.8 and later); the first is only in
+# builds with CUDA.
+_SOURCES = ("_dump_nccl_trace", "_dump_fr_trace")
+_CHECKS = {"gpu": "GPUHealthCheck", "nic": "NicHealthCheck"}
+_HEALTH_CHECKS = "nvidia_resiliency_ext.shared_utils.health_check"
+
+
+class TraceCollector(abc.ABC):
+    """Something that saves evidence of this rank.
+
+    Args:
+        path: Directory for the evidence of all ranks.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @abc.abstractmethod
+    def collect(self) -> object:
+        """Take the evidence and save it."""
+
+
+class TorchFRTraceCollector(TraceCollector):
+    """Saves the active collectives of torch's flight recorder as ``_dump_<rank>[.json]``.
+
+    Args:
+        path: Directory; it is made when there is something to save.
+        json: Save JSON, else the pickle that torch's own tools read.
+        checks: Health checks whose results go into the dump, by name; default: GPU and network
+            adapter of the local rank. They are made now, as the adapter's compares with its
+            counters of that time.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        json: bool = True,
+        *,
+        checks: Mapping[str, Check] | None = None,
+    ) -> None:
+        super().__init__(path)
+        self.json = json
+        self._checks = _default_checks() if checks is None else dict(checks)
+
+    def collect(self) -> str:
+        """Take a dump and save it at once.
+
+        Returns:
+            The file.
+
+        Raises:
+            RuntimeError: This torch has no flight recorder.
+            OSError: It cannot be written.
+        """
+        return self.save(self.take())
+
+    def take(self) -> dict[str, Any]:
+        """Return what the recorder knows; quick, for the moment before an abort.
+
+        Raises:
+            RuntimeError: This torch has no flight recorder.
+        """
+        found: dict[str, Any] | None = None
+        for source in _SOURCES:
+            function = getattr(_recorder(), source + ("_json" if self.json else ""), None)
+            if function is not None:
+                found = self._decode(function)
+                if found.get("entries"):
+                    return found
+        if found is None:
+            raise RuntimeError("this torch has no flight recorder")
+        return found
+
+    def save(self, dump: dict[str, Any]) -> str:
+        """Check the devices and write what `take` returned; in any thread, also after an abort.
+
+        It returns when a crash could no longer lose the file.
+
+        Returns:
+            The file.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        results = {name: _result(name, check) for name, check in self._checks.items()}
+        data = self._encode({**dump, "health_check_results": results})
+        os.makedirs(self.path, mode=0o750, exist_ok=True)
+        ending = ".json" if self.json else ""
+        target = os.path.join(self.path, f"_dump_{_rank()}{ending}")
+        atomic_write(target, data, mode=0o640)
+        return target
+
+    def _encode(self, dump: dict[str, Any]) -> bytes:
+        if self.json:
+            import json
+
+            return json.dumps(dump).encode()
+        import pickle
+
+        return pickle.dumps(dump)
+
+    def _decode(self, function: Callable[..., bytes]) -> dict[str, Any]:
+        if self.json:
+            import json
+
+            found: dict[str, Any] = json.loads(function(includeCollectives=True, onlyActive=True))
+            return found
+        import pickle
+
+        data = function(includeCollectives=True, includeStackTraces=False, onlyActive=True)
+        found = pickle.loads(data)  # noqa: S301 - torch made it in this process a moment ago
+        return dict(found)
+
+
+def _recorder() -> Any:
+    try:
+        from torch._C import _distributed_c10d
+    except ImportError as error:
+        raise RuntimeError(f"there is no flight recorder: {error}") from error
+    return _distributed_c10d
+
+
+def _default_checks() -> dict[str, Check]:
+    # A name in a variable: what is missing or broken there costs the results, never the dump.
+    try:
+        room = importlib.import_module(_HEALTH_CHECKS)
+        local_rank = int(os.environ.get("LOCAL_RANK") or 0)
+        return {
+            name: getattr(room, kind)(device_index=local_rank) for name, kind in _CHECKS.items()
+        }
+    except Exception as error:  # noqa: BLE001 - evidence comes first
+        logger.warning("a trace will have no health checks in it: %s", error)
+        return {}
+
+
+def _result(name: str, check: Check) -> dict[str, str]:
+    try:
+        healthy, output = bool(check()), ""
+    except Exception as error:  # noqa: BLE001 - a broken check is a finding, too
+        healthy, output = False, repr(error)
+    status = "Healthy" if healthy else "Failed"
+    return {"status": status, "output": output or f"{name}: {status.lower()}"}
+
+
+def _rank() -> int:
+    try:
+        from torch import distributed
+
+        if distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank()
+    except ImportError:
+        logger.debug("the rank of a trace comes from RANK")
+    return int(os.environ.get("RANK") or 0)
