@@ -36,8 +36,6 @@ from ._faults.registry import register_fault
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    ctx: Any
-
 __all__ = [
     "DispatchedFault",
     "Fault",
@@ -46,7 +44,6 @@ __all__ = [
     "async_raise",
     "async_raise_exception",
     "clear_workload_exception",
-    "ctx",
     "dispatch_fault_injection",
     "gpu_sleep",
     "inject_fault",
