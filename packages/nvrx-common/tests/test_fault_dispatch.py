@@ -83,7 +83,7 @@ def test_unknown_faults() -> None:
         Fault(500)
     with pytest.raises(AttributeError):
         _ = Fault.COFFEE  # type: ignore[attr-defined]
-    for unknown in ("SIGINT", 9, None):
+    for unknown in ("SIGINT", 9, None, []):
         with pytest.raises(RuntimeError, match="unknown fault"):
             dispatch_fault_injection(unknown, 0, None)  # type: ignore[arg-type]
 
@@ -218,8 +218,10 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
     for fault in Fault:
         assert dispatch_fault_injection(fault, 0, os.abort).cancelled
     assert faults.inject_fault(Fault.SIGKILL, 1, 0, 0, 1) is not None
+    faults.abort(0, None)
+    faults.send_signal(os.getpid(), signal.SIGKILL, 0, None)
     assert {each.levelno for each in caplog.records} == {logging.WARNING}
-    assert len(caplog.records) == len(Fault) + 1
+    assert len(caplog.records) == len(Fault) + 3
     assert "NVRX_FAULT_INJECTION" in caplog.text
 
 

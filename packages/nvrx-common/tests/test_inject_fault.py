@@ -112,6 +112,18 @@ def test_signal_reaches_a_stuck_interpreter(fault: str, signum: int) -> None:
     assert f"FAULT INJECTION: {fault} to process" in err
 
 
+@pytest.mark.parametrize("forced", ["0", "1"])
+def test_helper_ends_with_its_process(forced: str) -> None:
+    """The program that would send a signal ends when there is nobody to send it to.
+
+    That nothing is left is checked after each test; without pidfds it may take a second.
+    """
+    with _victim("SIGKILL", "alive", 3600, NVRX_FORCE_NO_PIDFD=forced) as process:
+        assert process.stdout is not None
+        assert "dispatched" in process.stdout.readline()
+        assert process.poll() is None
+
+
 def _silence(process: subprocess.Popen[str], word: str, other: str | None = None) -> float:
     """Wait until `word` has not been said while `other` was said 20 times, or for a second."""
     assert process.stdout is not None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .actions import Action
     from .registry import Callback, Handler
 
-__all__ = ["DispatchedFault", "announce", "dispatch_fault_injection"]
+__all__ = ["DispatchedFault", "announce", "dispatch_fault_injection", "switched_off"]
 
 logger = logging.getLogger("nvidia_resiliency_ext.shared_utils.inject_fault")
 
@@ -158,8 +158,9 @@ def dispatch_fault_injection(
         ValueError: The delay is negative or not finite.
     """
     due = time.monotonic() + _checked_delay(delay)
-    if os.environ.get(_SWITCH, "").strip().lower() in _OFF:
-        logger.warning("fault %s is refused: %s switches faults off", fault, _SWITCH)
+    if not isinstance(fault, Fault):
+        raise RuntimeError(f"unknown fault {fault!r}")  # noqa: TRY004 - callers catch this one
+    if switched_off(fault.name):
         return DispatchedFault(fault)._refuse()  # noqa: SLF001 - its maker
     handler = handler_of(fault)
     if handler is not None:
@@ -168,6 +169,14 @@ def dispatch_fault_injection(
         raise RuntimeError(f"unknown fault {fault!r}")
     action = PREPARERS[fault](due, callback is not None)
     return DispatchedFault(fault)._start(due, callback, action)  # noqa: SLF001
+
+
+def switched_off(name: str) -> bool:
+    """Return whether the environment forbids faults; then a line says so."""
+    if os.environ.get(_SWITCH, "").strip().lower() not in _OFF:
+        return False
+    logger.warning("fault %s is refused: %s switches faults off", name, _SWITCH)
+    return True
 
 
 def announce(name: str) -> None:

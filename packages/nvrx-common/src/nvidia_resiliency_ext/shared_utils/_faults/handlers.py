@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import gpu
 from .actions import Plain
-from .dispatch import announce
+from .dispatch import announce, switched_off
 from .interpreter import async_raise
 from .kinds import Fault, InjectedException
 from .registry import PREPARERS
@@ -82,6 +82,8 @@ def _make(fault: Fault, delay: float, callback: Callback) -> None:
 
 
 def _run(name: str, action: Action, delay: float, callback: Callback) -> None:
+    if switched_off(name):
+        return
     time.sleep(delay)
     announce(name)
     if callback is not None:
