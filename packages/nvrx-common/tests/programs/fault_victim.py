@@ -149,18 +149,19 @@ def network():
 
 def memory():
     """Go on allocating beside the fault, with a bound on this process."""
+    # Without memory nothing can be read but into what is there already.
+    score, found = os.open("/proc/self/oom_score_adj", os.O_RDONLY), bytearray(8)
     resource.setrlimit(resource.RLIMIT_AS, (384 << 20, 384 << 20))
     try:
         while True:
             bytes(8 << 20)
             time.sleep(0.005)
     except MemoryError:
-        pass
-    with open("/proc/self/oom_score_adj") as score:
-        found = int(score.read())
+        os.readv(score, [found])
     HANDLE.cancel()
     bytes(64 << 20)
-    tell(what="memory", score=found)
+    os.lseek(score, 0, os.SEEK_SET)
+    tell(what="memory", score=int(found.strip(b"\0")), after=int(os.read(score, 8)))
 
 
 def stuck():

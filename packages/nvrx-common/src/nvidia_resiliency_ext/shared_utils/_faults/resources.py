@@ -34,7 +34,7 @@ def exhaust_memory(due: float, has_callback: bool) -> Action:
     del due, has_callback
 
     def act(stop: threading.Event) -> None:
-        _volunteer_to_be_killed()
+        before = _set_oom_score(b"1000")
         taken: list[bytes] = []
         size = _LARGEST_BLOCK
         while size >= _SMALLEST_BLOCK and not stop.is_set():
@@ -45,6 +45,8 @@ def exhaust_memory(due: float, has_callback: bool) -> Action:
                 size //= 2
         stop.wait()
         taken.clear()
+        if before is not None:
+            _set_oom_score(before)
 
     return Plain(act)
 
@@ -117,14 +119,17 @@ class _Filling(Action):
         return True
 
 
-def _volunteer_to_be_killed() -> None:
+def _set_oom_score(score: bytes) -> bytes | None:
+    # Raising it is always allowed; lowering it again, to what it was, nearly always.
     try:
-        descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        descriptor = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return
+        return None
     try:
-        os.write(descriptor, b"1000")
+        before = os.read(descriptor, 16)
+        os.write(descriptor, score)
     except OSError:
-        return
+        return None
     finally:
         os.close(descriptor)
+    return before
