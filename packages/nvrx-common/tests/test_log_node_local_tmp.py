@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from nvidia_resiliency_ext.shared_utils._logging.formatters import TextLineFormatter, line_format
+from nvidia_resiliency_ext.shared_utils._logging.place import open_log_directory
 from nvidia_resiliency_ext.shared_utils.log_node_local_tmp import (
     DynamicLogFormatter,
     LogMessage,
@@ -24,7 +26,16 @@ def _record(text: str) -> logging.LogRecord:
 
 
 def _names(directory: Path) -> list[str]:
-    return sorted((path.name for path in directory.iterdir()), key=lambda n: int(n.split(".")[-1]))
+    names = (path.name for path in directory.glob("rank_*"))
+    return sorted(names, key=lambda n: int(n.split(".")[-1]))
+
+
+def _lines(directory: Path) -> list[str]:
+    return "".join((directory / name).read_text() for name in _names(directory)).splitlines()
+
+
+def _numbers(directory: Path) -> list[int]:
+    return [int(line) for line in _lines(directory) if not line.endswith(" log records dropped")]
 
 
 @pytest.fixture
@@ -77,10 +88,63 @@ def test_number_of_files(backups: int, make: Make, tmp_path: Path) -> None:
         handler.emit(_record(f"{number:049d}"))
     names = _names(tmp_path)
     assert len(names) == backups + 1
-    text = "".join((tmp_path / name).read_text() for name in names)
-    numbers = [int(line) for line in text.splitlines()]
+    numbers = _numbers(tmp_path)
     assert numbers == list(range(numbers[0], 100))
     assert all((tmp_path / name).stat().st_size <= 250 for name in names)
+
+
+@pytest.mark.parametrize("backups", [0, 1, 4])
+def test_dropped_records_are_counted(backups: int, make: Make, tmp_path: Path) -> None:
+    """The last complaint in the files says exactly how many records are not there any more."""
+    handler = make(size=40, backups=backups)
+    for number in range(100):
+        handler.emit(_record(f"{number}" if number % 7 else f"{number}\nmore\n\nlines"))
+    lines = _lines(tmp_path)
+    complaints = [line for line in lines if line.endswith(" log records dropped")]
+    kept = [line for line in lines if line not in complaints and not line.startswith("\t")]
+    assert int(complaints[-1].split()[0]) + len(kept) == 100
+
+
+def test_complaint_is_a_record(make: Make, tmp_path: Path) -> None:
+    """What was dropped is said by a warning in the usual form."""
+    handler = make(size=10, backups=0)
+    fmt = line_format("n1", (3, None), (None, None))
+    handler.setFormatter(TextLineFormatter(fmt))
+    for _ in range(3):
+        handler.emit(_record("x"))
+    (first, *_) = _lines(tmp_path)
+    found = LogMessage(first)
+    assert found.hash_table["levelname"] == "WARNING"
+    assert found.hash_table["message"] == "2 log records dropped"
+
+
+def test_no_text_passes_for_another_record(make: Make, tmp_path: Path) -> None:
+    """Only the first line of a message looks like a record's, and none steers a terminal."""
+    forged = _LINE.replace("workload:0", "workload:7")
+    handler = make()
+    handler.emit(_record(f"a\n{forged}\r{forged}\x1b[2J\x85{forged}\u2028{forged}\n\ttab\xe9"))
+    handler.emit(_record("b"))
+    (name,) = _names(tmp_path)
+    lines = (tmp_path / name).read_bytes().decode().splitlines()
+    assert [line[0] for line in lines] == ["a", "\t", "\t", "b"]
+    assert lines[2] == "\t\ttab\xe9"
+    assert "\\x1b[2J\\x85" in lines[1]
+
+
+def test_line_of_a_dead_writer_is_ended(make: Make, tmp_path: Path) -> None:
+    """Who goes on with a file whose last line is not finished begins a new line."""
+    (tmp_path / "rank_3_p.msg.100").write_text("whole\nhal")
+    make().emit(_record("next"))
+    assert (tmp_path / "rank_3_p.msg.100").read_text() == "whole\nhal\nnext\n"
+
+
+def test_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    """A directory that another user owns is not logged to."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a directory away")
+    os.chown(tmp_path, 12345, -1)
+    with pytest.raises(OSError, match="belongs to uid 12345"):
+        os.close(open_log_directory(str(tmp_path)))
 
 
 def test_unwritable_record_goes_to_stderr(

@@ -7,6 +7,7 @@ __all__ = [
     "ChildStartError",
     "ConfigError",
     "DeadlineExceededError",
+    "DirectoryBusyError",
     "FrameTooLargeError",
     "MalformedFrameError",
     "NvrxError",
@@ -25,6 +26,10 @@ class NvrxError(Exception):
 
 class ConfigError(NvrxError, ValueError):
     """A setting is wrong; the message names the key, the value and what is allowed."""
+
+
+class DirectoryBusyError(NvrxError, RuntimeError):
+    """Another process, or this one, does the same work in a directory that bears only one."""
 
 
 class WireError(NvrxError):

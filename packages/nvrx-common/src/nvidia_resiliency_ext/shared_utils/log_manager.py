@@ -16,6 +16,7 @@ import threading
 from ._logging import settings
 from ._logging.formatters import JsonLineFormatter, TextLineFormatter, line_format
 from ._logging.node_local import NodeLocalTmpLogHandler
+from ._logging.place import open_log_directory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -168,10 +169,7 @@ class LogManager:
         directory = self._node_local_tmp_dir
         if directory is None:
             return _ConsoleHandler(is_stdout=LogConfig.get_log_to_stdout_cfg())
-        from .os_utils import validate_directory
-
-        os.makedirs(directory, mode=0o700, exist_ok=True)
-        validate_directory(directory)
+        os.close(open_log_directory(directory))
         return NodeLocalTmpLogHandler(
             self._workload_rank,
             directory,

@@ -7,8 +7,18 @@ import re
 import time
 from typing import ClassVar
 
-__all__ = ["LogMessage"]
+__all__ = ["LINE_HEAD", "LogMessage"]
 
+# Everything of a line before its message, as a regular expression with named groups.
+LINE_HEAD = (
+    r"(?: *(?:\d+|\?): )?"
+    r"(?P<asctime>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})"
+    r" \[(?P<levelname>[^\]\s]+(?: \d+)?)\]"
+    r" \[(?P<hostname>[^\]\n]*)\]"
+    r" \[workload:(?P<workload_rank>\d+|\?)\((?P<workload_local_rank>\d+|\?)\)"
+    r" infra:(?P<infra_rank>\d+|\?)\((?P<infra_local_rank>\d+|\?)\)\]"
+    r" (?P<filename>[^:\n]+):(?P<lineno>\d+) "
+)
 _RANGES = ((1, 12), (1, 31), (0, 23), (0, 59), (0, 60))  # month, day, hour, minute, second
 
 
@@ -27,17 +37,7 @@ class LogMessage:
         'hello'
     """
 
-    log_pattern: ClassVar[re.Pattern[str]] = re.compile(
-        r"(?: *(?:\d+|\?): )?"
-        r"(?P<asctime>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})"
-        r" \[(?P<levelname>[^\]\s]+(?: \d+)?)\]"
-        r" \[(?P<hostname>[^\]]*)\]"
-        r" \[workload:(?P<workload_rank>\d+|\?)\((?P<workload_local_rank>\d+|\?)\)"
-        r" infra:(?P<infra_rank>\d+|\?)\((?P<infra_local_rank>\d+|\?)\)\]"
-        r" (?P<filename>[^:]+):(?P<lineno>\d+)"
-        r" (?P<message>.*)",
-        re.DOTALL,
-    )
+    log_pattern: ClassVar[re.Pattern[str]] = re.compile(LINE_HEAD + r"(?P<message>.*)", re.DOTALL)
 
     def __init__(self, log_message: str) -> None:
         self.log_message = log_message

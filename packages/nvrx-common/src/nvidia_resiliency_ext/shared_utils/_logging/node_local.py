@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the files that one process logs to in a directory of its node; merging them is another's."""
+"""Owns the files that one process logs to in a directory of its node; merging them is another's.
+
+What of it may be deleted is decided in ``keep``.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
 import sys
 import time
 
+from .escape import guarded
+from .place import open_log_directory
+
 __all__ = ["NodeLocalTmpLogHandler"]
 
-_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class NodeLocalTmpLogHandler(logging.Handler):
@@ -25,6 +32,8 @@ class NodeLocalTmpLogHandler(logging.Handler):
         file_path: The directory.
         max_file_size: Size in bytes beyond which a new file is begun.
         max_backup_files: How many older files of this rank and process stay when one is begun.
+            While an aggregator works in the directory, files that it has not read stay too, up to
+            16 times as many. Records in files that went unread are counted in a warning.
         proc_name: Name of the process in the file's name.
     """
 
@@ -46,18 +55,20 @@ class NodeLocalTmpLogHandler(logging.Handler):
         self._stem = f"rank_{rank}_{proc_name.replace('/', '_')}.msg."
         self._fd = -1
         self._identity = (0, 0)
+        self._size = 0
+        self._is_line_torn = False
+        self._dropped_count = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
         try:
-            data = (self.format(record) + "\n").encode("utf-8", "backslashreplace")
+            data = self._bytes_of(record)
         except Exception:  # noqa: BLE001 - a record's arguments may do anything
             self.handleError(record)
             return
         try:
-            fd = self._writable_fd()
-            while data:
-                data = data[os.write(fd, data) :]
+            self._make_ready()
+            self._append(data)
         except OSError:
             self._write_to_stderr(data)
 
@@ -70,79 +81,108 @@ class NodeLocalTmpLogHandler(logging.Handler):
             self.release()
         super().close()
 
-    def _writable_fd(self) -> int:
-        """Return the descriptor to write to: of the present file, or of a new one."""
-        found = self._own_status()
-        if found is not None:
-            if found.st_nlink and found.st_size <= self.max_file_size:
-                return self._fd
-            self._release()
-        times = self._file_times()
-        if times:
-            fd = self._open(times[-1])
-            if os.fstat(fd).st_size <= self.max_file_size:
-                return self._keep(fd)
-            os.close(fd)
-            times = self._remove_old(times)
-        now_ms = int(time.time() * 1000)
-        return self._keep(self._open(max(now_ms, times[-1] + 1) if times else now_ms))
+    def _bytes_of(self, record: logging.LogRecord) -> bytes:
+        return (guarded(self.format(record)) + "\n").encode("utf-8", "backslashreplace")
 
-    def _keep(self, fd: int) -> int:
-        found = os.fstat(fd)
-        self._fd, self._identity = fd, (found.st_dev, found.st_ino)
-        return fd
+    def _append(self, data: bytes) -> None:
+        if self._is_line_torn:
+            data = b"\n" + data
+        written = os.write(self._fd, data)
+        while written < len(data):
+            self._is_line_torn = True
+            written += os.write(self._fd, data[written:])
+        self._is_line_torn = False
+        self._size += written
 
-    def _own_status(self) -> os.stat_result | None:
-        """Return the status of the present file; None where there is none.
+    def _make_ready(self) -> None:
+        """Go on to another file if the present one is full or gone.
 
-        A program may close every descriptor that it does not know, and the number may then belong
-        to a file of its own.
+        This asks the kernel each time, which takes a microsecond: a program may close descriptors
+        that it does not know, and the number may then belong to a file of its own.
         """
+        if self._is_still_ours() and self._size <= self.max_file_size:
+            return
+        self._release()
+        directory = open_log_directory(self.file_path)
+        try:
+            self._open_next(directory)
+        finally:
+            os.close(directory)
+
+    def _open_next(self, directory: int) -> None:
+        """Go on with the newest file of this rank and process, or begin one after it."""
+        times = self._file_times(directory)
+        if times:
+            self._open(times[-1], directory)
+            if self._size <= self.max_file_size:
+                return
+            self._release()
+        newest = times[-1] if times else 0
+        dropped = self._remove_old(times, directory)
+        self._open(max(int(time.time() * 1000), newest + 1), directory)
+        if dropped:
+            self._dropped_count += dropped
+            self._append(self._bytes_of(self._complaint()))
+
+    def _is_still_ours(self) -> bool:
+        """Look at the file: whether it is there, and how large its writers have made it."""
         if self._fd < 0:
-            return None
+            return False
         try:
             found = os.fstat(self._fd)
         except OSError:
-            found = None
-        if found is None or (found.st_dev, found.st_ino) != self._identity:
             self._fd = -1
-            return None
-        return found
+            return False
+        if (found.st_dev, found.st_ino) != self._identity:
+            self._fd = -1  # the number is another file's now
+            return False
+        self._size = found.st_size
+        return found.st_nlink > 0
 
-    def _file_times(self) -> list[int]:
+    def _file_times(self, directory: int) -> list[int]:
         """Return the times in the names of this rank's and process's files, oldest first."""
-        os.makedirs(self.file_path, mode=0o700, exist_ok=True)
         start = len(self._stem)
-        ends = [name[start:] for name in os.listdir(self.file_path) if name.startswith(self._stem)]
+        ends = [name[start:] for name in os.listdir(directory) if name.startswith(self._stem)]
         return sorted(int(end) for end in ends if end.isascii() and end.isdigit())
 
-    def _remove_old(self, times: list[int]) -> list[int]:
-        """Delete all but the newest files and return the times of those that stay."""
+    def _remove_old(self, times: list[int], directory: int) -> int:
+        """Delete what may go and return how many records nobody has read of it."""
         first_kept = max(0, len(times) - self.max_backup_files)
-        for file_time in times[:first_kept]:
-            self._unlink(file_time)
-        return times[first_kept:] or times[-1:]
+        if not first_kept:
+            return 0
+        from .keep import remove_old
 
-    def _unlink(self, file_time: int) -> None:
-        try:
-            os.unlink(self._path(file_time))
-        except FileNotFoundError:
-            return  # the aggregator was faster
+        names = [f"{self._stem}{file_time}" for file_time in times]
+        return remove_old(names, self.max_backup_files, directory)
 
-    def _path(self, file_time: int) -> str:
-        return os.path.join(self.file_path, f"{self._stem}{file_time}")
+    def _complaint(self) -> logging.LogRecord:
+        return logging.LogRecord(
+            "nvrx",
+            logging.WARNING,
+            __file__,
+            0,
+            "%d log records dropped",
+            (self._dropped_count,),
+            None,
+        )
 
-    def _open(self, file_time: int) -> int:
-        fd = os.open(self._path(file_time), _FLAGS, 0o600)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+    def _open(self, file_time: int, directory: int) -> None:
+        name = f"{self._stem}{file_time}"
+        fd = os.open(name, _FLAGS, 0o600, dir_fd=directory)
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
             os.close(fd)
-            raise OSError(f"{self._path(file_time)} is not a regular file")
-        return fd
+            raise OSError(errno.EINVAL, "not a regular file", name)
+        self._fd, self._size = fd, found.st_size
+        self._identity = (found.st_dev, found.st_ino)
+        # Whoever wrote before us may have died in the middle of a line.
+        self._is_line_torn = self._size > 0 and os.pread(fd, 1, self._size - 1) != b"\n"
 
     def _release(self) -> None:
-        if self._own_status() is not None:
-            os.close(self._fd)
-            self._fd = -1
+        self._is_still_ours()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _write_to_stderr(self, data: bytes) -> None:
         if sys.stderr is None:

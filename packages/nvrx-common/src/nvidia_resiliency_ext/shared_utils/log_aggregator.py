@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the program that merges the log files of a node's processes into one file.
+
+``python -m nvidia_resiliency_ext.shared_utils.log_aggregator --log-dir DIR`` reads the directory in
+``NVRX_NODE_LOCAL_TMPDIR`` until SIGTERM, SIGINT or the wait file ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from .console import write_err
+from .log_manager import LogConfig
+from .log_node_local_tmp import NodeLogAggregator
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+__all__ = ["main"]
+
+_WRONG_SETTING = 2
+
+
+def main() -> None:
+    """Run the program; its arguments are those of the process.
+
+    Raises:
+        RuntimeError: A directory is not given, or another aggregator works there.
+        OSError: A directory cannot be used.
+    """
+    options = _parse()
+    if not options.log_dir:
+        raise RuntimeError("--log-dir is missing: where should the merged log go?")
+    temp_dir = LogConfig.get_node_local_tmp_dir()
+    if not temp_dir:
+        raise RuntimeError("NVRX_NODE_LOCAL_TMPDIR is not set: which logs should be merged?")
+    aggregator = NodeLogAggregator(
+        options.log_dir,
+        temp_dir,
+        LogConfig.get_log_file(),
+        LogConfig.get_max_file_size(),
+        options.en_chronological_ordering,
+    )
+    signals = _Signals()
+    try:
+        aggregator.start_aggregator()
+        signals.wait(options.wait_file, options.check_interval)
+    finally:
+        aggregator.shutdown()
+        signals.close()
+
+
+class _Signals:
+    """Makes SIGTERM and SIGINT something to wait for, and puts things back at the end."""
+
+    def __init__(self) -> None:
+        self._ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._before = {
+            number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+
+    def close(self) -> None:
+        """Put the handlers back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        for descriptor in self._ends:
+            os.close(descriptor)
+
+    def wait(self, wait_file: str | None, check_interval_s: float) -> None:
+        """Return at a signal, or when the file exists."""
+        timeout_s = max(0.05, check_interval_s) if wait_file else None
+        while not (wait_file and os.path.exists(wait_file)):
+            if select.select([self._ends[0]], [], [], timeout_s)[0]:
+                return
+
+    def _note(self, *_: object) -> None:
+        try:
+            os.write(self._ends[1], b"x")
+        except BlockingIOError:
+            return  # full: whoever waits has been told often enough
+
+
+def _parse() -> Namespace:
+    from argparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog="python -m nvidia_resiliency_ext.shared_utils.log_aggregator",
+        description="Merge the log files of this node's processes into one file.",
+        epilog="NVRX_NODE_LOCAL_TMPDIR names the directory of the processes' files."
+        " SIGTERM or SIGINT: everything is merged, then the program ends with exit code 0.",
+    )
+    parser.add_argument("--log-dir", metavar="DIR", help="directory of the merged file")
+    parser.add_argument(
+        "--en-chronological-ordering",
+        action="store_true",
+        help="merge records of different processes by their times",
+    )
+    parser.add_argument("--wait-file", metavar="FILE", help="end when this file exists")
+    parser.add_argument(
+        "--check-interval",
+        type=float,
+        default=1.0,
+        metavar="SEC",
+        help="how often to look for the wait file; default 1",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (RuntimeError, OSError) as problem:
+        write_err(f"log_aggregator: {problem}\n")
+        sys.exit(_WRONG_SETTING)
