@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING
 from ._events.read import EventFileError, read_events
 from ._report.html import render_html
 from ._report.model import build_timeline
+from ._report.prometheus import render_prometheus
 from ._report.text import render_text
 from .console import write_err, write_out
+from .errors import NvrxError
+from .os_utils import atomic_write
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -26,7 +29,15 @@ if TYPE_CHECKING:
     from ._events.read import EventFile
     from ._report.timeline import Timeline
 
-__all__ = ["build_timeline", "load", "main", "render_html", "render_json", "render_text"]
+__all__ = [
+    "build_timeline",
+    "load",
+    "main",
+    "render_html",
+    "render_json",
+    "render_prometheus",
+    "render_text",
+]
 
 _WRONG_INPUT = 2
 
@@ -64,35 +75,98 @@ def render_json(timeline: Timeline) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code: 0, or 2 where the input is not usable."""
-    options = _parse(argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["bundle"]:
+        from ._bundle.program import main as make_bundle
+
+        return make_bundle(arguments[1:])
+    options = _parse(arguments)
+
+    def read() -> Timeline:
+        return build_timeline(load(options.paths))
+
     try:
-        timeline = build_timeline(load(options.paths))
-        if options.html:
-            with open(options.html, "w", encoding="utf-8") as file:
-                file.write(render_html(timeline))
-    except EventFileError as error:
+        if options.follow:
+            from ._report.watch import follow
+
+            return follow(
+                options.paths, read, lambda timeline: _export(timeline, options), options.width or 0
+            )
+        timeline = read()
+        _export(timeline, options)
+    except (EventFileError, _NotWrittenError) as error:
         return _complain(str(error))
-    except OSError as error:
-        return _complain(f"{options.html}: {error.strerror}")
     if options.json:
         write_out(render_json(timeline))
-    elif not options.html:
+    elif not (options.html or options.prometheus or options.otlp):
         write_out(render_text(timeline, width=options.width or _terminal_width()))
     return 0
 
 
-def _parse(argv: Sequence[str] | None) -> Namespace:
+class _NotWrittenError(NvrxError):
+    """A file or a collector did not take what was asked for."""
+
+
+def _export(timeline: Timeline, options: Namespace) -> None:
+    """Write and send what was asked for.
+
+    Raises:
+        _NotWrittenError: It cannot be written or sent.
+    """
+    files = {options.html: render_html, options.prometheus: render_prometheus}
+    for path, render in files.items():
+        if not path:
+            continue
+        try:
+            _write(path, render(timeline))
+        except OSError as error:
+            raise _NotWrittenError(f"{path}: {error.strerror}") from error
+    if options.otlp:
+        from ._report.otlp import ExportError, export_otlp
+
+        try:
+            export_otlp(timeline, options.otlp)
+        except ExportError as error:
+            raise _NotWrittenError(str(error)) from error
+
+
+def _write(path: str, text: str) -> None:
+    """Write a file whole, so that a browser or a collector never sees a part."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        # A device or a pipe is written to; nothing takes its place.
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        return
+    atomic_write(os.path.realpath(path), text.encode(), mode=0o644, fsync=False)
+
+
+def _parse(argv: Sequence[str]) -> Namespace:
     from argparse import ArgumentParser
 
     parser = ArgumentParser(
         prog="nvrx-report",
         description="Show what happened to a job and where its time went.",
+        epilog="nvrx-report bundle PATH ... makes an archive for a bug report; see its --help.",
     )
     parser.add_argument(
         "paths", nargs="+", metavar="PATH", help="directory of event files, or an event file"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="show a running job until it ends; files asked for are kept up to date",
+    )
+    parser.add_argument(
+        "--prometheus", metavar="FILE", help="write the figures in the text format of Prometheus"
+    )
+    parser.add_argument(
+        "--otlp",
+        metavar="URL",
+        help="send the figures to an OpenTelemetry collector, as http://localhost:4318"
+        " (needs the extra otel)",
+    )
     parser.add_argument("--width", type=int, metavar="COLUMNS", help="width of the text")
     return parser.parse_args(argv)
 

@@ -8,8 +8,9 @@ import os
 import select
 import threading
 
+from nvidia_resiliency_ext.shared_utils._notices import Notices
+
 from .aggregation import Aggregation, Job
-from .notices import Notices
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
