@@ -101,6 +101,15 @@ def test_json_stays_json() -> None:
     assert found["password"] == REDACTED
 
 
+def test_all_within_a_secret_goes() -> None:
+    """In JSON, lists and objects under a secret name hold nothing that stays; counts do."""
+    line = json.dumps({"credentials": {"user": "u", "more": ["x", 7]}, "max_tokens": [1, 2]})
+    assert json.loads(redact(line)[0]) == {
+        "credentials": {"user": REDACTED, "more": [REDACTED, REDACTED]},
+        "max_tokens": [1, 2],
+    }
+
+
 def test_hostile_text_is_quick() -> None:
     """No text makes the search slow."""
     start = time.monotonic()

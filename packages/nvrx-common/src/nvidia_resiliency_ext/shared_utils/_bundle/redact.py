@@ -112,11 +112,14 @@ class _Redaction:
         return value
 
     def member(self, name: str, value: object) -> object:
-        if isinstance(value, str) and is_secret_name(name):
-            return REDACTED if self.is_secret(name, value) else value
-        if isinstance(value, int) and not isinstance(value, bool) and is_secret_name(name):
-            return REDACTED if self.is_secret(name, str(value)) else value
-        return self.value(value)
+        """Redact what has a name; all that lies within a secret is secret."""
+        if not is_secret_name(name) or value is None or isinstance(value, bool):
+            return self.value(value)
+        if isinstance(value, dict):
+            return {inner: self.member(name, each) for inner, each in value.items()}
+        if isinstance(value, list):
+            return [self.member(name, each) for each in value]
+        return REDACTED if self.is_secret(name, str(value)) else value
 
     def is_secret(self, name: str, value: str) -> bool:
         """Say whether the value of a secret name is one, and count it."""
