@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n>nvidia_resiliency_ext/shared_utils/proto/log_aggregation.proto\x12%nvidia_resiliency_ext.fault_tolerance\"\\\n\x08LogChunk\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x11\n\tfile_path\x18\x03 \x01(\t\x12\x11\n\tstream_id\x18\x64 \x01(\t\x12\x0b\n\x03seq\x18\x65 \x01(\x04\"O\n\x0eStreamResponse\x12\x0e\n\x06status\x18\x01 \x01(\t\x12\x16\n\x0e\x62ytes_received\x18\x02 \x01(\x03\x12\x15\n\rcommitted_seq\x18\x64 \x01(\x04\"/\n\x03\x41\x63k\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x15\n\rcommitted_seq\x18\x02 \x01(\x04\"\x0f\n\rHealthRequest\"<\n\x0eHealthResponse\x12\x0f\n\x07healthy\x18\x01 \x01(\x08\x12\x19\n\x11\x63onnected_clients\x18\x02 \x01(\x05\"\x0e\n\x0cStatsRequest\"\xd3\x02\n\rStatsResponse\x12\x16\n\x0e\x62ytes_received\x18\x01 \x01(\x04\x12\x17\n\x0f\x63hunks_received\x18\x02 \x01(\x04\x12\x15\n\rbytes_written\x18\x03 \x01(\x04\x12\x17\n\x0f\x63hunks_repeated\x18\x04 \x01(\x04\x12\x12\n\nbytes_lost\x18\x05 \x01(\x04\x12\x16\n\x0e\x62uffered_bytes\x18\x06 \x01(\x04\x12\x1b\n\x13\x62uffered_bytes_peak\x18\x07 \x01(\x04\x12\r\n\x05\x66iles\x18\x08 \x01(\r\x12\x12\n\nopen_files\x18\t \x01(\r\x12\x15\n\rfailing_files\x18\n \x01(\r\x12\x19\n\x11\x63onnected_clients\x18\x0b \x01(\r\x12\x43\n\x07\x63lients\x18\x0c \x03(\x0b\x32\x32.nvidia_resiliency_ext.fault_tolerance.ClientStats\"\xa0\x01\n\x0b\x43lientStats\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\tstream_id\x18\x02 \x01(\t\x12\x16\n\x0e\x62ytes_received\x18\x03 \x01(\x04\x12\x10\n\x08last_seq\x18\x04 \x01(\x04\x12\x15\n\rcommitted_seq\x18\x05 \x01(\x04\x12\x14\n\x0c\x62ytes_behind\x18\x06 \x01(\x04\x12\x16\n\x0eseconds_behind\x18\x07 \x01(\x01\x32\xf3\x03\n\x15LogAggregationService\x12v\n\nStreamLogs\x12/.nvidia_resiliency_ext.fault_tolerance.LogChunk\x1a\x35.nvidia_resiliency_ext.fault_tolerance.StreamResponse(\x01\x12r\n\x0fStreamLogsAcked\x12/.nvidia_resiliency_ext.fault_tolerance.LogChunk\x1a*.nvidia_resiliency_ext.fault_tolerance.Ack(\x01\x30\x01\x12z\n\x0bHealthCheck\x12\x34.nvidia_resiliency_ext.fault_tolerance.HealthRequest\x1a\x35.nvidia_resiliency_ext.fault_tolerance.HealthResponse\x12r\n\x05Stats\x12\x33.nvidia_resiliency_ext.fault_tolerance.StatsRequest\x1a\x34.nvidia_resiliency_ext.fault_tolerance.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n>nvidia_resiliency_ext/shared_utils/proto/log_aggregation.proto\x12%nvidia_resiliency_ext.fault_tolerance\"m\n\x08LogChunk\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x11\n\tfile_path\x18\x03 \x01(\t\x12\x11\n\tstream_id\x18\x64 \x01(\t\x12\x0b\n\x03seq\x18\x65 \x01(\x04\x12\x0f\n\x07resumed\x18\x66 \x01(\x08\"O\n\x0eStreamResponse\x12\x0e\n\x06status\x18\x01 \x01(\t\x12\x16\n\x0e\x62ytes_received\x18\x02 \x01(\x03\x12\x15\n\rcommitted_seq\x18\x64 \x01(\x04\"P\n\x03\x41\x63k\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x15\n\rcommitted_seq\x18\x02 \x01(\x04\x12\x0f\n\x07refusal\x18\x64 \x01(\t\x12\x0e\n\x06reason\x18\x65 \x01(\t\"\x0f\n\rHealthRequest\"<\n\x0eHealthResponse\x12\x0f\n\x07healthy\x18\x01 \x01(\x08\x12\x19\n\x11\x63onnected_clients\x18\x02 \x01(\x05\"\x0e\n\x0cStatsRequest\"\xd3\x02\n\rStatsResponse\x12\x16\n\x0e\x62ytes_received\x18\x01 \x01(\x04\x12\x17\n\x0f\x63hunks_received\x18\x02 \x01(\x04\x12\x15\n\rbytes_written\x18\x03 \x01(\x04\x12\x17\n\x0f\x63hunks_repeated\x18\x04 \x01(\x04\x12\x12\n\nbytes_lost\x18\x05 \x01(\x04\x12\x16\n\x0e\x62uffered_bytes\x18\x06 \x01(\x04\x12\x1b\n\x13\x62uffered_bytes_peak\x18\x07 \x01(\x04\x12\r\n\x05\x66iles\x18\x08 \x01(\r\x12\x12\n\nopen_files\x18\t \x01(\r\x12\x15\n\rfailing_files\x18\n \x01(\r\x12\x19\n\x11\x63onnected_clients\x18\x0b \x01(\r\x12\x43\n\x07\x63lients\x18\x0c \x03(\x0b\x32\x32.nvidia_resiliency_ext.fault_tolerance.ClientStats\"\xa0\x01\n\x0b\x43lientStats\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\tstream_id\x18\x02 \x01(\t\x12\x16\n\x0e\x62ytes_received\x18\x03 \x01(\x04\x12\x10\n\x08last_seq\x18\x04 \x01(\x04\x12\x15\n\rcommitted_seq\x18\x05 \x01(\x04\x12\x14\n\x0c\x62ytes_behind\x18\x06 \x01(\x04\x12\x16\n\x0eseconds_behind\x18\x07 \x01(\x01\x32\xf3\x03\n\x15LogAggregationService\x12v\n\nStreamLogs\x12/.nvidia_resiliency_ext.fault_tolerance.LogChunk\x1a\x35.nvidia_resiliency_ext.fault_tolerance.StreamResponse(\x01\x12r\n\x0fStreamLogsAcked\x12/.nvidia_resiliency_ext.fault_tolerance.LogChunk\x1a*.nvidia_resiliency_ext.fault_tolerance.Ack(\x01\x30\x01\x12z\n\x0bHealthCheck\x12\x34.nvidia_resiliency_ext.fault_tolerance.HealthRequest\x1a\x35.nvidia_resiliency_ext.fault_tolerance.HealthResponse\x12r\n\x05Stats\x12\x33.nvidia_resiliency_ext.fault_tolerance.StatsRequest\x1a\x34.nvidia_resiliency_ext.fault_tolerance.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -23,21 +23,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'nvidia_resiliency_ext.share
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_LOGCHUNK']._serialized_start=105
-  _globals['_LOGCHUNK']._serialized_end=197
-  _globals['_STREAMRESPONSE']._serialized_start=199
-  _globals['_STREAMRESPONSE']._serialized_end=278
-  _globals['_ACK']._serialized_start=280
-  _globals['_ACK']._serialized_end=327
-  _globals['_HEALTHREQUEST']._serialized_start=329
-  _globals['_HEALTHREQUEST']._serialized_end=344
-  _globals['_HEALTHRESPONSE']._serialized_start=346
-  _globals['_HEALTHRESPONSE']._serialized_end=406
-  _globals['_STATSREQUEST']._serialized_start=408
-  _globals['_STATSREQUEST']._serialized_end=422
-  _globals['_STATSRESPONSE']._serialized_start=425
-  _globals['_STATSRESPONSE']._serialized_end=764
-  _globals['_CLIENTSTATS']._serialized_start=767
-  _globals['_CLIENTSTATS']._serialized_end=927
-  _globals['_LOGAGGREGATIONSERVICE']._serialized_start=930
-  _globals['_LOGAGGREGATIONSERVICE']._serialized_end=1429
+  _globals['_LOGCHUNK']._serialized_end=214
+  _globals['_STREAMRESPONSE']._serialized_start=216
+  _globals['_STREAMRESPONSE']._serialized_end=295
+  _globals['_ACK']._serialized_start=297
+  _globals['_ACK']._serialized_end=377
+  _globals['_HEALTHREQUEST']._serialized_start=379
+  _globals['_HEALTHREQUEST']._serialized_end=394
+  _globals['_HEALTHRESPONSE']._serialized_start=396
+  _globals['_HEALTHRESPONSE']._serialized_end=456
+  _globals['_STATSREQUEST']._serialized_start=458
+  _globals['_STATSREQUEST']._serialized_end=472
+  _globals['_STATSRESPONSE']._serialized_start=475
+  _globals['_STATSRESPONSE']._serialized_end=814
+  _globals['_CLIENTSTATS']._serialized_start=817
+  _globals['_CLIENTSTATS']._serialized_end=977
+  _globals['_LOGAGGREGATIONSERVICE']._serialized_start=980
+  _globals['_LOGAGGREGATIONSERVICE']._serialized_end=1479
 # @@protoc_insertion_point(module_scope)

@@ -7,18 +7,20 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LogChunk(_message.Message):
-    __slots__ = ("node_id", "data", "file_path", "stream_id", "seq")
+    __slots__ = ("node_id", "data", "file_path", "stream_id", "seq", "resumed")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     FILE_PATH_FIELD_NUMBER: _ClassVar[int]
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     data: bytes
     file_path: str
     stream_id: str
     seq: int
-    def __init__(self, node_id: _Optional[str] = ..., data: _Optional[bytes] = ..., file_path: _Optional[str] = ..., stream_id: _Optional[str] = ..., seq: _Optional[int] = ...) -> None: ...
+    resumed: bool
+    def __init__(self, node_id: _Optional[str] = ..., data: _Optional[bytes] = ..., file_path: _Optional[str] = ..., stream_id: _Optional[str] = ..., seq: _Optional[int] = ..., resumed: bool = ...) -> None: ...
 
 class StreamResponse(_message.Message):
     __slots__ = ("status", "bytes_received", "committed_seq")
@@ -31,12 +33,16 @@ class StreamResponse(_message.Message):
     def __init__(self, status: _Optional[str] = ..., bytes_received: _Optional[int] = ..., committed_seq: _Optional[int] = ...) -> None: ...
 
 class Ack(_message.Message):
-    __slots__ = ("stream_id", "committed_seq")
+    __slots__ = ("stream_id", "committed_seq", "refusal", "reason")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_SEQ_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     stream_id: str
     committed_seq: int
-    def __init__(self, stream_id: _Optional[str] = ..., committed_seq: _Optional[int] = ...) -> None: ...
+    refusal: str
+    reason: str
+    def __init__(self, stream_id: _Optional[str] = ..., committed_seq: _Optional[int] = ..., refusal: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class HealthRequest(_message.Message):
     __slots__ = ()

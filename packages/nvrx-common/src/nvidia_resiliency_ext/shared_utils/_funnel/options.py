@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the settings of the funnel's servers, checked; it parses no command line."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+
+__all__ = ["FSYNC_POLICIES", "FunnelOptions"]
+
+FSYNC_POLICIES = ("never", "interval", "commit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunnelOptions:
+    """How the root server treats what it gets.
+
+    Attributes:
+        allowed_roots: Directories below which logs may lie; `None`: anywhere, for use in process.
+        flush_bytes: A file with so much waiting is written at once.
+        flush_interval_s: ... and with less, so long after its last write.
+        completion_idle_s: How long nothing must come for an old cycle's file until it counts as
+            complete.
+        max_buffered_bytes: The most that may wait in memory.
+        max_files: Files that are in use at one time.
+        max_open_files: ... of which so many are held open.
+        max_stream_files: Files that one stream may name.
+        max_stream_bytes: Bytes that one stream may send; 0: any number.
+        verify_node_prefix: A line's rank prefix belongs to the first node that uses it in a file.
+        fsync: When to wait for the disk: `never`, `interval` (each second), `commit` (before each
+            acknowledgement).
+        stall_s: A write that takes longer marks its file as stalled.
+    """
+
+    allowed_roots: tuple[str, ...] | None
+    flush_bytes: int = 256 << 10
+    flush_interval_s: float = 0.02
+    completion_idle_s: float = 10.0
+    max_buffered_bytes: int = 32 << 20
+    max_files: int = 4096
+    max_open_files: int = 512
+    max_stream_files: int = 64
+    max_stream_bytes: int = 0
+    verify_node_prefix: bool = False
+    fsync: str = "never"
+    stall_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={getattr(self, name)!r} must be at least {least}"
+            for name, least in (
+                ("flush_bytes", 1),
+                ("max_buffered_bytes", 1 << 20),
+                ("max_files", 1),
+                ("max_open_files", 1),
+                ("max_stream_files", 1),
+                ("max_stream_bytes", 0),
+            )
+            if getattr(self, name) < least
+        ]
+        problems += [
+            f"{name}={getattr(self, name)!r} must be a finite number of seconds, 0 or more"
+            for name in ("flush_interval_s", "completion_idle_s", "stall_s")
+            if not 0 <= getattr(self, name) < math.inf
+        ]
+        if self.fsync not in FSYNC_POLICIES:
+            problems.append(f"fsync={self.fsync!r} must be one of {', '.join(FSYNC_POLICIES)}")
+        if problems:
+            raise ConfigError("; ".join(problems))

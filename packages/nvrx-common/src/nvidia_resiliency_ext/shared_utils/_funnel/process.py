@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what a server's process does around its event loop: signals, waiting, resource limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Coroutine
+
+__all__ = ["CUT_OFF_S", "happened", "raise_file_limit", "run_until_complete", "stop_event"]
+
+CUT_OFF_S = 5.0
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run_until_complete(main: Coroutine[Any, Any, None]) -> None:
+    """Run the program's coroutine in a fresh event loop."""
+    asyncio.run(main)
+
+
+def stop_event() -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set; a second one ends the process at once.
+
+    The first one only wakes the loop. From then on the kernel does what it does by default, so the
+    second one works even when nothing here does. Outside of the main thread nobody sets it.
+    """
+    stopping = asyncio.Event()
+    if threading.current_thread() is not threading.main_thread():
+        return stopping
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        for number in _STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+        stopping.set()
+
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, stop)
+    return stopping
+
+
+async def happened(what: Awaitable[Any], timeout_s: float) -> bool:
+    """Wait for something; tell whether it came in time."""
+    try:
+        await asyncio.wait_for(what, timeout_s)
+    except (asyncio.TimeoutError, TimeoutError):
+        return False
+    return True
+
+
+def raise_file_limit() -> None:
+    """Allow as many open files as the system lets us: a thousand nodes are a thousand sockets."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def log_to_stderr() -> None:
+    """Show the server's log on stderr."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns one log stream at the gRPC edge of the root: reading, acknowledging, refusing, ending.
+
+It lives in the event loop, so an idle stream costs a suspended coroutine and no thread. Messages
+are read one by one, and none while a chunk waits for room: gRPC's flow control then holds the
+sender.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.shared_utils._funnel import messages
+from nvidia_resiliency_ext.shared_utils._funnel.chunks import Chunk, decode
+from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
+from nvidia_resiliency_ext.shared_utils._funnel.streams import Source
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.shared_utils._funnel.funnel import Funnel
+
+__all__ = ["ERRORS_IN_ACKS", "StreamRpc"]
+
+ERRORS_IN_ACKS = ("nvrx-errors", "ack")
+_ACK_SPACING_S = 0.05
+_PATIENCE_S = 10.0
+_MAX_ID_CHARS = 256
+_MAX_SOURCES = 4096
+
+_logger = logging.getLogger("LogAggregationServer")
+
+
+class StreamRpc:
+    """One open StreamLogs or StreamLogsAcked; a connection to the funnel.
+
+    Args:
+        funnel: Where chunks go.
+        context: gRPC's context of the call.
+        acknowledges: The method has acknowledgements.
+    """
+
+    def __init__(self, funnel: Funnel, context: Any, *, acknowledges: bool) -> None:
+        self._funnel = funnel
+        self._context = context
+        self._acknowledges = acknowledges
+        metadata = context.invocation_metadata() or ()
+        self._is_relay = acknowledges and ERRORS_IN_ACKS in [tuple(pair) for pair in metadata]
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self.sources: dict[str, Source] = {}
+        # Filled by writers' threads.
+        self._moved: deque[Source] = deque()
+        self._is_waking = False
+        self._changed = asyncio.Event()
+        self._is_reading = False
+        # What the sender was told of each source: its number, and whether it is refused.
+        self._told: dict[Source, tuple[int, bool]] = {}
+        self._news: dict[Source, None] = {}
+        self._acking: asyncio.Task[None] | None = None
+        self._ending: asyncio.Future[None] = self._loop.create_future()
+
+    def progress(self, source: Source) -> None:
+        """Hand a source's news to the event loop; from any thread."""
+        self._moved.append(source)
+        if not self._is_waking:
+            self._is_waking = True
+            try:
+                self._loop.call_soon_threadsafe(self._wake)
+            except RuntimeError:
+                # The loop has ended, and the stream with it.
+                return
+
+    async def run(self) -> None:
+        """Take all chunks of the stream; return when every byte is in its file.
+
+        Raises:
+            Refusal: Something is not taken; the call must end with its code.
+        """
+        is_clean = False
+        try:
+            await self._read_all()
+            is_clean = True
+            for source in self.sources.values():
+                self._funnel.finish(source, is_clean=True)
+            await self._until_settled()
+            await self._acknowledge_rest()
+        finally:
+            if not is_clean:
+                for source in self.sources.values():
+                    self._funnel.finish(source, is_clean=False)
+            if self._acking is not None:
+                self._acking.cancel()
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of the stream that are in their files."""
+        return sum(source.written_bytes for source in self.sources.values())
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of the stream that were taken."""
+        return sum(source.received_bytes for source in self.sources.values())
+
+    async def _read_all(self) -> None:
+        import grpc.aio
+
+        end, read, offer = grpc.aio.EOF, self._context.read, self._funnel.offer
+        waits = not self._is_relay
+        source: Source | None = None
+        node_id = ""
+        while True:
+            raw = await self._next(read)
+            if raw is end:
+                return
+            chunk = decode(raw)
+            if source is None or chunk.stream_id != source.stream_id:
+                node_id = node_id or chunk.node_id
+                source = self._source(chunk, node_id)
+            if source.refusal is not None and self._is_relay:
+                if not chunk.resumed:
+                    continue
+                source = self._start_again(source)
+            try:
+                if not offer(source, chunk, len(raw), waits_for_file=waits):
+                    await self._until_admitted(source)
+            except Refusal as refusal:
+                if not self._is_relay:
+                    raise
+                _logger.debug("refused in an acknowledgement: %s", refusal)
+                self.progress(source)
+
+    async def _next(self, read: Any) -> Any:
+        self._raise_refusal()
+        self._is_reading = True
+        try:
+            return await read()
+        except asyncio.CancelledError:
+            # Cancelled by us, because of a refusal, or by gRPC, because the client is gone.
+            self._raise_refusal()
+            raise
+        finally:
+            self._is_reading = False
+
+    def _source(self, chunk: Chunk, node_id: str) -> Source:
+        if len(chunk.stream_id) > _MAX_ID_CHARS or len(chunk.node_id) > _MAX_ID_CHARS:
+            raise Refusal("INVALID_ARGUMENT", f"an id has more than {_MAX_ID_CHARS} characters")
+        source = self.sources.get(chunk.stream_id)
+        if source is None:
+            source = Source(self, chunk.stream_id, chunk.node_id or node_id)
+            self.sources[chunk.stream_id] = source
+            if len(self.sources) > _MAX_SOURCES:
+                self._forget_settled()
+        return source
+
+    def _forget_settled(self) -> None:
+        """Forget streams that have ended, of which the connection of a leaf tells nothing.
+
+        One that goes on after all is a new source; the ledger knows what it has sent.
+        """
+        for source in [s for s in self.sources.values() if s.is_settled][: _MAX_SOURCES // 2]:
+            del self.sources[source.stream_id]
+            self._told.pop(source, None)
+            self._funnel.finish(source, is_clean=False)
+
+    def _start_again(self, source: Source) -> Source:
+        self._funnel.finish(source, is_clean=False)
+        self._news.pop(source, None)
+        self._told.pop(source, None)
+        fresh = Source(self, source.stream_id, source.node_id)
+        self.sources[source.stream_id] = fresh
+        return fresh
+
+    def _raise_refusal(self) -> None:
+        if self._is_relay:
+            return
+        for source in self.sources.values():
+            if source.refusal is not None:
+                raise source.refusal
+
+    def _wake(self) -> None:
+        self._is_waking = False
+        while self._moved:
+            self._news[self._moved.popleft()] = None
+        self._changed.set()
+        if not self._is_relay and any(source.refusal for source in self._news):
+            if self._is_reading and self._task is not None:
+                self._task.cancel()
+            return
+        if self._acknowledges and self._acking is None:
+            self._acking = self._loop.create_task(self._acknowledge())
+
+    async def _until_admitted(self, source: Source) -> None:
+        while source.waiting is not None:
+            self._changed.clear()
+            await self._changed.wait()
+        if source.refusal is not None:
+            raise source.refusal
+
+    async def _until_settled(self) -> None:
+        since = self._loop.time()
+        while True:
+            self._changed.clear()
+            self._raise_refusal()
+            behind = [s for s in self.sources.values() if not s.is_settled and s.refusal is None]
+            if not behind:
+                return
+            try:
+                await asyncio.wait_for(self._changed.wait(), _PATIENCE_S)
+            except (asyncio.TimeoutError, TimeoutError):
+                self._check_trouble(behind, self._loop.time() - since)
+
+    def _check_trouble(self, behind: list[Source], waited_s: float) -> None:
+        # A sender without acknowledgements cannot tell waiting from writing, so it is told.
+        if self._acknowledges:
+            return
+        for source in behind:
+            error = self._funnel.trouble_of(source)
+            if error is not None:
+                _logger.warning(
+                    "node %r leaves with %d bytes unwritten after %.0f s: %s",
+                    source.node_id, source.behind_bytes, waited_s, error.strerror,
+                )  # fmt: skip
+                raise UnwrittenError(error)
+
+    async def _acknowledge(self) -> None:
+        """Send what is new, not more often than is of use to a sender."""
+        try:
+            while self._news:
+                for source in list(self._news):
+                    del self._news[source]
+                    await self._send(source)
+                # The end of the stream ends this wait.
+                await asyncio.wait([self._ending], timeout=_ACK_SPACING_S)
+        finally:
+            self._acking = None
+
+    async def _acknowledge_rest(self) -> None:
+        if not self._acknowledges:
+            return
+        self._ending.set_result(None)
+        if self._acking is not None:
+            # Two writes at a time are not allowed, so its last one must end.
+            await self._acking
+        for source in self.sources.values():
+            await self._send(source)
+
+    async def _send(self, source: Source) -> None:
+        if self.sources.get(source.stream_id) is not source:
+            return
+        refusal, seq = source.refusal, source.committed_seq
+        known = self._told.get(source, (0, False))
+        if known == (seq, refusal is not None):
+            return
+        self._told[source] = (seq, refusal is not None)
+        await self._context.write(messages.ack(source.stream_id, seq, refusal))
+
+
+class UnwrittenError(Exception):
+    """A stream ended, and its last bytes cannot be written at present."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error)
+        self.status = errno.errorcode.get(error.errno or errno.EIO, "EIO")

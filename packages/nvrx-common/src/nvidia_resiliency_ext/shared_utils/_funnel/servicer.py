@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the root's service as an object: counts, the funnel behind it, and an edge with threads.
+
+`serve` drives it from an event loop; in process, or behind gRPC's server with threads, its own
+methods do the same and hold a thread for each stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.shared_utils._funnel.chunks import Chunk
+from nvidia_resiliency_ext.shared_utils._funnel.funnel import Funnel
+from nvidia_resiliency_ext.shared_utils._funnel.options import FunnelOptions
+from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
+from nvidia_resiliency_ext.shared_utils._funnel.streams import Source
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from nvidia_resiliency_ext.shared_utils._funnel.target import Target
+
+__all__ = ["LogAggregationServicer"]
+
+_logger = logging.getLogger("LogAggregationServer")
+
+_PATIENCE_S = 10.0
+_CLOSE_S = 10.0
+_SHOWN_REFUSALS = 20
+
+
+class LogAggregationServicer:
+    """Takes log chunks and appends them to the files that they name.
+
+    Safe in all threads. It owns threads and open files from construction to `shutdown`.
+
+    Args:
+        max_buffer_size: A file with so many bytes waiting is written at once.
+        graceful_shutdown_timeout: Seconds that `graceful_shutdown` waits for open streams.
+        flush_interval: A file with less waiting is written so many seconds after its last write.
+        completion_idle_timeout: Seconds without a chunk after which an old cycle's file counts as
+            complete.
+        allowed_roots: Directories below which files may lie; `None`, for use in process: anywhere.
+        options: All settings at once, for `serve`; it replaces what the others say.
+
+    Raises:
+        ValueError: `completion_idle_timeout` is negative, or another setting makes no sense.
+    """
+
+    def __init__(
+        self,
+        max_buffer_size: int = 1048576,
+        graceful_shutdown_timeout: float = 60.0,
+        flush_interval: float = 1.0,
+        completion_idle_timeout: float = 10.0,
+        *,
+        allowed_roots: Iterable[str] | None = None,
+        options: FunnelOptions | None = None,
+    ) -> None:
+        if completion_idle_timeout < 0:
+            raise ValueError(f"completion_idle_timeout={completion_idle_timeout} is negative")
+        self._options = options or FunnelOptions(
+            allowed_roots=None if allowed_roots is None else tuple(allowed_roots),
+            flush_bytes=max_buffer_size,
+            flush_interval_s=flush_interval,
+            completion_idle_s=completion_idle_timeout,
+        )
+        self.max_buffer_size = self._options.flush_bytes
+        self.flush_interval = self._options.flush_interval_s
+        self.graceful_shutdown_timeout = graceful_shutdown_timeout
+        self.completion_idle_timeout = self._options.completion_idle_s
+        self.funnel = Funnel(self._options)
+        # Guards the two below.
+        self.clients_lock = threading.Lock()
+        self.connected_clients = 0
+        self._refusals = 0
+        self._nobody = threading.Condition(self.clients_lock)
+        self.lost_bytes = 0
+
+    @property
+    def files(self) -> Mapping[str, Target]:
+        """The files in use, by path."""
+        return dict(self.funnel.targets)
+
+    @property
+    def total_bytes_received(self) -> int:
+        """Bytes of log data that came in."""
+        return self.funnel.received_bytes
+
+    @property
+    def total_chunks_received(self) -> int:
+        """Chunks that came in."""
+        return self.funnel.received_chunks
+
+    def StreamLogs(self, request_iterator: Iterable[Any], context: Any) -> Any:  # noqa: N802
+        """Take a stream of LogChunk and answer with a StreamResponse when it is in its files."""
+        from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
+
+        waiter = _Waiter()
+        sources: dict[str, Source] = {}
+        with self.counted_client():
+            try:
+                self._read(request_iterator, waiter, sources)
+            except Refusal as refusal:
+                return self._abort(context, sources, refusal)
+            finally:
+                for source in sources.values():
+                    self.funnel.finish(source, is_clean=True)
+            for source in sources.values():
+                while not self.funnel.wait_settled(source, Deadline.after(_PATIENCE_S)):
+                    error = self.funnel.trouble_of(source)
+                    if error is not None:
+                        written = sum(item.written_bytes for item in sources.values())
+                        status = _error_name(error)
+                        return pb.StreamResponse(status=status, bytes_received=written)
+                if source.refusal is not None:
+                    return self._abort(context, sources, source.refusal)
+        received = sum(source.received_bytes for source in sources.values())
+        seq = max((source.committed_seq for source in sources.values()), default=0)
+        return pb.StreamResponse(status="OK", bytes_received=received, committed_seq=seq)
+
+    def StreamLogsAcked(self, request_iterator: Iterable[Any], context: Any) -> Any:  # noqa: N802
+        """Say that only `serve` has it; a client then uses StreamLogs."""
+        import grpc
+
+        del request_iterator
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "not behind a server with threads")
+
+    def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Answer with a HealthResponse: healthy, and the number of open streams."""
+        from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
+
+        del request, context
+        return pb.HealthResponse(healthy=True, connected_clients=self.connected_clients)
+
+    def Stats(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Answer with a StatsResponse, without the single streams."""
+        from nvidia_resiliency_ext.shared_utils._funnel import messages
+        from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
+
+        del request, context
+        data = messages.stats(self.funnel.stats(), self.connected_clients, (), self.funnel.now())
+        return pb.StatsResponse.FromString(data)
+
+    def graceful_shutdown(self) -> None:
+        """Wait until every stream has ended, at most `graceful_shutdown_timeout`; shut down."""
+        deadline = Deadline.after(self.graceful_shutdown_timeout)
+        with self._nobody:
+            self._nobody.wait_for(lambda: self.connected_clients == 0, deadline.timeout())
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Write what waits and close all files; harmless when repeated."""
+        lost = self.funnel.close(Deadline.after(_CLOSE_S))
+        if lost:
+            self.lost_bytes = lost
+            _logger.error("%d bytes could not be written before the end", lost)
+
+    @contextlib.contextmanager
+    def counted_client(self) -> Iterator[None]:
+        """Count an open stream."""
+        with self.clients_lock:
+            self.connected_clients += 1
+        try:
+            yield
+        finally:
+            with self.clients_lock:
+                self.connected_clients -= 1
+                self._nobody.notify_all()
+
+    def note_refusal(self, node_id: str, refusal: Refusal) -> None:
+        """Log a refusal; a sender that is refused all the time must not fill the log."""
+        with self.clients_lock:
+            self._refusals += 1
+            count = self._refusals
+        if count <= _SHOWN_REFUSALS or count & (count - 1) == 0:
+            more = "" if count <= _SHOWN_REFUSALS else f" ({count} refusals so far)"
+            _logger.warning("a stream of node %r is refused: %s%s", node_id, refusal, more)
+
+    def _read(self, requests: Iterable[Any], waiter: _Waiter, sources: dict[str, Source]) -> None:
+        for request in requests:
+            # A test or a program in process may leave out what it does not use.
+            stream_id = getattr(request, "stream_id", "")
+            source = sources.get(stream_id)
+            if source is None:
+                source = sources[stream_id] = Source(waiter, stream_id, request.node_id)
+                _logger.debug("node %r has connected", request.node_id)
+            data = request.data
+            chunk = Chunk(
+                request.node_id, memoryview(data), request.file_path, stream_id,
+                getattr(request, "seq", 0),
+            )  # fmt: skip
+            if not self.funnel.offer(source, chunk, len(data)):
+                self.funnel.wait_admitted(source)
+            if source.refusal is not None:
+                raise source.refusal
+
+    def _abort(self, context: Any, sources: Mapping[str, Source], refusal: Refusal) -> Any:
+        import grpc
+
+        node_id = next((source.node_id for source in sources.values()), "")
+        self.note_refusal(node_id, refusal)
+        context.abort(grpc.StatusCode[refusal.code], refusal.reason)
+        # Only a stand-in for gRPC's context comes back from that.
+        from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
+
+        return pb.StreamResponse(status=refusal.code)
+
+
+class _Waiter:
+    """A connection whose thread waits at the funnel itself."""
+
+    def progress(self, source: Source) -> None:
+        """Do nothing: the funnel's condition wakes the thread."""
+
+
+def _error_name(error: OSError) -> str:
+    import errno
+
+    return errno.errorcode.get(error.errno or errno.EIO, "EIO")

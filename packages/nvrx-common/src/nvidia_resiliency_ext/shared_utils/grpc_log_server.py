@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The root of the log funnel: `python -m nvidia_resiliency_ext.shared_utils.grpc_log_server`.
+
+It takes lines from nodes, or from leaves that collect them, and appends them to files below the
+allowed roots. It needs the extra `grpc`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils._funnel.servicer import LogAggregationServicer
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable
+
+__all__ = ["LogAggregationServicer", "main", "serve"]
+
+
+def serve(
+    host: str,
+    port: int,
+    max_workers: int = 100,
+    graceful_shutdown_timeout: float = 60.0,
+    completion_idle_timeout: float = 10.0,
+    *,
+    allowed_roots: Iterable[str],
+) -> None:
+    """Serve until SIGTERM or SIGINT, then until every stream has ended.
+
+    Args:
+        host: Address to listen on; `unix:PATH` for a Unix socket.
+        port: Port to listen on; 0 for any.
+        max_workers: Not used: a stream needs no worker.
+        graceful_shutdown_timeout: Seconds to go on serving open streams when asked to end.
+        completion_idle_timeout: Seconds without a chunk after which an old cycle's file counts as
+            complete.
+        allowed_roots: Directories below which files may lie.
+
+    Raises:
+        ValueError: A setting makes no sense, or there is no root.
+        OSError: It cannot listen there.
+    """
+    from nvidia_resiliency_ext.shared_utils._funnel import edge, root
+    from nvidia_resiliency_ext.shared_utils._funnel.access import Access
+    from nvidia_resiliency_ext.shared_utils._funnel.options import FunnelOptions
+
+    del max_workers
+    if allowed_roots is None:
+        raise ValueError("serve() needs allowed_roots")
+    access = Access.from_environment()
+    access.check_reach(host)
+    config = root.RootConfig(
+        host=host,
+        port=port,
+        grace_s=graceful_shutdown_timeout,
+        access=access,
+        funnel=FunnelOptions(
+            allowed_roots=tuple(allowed_roots), completion_idle_s=completion_idle_timeout
+        ),
+    )
+    try:
+        root.run(config)
+    except edge.AddressError as error:
+        raise OSError(str(error)) from error
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the server as the command line says; return the exit code."""
+    from nvidia_resiliency_ext.shared_utils._funnel import command
+
+    return command.run_program(command.root_parser(), _serve, arguments)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from nvidia_resiliency_ext.shared_utils._funnel import command, root
+
+    config = root.RootConfig(
+        host=options.host,
+        port=options.port,
+        grace_s=options.graceful_shutdown_timeout,
+        access=command.access_of(options),
+        funnel=command.funnel_options_of(options),
+    )
+    return root.run(config)
+
+
+if __name__ == "__main__":
+    from nvidia_resiliency_ext.shared_utils._funnel.command import leave
+
+    leave(main())
