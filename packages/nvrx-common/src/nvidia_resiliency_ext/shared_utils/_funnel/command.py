@@ -19,7 +19,15 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["access_of", "base_parser", "funnel_options_of", "root_parser", "run_program"]
+__all__ = [
+    "access_of",
+    "base_parser",
+    "funnel_options_of",
+    "leaf_parser",
+    "leave",
+    "root_parser",
+    "run_program",
+]
 
 _MAX_PORT = 65535
 _EXIT_CONFIG = 2
@@ -95,6 +103,22 @@ def root_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--verify-node-prefix", action="store_true",
         help="refuse lines with a rank prefix that another node has used in the same file",
+    )  # fmt: skip
+    return parser
+
+
+def leaf_parser() -> argparse.ArgumentParser:
+    """Return the leaf's parser."""
+    parser = base_parser(
+        "grpc_log_leaf_server", "Collects log lines of some nodes and passes them to the root."
+    )
+    parser.add_argument("--port", type=_port, required=True, help="port to listen on")
+    parser.add_argument(
+        "--upstream", type=_upstream, required=True, metavar="HOST:PORT", help="where the root is"
+    )
+    parser.add_argument(
+        "--max-queue-chunks", type=_at_least(1), default=8192, metavar="N",
+        help="most chunks that wait for the root; then senders wait (%(default)s)",
     )  # fmt: skip
     return parser
 
@@ -175,6 +199,13 @@ def _port(text: str) -> int:
     if not 0 <= value <= _MAX_PORT:
         raise argparse.ArgumentTypeError(f"must be a port from 0 to {_MAX_PORT}, not {text}")
     return value
+
+
+def _upstream(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not text.startswith("unix:") and not (host and 0 < _port(port) <= _MAX_PORT):
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT, not {text}")
+    return text
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -51,17 +51,20 @@ class Roots:
 
     Args:
         paths: Existing directories. They are resolved here, once.
+        must_exist: Without it they need not: for who judges paths and opens none.
 
     Raises:
         ConfigError: One is no directory that can be entered, or there is none.
     """
 
-    def __init__(self, paths: Iterable[str]) -> None:
+    def __init__(self, paths: Iterable[str], *, must_exist: bool = True) -> None:
         self._resolved: dict[str, str] = {}
         for path in paths:
-            real = os.path.realpath(path)
+            real = path
             try:
-                os.close(os.open(real, _OPEN_DIRECTORY))
+                real = os.path.realpath(path)
+                if must_exist:
+                    os.close(os.open(real, _OPEN_DIRECTORY))
             except (OSError, ValueError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise ConfigError(f"allowed root {path!r}: {reason}") from error

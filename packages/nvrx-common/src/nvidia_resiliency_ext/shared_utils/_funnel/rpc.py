@@ -14,7 +14,7 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.shared_utils._funnel import messages
+from nvidia_resiliency_ext.shared_utils._funnel.acks import AckWriter
 from nvidia_resiliency_ext.shared_utils._funnel.chunks import Chunk, decode
 from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.streams import Source
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["ERRORS_IN_ACKS", "StreamRpc"]
 
 ERRORS_IN_ACKS = ("nvrx-errors", "ack")
-_ACK_SPACING_S = 0.05
 _PATIENCE_S = 10.0
 _MAX_ID_CHARS = 256
 _MAX_SOURCES = 4096
@@ -45,7 +44,6 @@ class StreamRpc:
     def __init__(self, funnel: Funnel, context: Any, *, acknowledges: bool) -> None:
         self._funnel = funnel
         self._context = context
-        self._acknowledges = acknowledges
         metadata = context.invocation_metadata() or ()
         self._is_relay = acknowledges and ERRORS_IN_ACKS in [tuple(pair) for pair in metadata]
         self._loop = asyncio.get_running_loop()
@@ -56,11 +54,7 @@ class StreamRpc:
         self._is_waking = False
         self._changed = asyncio.Event()
         self._is_reading = False
-        # What the sender was told of each source: its number, and whether it is refused.
-        self._told: dict[Source, tuple[int, bool]] = {}
-        self._news: dict[Source, None] = {}
-        self._acking: asyncio.Task[None] | None = None
-        self._ending: asyncio.Future[None] = self._loop.create_future()
+        self._acks = AckWriter(context.write) if acknowledges else None
 
     def progress(self, source: Source) -> None:
         """Hand a source's news to the event loop; from any thread."""
@@ -86,13 +80,16 @@ class StreamRpc:
             for source in self.sources.values():
                 self._funnel.finish(source, is_clean=True)
             await self._until_settled()
-            await self._acknowledge_rest()
+            if self._acks is not None:
+                for source in self.sources.values():
+                    self._acks.note(source.stream_id, source.committed_seq, source.refusal)
+                await self._acks.finish()
         finally:
             if not is_clean:
                 for source in self.sources.values():
                     self._funnel.finish(source, is_clean=False)
-            if self._acking is not None:
-                self._acking.cancel()
+            if self._acks is not None:
+                self._acks.close()
 
     @property
     def bytes_written(self) -> int:
@@ -162,13 +159,14 @@ class StreamRpc:
         """
         for source in [s for s in self.sources.values() if s.is_settled][: _MAX_SOURCES // 2]:
             del self.sources[source.stream_id]
-            self._told.pop(source, None)
+            if self._acks is not None:
+                self._acks.forget(source.stream_id)
             self._funnel.finish(source, is_clean=False)
 
     def _start_again(self, source: Source) -> Source:
         self._funnel.finish(source, is_clean=False)
-        self._news.pop(source, None)
-        self._told.pop(source, None)
+        if self._acks is not None:
+            self._acks.forget(source.stream_id)
         fresh = Source(self, source.stream_id, source.node_id)
         self.sources[source.stream_id] = fresh
         return fresh
@@ -182,15 +180,14 @@ class StreamRpc:
 
     def _wake(self) -> None:
         self._is_waking = False
-        while self._moved:
-            self._news[self._moved.popleft()] = None
         self._changed.set()
-        if not self._is_relay and any(source.refusal for source in self._news):
-            if self._is_reading and self._task is not None:
-                self._task.cancel()
-            return
-        if self._acknowledges and self._acking is None:
-            self._acking = self._loop.create_task(self._acknowledge())
+        while self._moved:
+            source = self._moved.popleft()
+            if source.refusal is not None and not self._is_relay:
+                if self._is_reading and self._task is not None:
+                    self._task.cancel()
+            elif self._acks is not None and self.sources.get(source.stream_id) is source:
+                self._acks.note(source.stream_id, source.committed_seq, source.refusal)
 
     async def _until_admitted(self, source: Source) -> None:
         while source.waiting is not None:
@@ -214,7 +211,7 @@ class StreamRpc:
 
     def _check_trouble(self, behind: list[Source], waited_s: float) -> None:
         # A sender without acknowledgements cannot tell waiting from writing, so it is told.
-        if self._acknowledges:
+        if self._acks is not None:
             return
         for source in behind:
             error = self._funnel.trouble_of(source)
@@ -224,38 +221,6 @@ class StreamRpc:
                     source.node_id, source.behind_bytes, waited_s, error.strerror,
                 )  # fmt: skip
                 raise UnwrittenError(error)
-
-    async def _acknowledge(self) -> None:
-        """Send what is new, not more often than is of use to a sender."""
-        try:
-            while self._news:
-                for source in list(self._news):
-                    del self._news[source]
-                    await self._send(source)
-                # The end of the stream ends this wait.
-                await asyncio.wait([self._ending], timeout=_ACK_SPACING_S)
-        finally:
-            self._acking = None
-
-    async def _acknowledge_rest(self) -> None:
-        if not self._acknowledges:
-            return
-        self._ending.set_result(None)
-        if self._acking is not None:
-            # Two writes at a time are not allowed, so its last one must end.
-            await self._acking
-        for source in self.sources.values():
-            await self._send(source)
-
-    async def _send(self, source: Source) -> None:
-        if self.sources.get(source.stream_id) is not source:
-            return
-        refusal, seq = source.refusal, source.committed_seq
-        known = self._told.get(source, (0, False))
-        if known == (seq, refusal is not None):
-            return
-        self._told[source] = (seq, refusal is not None)
-        await self._context.write(messages.ack(source.stream_id, seq, refusal))
 
 
 class UnwrittenError(Exception):

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what a leaf holds: chunks of all streams until the root has them in their files.
+
+Bookkeeping in the event loop, without I/O. A chunk stays as it came; only one of a sender that
+numbers nothing gets a stream and a number of the leaf's own, so that the root can tell when it
+comes again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+from nvidia_resiliency_ext.shared_utils._funnel import chunks
+from nvidia_resiliency_ext.shared_utils._funnel.refusal import RETRY_CODE, Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Held", "Relay", "RelayStream", "StreamOwner"]
+
+_STREAM_SHARE = 8
+
+
+class StreamOwner(Protocol):
+    """The call that a stream came with."""
+
+    def progress(self, stream: RelayStream) -> None:
+        """Take note that the root has more of the stream, or refuses it."""
+        ...
+
+
+class Held:
+    """A chunk that the root has not confirmed."""
+
+    __slots__ = ("is_settled", "raw", "seq", "stream")
+
+    def __init__(self, stream: RelayStream, seq: int, raw: bytes) -> None:
+        self.stream = stream
+        self.seq = seq
+        self.raw = raw
+        self.is_settled = False
+
+
+class RelayStream:
+    """One stream of one call.
+
+    Attributes:
+        stream_id: As the root knows it.
+        is_named: The sender gave it that name and numbers its chunks.
+        is_paused: The root has no room for it at present; its chunks wait here.
+        refusal: Why the root takes nothing more.
+    """
+
+    __slots__ = (
+        "committed_seq", "held_bytes", "is_named", "is_paused", "next_seq", "outstanding", "owner",
+        "path", "received_bytes", "refusal", "stream_id",
+    )  # fmt: skip
+
+    def __init__(self, owner: StreamOwner, stream_id: str) -> None:
+        self.owner = owner
+        self.is_named = bool(stream_id)
+        self.stream_id = stream_id or f"leaf-{uuid.uuid4().hex}"
+        self.outstanding: deque[Held] = deque()
+        self.committed_seq = 0
+        self.next_seq = 1
+        self.held_bytes = 0
+        self.received_bytes = 0
+        self.is_paused = False
+        self.refusal: Refusal | None = None
+        self.path = ""
+
+
+class Relay:
+    """All streams of a leaf, and the order in which their chunks go to the root.
+
+    Args:
+        max_chunks: The most chunks that are held.
+        max_bytes: ... and the most bytes.
+    """
+
+    def __init__(self, max_chunks: int, max_bytes: int) -> None:
+        self._max_chunks = max_chunks
+        self._max_bytes = max_bytes
+        self.held_chunks = 0
+        self.held_bytes = 0
+        self.peak_bytes = 0
+        self.received_bytes = 0
+        self.received_chunks = 0
+        self._streams: dict[str, list[RelayStream]] = {}
+        self._unsent: deque[Held] = deque()
+        self._refused: set[str] = set()
+        self.has_unsent = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self.settled = asyncio.Event()
+
+    async def put(self, stream: RelayStream, chunk: chunks.Chunk, raw: bytes) -> None:
+        """Hold a chunk and queue it for the root; wait while there is no room.
+
+        Raises:
+            Refusal: The root takes nothing more of this stream.
+        """
+        while not self._has_room(stream, len(raw)):
+            self._room.clear()
+            await self._room.wait()
+        if stream.refusal is not None:
+            raise stream.refusal
+        seq = chunk.seq
+        if not stream.is_named:
+            seq, stream.next_seq = stream.next_seq, stream.next_seq + 1
+            raw = chunks.named(raw, stream.stream_id, seq)
+        held = Held(stream, seq, raw)
+        if not stream.outstanding:
+            self._streams.setdefault(stream.stream_id, []).append(stream)
+        stream.outstanding.append(held)
+        self._count(stream, len(raw), 1)
+        self.received_chunks += 1
+        self.received_bytes += len(chunk.data)
+        stream.received_bytes += len(chunk.data)
+        if not stream.is_paused:
+            self._queue(held)
+
+    def next_unsent(self) -> tuple[Held, bytes] | None:
+        """Return the next chunk for the root and its bytes; `None` when there is none now."""
+        while self._unsent:
+            held = self._unsent.popleft()
+            stream = held.stream
+            if held.is_settled or stream.is_paused or stream.refusal is not None:
+                continue
+            if stream.stream_id in self._refused:
+                self._refused.discard(stream.stream_id)
+                return held, held.raw + chunks.RESUMED
+            return held, held.raw
+        self.has_unsent.clear()
+        return None
+
+    def confirm(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> bool:
+        """Take the root's word on a stream; tell whether to `resume` it after a while."""
+        streams = self._streams.get(stream_id, ())
+        for stream in tuple(streams):
+            self._settle(stream, seq)
+        if refusal is None:
+            return False
+        # Until a chunk says that it was heard, the root passes over all of them.
+        self._refused.add(stream_id)
+        if refusal.code == RETRY_CODE:
+            for stream in streams:
+                stream.is_paused = True
+            return bool(streams)
+        for stream in tuple(streams):
+            stream.refusal = refusal
+            self._drop(stream, len(stream.outstanding))
+            stream.owner.progress(stream)
+        return False
+
+    def confirm_sent(self, held: Held) -> None:
+        """Take a chunk as delivered: the root is one that never says more."""
+        if not held.is_settled:
+            self._settle(held.stream, held.seq)
+
+    def resume(self, stream_id: str) -> None:
+        """Queue a paused stream again."""
+        for stream in self._streams.get(stream_id, ()):
+            if stream.is_paused:
+                stream.is_paused = False
+                for held in stream.outstanding:
+                    self._queue(held)
+
+    def start_session(self) -> None:
+        """Queue everything again: the root at the end of a new connection knows of nothing."""
+        self._refused.clear()
+        self._unsent.clear()
+        for stream in self._all():
+            stream.is_paused = False
+            for held in stream.outstanding:
+                self._queue(held)
+
+    def _all(self) -> Iterator[RelayStream]:
+        for streams in self._streams.values():
+            yield from streams
+
+    def _queue(self, held: Held) -> None:
+        self._unsent.append(held)
+        self.has_unsent.set()
+
+    def _has_room(self, stream: RelayStream, size: int) -> bool:
+        if stream.refusal is not None or not self.held_chunks:
+            return True
+        own = len(stream.outstanding)
+        if own and (
+            own * _STREAM_SHARE >= self._max_chunks
+            or (stream.held_bytes + size) * _STREAM_SHARE > self._max_bytes
+        ):
+            return False
+        return self.held_chunks < self._max_chunks and self.held_bytes + size <= self._max_bytes
+
+    def _count(self, stream: RelayStream, size: int, chunk: int) -> None:
+        stream.held_bytes += size
+        self.held_bytes += size
+        self.held_chunks += chunk
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+    def _settle(self, stream: RelayStream, seq: int) -> None:
+        count = 0
+        for held in stream.outstanding:
+            if held.seq > seq:
+                break
+            count += 1
+        stream.committed_seq = max(stream.committed_seq, seq)
+        if count:
+            self._drop(stream, count)
+            stream.owner.progress(stream)
+
+    def _drop(self, stream: RelayStream, count: int) -> None:
+        for _ in range(count):
+            held = stream.outstanding.popleft()
+            held.is_settled = True
+            self._count(stream, -len(held.raw), -1)
+        if count and not stream.outstanding:
+            streams = self._streams[stream.stream_id]
+            streams.remove(stream)
+            if not streams:
+                del self._streams[stream.stream_id]
+        self._room.set()
+        if not self.held_chunks:
+            self.settled.set()
