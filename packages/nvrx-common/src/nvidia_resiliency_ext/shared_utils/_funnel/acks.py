@@ -36,9 +36,10 @@ class AckWriter:
         self._ending: asyncio.Future[None] = self._loop.create_future()
 
     def note(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
-        """Tell the sender about a stream, unless it knows already."""
-        if self._told.get(stream_id, (0, False)) == (seq, refusal is not None):
-            return
+        """Tell the sender about a stream, also what it was told before.
+
+        Behind a leaf several senders may ask for the same numbers one after the other.
+        """
         self._news[stream_id] = (seq, refusal)
         if self._task is None:
             self._task = self._loop.create_task(self._run())
@@ -47,6 +48,11 @@ class AckWriter:
         """A stream starts again: what was told of it before counts no more."""
         self._news.pop(stream_id, None)
         self._told.pop(stream_id, None)
+
+    def note_if_new(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
+        """Tell the sender about a stream, unless it knows already."""
+        if self._told.get(stream_id, (0, False)) != (seq, refusal is not None):
+            self.note(stream_id, seq, refusal)
 
     async def finish(self) -> None:
         """Send what is left."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ERRORS_IN_ACKS", "StreamRpc"]
 
 ERRORS_IN_ACKS = ("nvrx-errors", "ack")
-_PATIENCE_S = 10.0
+_PATIENCE_S = 5.0
 _MAX_ID_CHARS = 256
 _MAX_SOURCES = 4096
 
@@ -82,7 +82,8 @@ class StreamRpc:
             await self._until_settled()
             if self._acks is not None:
                 for source in self.sources.values():
-                    self._acks.note(source.stream_id, source.committed_seq, source.refusal)
+                    news = (source.committed_seq, source.refusal)
+                    self._acks.note_if_new(source.stream_id, *news)
                 await self._acks.finish()
         finally:
             if not is_clean:

@@ -28,7 +28,7 @@ __all__ = ["LogAggregationServicer"]
 
 _logger = logging.getLogger("LogAggregationServer")
 
-_PATIENCE_S = 10.0
+_PATIENCE_S = 5.0
 _CLOSE_S = 10.0
 _SHOWN_REFUSALS = 20
 

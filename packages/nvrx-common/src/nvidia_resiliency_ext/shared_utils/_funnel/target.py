@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "Target"]
 
 _FIRST_RETRY_S = 0.05
-_LONGEST_RETRY_S = 5.0
+_LONGEST_RETRY_S = 2.0
 _BATCH_BYTES = 4 << 20
 _CAREFUL_BATCH_BYTES = 64 << 10
 _NEWLINE = b"\n"

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pure rooms of the log funnel: messages, ledgers, budgets, cycles, prefixes, batches."""
+
+import json
+import random
+
+import pytest
+
+from nvidia_resiliency_ext.shared_utils._funnel import chunks, ledger, prefixes
+from nvidia_resiliency_ext.shared_utils._funnel.budget import Budget, Verdict
+from nvidia_resiliency_ext.shared_utils._funnel.cycles import Cycles
+from nvidia_resiliency_ext.shared_utils._funnel.options import FunnelOptions
+from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+
+# --- chunks
+
+
+def _pb():
+    pytest.importorskip("google.protobuf", reason="needs the extra grpc of nvrx-common")
+    from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2
+
+    return log_aggregation_pb2
+
+
+def _fields(chunk) -> tuple[object, ...]:
+    names = ("node_id", "file_path", "stream_id", "seq", "resumed")
+    return (bytes(chunk.data), *(getattr(chunk, name) for name in names))
+
+
+def _random_chunk(pb, rng: random.Random):
+    return pb.LogChunk(
+        node_id="n" * rng.choice([0, 1, 200]),
+        data=rng.randbytes(rng.choice([0, 1, 127, 128, 20_000])),
+        file_path="/logs/é" * rng.choice([0, 1, 30]),
+        stream_id="s" * rng.choice([0, 5]),
+        seq=rng.choice([0, 1, 300, 2**64 - 1]),
+        resumed=rng.random() < 0.3,
+    )
+
+
+def test_chunk_is_read_as_protobuf_reads_it() -> None:
+    """Every field of every message comes out as protobuf's own class has it."""
+    pb, rng = _pb(), random.Random(1)
+    for _ in range(300):
+        message = _random_chunk(pb, rng)
+        assert _fields(chunks.decode(message.SerializeToString())) == _fields(message)
+
+
+def test_garbage_is_refused_where_protobuf_refuses_it() -> None:
+    """Damaged messages never raise anything but a refusal, and agree with protobuf on the rest."""
+    pb, rng = _pb(), random.Random(2)
+    from google.protobuf.message import DecodeError
+
+    agreed = 0
+    for _ in range(6000):
+        raw = bytearray(_random_chunk(pb, rng).SerializeToString()[:300])
+        for _ in range(rng.randrange(1, 4)):
+            if raw:
+                raw[rng.randrange(len(raw))] = rng.randrange(256)
+        if rng.random() < 0.2:
+            raw = bytearray(rng.randbytes(rng.randrange(40)))
+        try:
+            expected = _fields(pb.LogChunk.FromString(bytes(raw)))
+        except (DecodeError, UnicodeDecodeError):
+            expected = None
+        try:
+            found = _fields(chunks.decode(bytes(raw)))
+        except Refusal as refusal:
+            assert refusal.code == "INVALID_ARGUMENT"
+            continue
+        # Groups are the one thing that protobuf takes and this does not.
+        assert expected is None or found == expected
+        agreed += 1
+    assert agreed > 100
+
+
+def test_a_leaf_names_a_chunk_without_reading_it() -> None:
+    """What a leaf appends wins over what the sender gave, and the rest stays."""
+    raw = b"\x0a\x011\x12\x03hi\n"
+    found = chunks.decode(chunks.named(raw, "leaf", 300, resumed=True))
+    assert _fields(found) == (b"hi\n", "1", "", "leaf", 300, True)
+
+
+# --- ledger
+
+
+def _written(*batches: tuple[int, int, dict[str, int]]) -> bytes:
+    return b"".join(ledger.encode(*batch) for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("size", "seqs", "cut"),
+    [
+        (0, {"a": 1}, None),  # somebody emptied the log: what was there stays acknowledged
+        (100, {"a": 1}, 100),
+        (150, {"a": 1}, 100),
+        (199, {"a": 1}, 100),
+        (200, {"a": 3, "b": 7}, None),
+        (250, {"a": 3, "b": 7}, None),
+    ],
+)
+def test_size_of_the_log_tells_what_it_holds(size: int, seqs: dict[str, int], cut) -> None:
+    """A batch counts when the log has all of it; a part of it is cut off."""
+    data = _written((0, 100, {"a": 1}), (100, 200, {"b": 7, "a": 3}))
+    found = ledger.read_ledger(data, size)
+    expected = {"a": 3, "b": 7} if size == 0 else seqs
+    assert (found.seqs, found.cut_log_to) == (expected, cut)
+    assert found.last_stream == ("a" if size == 200 else None)
+
+
+def test_void_record_goes_from_the_ledger_too() -> None:
+    """A batch that was cut off is not believed after the next start."""
+    first = _written((0, 100, {"a": 1}))
+    data = first + _written((100, 200, {"a": 2}))
+    found = ledger.read_ledger(data, 150)
+    assert found.cut_ledger_to == len(first)
+
+
+def test_torn_and_foreign_lines_are_passed_over() -> None:
+    """Nothing that is no whole record counts, and a torn last line is cut off."""
+    good = _written((0, 10, {"a": 1}))
+    for bad in (b"garbage\n", b"[]\n", b'{"start":0}\n', b'{"start":0,"end":1,"seqs":{"a":-1}}\n',
+                b'{"start":0,"end":1,"seqs":[1]}\n', b"\xff\xfe\n", b"[" * 5000 + b"\n"):  # fmt: skip
+        assert ledger.read_ledger(bad + good + bad, 10).seqs == {"a": 1}
+    torn = good + _written((10, 20, {"a": 2}))[:-3]
+    found = ledger.read_ledger(torn, 10)
+    assert (found.seqs, found.cut_ledger_to) == ({"a": 1}, len(good))
+
+
+def test_random_bytes_never_break_a_ledger() -> None:
+    """Whatever stands in a ledger, reading it gives an answer."""
+    rng = random.Random(3)
+    good = _written((0, 10, {"a": 1}), (10, 30, {"b": 2}))
+    for _ in range(2000):
+        data = bytearray(good)
+        for _ in range(rng.randrange(1, 8)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        found = ledger.read_ledger(bytes(data), rng.randrange(40))
+        assert all(isinstance(seq, int) for seq in found.seqs.values())
+
+
+def test_ids_of_any_kind_survive() -> None:
+    """A stream may be called anything that is text."""
+    seqs = {'"\n\\': 1, "é\u2028": 2, "": 3}
+    assert ledger.read_ledger(ledger.encode(0, 1, seqs), 1).seqs == seqs
+    assert json.loads(ledger.encode(0, 1, seqs))
+
+
+# --- budget
+
+
+def test_budget_shares() -> None:
+    """One file has an eighth, files in trouble a half, and nothing goes over the whole."""
+    budget = Budget(800)
+    assert budget.judge(100, 0) is Verdict.ADMIT
+    assert budget.judge(10, 95) is Verdict.WAIT
+    assert budget.judge(10, 95, is_failing=True) is Verdict.REFUSE
+    assert budget.judge(10, 5, troubled_held=395) is Verdict.WAIT
+    assert budget.judge(10, 5, is_failing=True, troubled_held=395) is Verdict.REFUSE
+    assert budget.judge(801, 0) is Verdict.REFUSE
+    budget.take(795)
+    assert budget.judge(10, 0) is Verdict.WAIT
+    budget.give(95)
+    assert budget.judge(10, 0) is Verdict.ADMIT
+    assert budget.peak_bytes == 795
+
+
+def test_large_chunk_for_an_idle_file_passes() -> None:
+    """A chunk over a file's share is taken when nothing else waits for that file."""
+    assert Budget(800).judge(500, 0) is Verdict.ADMIT
+
+
+# --- cycles
+
+
+def _flushed(cycles: Cycles, path: str, now: float, unwritten: int = 0):
+    file = cycles.track(path, now)
+    assert file is not None
+    file.arrived_at, file.flushed_at, file.unwritten = now, now, unwritten
+    return file
+
+
+@pytest.mark.parametrize(
+    "name", ["job.log", "job_cycle.log", "job_cyclex1.log", "job_cycle" + "1" * 40]
+)
+def test_other_names_are_no_cycles(name: str) -> None:
+    """Only `_cycle` and digits make a file one of a family."""
+    assert Cycles(1).track("/d/" + name, 0) is None
+
+
+def test_old_cycle_is_complete_when_a_later_one_exists_and_it_is_idle() -> None:
+    """Not before the idle time, not without a successor, not with bytes that wait; once."""
+    cycles = Cycles(idle_s=10)
+    first = _flushed(cycles, "/d/a_cycle9.log", 0)
+    assert cycles.take_complete(100) == []
+    _flushed(cycles, "/d/a_cycle10.log", 5)
+    _flushed(cycles, "/d/b_cycle11.log", 5)
+    _flushed(cycles, "/e/a_cycle12.log", 5)
+    assert cycles.next_check() == 10
+    assert cycles.take_complete(9.9) == []
+    first.unwritten = 1
+    assert cycles.take_complete(10) == []
+    first.unwritten = 0
+    assert cycles.take_complete(10) == [first]
+    assert cycles.take_complete(11) == []
+    assert cycles.next_check() == float("inf")
+
+
+def test_at_the_end_the_newest_cycle_is_complete_too() -> None:
+    """At shutdown no idle time and no successor are needed; what was never written is left out."""
+    cycles = Cycles(idle_s=10)
+    files = [_flushed(cycles, f"/d/a_cycle{i}.log", 0) for i in range(2)]
+    cycles.track("/d/b_cycle0.log", 0)
+    assert cycles.take_complete(0, at_end=True) == files
+
+
+def test_cycles_do_not_grow_for_ever() -> None:
+    """However many files come, a bounded number is remembered."""
+    cycles = Cycles(idle_s=0)
+    for number in range(25_000):
+        _flushed(cycles, f"/d/a_cycle{number}.log", 0)
+    assert len(cycles._files) <= 10_000
+
+
+# --- prefixes
+
+
+def test_prefix_is_of_the_first_node_that_uses_it() -> None:
+    """Another node's line is found wherever it stands in a chunk; a refused chunk claims nothing."""
+    owners: dict[bytes, str] = {}
+    assert prefixes.claim(memoryview(b" 7: a\n 8: b\nno prefix\n"), "n1", owners) is None
+    assert prefixes.claim(memoryview(b" 9: x\n 7: forged\n"), "n2", owners) == ("7", "n1")
+    assert prefixes.claim(memoryview(b" 9: mine: 7: not a prefix\n"), "n2", owners) is None
+    assert owners == {b"7": "n1", b"8": "n1", b"9": "n2"}
+
+
+# --- options
+
+
+def test_all_wrong_settings_are_named_at_once() -> None:
+    """One error names each wrong setting with its value."""
+    with pytest.raises(ConfigError) as caught:
+        FunnelOptions(
+            allowed_roots=None, flush_interval_s=float("nan"), max_files=0, fsync="perhaps"
+        )
+    assert all(name in str(caught.value) for name in ("flush_interval_s", "max_files", "fsync"))
