@@ -13,17 +13,17 @@ import pytest
 pytest.importorskip("grpc", reason="needs the extra grpc of nvrx-common")
 pytest.importorskip("google.protobuf", reason="needs the extra grpc of nvrx-common")
 
-import funnel_peers as peers  # noqa: E402 - after the check that it can be imported
-import grpc  # noqa: E402
-from funnel_peers import chunk, send, send_acked  # noqa: E402
+import funnel_peers as peers
+import grpc
+from funnel_peers import chunk, send, send_acked
 
-from nvidia_resiliency_ext.shared_utils._funnel.access import Access  # noqa: E402
-from nvidia_resiliency_ext.shared_utils._funnel.edge import AddressError  # noqa: E402
-from nvidia_resiliency_ext.shared_utils._funnel.leaf import LeafConfig  # noqa: E402
-from nvidia_resiliency_ext.shared_utils._funnel.leaf import run as run_leaf  # noqa: E402
-from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal  # noqa: E402
-from nvidia_resiliency_ext.shared_utils._funnel.relay import Relay, RelayStream  # noqa: E402
-from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb  # noqa: E402
+from nvidia_resiliency_ext.shared_utils._funnel.access import Access
+from nvidia_resiliency_ext.shared_utils._funnel.edge import AddressError
+from nvidia_resiliency_ext.shared_utils._funnel.leaf import LeafConfig
+from nvidia_resiliency_ext.shared_utils._funnel.leaf import run as run_leaf
+from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
+from nvidia_resiliency_ext.shared_utils._funnel.relay import Relay, RelayStream
+from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
 
 
 @pytest.fixture

@@ -18,14 +18,14 @@ import pytest
 pytest.importorskip("grpc", reason="needs the extra grpc of nvrx-common")
 pytest.importorskip("google.protobuf", reason="needs the extra grpc of nvrx-common")
 
-import funnel_peers as peers  # noqa: E402 - after the check that it can be imported
-import grpc  # noqa: E402
-from funnel_peers import chunk, send, send_acked  # noqa: E402
+import funnel_peers as peers
+import grpc
+from funnel_peers import chunk, send, send_acked
 
-from nvidia_resiliency_ext.shared_utils.grpc_log_server import LogAggregationServicer  # noqa: E402
-from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb  # noqa: E402
+from nvidia_resiliency_ext.shared_utils.grpc_log_server import LogAggregationServicer
+from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
 
-TOKEN = "s3cret-of-the-job"  # noqa: S105
+TOKEN = "s3cret-of-the-job"
 SERVICE = "/nvidia_resiliency_ext.fault_tolerance.LogAggregationService/"
 
 
@@ -167,7 +167,9 @@ def test_bad_paths(server: peers.Server, logs: Path, tmp_path: Path, method) -> 
         assert isinstance(found, tuple), path
         assert found[0] == "INVALID_ARGUMENT", path
     assert sorted(tmp_path.rglob("*")) == before
-    assert not isinstance(method(server.address, chunk(logs / "ok.log", b"x\n", "0", "s", 1)), tuple)
+    assert not isinstance(
+        method(server.address, chunk(logs / "ok.log", b"x\n", "0", "s", 1)), tuple
+    )
 
 
 def test_refusal_names_the_chunk(server: peers.Server, logs: Path) -> None:
@@ -265,9 +267,9 @@ def test_killed_client_loses_nothing_that_it_sent(server: peers.Server, logs: Pa
 def test_wrong_token(tmp_path: Path, logs: Path, token_file: Path, metadata) -> None:
     """Without the job's token every method answers UNAUTHENTICATED; with it all work."""
     env = {"NVRX_LOG_FUNNEL_TOKEN_FILE": str(token_file)}
-    with peers.root(tmp_path, "--host", "0.0.0.0", "--port", "0", env=env) as server:  # noqa: S104
+    with peers.root(tmp_path, "--host", "0.0.0.0", "--port", "0", env=env) as server:
         server.start()
-        address = server.address.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
+        address = server.address.replace("0.0.0.0", "127.0.0.1")
         item = chunk(logs / "x.log", b"x\n", "0", "s", 1)
         for method in (send, send_acked):
             assert method(address, item, metadata=metadata)[0] == "UNAUTHENTICATED"
@@ -311,7 +313,10 @@ def test_mutual_tls(tmp_path: Path, logs: Path) -> None:
     with peers.root(tmp_path, *tls) as server:
         server.start()
         item = chunk(logs / "x.log", b"x\n")
-        for pair, is_in in (((None, None), False), ((read["client.key"], read["client.pem"]), True)):
+        for pair, is_in in (
+            ((None, None), False),
+            ((read["client.key"], read["client.pem"]), True),
+        ):
             credentials = grpc.ssl_channel_credentials(read["ca.pem"], *pair)
             with grpc.secure_channel(server.address, credentials) as made:
                 stub = peers.service.LogAggregationServiceStub(made)
@@ -456,7 +461,7 @@ def _run(*arguments: str, env: dict[str, str] | None = None, module: str = peers
         ["--allowed-root", "{logs}", "--graceful-shutdown-timeout", "inf"],
         ["--allowed-root", "{logs}", "--max-workers", "0"],
         ["--allowed-root", "{logs}", "--max-buffered-bytes", "5"],
-        ["--allowed-root", "{logs}", "--host", "0.0.0.0"],  # noqa: S104
+        ["--allowed-root", "{logs}", "--host", "0.0.0.0"],
         ["--allowed-root", "{logs}", "--tls-cert", "x"],
         ["--allowed-root", "{logs}", "--unknown"],
     ],
@@ -497,7 +502,7 @@ def test_port_in_use_is_one_line_and_exit_1(server: peers.Server, tmp_path: Path
 
 def test_open_server_warns_once(tmp_path: Path) -> None:
     """Without any check of callers, on request only, the log says so."""
-    with peers.root(tmp_path, "--host", "0.0.0.0", "--port", "0", "--insecure-no-auth") as server:  # noqa: S104
+    with peers.root(tmp_path, "--host", "0.0.0.0", "--port", "0", "--insecure-no-auth") as server:
         server.start()
         assert server.log.read_text().count("WARNING") == 1
 

@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("grpc", reason="needs the extra grpc of nvrx-common")
 pytest.importorskip("google.protobuf", reason="needs the extra grpc of nvrx-common")
 
-import funnel_peers as peers  # noqa: E402 - after the check that it can be imported
-from funnel_peers import Resender, chunk, send, send_acked  # noqa: E402
+import funnel_peers as peers
+from funnel_peers import Resender, chunk, send, send_acked
 
 LINE = b"%08d " + b"z" * 90 + b"\n"
 

@@ -163,9 +163,7 @@ def stub(address: str, **options: Any):
 
 def chunk(path: object, data: bytes, node: str = "0", stream: str = "", seq: int = 0):
     """Return a LogChunk."""
-    return pb.LogChunk(
-        node_id=node, data=data, file_path=str(path), stream_id=stream, seq=seq
-    )
+    return pb.LogChunk(node_id=node, data=data, file_path=str(path), stream_id=stream, seq=seq)
 
 
 def send(address: str, *chunks: Any, timeout: float = DEADLINE_S, metadata=None):
@@ -273,7 +271,9 @@ class Resender:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._is_closed or session[0] or (self._kept and self._kept[-1][0] > sent)
+                    lambda: (
+                        self._is_closed or session[0] or (self._kept and self._kept[-1][0] > sent)
+                    )
                 )
                 if self._is_closed or session[0]:
                     return
@@ -301,5 +301,3 @@ class Resender:
                     with self._changed:
                         over[0] = True
                         self._changed.notify_all()
-
-

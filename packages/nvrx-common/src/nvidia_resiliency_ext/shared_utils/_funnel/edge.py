@@ -26,6 +26,7 @@ MAX_MESSAGE_BYTES = 10 << 20
 _MIN_PING_MS = 5_000
 _PING_MS, _PING_TIMEOUT_MS = 60_000, 20_000
 _WINDOW_BYTES = 256 << 10
+_MAX_PENDING = 100_000
 
 
 class AddressError(Exception):
@@ -47,6 +48,9 @@ def grpc_options() -> list[tuple[str, int]]:
         # A fixed window per stream: the probed one grows to megabytes for each of many clients.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
+        # After a restart all nodes come at once; by default gRPC cancels some above a thousand.
+        ("grpc.server.max_pending_requests", _MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING),
     ]
 
 

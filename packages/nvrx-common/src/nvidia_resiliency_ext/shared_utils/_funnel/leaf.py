@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.shared_utils._funnel import edge, messages, process
 from nvidia_resiliency_ext.shared_utils._funnel.acks import AckWriter
 from nvidia_resiliency_ext.shared_utils._funnel.chunks import decode
-from nvidia_resiliency_ext.shared_utils._funnel.funnel import FunnelStats
 from nvidia_resiliency_ext.shared_utils._funnel.places import Roots
 from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.relay import Relay, RelayStream
+from nvidia_resiliency_ext.shared_utils._funnel.state import FunnelStats
 from nvidia_resiliency_ext.shared_utils._funnel.upstream import Upstream
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nvidia_resiliency_ext.shared_utils._funnel.funnel import FunnelStats
     from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
+    from nvidia_resiliency_ext.shared_utils._funnel.state import FunnelStats
     from nvidia_resiliency_ext.shared_utils._funnel.streams import Source
 
 __all__ = ["SERVICE", "ack", "health", "read_ack", "read_health", "response", "stats"]

@@ -106,7 +106,6 @@ class StreamRpc:
         import grpc.aio
 
         end, read, offer = grpc.aio.EOF, self._context.read, self._funnel.offer
-        waits = not self._is_relay
         source: Source | None = None
         node_id = ""
         while True:
@@ -122,7 +121,7 @@ class StreamRpc:
                     continue
                 source = self._start_again(source)
             try:
-                if not offer(source, chunk, len(raw), waits_for_file=waits):
+                if not offer(source, chunk, len(raw)):
                     await self._until_admitted(source)
             except Refusal as refusal:
                 if not self._is_relay:
@@ -147,11 +146,14 @@ class StreamRpc:
             raise Refusal("INVALID_ARGUMENT", f"an id has more than {_MAX_ID_CHARS} characters")
         source = self.sources.get(chunk.stream_id)
         if source is None:
-            source = Source(self, chunk.stream_id, chunk.node_id or node_id)
+            source = self._new_source(chunk.stream_id, chunk.node_id or node_id)
             self.sources[chunk.stream_id] = source
             if len(self.sources) > _MAX_SOURCES:
                 self._forget_settled()
         return source
+
+    def _new_source(self, stream_id: str, node_id: str) -> Source:
+        return Source(self, stream_id, node_id, is_patient=not self._is_relay)
 
     def _forget_settled(self) -> None:
         """Forget streams that have ended, of which the connection of a leaf tells nothing.
@@ -168,7 +170,7 @@ class StreamRpc:
         self._funnel.finish(source, is_clean=False)
         if self._acks is not None:
             self._acks.forget(source.stream_id)
-        fresh = Source(self, source.stream_id, source.node_id)
+        fresh = self._new_source(source.stream_id, source.node_id)
         self.sources[source.stream_id] = fresh
         return fresh
 

@@ -84,17 +84,17 @@ class LogAggregationServicer:
     @property
     def files(self) -> Mapping[str, Target]:
         """The files in use, by path."""
-        return dict(self.funnel.targets)
+        return dict(self.funnel.state.targets)
 
     @property
     def total_bytes_received(self) -> int:
         """Bytes of log data that came in."""
-        return self.funnel.received_bytes
+        return self.funnel.state.received_bytes
 
     @property
     def total_chunks_received(self) -> int:
         """Chunks that came in."""
-        return self.funnel.received_chunks
+        return self.funnel.state.received_chunks
 
     def StreamLogs(self, request_iterator: Iterable[Any], context: Any) -> Any:  # noqa: N802
         """Take a stream of LogChunk and answer with a StreamResponse when it is in its files."""

@@ -52,6 +52,8 @@ class Source:
 
     Attributes:
         identity: Tells whose line a file ends with; the `stream_id`, or something unique.
+        is_patient: It waits for room in a file that hangs. A connection that carries the streams
+            of many would hold up the others, so it is refused for now instead.
         node_id: As the first chunk named it.
         targets: The files that it named, with when it last went over to each in `used_at`.
         current: The file that its last chunk was for.
@@ -64,7 +66,7 @@ class Source:
         "committed_seq",
         "connection",
         "current",
-        "identity",
+        "identity", "is_patient",
         "node_id",
         "outstanding",
         "received_bytes",
@@ -79,9 +81,12 @@ class Source:
         "written_bytes",
     )  # fmt: skip
 
-    def __init__(self, connection: Connection, stream_id: str, node_id: str) -> None:
+    def __init__(
+        self, connection: Connection, stream_id: str, node_id: str, *, is_patient: bool = True
+    ) -> None:
         self.connection = connection
         self.stream_id = stream_id
+        self.is_patient = is_patient
         self.identity = stream_id or f"\n{id(self)}"
         self.node_id = node_id
         self.outstanding: deque[Pending] = deque()
