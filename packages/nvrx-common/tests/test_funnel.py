@@ -32,7 +32,7 @@ class Told:
     def __init__(self) -> None:
         self.changed = threading.Condition()
 
-    def progress(self, source: Source) -> None:
+    def progress(self, source: Source) -> None:  # noqa: ARG002 - one is enough to look
         with self.changed:
             self.changed.notify_all()
 
@@ -63,6 +63,11 @@ class Rig:
 
     def read(self, name: str) -> bytes:
         return (self.root / name).read_bytes()
+
+
+def _offer_all(rig: Rig, source: Source, items: list[tuple[str, bytes]]) -> None:
+    for seq, (name, data) in enumerate(items, 2):
+        rig.offer(source, name, data, seq)
 
 
 @pytest.fixture
@@ -485,8 +490,7 @@ def test_sender_is_told_when_a_failing_file_has_no_more_room(
     while rig.funnel.stats().failing_files == 0 and not end.expired():
         threading.Event().wait(0.01)
     with pytest.raises(Refusal, match="No space left") as caught:
-        for seq in range(2, 100):
-            rig.offer(source, "bad.log", data, seq)
+        _offer_all(rig, source, [("bad.log", data)] * 100)
     assert caught.value.code == "RESOURCE_EXHAUSTED"
 
 
@@ -532,9 +536,9 @@ def test_files_and_bytes_of_a_stream(rigs) -> None:
     rig = rigs(max_stream_files=2, max_stream_bytes=10)
     for names, sizes in ((["a", "b", "c"], [1, 1, 1]), (["a", "a"], [8, 8])):
         source = rig.source()
+        items = [(name, b"x" * (n - 1) + b"\n") for name, n in zip(names, sizes, strict=True)]
         with pytest.raises(Refusal) as caught:
-            for name, size in zip(names, sizes, strict=True):
-                rig.offer(source, name, b"x" * (size - 1) + b"\n")
+            _offer_all(rig, source, items)
         assert caught.value.code == "RESOURCE_EXHAUSTED"
         rig.funnel.finish(source, is_clean=True)
     good = rig.source()
@@ -555,7 +559,7 @@ def test_lines_with_another_nodes_prefix_are_refused(rigs) -> None:
 
 
 def test_completion_lines(rigs, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """A replaced cycle is announced once it is idle; a late chunk is warned of; the end says all."""
+    """A replaced cycle is announced once idle, a late chunk is warned of, the end says all."""
     caplog.set_level(logging.INFO, "LogAggregationServer")
     rig = rigs(completion_idle_s=0.05)
     source = rig.source()
@@ -586,7 +590,7 @@ def test_completion_lines(rigs, caplog: pytest.LogCaptureFixture, tmp_path: Path
 
 
 def test_close_writes_everything(rigs) -> None:
-    """What was taken is in its file when the funnel has closed, however long it could have waited."""
+    """What was taken is in its file when the funnel has closed, however long it could wait."""
     rig = rigs(flush_interval_s=1000.0)
     source = rig.source()
     for number in range(500):

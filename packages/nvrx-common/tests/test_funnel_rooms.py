@@ -47,6 +47,13 @@ def test_chunk_is_read_as_protobuf_reads_it() -> None:
         assert _fields(chunks.decode(message.SerializeToString())) == _fields(message)
 
 
+def _decoded(raw: bytes) -> tuple[object, ...] | str:
+    try:
+        return _fields(chunks.decode(raw))
+    except Refusal as refusal:
+        return refusal.code
+
+
 def test_garbage_is_refused_where_protobuf_refuses_it() -> None:
     """Damaged messages never raise anything but a refusal, and agree with protobuf on the rest."""
     pb, rng = _pb(), random.Random(2)
@@ -64,14 +71,10 @@ def test_garbage_is_refused_where_protobuf_refuses_it() -> None:
             expected = _fields(pb.LogChunk.FromString(bytes(raw)))
         except (DecodeError, UnicodeDecodeError):
             expected = None
-        try:
-            found = _fields(chunks.decode(bytes(raw)))
-        except Refusal as refusal:
-            assert refusal.code == "INVALID_ARGUMENT"
-            continue
+        found = _decoded(bytes(raw))
         # Groups are the one thing that protobuf takes and this does not.
-        assert expected is None or found == expected
-        agreed += 1
+        assert expected is None or found in {expected, "INVALID_ARGUMENT"}
+        agreed += found == expected
     assert agreed > 100
 
 
@@ -120,8 +123,11 @@ def test_void_record_goes_from_the_ledger_too() -> None:
 def test_torn_and_foreign_lines_are_passed_over() -> None:
     """Nothing that is no whole record counts, and a torn last line is cut off."""
     good = _written((0, 10, {"a": 1}))
-    for bad in (b"garbage\n", b"[]\n", b'{"start":0}\n', b'{"start":0,"end":1,"seqs":{"a":-1}}\n',
-                b'{"start":0,"end":1,"seqs":[1]}\n', b"\xff\xfe\n", b"[" * 5000 + b"\n"):  # fmt: skip
+    record = b'{"start":0,"end":1,"seqs":%b}\n'
+    for bad in (
+        b"garbage\n", b"[]\n", b'{"start":0}\n', record % b'{"a":-1}', record % b"[1]",
+        b"\xff\xfe\n", b"[" * 5000 + b"\n",
+    ):  # fmt: skip
         assert ledger.read_ledger(bad + good + bad, 10).seqs == {"a": 1}
     torn = good + _written((10, 20, {"a": 2}))[:-3]
     found = ledger.read_ledger(torn, 10)
@@ -227,7 +233,7 @@ def test_cycles_do_not_grow_for_ever() -> None:
 
 
 def test_prefix_is_of_the_first_node_that_uses_it() -> None:
-    """Another node's line is found wherever it stands in a chunk; a refused chunk claims nothing."""
+    """Another node's line is found anywhere in a chunk; a refused chunk claims nothing."""
     owners: dict[bytes, str] = {}
     assert prefixes.claim(memoryview(b" 7: a\n 8: b\nno prefix\n"), "n1", owners) is None
     assert prefixes.claim(memoryview(b" 9: x\n 7: forged\n"), "n2", owners) == ("7", "n1")

@@ -181,7 +181,7 @@ def test_refusal_names_the_chunk(server: peers.Server, logs: Path) -> None:
         stream.close()
         assert stream.error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert ("nvrx-refused-seq", "2") in [tuple(x) for x in stream.error.trailing_metadata()]
-    peers.until(lambda: (logs / "x.log").exists(), "the first chunk's file")
+    peers.until((logs / "x.log").exists, "the first chunk's file")
 
 
 def _raw(address: str, *messages: bytes, method: str = "StreamLogs"):
@@ -254,7 +254,7 @@ def test_killed_client_loses_nothing_that_it_sent(server: peers.Server, logs: Pa
     with peers.stub(server.address) as stub:
         stream = peers.OpenStream(stub)
         stream.write(chunk(logs / "x.log", b"whole\nhalf"))
-        peers.until(lambda: (logs / "x.log").exists(), "the file")
+        peers.until((logs / "x.log").exists, "the file")
         stream.cancel()
     peers.until(lambda: (logs / "x.log").read_bytes() == b"whole\nhalf\n", "the line's end")
 
@@ -385,7 +385,7 @@ def test_sigterm_serves_open_streams_to_their_end(server: peers.Server, logs: Pa
     with peers.stub(server.address) as stub:
         stream = peers.OpenStream(stub)
         stream.write(chunk(logs / "x.log", b"before\n"))
-        peers.until(lambda: (logs / "x.log").exists(), "the file")
+        peers.until((logs / "x.log").exists, "the file")
         os.kill(server.pid, signal.SIGTERM)
         peers.until(lambda: "asked to end" in server.log.read_text(), "the signal's line")
         stream.write(chunk(logs / "x.log", b"after\n"))
@@ -510,13 +510,13 @@ def test_open_server_warns_once(tmp_path: Path) -> None:
 # --- in process
 
 
-class _Abort(Exception):
+class _AbortError(Exception):
     pass
 
 
 class _Context:
     def abort(self, code, details) -> None:
-        raise _Abort(code.name, details)
+        raise _AbortError(code.name, details)
 
 
 def test_servicer_in_process(tmp_path: Path) -> None:
@@ -528,7 +528,7 @@ def test_servicer_in_process(tmp_path: Path) -> None:
     assert (answer.status, answer.bytes_received) == ("OK", 4)
     assert (servicer.total_bytes_received, servicer.total_chunks_received) == (4, 2)
     assert list(servicer.files) == [str(tmp_path / "x.log")]
-    with pytest.raises(_Abort, match="INVALID_ARGUMENT"):
+    with pytest.raises(_AbortError, match="INVALID_ARGUMENT"):
         servicer.StreamLogs(iter([chunk("", b"x\n")]), _Context())
     with servicer.clients_lock:
         assert servicer.connected_clients == 0
@@ -539,7 +539,7 @@ def test_servicer_in_process(tmp_path: Path) -> None:
 
 
 def test_servicer_behind_a_server_with_threads(tmp_path: Path) -> None:
-    """It also serves gRPC's server with threads; a client of acknowledgements learns to fall back."""
+    """It also serves gRPC's server with threads; who wants acknowledgements falls back."""
     from concurrent import futures
 
     servicer = LogAggregationServicer(allowed_roots=[str(tmp_path)])

@@ -93,7 +93,7 @@ def _full_disk(tmp_path: Path) -> list[str]:
 
 
 def test_full_disk_recovers_without_a_restart(tmp_path: Path) -> None:
-    """While one disk is full, logs elsewhere go on; once it has room, nothing is lost or doubled."""
+    """While a disk is full, logs elsewhere go on; then nothing is lost or doubled."""
     prefix = _full_disk(tmp_path)
     with peers.root(tmp_path, prefix=prefix) as root:
         root.start()

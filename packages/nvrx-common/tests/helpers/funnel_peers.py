@@ -105,7 +105,7 @@ class Server:
                 self.process.send_signal(signal.SIGCONT)
             self.kill()
 
-    def __enter__(self) -> Server:
+    def __enter__(self):
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -270,11 +270,8 @@ class Resender:
         sent = 0
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: (
-                        self._is_closed or session[0] or (self._kept and self._kept[-1][0] > sent)
-                    )
-                )
+                while not (self._is_closed or session[0] or self._seq > sent):
+                    self._changed.wait()
                 if self._is_closed or session[0]:
                     return
                 ready = [item for item in self._kept if item[0] > sent]
