@@ -103,15 +103,24 @@ class StreamRpc:
         return sum(source.received_bytes for source in self.sources.values())
 
     async def _read_all(self) -> None:
+        try:
+            await self._read_each()
+        except asyncio.CancelledError:
+            # Cancelled by us, because of a refusal, or by gRPC, because the client is gone.
+            self._raise_refusal()
+            raise
+        finally:
+            self._is_reading = False
+
+    async def _read_each(self) -> None:
         import grpc.aio
 
+        # One turn for each message: what can be done before the loop is.
         end, read, offer = grpc.aio.EOF, self._context.read, self._funnel.offer
         source: Source | None = None
         node_id = ""
-        while True:
-            raw = await self._next(read)
-            if raw is end:
-                return
+        self._is_reading = True
+        while (raw := await read()) is not end:
             chunk = decode(raw)
             if source is None or chunk.stream_id != source.stream_id:
                 node_id = node_id or chunk.node_id
@@ -128,18 +137,6 @@ class StreamRpc:
                     raise
                 _logger.debug("refused in an acknowledgement: %s", refusal)
                 self.progress(source)
-
-    async def _next(self, read: Any) -> Any:
-        self._raise_refusal()
-        self._is_reading = True
-        try:
-            return await read()
-        except asyncio.CancelledError:
-            # Cancelled by us, because of a refusal, or by gRPC, because the client is gone.
-            self._raise_refusal()
-            raise
-        finally:
-            self._is_reading = False
 
     def _source(self, chunk: Chunk, node_id: str) -> Source:
         if len(chunk.stream_id) > _MAX_ID_CHARS or len(chunk.node_id) > _MAX_ID_CHARS:
@@ -193,9 +190,13 @@ class StreamRpc:
                 self._acks.note(source.stream_id, source.committed_seq, source.refusal)
 
     async def _until_admitted(self, source: Source) -> None:
+        # Nothing to cancel here: a refusal ends this wait.
+        self._is_reading = False
         while source.waiting is not None:
             self._changed.clear()
             await self._changed.wait()
+        self._is_reading = True
+        self._raise_refusal()
         if source.refusal is not None:
             raise source.refusal
 
