@@ -9,7 +9,10 @@ __all__ = [
     "DeadlineExceededError",
     "DirectoryBusyError",
     "FrameTooLargeError",
+    "LogFunnelClosedError",
+    "LogTargetRefusedError",
     "MalformedFrameError",
+    "MissingExtraError",
     "NvrxError",
     "PathOutsideRootsError",
     "PeerClosedError",
@@ -125,3 +128,43 @@ class ChildStartError(NvrxError):
 
     def __str__(self) -> str:
         return f"cannot start {' '.join(self.argv)[:500]!r}: {self.reason}"
+
+
+class MissingExtraError(NvrxError, ImportError):
+    """Something needs a package that only an extra brings.
+
+    Args:
+        what: What needs it.
+        extra: What to install.
+        reason: What the import said.
+    """
+
+    def __init__(self, what: str, extra: str, reason: object) -> None:
+        super().__init__(what, extra, reason)
+        self.what = what
+        self.extra = extra
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.what} needs more packages ({self.reason}); run: pip install {self.extra}"
+
+
+class LogFunnelClosedError(NvrxError):
+    """The client or target of the log funnel takes no more lines: closed, or forked away."""
+
+
+class LogTargetRefusedError(NvrxError):
+    """The log server will not write this file.
+
+    Args:
+        path: The file.
+        reason: What the server said.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the log server refuses {self.path!r}: {self.reason}"

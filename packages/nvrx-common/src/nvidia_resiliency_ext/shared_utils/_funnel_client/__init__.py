@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rooms behind `grpc_log_client`; nothing outside imports them.
+
+`chunks`, `stream`, `pace` and `verdict` decide and touch nothing; `room` counts; `spill` owns
+files, `access` secrets, `link` gRPC, `notices` lines for people; `feed` is where threads meet;
+`lane` owns the thread of a target; `client` puts them together.
+"""

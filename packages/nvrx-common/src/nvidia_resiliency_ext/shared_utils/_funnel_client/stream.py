@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of one target's lines from the caller to the confirmation; it waits for nothing.
+
+Oldest first, the lines of a target lie in
+
+    in_flight    sent, not confirmed
+    resend       sent on a connection that broke, to be sent again
+    spill        in files
+    waiting      in memory
+    buffer       not yet cut into a chunk
+
+`in_flight` and `resend` together are the window, which has a limit of its own. The owner of a
+stream holds a lock around every call.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from .chunks import BATCH_BYTES, MAX_LINE_BYTES, Chunk, Gap, cut_at, notice_of
+from .pace import BATCH_DELAY_S
+from .room import Room
+
+__all__ = ["SpillFiles", "Stream"]
+
+_MAX_WINDOW_CHUNKS = 4096
+
+
+class SpillFiles(Protocol):
+    """What a stream wants of its files."""
+
+    unread: Gap
+    """Lines and bytes that `read` has still to return."""
+
+    def append(self, chunk: Chunk, gap: Gap) -> bool:
+        """Add a chunk behind the others, and before it what was given up there.
+
+        Returns:
+            False when it cannot be done; nothing has changed then.
+        """
+        ...
+
+    def has_unread(self) -> bool:
+        """Say whether `read` would return something."""
+        ...
+
+    def read(self) -> Chunk | None:
+        """Return the oldest chunk not read so far."""
+        ...
+
+    def drop_oldest(self) -> tuple[Gap, Gap] | None:
+        """Give up the oldest unread lines.
+
+        Returns:
+            What was given up, and the same with what had been given up directly before it; None
+            when there is nothing.
+        """
+        ...
+
+    def put_gap(self, gap: Gap) -> bool:
+        """Keep a gap before the oldest unread chunk; False when nothing is there to keep it."""
+        ...
+
+    def confirmed(self, seq: int) -> None:
+        """Let go of chunks up to a number."""
+        ...
+
+    def put_first(self, chunks: list[Chunk]) -> bool:
+        """Add chunks before all others; False when it cannot be done."""
+        ...
+
+    def close(self, *, keeps_files: bool) -> None:
+        """Close the files, and remove them unless they are to be kept."""
+        ...
+
+
+class Stream:
+    """The lines of one target, in order.
+
+    Args:
+        room: Limits shared with other targets.
+        spill: Files for what memory does not hold, None for none.
+        drops: Give up the oldest lines rather than refuse new ones.
+        window_bytes: How much may be sent and not confirmed.
+        first_seq: Number of the first chunk; lower ones belong to an earlier process.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        spill: SpillFiles | None,
+        *,
+        drops: bool,
+        window_bytes: int,
+        first_seq: int = 1,
+    ) -> None:
+        self.buffer = bytearray()
+        self.attention_at = 0
+        """Size of `buffer` from which on a writer must do more than append."""
+        self.is_urgent = False
+        """The whole lines in `buffer` leave at once."""
+        self.awaited_by = 0
+        """How many wait for confirmations."""
+        self.lines_taken = 0
+        self.bytes_taken = 0
+        self.lines_confirmed = 0
+        self.bytes_confirmed = 0
+        self.lines_dropped = 0
+        self.bytes_dropped = 0
+        self.lines_broken = 0
+        self.chunks_resent = 0
+        self._room = room
+        self._spill = spill
+        self._drops = drops
+        self._window_limit_bytes = window_bytes
+        self._in_flight: deque[Chunk] = deque()
+        self._resend: deque[Chunk] = deque()
+        self._waiting: deque[Chunk] = deque()
+        self._gap = Gap()
+        self._window_bytes = 0
+        self._waiting_bytes = 0
+        self._next_seq = first_seq
+        self._last_seq = first_seq - 1
+        self._confirmed_seq = 0
+        self._next_batch_at = 0.0
+
+    def is_done(self, seq: int) -> bool:
+        """Say whether every chunk up to a number is in its file, or was given up."""
+        return self._confirmed_seq >= seq or (seq < self._next_seq and not self.has_chunks())
+
+    def seq_after_cut(self) -> int:
+        """Return the number of the last whole line's chunk, also if it is still in the buffer."""
+        return self._next_seq if cut_at(self.buffer) else self._next_seq - 1
+
+    @property
+    def bytes_in_memory(self) -> int:
+        """Bytes held in memory."""
+        return self._window_bytes + self._waiting_bytes + len(self.buffer)
+
+    @property
+    def unconfirmed(self) -> Gap:
+        """How much of what was taken is neither confirmed nor given up."""
+        chunks = [*self._in_flight, *self._resend, *self._waiting]
+        spilled = Gap() if self._spill is None else self._spill.unread
+        lines = sum(chunk.lines for chunk in chunks) + self.buffer.count(b"\n")
+        size = sum(len(chunk.data) for chunk in chunks) + len(self.buffer)
+        return Gap(self._next_seq - 1, lines + spilled.lines, size + spilled.size)
+
+    def has_chunks(self) -> bool:
+        """Say whether a chunk is not confirmed yet."""
+        return bool(self._in_flight) or self.has_unsent()
+
+    def has_unsent(self) -> bool:
+        """Say whether a chunk would leave now if the window let it."""
+        spilled = self._spill is not None and self._spill.has_unread()
+        return bool(self._resend or spilled or self._waiting or self._gap.lines)
+
+    def window_is_full(self) -> bool:
+        """Say whether nothing new may leave before something is confirmed."""
+        chunks = len(self._in_flight) + len(self._resend)
+        return self._window_bytes >= self._window_limit_bytes or chunks >= _MAX_WINDOW_CHUNKS
+
+    # The caller's side
+
+    def make_way(self) -> bool:
+        """Cut a full buffer into chunks; False when there is no room and nothing may be dropped."""
+        while len(self.buffer) >= BATCH_BYTES:
+            end = cut_at(self.buffer)
+            if not end:
+                # One line so far. Look again after some more of it.
+                self.attention_at = min(len(self.buffer) + BATCH_BYTES, MAX_LINE_BYTES)
+                return True
+            if not self._cut(end):
+                return False
+        self.attention_at = BATCH_BYTES
+        return True
+
+    def discard(self, data: memoryview) -> None:
+        """Count bytes as dropped that nobody will take."""
+        lines = bytes(data).count(b"\n")
+        self.lines_taken += lines
+        self.bytes_taken += len(data)
+        self._count_dropped(Gap(0, lines, len(data)))
+
+    def finish_line(self) -> None:
+        """End the last line, which will not be continued."""
+        if self.buffer and not self.buffer.endswith(b"\n"):
+            self.buffer += b"\n"
+
+    # The sender's side
+
+    def take(self, now: float) -> Chunk | None:
+        """Return the next chunk to send, or None when there is none at this moment."""
+        if self._resend:
+            chunk = self._resend.popleft()
+            self.chunks_resent += 1
+        else:
+            fresh = None if self.window_is_full() else self._next_fresh(now)
+            if fresh is None:
+                return None
+            chunk = fresh
+            self._window_bytes += len(chunk.data)
+            self._last_seq = max(self._last_seq, chunk.seq)
+        self._in_flight.append(chunk)
+        self._next_batch_at = now + BATCH_DELAY_S
+        return chunk
+
+    def wait_s(self, now: float) -> float | None:
+        """Return the seconds after which `take` is worth another try, None for an event only."""
+        if self.window_is_full() or cut_at(self.buffer) == 0:
+            return None
+        return 0.0 if self.is_urgent else max(0.0, self._next_batch_at - now)
+
+    def rewind(self) -> None:
+        """Send again what was sent and not confirmed: the connection broke."""
+        self._in_flight.extend(self._resend)
+        self._in_flight, self._resend = self._resend, self._in_flight
+        self._in_flight.clear()
+
+    def confirm(self, seq: int) -> bool | None:
+        """Let go of everything up to `seq`.
+
+        Returns:
+            Whether it was news; None for a number that was never sent.
+        """
+        if seq > self._last_seq:
+            return None
+        freed = self._confirm_in(self._in_flight, seq)
+        if not self._in_flight:
+            freed += self._confirm_in(self._resend, seq)
+        self._confirmed_seq = max(self._confirmed_seq, seq)
+        if self._spill is not None:
+            self._spill.confirmed(seq)
+        self._room.give_memory(freed)
+        return freed > 0
+
+    def move_to_spill(self) -> bool:
+        """Put what is not confirmed into the files; False when they do not take it all.
+
+        For the end of a client: nothing is sent afterwards.
+        """
+        window = [*self._in_flight, *self._resend]
+        if self._spill is None or (window and not self._spill.put_first(window)):
+            return False
+        while self._waiting:
+            if not self._push_out():
+                return False
+        if self.buffer and not self._append_to_spill(self._peek_chunk(len(self.buffer))):
+            return False
+        return not self._gap.lines or self._spill.append(notice_of(self._gap), Gap())
+
+    def give_up(self) -> Gap:
+        """Drop everything; return what that was."""
+        left = self.unconfirmed
+        self._count_dropped(left)
+        self.release()
+        if self._spill is not None:
+            self._spill.close(keeps_files=False)
+        return left
+
+    def release(self) -> None:
+        """Give the room back; nothing is sent any more."""
+        self._room.give_memory(self._window_bytes + self._waiting_bytes)
+        self._window_bytes = self._waiting_bytes = 0
+        for part in (self._in_flight, self._resend, self._waiting):
+            part.clear()
+        self.buffer.clear()
+
+    # Inside
+
+    def _next_fresh(self, now: float) -> Chunk | None:
+        chunk = self._from_spill()
+        if chunk is not None:
+            return chunk
+        if not self._waiting and not self._gap.lines:
+            self._cut_if_due(now)
+        if self._gap.lines:
+            chunk, self._gap = notice_of(self._gap), Gap()
+            self._room.add_memory(len(chunk.data))
+            return chunk
+        if not self._waiting:
+            return None
+        chunk = self._waiting.popleft()
+        self._waiting_bytes -= len(chunk.data)
+        return chunk
+
+    def _from_spill(self) -> Chunk | None:
+        while self._spill is not None and self._spill.has_unread():
+            chunk = self._spill.read()
+            if chunk is not None:
+                self._room.add_memory(len(chunk.data))
+                return chunk
+        return None
+
+    def _cut_if_due(self, now: float) -> None:
+        if not self.is_urgent and now < self._next_batch_at:
+            return
+        end = cut_at(self.buffer)
+        if end and not self._cut(end):
+            # Others hold the memory, and what this target has sent is not confirmed yet.
+            self._next_batch_at = now + BATCH_DELAY_S
+        elif cut_at(self.buffer) == 0:
+            self.is_urgent = False
+
+    def _cut(self, end: int) -> bool:
+        """Move the first bytes of the buffer into a chunk; False when there is no room."""
+        chunk = self._peek_chunk(end)
+        while True:
+            if self._take_memory(len(chunk.data)):
+                self._waiting.append(chunk)
+                self._waiting_bytes += len(chunk.data)
+                self._forget(end, chunk)
+                return True
+            if not self._waiting and self._append_to_spill(chunk):
+                self._forget(end, chunk)
+                return True
+            if not self._drops:
+                return False
+            if not self._drop_oldest():
+                # Nothing older is left that could go: these are the oldest.
+                self._forget(end, chunk)
+                self._drop_chunk(chunk)
+                return True
+
+    def _take_memory(self, size: int) -> bool:
+        while not self._room.take_memory(size, self._window_bytes + self._waiting_bytes):
+            if not self._waiting or not self._push_out():
+                return False
+        return True
+
+    def _push_out(self) -> bool:
+        """Move the oldest waiting chunk to the files."""
+        if not self._append_to_spill(self._waiting[0]):
+            return False
+        size = len(self._waiting.popleft().data)
+        self._waiting_bytes -= size
+        self._room.give_memory(size)
+        return True
+
+    def _append_to_spill(self, chunk: Chunk) -> bool:
+        if self._spill is None or not self._spill.append(chunk, self._gap):
+            return False
+        self._gap = Gap()
+        return True
+
+    def _peek_chunk(self, end: int) -> Chunk:
+        data = bytes(memoryview(self.buffer)[:end])
+        if not data.endswith(b"\n"):
+            data += b"\n"
+        return Chunk(self._next_seq, data, data.count(b"\n"))
+
+    def _forget(self, end: int, chunk: Chunk) -> None:
+        """Remove from the buffer what has become a chunk."""
+        self.lines_broken += len(chunk.data) > end
+        if end == len(self.buffer):
+            self.buffer.clear()
+        else:
+            del self.buffer[:end]
+        self._next_seq += 1
+        self.lines_taken += chunk.lines
+        self.bytes_taken += len(chunk.data)
+
+    def _drop_oldest(self) -> bool:
+        if self._spill is not None:
+            dropped = self._spill.drop_oldest()
+            if dropped is not None:
+                self._count_dropped(dropped[0])
+                if not self._spill.put_gap(dropped[1]):
+                    self._gap = dropped[1].joined(self._gap)
+                return True
+        if not self._waiting:
+            return False
+        chunk = self._waiting.popleft()
+        self._waiting_bytes -= len(chunk.data)
+        self._room.give_memory(len(chunk.data))
+        self._drop_chunk(chunk)
+        return True
+
+    def _drop_chunk(self, chunk: Chunk) -> None:
+        gap = Gap(chunk.seq, chunk.lines, len(chunk.data))
+        self._count_dropped(gap)
+        self._gap = self._gap.joined(gap)
+
+    def _count_dropped(self, gap: Gap) -> None:
+        self.lines_dropped += gap.lines
+        self.bytes_dropped += gap.size
+
+    def _confirm_in(self, chunks: deque[Chunk], seq: int) -> int:
+        freed = 0
+        while chunks and chunks[0].seq <= seq:
+            chunk = chunks.popleft()
+            freed += len(chunk.data)
+            self.lines_confirmed += chunk.lines
+            self.bytes_confirmed += len(chunk.data)
+        self._window_bytes -= freed
+        return freed
