@@ -46,14 +46,13 @@ class FunnelPeer(services.LogAggregationServiceServicer):
         self.may_read.set()
         self._committed: dict[str, int] = {}
         self._server: Any = None
+        self._threads: Any = None
         self.endpoint = ""
 
     def start(self, address: str = "127.0.0.1:0", credentials: Any = None) -> "FunnelPeer":
         """Listen."""
-        self._server = grpc.server(
-            futures.ThreadPoolExecutor(32, thread_name_prefix="funnel-peer"),
-            options=[("grpc.so_reuseport", 0)],
-        )
+        self._threads = futures.ThreadPoolExecutor(32, thread_name_prefix="funnel-peer")
+        self._server = grpc.server(self._threads, options=[("grpc.so_reuseport", 0)])
         services.add_LogAggregationServiceServicer_to_server(self, self._server)
         if credentials is None:
             port = self._server.add_insecure_port(address)
@@ -69,6 +68,7 @@ class FunnelPeer(services.LogAggregationServiceServicer):
         if self._server is not None:
             self._server.stop(0).wait(_DEADLINE_S)
             self._server = None
+            self._threads.shutdown(wait=True)
 
     def wait_for_calls(self, count: int) -> None:
         """Wait until that many streams have been opened."""

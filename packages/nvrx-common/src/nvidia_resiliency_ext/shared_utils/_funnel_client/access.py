@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import stat
 from dataclasses import dataclass
 
+from nvidia_resiliency_ext.shared_utils._funnel.access import TOKEN_FILE_VARIABLE, read_token
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
 __all__ = ["FunnelTls", "Token", "read_tls", "target_of"]
 
-_LARGEST_TOKEN_BYTES = 4096
 _LARGEST_PEM_BYTES = 1024 * 1024
 _LONGEST_UNIX_PATH = 107
 _HIGHEST_PORT = 65535
-_TOKEN = re.compile(r"[\x21-\x7e]+", re.ASCII)
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
 
 
@@ -50,32 +49,20 @@ class Token:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._last = self._read()
+        self._last = read_token(path)
+
+    @classmethod
+    def find(cls, path: str | None) -> Token | None:
+        """Return the token of a file, or of the one that the environment names; None without."""
+        path = path or os.environ.get(TOKEN_FILE_VARIABLE)
+        return cls(path) if path else None
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return what a call carries."""
-        try:
-            self._last = self._read()
-        except ConfigError:
-            # Being replaced at this moment; if the old one is refused, the refusal is told.
-            return (("authorization", f"Bearer {self._last}"),)
+        # While the file is being replaced the last one serves; if it is refused, that is told.
+        with contextlib.suppress(ConfigError):
+            self._last = read_token(self.path)
         return (("authorization", f"Bearer {self._last}"),)
-
-    def _read(self) -> str:
-        try:
-            # A mounted secret is a chain of symbolic links.
-            mode = stat.S_IMODE(os.stat(self.path).st_mode)
-            data = read_regular_file(self.path, _LARGEST_TOKEN_BYTES, follows_symlink=True)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the log funnel's token file {self.path!r}: {error}") from None
-        if mode & 0o077:
-            message = f"others may read it (mode {mode:03o}); run: chmod 600 {self.path}"
-            raise ConfigError(f"the log funnel's token file {self.path!r}: {message}")
-        text = data.decode("latin-1").strip()
-        if not _TOKEN.fullmatch(text):
-            message = "it must hold one line of printable characters without blanks"
-            raise ConfigError(f"the log funnel's token file {self.path!r}: {message}")
-        return text
 
 
 def read_tls(tls: FunnelTls) -> tuple[bytes, bytes | None, bytes | None]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, final
 
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, LogFunnelClosedError
+from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
 from .access import FunnelTls, Token
 from .chunks import BATCH_BYTES
@@ -177,6 +178,7 @@ class LogFunnelClient:
         endpoint: `host:port`, `[address]:port` or `unix:/absolute/path`.
         node_id: What the server calls this node in its own log.
         token_file: File with the job's token, mode 0600; it is read again for every connection.
+            Default: what `NVRX_LOG_FUNNEL_TOKEN_FILE` names, if anything.
         tls: Certificates; None for an open connection.
         memory_limit_bytes: What all targets may hold in memory, beside 128 KiB each.
         spill_limit_bytes: What they may hold in files when memory is used up; 0 for no files.
@@ -225,8 +227,7 @@ class LogFunnelClient:
         self._spill_name = spill_name or endpoint
         self._notices = Notices()
         self._room = Room(memory_limit_bytes, spill_limit_bytes)
-        token = None if token_file is None else Token(token_file)
-        self._link = Link(endpoint, self.node_id, token, tls)
+        self._link = Link(endpoint, self.node_id, Token.find(token_file), tls)
         self._lock = threading.Lock()  # guards the two fields below
         self._opened: dict[str, _Opened] = {}
         self._is_closed = False
@@ -396,7 +397,7 @@ class LogFunnelClient:
 
 
 def _default_spill_dir() -> str:
-    place = os.environ.get("NVRX_NODE_LOCAL_TMPDIR") or tempfile.gettempdir()
+    place = LogConfig.get_node_local_tmp_dir() or tempfile.gettempdir()
     return os.path.join(place, f"nvrx-funnel-{os.geteuid()}")
 
 

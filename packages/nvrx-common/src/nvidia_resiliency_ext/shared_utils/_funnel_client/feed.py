@@ -275,6 +275,7 @@ class Feed:
         with self._lock:
             lost = self.stream.give_up()
             self._refusal = reason
+            self.stream.attention_at = 0
             self._done.notify_all()
         self._room.wake()
         return lost
@@ -304,9 +305,7 @@ class Feed:
             stream.awaited_by += 1
             self._work.notify_all()
             try:
-                while not stream.is_done(upto):
-                    if self._refusal is not None:
-                        raise LogTargetRefusedError(self.path, self._refusal)
+                while self._refusal is None and not stream.is_done(upto):
                     if deadline.expired() or self._is_stopped:
                         left = stream.unconfirmed
                         message = (
@@ -317,6 +316,8 @@ class Feed:
                     self._done.wait(deadline.timeout())
             finally:
                 stream.awaited_by -= 1
+            if self._refusal is not None:
+                raise LogTargetRefusedError(self.path, self._refusal)
 
     def finish(self) -> None:
         """Take no more lines, and send the last one although it has no newline."""
