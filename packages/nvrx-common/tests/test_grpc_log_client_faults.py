@@ -155,6 +155,22 @@ def test_killed_server(serve: Callable[..., Server], tmp_path: Path, kill_at: in
     assert numbers_in(tmp_path / "a.log") == list(range(6000))
 
 
+@pytest.mark.parametrize("killed", ["leaf", "root"])
+def test_killed_in_two_levels(serve: Callable[..., Server], tmp_path: Path, killed: str) -> None:
+    """Through a leaf a kill of either server loses and doubles nothing."""
+    root = serve()
+    leaf = serve("grpc_log_leaf_server", f"--upstream={root.endpoint}")
+    writer = Writer(leaf.endpoint, tmp_path / "a.log", "--lines=6000")
+    writer.wait_for(2000)
+    server = leaf if killed == "leaf" else root
+    server.kill()
+    writer.wait_for(3000)
+    server.start()
+    assert writer.wait_for_word("closed") == "closed True"
+    writer.end()
+    assert numbers_in(tmp_path / "a.log") == list(range(6000))
+
+
 def test_server_killed_again_and_again(serve: Callable[..., Server], tmp_path: Path) -> None:
     """Five kills at random moments under full load lose and double nothing, in order."""
     draw = random.Random(5)

@@ -375,7 +375,7 @@ class LogFunnelClient:
         )
         return False
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Make the copy in a forked child harmless; this is called after every fork."""
         self._lock = threading.Lock()
         self._link.abandon()
@@ -420,7 +420,7 @@ def _sum(one: FunnelStats, other: FunnelStats) -> FunnelStats:
 
 def _abandon_all() -> None:
     for client in list(_clients):
-        client.abandon()
+        client._abandon()  # noqa: SLF001 - not for users of the class
     _clients.clear()
 
 
