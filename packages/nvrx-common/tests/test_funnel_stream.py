@@ -293,7 +293,7 @@ def test_any_order_of_events_loses_and_doubles_nothing(tmp_path: Path, seed: int
             room = Room(256 * KIB, 1024 * KIB)
             adopted = adopt(str(tmp_path / "spill"), spill.identity, room, lambda *_: None)
             spill = adopted or make_spill(tmp_path, room)
-            first = server.committed + 1 if adopted is None else (spill.highest_seq >> 32) + 1 << 32
+            first = server.committed + 1 if adopted is None else spill.next_generation()
             stream = Stream(room, spill, drops=drops, window_bytes=WINDOW, first_seq=first)
             number += 10_000_000
             dropped = -1

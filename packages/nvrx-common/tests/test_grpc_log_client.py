@@ -95,6 +95,19 @@ def test_lines_arrive(
         client.open("/other.log")
 
 
+def test_server_that_does_not_end_the_call(
+    start_peer: Callable[..., FunnelPeer], connect: Connect, tmp_path: Path
+) -> None:
+    """`close` does not wait for a server that has confirmed everything and holds the call open."""
+    peer = start_peer()
+    peer.may_end.clear()
+    target = connect(peer.endpoint).open(str(tmp_path / "a.log"))
+    target.write(b"x\n")
+    began = time.monotonic()
+    assert target.close(60.0)
+    assert time.monotonic() - began < 20.0
+
+
 def test_connects_before_the_first_line(
     start_peer: Callable[..., FunnelPeer], connect: Connect
 ) -> None:

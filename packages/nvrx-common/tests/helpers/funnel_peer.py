@@ -44,6 +44,8 @@ class FunnelPeer(services.LogAggregationServiceServicer):
         self.has_called = threading.Condition()
         self.may_read = threading.Event()
         self.may_read.set()
+        self.may_end = threading.Event()
+        self.may_end.set()
         self._committed: dict[str, int] = {}
         self._server: Any = None
         self._threads: Any = None
@@ -65,6 +67,7 @@ class FunnelPeer(services.LogAggregationServiceServicer):
     def stop(self) -> None:
         """End all calls at once."""
         self.may_read.set()
+        self.may_end.set()
         if self._server is not None:
             self._server.stop(0).wait(_DEADLINE_S)
             self._server = None
@@ -90,6 +93,7 @@ class FunnelPeer(services.LogAggregationServiceServicer):
             answer = self.answer(chunk)
             if answer is not None:
                 yield answer
+        self.may_end.wait(_DEADLINE_S)
 
     def StreamLogs(self, request_iterator: Iterator[Any], context: Any) -> Any:  # noqa: N802
         """Take chunks and confirm all at the end."""

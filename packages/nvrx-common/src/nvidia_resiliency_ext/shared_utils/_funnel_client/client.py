@@ -15,7 +15,11 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, NamedTuple, final
 
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
-from nvidia_resiliency_ext.shared_utils.errors import ConfigError, LogFunnelClosedError
+from nvidia_resiliency_ext.shared_utils.errors import (
+    ConfigError,
+    LogFunnelClosedError,
+    NvrxError,
+)
 from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
 from .access import FunnelTls, Token
@@ -39,7 +43,6 @@ DEFAULT_SPILL_LIMIT_BYTES = 1024 * 1024 * 1024
 _SMALLEST_MEMORY_BYTES = 512 * 1024
 _LARGEST_WINDOW_BYTES = 8 * 1024 * 1024
 _WINDOW_SHARE = 4
-_MORE_SEQS = 1 << 32
 _LARGEST_PATH_BYTES = 4096
 _STREAM_ID_BYTES = 16
 _AT_EXIT_S = 5.0
@@ -266,12 +269,18 @@ class LogFunnelClient:
         return left_behind(self._spill_dir, self._spill_name, self.node_id)
 
     def flush(self, deadline_s: float | None = 30.0) -> None:
-        """Wait until all targets have confirmed what was written before; see `LogTarget.flush`."""
+        """Do what `LogTarget.flush` does for all targets; the first error is raised at the end."""
         deadline = Deadline.after(deadline_s)
         with self._lock:
             feeds = [opened.feed for opened in self._opened.values()]
+        errors = []
         for feed in feeds:
-            feed.flush(deadline)
+            try:
+                feed.flush(deadline)
+            except NvrxError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def close(self, deadline_s: float | None = 30.0) -> bool:
         """Close all targets and the connection; harmless when repeated.
@@ -314,8 +323,7 @@ class LogFunnelClient:
                 spill = Spill(self._spill_dir, identity, self._room, self._notices.add)
             else:
                 stream_id = spill.identity.stream_id
-                # Far beyond what that process may have sent: a number is never used twice.
-                first_seq = (spill.highest_seq // _MORE_SEQS + 1) * _MORE_SEQS
+                first_seq = spill.next_generation()
                 left = spill.unread
                 line = f"sending {left.lines} lines that an ended process left for {path}"
                 self._notices.add(logging.INFO, line)
@@ -348,7 +356,9 @@ class LogFunnelClient:
             opened = self._opened.get(feed.path)
         if opened is None or opened.feed is not feed:
             return True  # somebody else has closed it
-        if not feed.wait_until_ended(deadline):
+        feed.wait_until_confirmed(deadline)
+        # A server that has everything ends the call; one that does not is not waited for.
+        if not feed.wait_until_ended(Deadline.after(min(_LAST_CALL_S, deadline.remaining()))):
             feed.stop()
             opened.lane.cancel()
         opened.lane.join(_LAST_CALL_S)

@@ -331,8 +331,14 @@ class Feed:
             self._work.notify_all()
         self._room.wake()
 
+    def wait_until_confirmed(self, deadline: Deadline) -> None:
+        """Wait until everything is confirmed or given up, at most until the deadline."""
+        with self._lock:
+            while not (self._lane_has_ended or self._is_finished() or deadline.expired()):
+                self._done.wait(deadline.timeout())
+
     def wait_until_ended(self, deadline: Deadline) -> bool:
-        """Wait until everything is confirmed and the last call is over; False at the deadline."""
+        """Wait until the last call is over; False at the deadline."""
         with self._lock:
             while not self._lane_has_ended:
                 if deadline.expired():

@@ -78,8 +78,8 @@ class Lane:
             call = self._link.start(
                 sending, self._feed.path, self._stream_id, is_plain=sending.is_plain
             )
-        except (ConnectionAbortedError, ValueError) as error:
-            # The client closes its channel at this moment.
+        except (ConnectionAbortedError, ValueError, RuntimeError) as error:
+            # The client closes its channel at this moment, or the interpreter ends.
             self._feed.end(sending)
             return Outcome("CANCELLED", str(error)), False
         self._call = call

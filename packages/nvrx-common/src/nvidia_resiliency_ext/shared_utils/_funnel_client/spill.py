@@ -58,6 +58,7 @@ _LARGEST_RECORD_BYTES = 2 * MAX_LINE_BYTES
 _FEWEST_SEGMENTS = 16
 _SMALLEST_SEGMENT_BYTES = 256 * 1024
 _RANDOM_BYTES = 6
+_GENERATION = 1 << 32  # numbers for the chunks of one process
 _KEY_DIGITS = 32
 
 
@@ -151,10 +152,13 @@ class Spill:
         lines = sum(segment.unread.lines for segment in self._segments)
         return Gap(0, lines, sum(segment.unread.size for segment in self._segments))
 
-    @property
-    def highest_seq(self) -> int:
-        """The highest number of a chunk in it."""
-        return max((segment.last_seq for segment in self._segments), default=0)
+    def next_generation(self) -> int:
+        """Return a number for a chunk that no process can have used for this stream so far.
+
+        A killed process may have sent more than its files tell, from memory.
+        """
+        highest = max((segment.last_seq for segment in self._segments), default=0)
+        return (highest // _GENERATION + 1) * _GENERATION
 
     def append(self, chunk: Chunk, gap: Gap) -> bool:
         """Add a chunk behind the others, and before it what was given up there."""
@@ -361,7 +365,7 @@ class Spill:
         self._room.give_spill(segment.size)
 
     def _remove_directory(self) -> None:
-        if not self._path:
+        if self._owner_fd < 0:
             return
         path, self._path = self._path, ""
         _remove_tree(path)
