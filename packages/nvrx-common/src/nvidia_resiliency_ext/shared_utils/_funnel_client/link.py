@@ -126,7 +126,8 @@ class Link:
                 stream_id=stream_id,
                 seq=chunk.seq,
             )
-            return message.SerializeToString()
+            encoded: bytes = message.SerializeToString()
+            return encoded
 
         metadata = self._token.metadata() if self._token is not None else ()
         channel = self._open_channel()
@@ -166,7 +167,7 @@ class Link:
             if self._is_closed:
                 raise ConnectionAbortedError("the client is closed")
             if self._channel is None:
-                options = list(_OPTIONS)
+                options: list[tuple[str, str | int]] = list(_OPTIONS)
                 if self._tls is None:
                     self._channel = grpc.insecure_channel(self._target, options=options)
                 else:

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 __all__ = ["Identity", "Spill", "adopt", "left_behind"]
 
 _MAGIC = b"nvrxlog1"
-_HEADER = struct.Struct("<8sQQQ")  # magic; number, lines and bytes of a gap before the records
+_HEADER = struct.Struct("<8s24sI")  # magic; a gap before the records, and its checksum
+_GAP = struct.Struct("<QQQ")
 _RECORD = struct.Struct("<IIQI")  # checksum of the rest; size, number and lines of the data
 _CHECKSUM = struct.Struct("<I")
 _CHECKED = struct.Struct("<IQI")
@@ -249,7 +250,7 @@ class Spill:
             return False
         segment.gap = gap.joined(segment.gap)
         with contextlib.suppress(OSError):
-            os.pwrite(segment.fd, _HEADER.pack(_MAGIC, *segment.gap), 0)
+            os.pwrite(segment.fd, _pack_header(segment.gap), 0)
         return True
 
     def confirmed(self, seq: int) -> None:
@@ -307,7 +308,7 @@ class Spill:
         fd = os.open(path, flags, 0o600)
         segment = _Segment(number, fd, gap)
         try:
-            written = os.pwrite(fd, _HEADER.pack(_MAGIC, *gap), 0)
+            written = os.pwrite(fd, _pack_header(gap), 0)
         except OSError:
             self._discard(segment)
             raise
@@ -467,8 +468,9 @@ def _load_segment(number: int, fd: int) -> _Segment | None:
     header = os.pread(fd, _HEADER.size, 0) if stat.S_ISREG(status.st_mode) else b""
     if len(header) != _HEADER.size or not header.startswith(_MAGIC):
         return None
-    _, seq, lines, size = _HEADER.unpack(header)
-    segment = _Segment(number, fd, Gap(seq, lines, size))
+    _, packed, checksum = _HEADER.unpack(header)
+    gap = Gap(*_GAP.unpack(packed)) if zlib.crc32(packed) == checksum else Gap()
+    segment = _Segment(number, fd, gap)
     while segment.size < status.st_size:
         chunk = _read_record(fd, segment.size, status.st_size)
         if chunk is None:
@@ -476,6 +478,11 @@ def _load_segment(number: int, fd: int) -> _Segment | None:
             break
         segment.added(chunk)
     return segment
+
+
+def _pack_header(gap: Gap) -> bytes:
+    packed = _GAP.pack(*gap)
+    return _HEADER.pack(_MAGIC, packed, zlib.crc32(packed))
 
 
 def _read_record(fd: int, offset: int, end: int) -> Chunk | None:

@@ -30,8 +30,10 @@ _MAX_WINDOW_CHUNKS = 4096
 class SpillFiles(Protocol):
     """What a stream wants of its files."""
 
-    unread: Gap
-    """Lines and bytes that `read` has still to return."""
+    @property
+    def unread(self) -> Gap:
+        """Lines and bytes that `read` has still to return."""
+        ...
 
     def append(self, chunk: Chunk, gap: Gap) -> bool:
         """Add a chunk behind the others, and before it what was given up there.
