@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what all checks share: timing, the boundary for errors, logging, the endless coroutine.
+
+A check is a class with `_examine`, which looks at the hardware and returns a finding. It may block
+for as long as its own deadline, so coroutines run it in an executor.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, ClassVar
+
+from .result import Finding, HealthResult, skipped
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+__all__ = ["Check", "PeriodicCheck", "log_once"]
+
+logger = logging.getLogger("nvrx")
+
+_logged: set[str] = set()
+_logged_lock = threading.Lock()
+
+
+def log_once(key: str, level: int, message: str) -> None:
+    """Log one line for this key in the life of the process."""
+    with _logged_lock:
+        if key in _logged:
+            return
+        _logged.add(key)
+    logger.log(level, "%s", message)
+
+
+def forget_logged() -> None:
+    """Let every line be logged anew; for tests."""
+    with _logged_lock:
+        _logged.clear()
+
+
+class Check:
+    """A health check: `check` tells what was found, calling it tells whether all is well."""
+
+    name: ClassVar[str] = ""
+
+    def __init__(self, on_failure: Callable[[], Awaitable[object]] | None = None) -> None:
+        self.on_failure = on_failure
+
+    @property
+    def component(self) -> str:
+        """What is looked at, in a few words."""
+        return self.name
+
+    def check(self) -> HealthResult:
+        """Look once and say what was found; never raises."""
+        start = time.monotonic()
+        try:
+            finding = self._examine()
+        except Exception as error:
+            # The boundary: a check that cannot run is not a failed check.
+            logger.exception("health check %s could not run", self.name)
+            finding = skipped(f"the check itself failed: {type(error).__name__}: {error}")
+        return self._result(finding, time.monotonic() - start)
+
+    def __call__(self) -> bool:
+        """Look once; return False when unhealthy."""
+        return bool(self.check())
+
+    def _result(self, finding: Finding, duration_s: float) -> HealthResult:
+        if finding.status == "unhealthy":
+            for line in finding.warnings or (finding.reason,):
+                logger.warning("health check %s: %s", self.name, line)
+        elif finding.status == "skipped":
+            message = f"health check {self.name} is skipped: {finding.reason}"
+            log_once(f"skipped {self.name}", logging.INFO, message)
+        return HealthResult(
+            self.name,
+            finding.status,
+            finding.reason,
+            self.component,
+            finding.evidence,
+            duration_s,
+        )
+
+    def _examine(self) -> Finding:
+        raise NotImplementedError
+
+
+class PeriodicCheck(Check):
+    """A check that can also run for ever as a coroutine."""
+
+    def __init__(
+        self, interval: float, on_failure: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
+        super().__init__(on_failure)
+        self.interval = interval
+
+    async def async_check(self) -> None:
+        """Sleep `interval` seconds, look, await `on_failure` when unhealthy; for ever."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self.interval)
+            # In a thread: a driver or a mount may take seconds, and the loop has other duties.
+            is_healthy = await loop.run_in_executor(None, self)
+            if not is_healthy and self.on_failure is not None:
+                await self.on_failure()

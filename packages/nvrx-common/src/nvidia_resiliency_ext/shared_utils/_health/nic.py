@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the check of the counters of the adapter that serves a GPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from . import nic_ports
+from .check import PeriodicCheck
+from .devices import PynvmlMixin, resolve_device
+from .left_behind import DeadlineCaller, StuckError
+from .nic_judge import grown, rebased, too_fast
+from .nic_match import match_nics
+from .nvml_errors import NvmlError
+from .pci import PciMixin
+from .pci_address import normal_bus_id
+from .result import Finding, healthy, skipped, unhealthy
+from .topology_file import TopologyError, read_topology
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+__all__ = ["NicHealthCheck"]
+
+logger = logging.getLogger("nvrx")
+
+_READ_TIMEOUT_S = 10.0
+
+
+class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
+    """Has a link of the GPU's adapter gone down since the baseline was taken?
+
+    Args:
+        device_index: Local rank whose adapter is looked at; `None` waits for `set_nic_device`.
+        interval: Seconds between two looks of `async_check`.
+        pci_topo_file: XML file that says which PCI devices sit together; default: /sys says it.
+        link_down_path_template: Path of the counter, with ``{nic}`` and perhaps ``{port}``.
+        on_failure: Awaited by `async_check` after an unhealthy look.
+        sysfs_root: Folder to take for /sys.
+        counter_limits: Further counters that may not grow by more than this per minute, by the
+            name of their file, such as ``{"symbol_error": 10}``.
+    """
+
+    name = "nic"
+
+    def __init__(  # noqa: PLR0913 - the contract's signature, and ours behind it
+        self,
+        device_index: int | None = None,
+        interval: float = 60,
+        pci_topo_file: str | None = None,
+        link_down_path_template: str | None = None,
+        on_failure: Callable[[], Awaitable[object]] | None = None,
+        *,
+        sysfs_root: str = "/sys",
+        counter_limits: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(interval, on_failure)
+        self.device_index = device_index
+        self.pci_topo_file = pci_topo_file
+        self._sysfs_root = sysfs_root.rstrip("/")
+        self._has_default_template = link_down_path_template is None
+        default = nic_ports.link_downed_template(self._sysfs_root)
+        self.link_down_path_template = link_down_path_template or default
+        self.nic_name: str | None = None
+        self._local_rank: int | None = None
+        self._baseline: dict[str, int] = {}
+        self._limits = dict(counter_limits or {})
+        self._sample: tuple[float, dict[str, int]] = (0.0, {})
+        self._caller = DeadlineCaller()
+        if device_index is not None:
+            self.set_nic_device(device_index)
+
+    @property
+    def component(self) -> str:
+        """What is looked at."""
+        return self.nic_name or "no adapter"
+
+    @property
+    def _prev_link_downed(self) -> int | None:
+        """The baseline, over all ports; `None` without one."""
+        return sum(self._baseline.values()) if self._baseline else None
+
+    @_prev_link_downed.setter
+    def _prev_link_downed(self, value: int | None) -> None:
+        first = next(iter(self._baseline), "")
+        self._baseline = {} if value is None else {first: value}
+
+    def set_nic_device(self, local_rank: int) -> None:
+        """Find the adapter nearest to the GPU of a local rank, and take the baseline."""
+        self._local_rank = local_rank
+        self.nic_name, self._baseline = None, {}
+        mapping = self._gpu_to_nic()
+        if not mapping:
+            return
+        self.nic_name = mapping.get(self._gpu_of(local_rank))
+        if self.nic_name is None:
+            logger.error("no adapter is known for local rank %d: not checked", local_rank)
+            return
+        self.acknowledge()
+
+    def acknowledge(self) -> None:
+        """Take the counters of now as the new baseline, after an increment has been dealt with."""
+        try:
+            self._baseline, counters = self._read()
+        except StuckError as error:
+            logger.warning("no baseline for adapter %s: %s", self.nic_name, error)
+        else:
+            self._sample = (time.monotonic(), counters)
+
+    def _examine(self) -> Finding:
+        if self.nic_name is None:
+            return skipped("no adapter belongs to this GPU")
+        try:
+            now, counters = self._read()
+        except StuckError as error:
+            return unhealthy(f"{self.nic_name}: {error}")
+        evidence: dict[str, Any] = {"nic": self.nic_name, "link_downed": now, **counters}
+        if not now:
+            if self._baseline and self._has_vanished():
+                return unhealthy(f"{self.nic_name} has vanished", evidence)
+            return skipped(f"{self.nic_name} has no counter of broken links", evidence)
+        baseline, self._baseline = self._baseline, rebased(self._baseline, now)
+        (then, before), moment = self._sample, time.monotonic()
+        self._sample = (moment, counters)
+        problems = [
+            f"{self.nic_name}: {_port(port)} went down {count} more times"
+            for port, count in grown(baseline, now).items()
+        ]
+        problems += [
+            f"{self.nic_name}: {key} grew by {rate:g} per minute"
+            for key, rate in too_fast(before, counters, self._limits, moment - then).items()
+        ]
+        if problems:
+            return unhealthy("; ".join(problems), evidence)
+        return healthy(evidence=evidence)
+
+    def _has_vanished(self) -> bool:
+        folder = f"{self._sysfs_root}/class/infiniband/{self.nic_name}"
+        return self._has_default_template and not os.path.exists(folder)
+
+    def _read(self) -> tuple[dict[str, int], dict[str, int]]:
+        # Some of these files ask the adapter's firmware, which may hang.
+        found: tuple[dict[str, int], dict[str, int]]
+        found = self._caller.run("reading counters", self._read_files, _READ_TIMEOUT_S)
+        return found
+
+    def _read_files(self) -> tuple[dict[str, int], dict[str, int]]:
+        nic = self.nic_name or ""
+        downed = {}
+        for port, path in nic_ports.expand(self.link_down_path_template, nic).items():
+            try:
+                downed[port] = int(nic_ports.read_first(path))
+            except (OSError, ValueError):
+                continue
+        return downed, nic_ports.read_counters(self._sysfs_root, nic, list(self._limits))
+
+    def _gpu_of(self, local_rank: int) -> int:
+        try:
+            device = resolve_device(local_rank)
+        except NvmlError:
+            return local_rank
+        return device if isinstance(device, int) else local_rank
+
+    def _gpu_to_nic(self) -> dict[int, str]:
+        gpus = self.get_gpu_pci_mapping()
+        nics = self.get_ib_pci_mapping()
+        matched: dict[int, str] = {}
+        if gpus and nics:
+            above = self._ancestors([*gpus.values(), *nics.values()])
+            matched = match_nics(
+                {gpu: above.get(bus_id, []) for gpu, bus_id in gpus.items()},
+                {nic: above.get(bus_id, []) for nic, bus_id in nics.items()},
+            )
+        if not matched and gpus and self.is_gb200_platform():
+            return self.get_gb200_static_mapping()
+        return matched
+
+    def _ancestors(self, bus_ids: list[str]) -> dict[str, list[str]]:
+        if self.pci_topo_file is None:
+            return {bus_id: self.get_pci_ancestor(bus_id) for bus_id in bus_ids}
+        try:
+            above = read_topology(self.pci_topo_file)
+        except TopologyError as error:
+            logger.error("adapters cannot be matched to GPUs: %s", error)  # noqa: TRY400
+            return {}
+        return {bus_id: above.get(normal_bus_id(bus_id) or "", []) for bus_id in bus_ids}
+
+
+def _port(port: str) -> str:
+    return f"port {port}" if port else "its link"

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads state and counters of network adapters' ports from files; the root may be another folder.
+
+Templates of paths name the adapter with ``{nic}`` (or ``{dev_name}``) and may name ``{port}``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from .pci import adapters
+from .pci_address import natural_key
+
+__all__ = ["carriers", "expand", "link_downed_template", "names", "read_counters", "read_first"]
+
+_LIMIT_BYTES = 4096
+_ADAPTER = re.compile(r"\{nic\}|\{dev_name\}")
+_COUNTER_FOLDERS = ("counters", "hw_counters")
+
+
+def link_downed_template(sysfs_root: str) -> str:
+    """Return where the kernel counts how often a link went down."""
+    return f"{sysfs_root}/class/infiniband/{{nic}}/ports/{{port}}/counters/link_downed"
+
+
+def names(template: str, sysfs_root: str) -> list[str]:
+    """Return the adapters that a template means: what lies in the folder that it names them in."""
+    folder, _, name = _ADAPTER.split(template)[0].rpartition("/")
+    if folder and not name and _ADAPTER.search(template):
+        try:
+            return sorted(os.listdir(folder), key=natural_key)
+        except OSError:
+            return []
+    return adapters(sysfs_root)
+
+
+def expand(template: str, nic: str) -> dict[str, str]:
+    """Return the path of each port of an adapter; one without number where none is asked for."""
+    path = _ADAPTER.sub(lambda _: nic, template)
+    head, separator, tail = path.partition("{port}")
+    if not separator:
+        return {"": path}
+    try:
+        ports = sorted(os.listdir(os.path.dirname(head)), key=natural_key)
+    except OSError:
+        return {}
+    return {port: f"{head}{port}{tail}" for port in ports if port.isascii() and port.isdigit()}
+
+
+def read_first(path: str) -> str:
+    """Return the content of a small file without the blanks around it.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return os.read(descriptor, _LIMIT_BYTES).decode("utf-8", "replace").strip()
+    finally:
+        os.close(descriptor)
+
+
+def read_counters(sysfs_root: str, nic: str, wanted: list[str]) -> dict[str, int]:
+    """Return the counters of these names of all ports that have them, as `port/name`."""
+    found = {}
+    for folder in _COUNTER_FOLDERS:
+        template = f"{sysfs_root}/class/infiniband/{{nic}}/ports/{{port}}/{folder}"
+        for port, path in expand(template, nic).items():
+            for name in wanted:
+                try:
+                    found[f"{port}/{name}"] = int(read_first(f"{path}/{name}"))
+                except (OSError, ValueError):
+                    continue
+    return found
+
+
+def carriers(sysfs_root: str, nic: str) -> dict[str, bool]:
+    """Return whether the network devices of an adapter have a carrier."""
+    folder = f"{sysfs_root}/class/infiniband/{nic}/device/net"
+    found = {}
+    try:
+        devices = os.listdir(folder)
+    except OSError:
+        return {}
+    for device in sorted(devices, key=natural_key):
+        try:
+            found[device] = read_first(f"{folder}/{device}/carrier") == "1"
+        except OSError:
+            # The kernel refuses to tell for a device that is switched off.
+            found[device] = False
+    return found

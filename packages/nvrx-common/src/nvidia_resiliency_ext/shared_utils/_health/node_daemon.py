@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the check that asks a site's node health daemon over its Unix socket."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from typing import TYPE_CHECKING, Any, Literal
+
+from .check import PeriodicCheck, log_once
+from .daemon_judge import judge_answer, socket_of
+from .result import Finding, skipped, unhealthy
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+__all__ = ["DEFAULT_SOCKET", "NodeHealthCheck"]
+
+DEFAULT_SOCKET = "/var/run/nvhcd/nvhcd.sock"
+
+_DEFAULT_ARGS = ("--no-slurm", "--group", "prolog", "epilog", "logs", "gpu")
+_ANSWER_LIMIT_BYTES = 1 << 20
+
+
+class NodeHealthCheck(PeriodicCheck):
+    """Does the node health daemon find anything wrong?
+
+    The socket is looked up at each look, so a daemon that starts later is asked too.
+
+    Args:
+        socket_path: The daemon's socket, usually `/var/run/nvhcd/nvhcd.sock`.
+        endpoint: The same as `unix://...` or a path; it wins. Anything else is skipped.
+        args: Arguments of the daemon's program; `None` for the usual ones.
+        interval: Seconds between two looks of `async_check`.
+        on_failure: Awaited by `async_check` after an unhealthy look.
+        request_timeout_sec: How long the daemon may take.
+        on_unreachable: What to think when a target is given and cannot be asked.
+    """
+
+    name = "node_daemon"
+
+    def __init__(  # noqa: PLR0913 - the contract's signature
+        self,
+        socket_path: str | None = None,
+        endpoint: str | None = None,
+        args: Sequence[str] | None = None,
+        interval: float = 60,
+        on_failure: Callable[[], Awaitable[object]] | None = None,
+        request_timeout_sec: float = 60,
+        *,
+        on_unreachable: Literal["healthy", "unhealthy"] = "healthy",
+    ) -> None:
+        super().__init__(interval, on_failure)
+        if on_unreachable not in {"healthy", "unhealthy"}:
+            raise ValueError(f"on_unreachable is healthy or unhealthy, not {on_unreachable!r}")
+        self.socket_path = socket_path
+        self.endpoint = endpoint
+        self.args = list(_DEFAULT_ARGS if args is None else args)
+        self.request_timeout_sec = request_timeout_sec
+        self.on_unreachable = on_unreachable
+
+    @property
+    def component(self) -> str:
+        """What is asked."""
+        return self.endpoint or self.socket_path or "no daemon"
+
+    def _examine(self) -> Finding:
+        path = socket_of(self.socket_path, self.endpoint)
+        if path is None:
+            if self.endpoint:
+                return skipped(f"{self.endpoint!r} is no Unix socket")
+            return skipped("no daemon is given")
+        problem = _why_not(path)
+        if problem is not None:
+            return self._unreachable(problem)
+        try:
+            import grpc
+
+            from nvidia_resiliency_ext.shared_utils.proto import nvhcd_pb2, nvhcd_pb2_grpc
+        except ImportError as error:
+            return self._unreachable(f"gRPC is missing (pip install 'nvrx-common[grpc]'): {error}")
+        request = nvhcd_pb2.HealthCheckRequest(args=self.args)
+        options = [
+            ("grpc.max_receive_message_length", _ANSWER_LIMIT_BYTES),
+            ("grpc.enable_http_proxy", 0),
+            # A channel of its own: the daemon may have been replaced since the last look.
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        with grpc.insecure_channel(f"unix:{os.path.abspath(path)}", options=options) as channel:
+            stub = nvhcd_pb2_grpc.HealthCheckServiceStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                answer = stub.RunHealthCheck(request, timeout=self.request_timeout_sec)
+            except grpc.RpcError as error:
+                return self._refused(error)
+        finding = judge_answer(
+            success=answer.success,
+            exit_code=answer.exit_code,
+            output=answer.output,
+            error=answer.error,
+        )
+        if finding.status == "healthy" and finding.reason:
+            log_once("daemon details", logging.WARNING, f"node health: {finding.reason}")
+        return finding
+
+    def _unreachable(self, reason: str) -> Finding:
+        if self.on_unreachable == "unhealthy":
+            return unhealthy(reason)
+        return skipped(reason)
+
+    def _refused(self, error: Any) -> Finding:
+        code, details = error.code(), str(error.details())[:200]
+        return self._unreachable(f"the daemon cannot be asked: {code.name}: {details}")
+
+
+def _why_not(path: str) -> str | None:
+    """Return why this socket is not to be trusted or not there."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError) as error:
+        return f"{path} is not there: {error}"
+    if not stat.S_ISSOCK(found.st_mode):
+        return f"{path} is no socket"
+    if found.st_uid not in {0, os.geteuid()}:
+        return f"{path} belongs to user {found.st_uid}, neither root nor ourselves: not asked"
+    return None

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks the driver in a process of its own, which is killed when a call does not return.
+
+Both ends are here: `HelperAnswering` in the process that asks, `main` in the one that answers
+(``python -m``, its socket is standard input). A helper in uninterruptible sleep ignores even
+SIGKILL: it is left behind and counted, and no second one is started while it hangs.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from nvidia_resiliency_ext.shared_utils.errors import (
+    ChildStartError,
+    DeadlineExceededError,
+    WireError,
+)
+from nvidia_resiliency_ext.shared_utils.wire import MessageSet, receive_message, send_message
+
+from .nvml_errors import DriverHungError, NvmlCallError, NvmlUnavailableError
+from .nvml_queries import NvmlQueries, load_binding
+from .probes import Probe
+
+__all__ = ["HelperAnswering", "main"]
+
+_MODULE = "nvidia_resiliency_ext.shared_utils._health.nvml_helper"
+
+
+@dataclass(frozen=True)
+class _Question:
+    query: str
+    arguments: list[Any]
+
+
+@dataclass(frozen=True)
+class _Value:
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Refused:
+    query: str
+    code: int
+    text: str
+
+
+@dataclass(frozen=True)
+class _Absent:
+    reason: str
+
+
+_MESSAGES = MessageSet(_Question, _Value, _Refused, _Absent)
+
+
+class HelperAnswering:
+    """Keeps one helper process and puts the questions to it."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._helper: Probe | None = None
+        self._stuck: Probe | None = None
+        self._stuck_query = ""
+        self._absent: NvmlUnavailableError | None = None
+
+    def ask(self, query: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        """Return the answer; see `NvmlSession.ask`."""
+        if self._absent is not None:
+            raise self._absent
+        if self._stuck is not None:
+            if not self._stuck.has_ended():
+                raise DriverHungError(self._stuck_query, self._stuck.age_s())
+            self._stuck = None
+        start = time.monotonic()
+        try:
+            reply = self._exchange(_Question(query, list(arguments)), timeout_s)
+        except (DeadlineExceededError, TimeoutError) as error:
+            self._abandon(query)
+            raise DriverHungError(query, time.monotonic() - start) from error
+        except (WireError, OSError, ChildStartError) as error:
+            self.close()
+            raise NvmlCallError(query, 999, f"the helper process failed: {error}") from error
+        if isinstance(reply, _Absent):
+            self._absent = NvmlUnavailableError(reply.reason)
+            self.close()
+            raise self._absent
+        if isinstance(reply, _Refused):
+            raise NvmlCallError(reply.query, reply.code, reply.text)
+        return reply.value if isinstance(reply, _Value) else None
+
+    def close(self) -> None:
+        """End the helper."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._helper is not None:
+            self._helper.kill()
+        self._socket = self._helper = None
+
+    def _exchange(self, question: _Question, timeout_s: float) -> object:
+        start = time.monotonic()
+        if self._socket is None:
+            self._start()
+        assert self._socket is not None
+        send_message(self._socket, _MESSAGES, question, timeout_s)
+        left_s = max(0.001, timeout_s - (time.monotonic() - start))
+        return receive_message(self._socket, _MESSAGES, left_s)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._helper = Probe.start([sys.executable, "-m", _MODULE], stdin=theirs.fileno())
+        except BaseException:
+            ours.close()
+            raise
+        self._socket = ours
+
+    def _abandon(self, query: str) -> None:
+        helper = self._helper
+        self.close()
+        if helper is not None and not helper.has_ended():
+            self._stuck, self._stuck_query = helper, query
+
+
+def main() -> int:
+    """Answer questions on standard input until it closes."""
+    with socket.socket(fileno=0) as connection:
+        queries: NvmlQueries | None = None
+        while True:
+            try:
+                question = receive_message(connection, _MESSAGES, None)
+            except WireError:
+                return 0
+            if not isinstance(question, _Question):
+                return 1
+            reply: object
+            try:
+                if queries is None:
+                    queries = NvmlQueries(load_binding())
+                    queries.open()
+                reply = _Value(_answer(queries, question))
+            except NvmlUnavailableError as error:
+                reply = _Absent(str(error))
+            except NvmlCallError as error:
+                reply = _Refused(error.query, error.code, error.text)
+            send_message(connection, _MESSAGES, reply, None)
+
+
+def _answer(queries: NvmlQueries, question: _Question) -> Any:
+    answer = getattr(queries, question.query)
+    try:
+        return answer(*question.arguments)
+    except NvmlCallError as error:
+        if not queries.needs_reopen(error):
+            raise
+    queries.reopen()
+    return answer(*question.arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the questions that are put to the driver, each answered in plain numbers and strings.
+
+This closed set is all that health checks know of the binding, so it can be answered by a thread of
+this process or by a helper process alike. A device is an index or the whole UUID of a GPU or MIG
+device. Whoever calls this may block for ever.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .nvml_errors import NvmlCallError, NvmlUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+__all__ = ["Answer", "FieldValue", "NvmlQueries", "load_binding"]
+
+Answer = Any
+FieldValue = tuple[int, int]  # nvmlReturn_t, value
+
+_LIBRARY = "libnvidia-ml.so.1"
+_ABSENT = frozenset(
+    {
+        NvmlCallError.NO_PERMISSION,
+        NvmlCallError.DRIVER_NOT_LOADED,
+        NvmlCallError.LIBRARY_NOT_FOUND,
+        NvmlCallError.FUNCTION_NOT_FOUND,
+    }
+)
+# The session of the library is gone, or belongs to a driver that has been replaced.
+_RELOADED = frozenset({1, NvmlCallError.DRIVER_NOT_LOADED, 18})
+_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+
+
+def load_binding() -> ModuleType:
+    """Import the Python binding of the driver's library.
+
+    Raises:
+        NvmlUnavailableError: The library or the binding is not there.
+    """
+    from ctypes import CDLL
+
+    try:
+        # Looked for first: on a machine without a driver importing the binding is the larger part
+        # of what a check costs.
+        CDLL(_LIBRARY)
+    except OSError as error:
+        raise NvmlUnavailableError(f"no NVIDIA driver: {error}") from error
+    try:
+        import pynvml
+    except ImportError as error:
+        message = "the Python binding is missing: pip install 'nvrx-common[gpu]'"
+        raise NvmlUnavailableError(message) from error
+    found: ModuleType = pynvml
+    return found
+
+
+class NvmlQueries:
+    """Asks the binding; `open` comes first, and again after an error that `needs_reopen`."""
+
+    def __init__(self, binding: Any) -> None:
+        self._nvml = binding
+        self._was_open = False
+
+    def open(self) -> None:
+        """Initialise the library.
+
+        Raises:
+            NvmlUnavailableError: There is no driver, and has not been since we first looked.
+            NvmlCallError: There is one, and it does not work.
+        """
+        try:
+            self._call("nvmlInit")
+        except NvmlCallError as error:
+            if error.code in _ABSENT and not self._was_open:
+                raise NvmlUnavailableError(str(error)) from error
+            raise
+        self._was_open = True
+
+    def reopen(self) -> None:
+        """Give the session up and make a new one, as after a reload of the driver."""
+        try:
+            self._call("nvmlShutdown")
+        except NvmlCallError:
+            pass  # It is gone already; that is why we are here.
+        self.open()
+
+    @staticmethod
+    def needs_reopen(error: NvmlCallError) -> bool:
+        """Say whether the session, and not the hardware, is what failed."""
+        return error.code in _RELOADED
+
+    def driver_version(self) -> str:
+        """Return the driver's version."""
+        return _text(self._call("nvmlSystemGetDriverVersion"))
+
+    def device_count(self) -> int:
+        """Return the number of GPUs that this process may see."""
+        return int(self._call("nvmlDeviceGetCount"))
+
+    def name(self, device: int | str) -> str:
+        """Return the product's name."""
+        return _text(self._call("nvmlDeviceGetName", self._handle(device)))
+
+    def uuid(self, device: int | str) -> str:
+        """Return the UUID."""
+        return _text(self._call("nvmlDeviceGetUUID", self._handle(device)))
+
+    def mig_uuids(self, device: int | str) -> list[str]:
+        """Return the UUIDs of the MIG devices of a GPU."""
+        handle = self._handle(device)
+        try:
+            count = int(self._call("nvmlDeviceGetMaxMigDeviceCount", handle))
+        except NvmlCallError as error:
+            if error.is_unsupported:
+                return []
+            raise
+        found = []
+        for index in range(count):
+            try:
+                mig = self._call("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)
+                found.append(_text(self._call("nvmlDeviceGetUUID", mig)))
+            except NvmlCallError as error:
+                if error.code not in {NvmlCallError.NOT_FOUND, NvmlCallError.NOT_SUPPORTED}:
+                    raise
+        return found
+
+    def bus_id(self, device: int | str) -> str:
+        """Return the PCI address as the driver writes it."""
+        return _text(self._call("nvmlDeviceGetPciInfo", self._handle(device)).busId)
+
+    def memory(self, device: int | str) -> list[int]:
+        """Return total, used and free bytes; what the driver reserves is in none of them but total.
+
+        Drivers that do not tell count what they reserve as used.
+        """
+        handle = self._handle(device)
+        version = getattr(self._nvml, "nvmlMemory_v2", None)
+        if version is not None:
+            try:
+                found = self._call("nvmlDeviceGetMemoryInfo", handle, version=version)
+            except NvmlCallError as error:
+                if not error.is_unsupported and error.code != NvmlCallError.INVALID_ARGUMENT:
+                    raise
+            else:
+                return [int(found.total), int(found.used), int(found.free)]
+        found = self._call("nvmlDeviceGetMemoryInfo", handle)
+        return [int(found.total), int(found.used), int(found.free)]
+
+    def fields(self, device: int | str, wanted: list[list[int]]) -> list[FieldValue]:
+        """Return the answer to each field, given as number and scope (such as a link)."""
+        handle = self._handle(device)
+        pairs = [tuple(pair) for pair in wanted]
+        return [_field(value) for value in self._call("nvmlDeviceGetFieldValues", handle, pairs)]
+
+    def field_number(self, name: str) -> int | None:
+        """Return the number of a field; `None` when this binding does not know it."""
+        found = getattr(self._nvml, name, None)
+        return None if found is None else int(found)
+
+    def link_state(self, device: int | str, link: int) -> int:
+        """Return 1 for a link that is up, 0 for one that is disabled."""
+        return int(self._call("nvmlDeviceGetNvLinkState", self._handle(device), link))
+
+    def link_error_counter(self, device: int | str, link: int, counter: int) -> int:
+        """Return an error counter of a link."""
+        handle = self._handle(device)
+        return int(self._call("nvmlDeviceGetNvLinkErrorCounter", handle, link, counter))
+
+    def _handle(self, device: int | str) -> Any:
+        if isinstance(device, str):
+            return self._call("nvmlDeviceGetHandleByUUID", device)
+        return self._call("nvmlDeviceGetHandleByIndex", device)
+
+    def _call(self, function: str, *arguments: Any, **options: Any) -> Any:
+        found: Callable[..., Any] | None = getattr(self._nvml, function, None)
+        if found is None:
+            missing = NvmlCallError.FUNCTION_NOT_FOUND
+            raise NvmlCallError(function, missing, "the binding does not have it")
+        try:
+            return found(*arguments, **options)
+        except self._nvml.NVMLError as error:
+            code = int(getattr(error, "value", 999))
+            raise NvmlCallError(function, code, str(error)) from error
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _field(value: Any) -> FieldValue:
+    code = int(value.nvmlReturn)
+    if code:
+        return code, 0
+    kind = int(value.valueType)
+    if not 0 <= kind < len(_MEMBERS):
+        return NvmlCallError.NOT_SUPPORTED, 0
+    return 0, int(getattr(value.value, _MEMBERS[kind]))

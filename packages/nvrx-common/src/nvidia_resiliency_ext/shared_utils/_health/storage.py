@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the checks of shared storage; every look at a mount happens in a child process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
+
+from .check import Check, PeriodicCheck
+from .left_behind import DeadlineCaller, StuckError
+from .mounts import MOUNTINFO, Mount, read_mounts
+from .nic_ports import read_first
+from .probes import Probe, abandoned_probes
+from .result import Finding, healthy, skipped, unhealthy
+from .storage_judge import Limits, judge_mount, judge_paths, parse_object
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection, Sequence
+
+__all__ = ["DistributedStorageHealthCheck", "StoragePathHealthCheck"]
+
+_KINDS = ("lustre", "nfs", "nfs4")
+_MOUNT_TIMEOUT_S = 15.0
+_PATH_TIMEOUT_S = 5.0
+_FILE_TIMEOUT_S = 5.0
+_AT_ONCE = 32
+_MOUNT_CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "mount_child.py")
+_PATH_MODULE = "nvidia_resiliency_ext.shared_utils.storage_probe"
+
+
+class _Probes:
+    """Asks children about paths, all at once; one that hangs is not asked about again."""
+
+    def __init__(self, command: Callable[[str], list[str]], start: Callable[..., Probe]) -> None:
+        self._command = command
+        self._start = start
+        self._hanging: dict[str, Probe] = {}
+
+    def ask(self, paths: Sequence[str], timeout_s: float) -> dict[str, tuple[int, bytes] | str]:
+        """Return each path's exit code and output, or why there is none."""
+        answers: dict[str, tuple[int, bytes] | str] = {}
+        running: dict[str, Probe] = {}
+        deadline = time.monotonic() + timeout_s
+        for path in paths:
+            hanging = self._hanging.get(path)
+            if hanging is not None and not hanging.has_ended():
+                answers[path] = f"has hung for {hanging.age_s():.0f} s"
+                continue
+            self._hanging.pop(path, None)
+            if len(running) >= _AT_ONCE:
+                first = next(iter(running))
+                answers[first] = self._finish(first, running.pop(first), deadline)
+            try:
+                running[path] = self._start(self._command(path))
+            except ChildStartError as error:
+                answers[path] = f"cannot be probed: {error}"
+        for path, probe in running.items():
+            answers[path] = self._finish(path, probe, deadline)
+        return answers
+
+    def _finish(self, path: str, probe: Probe, deadline: float) -> tuple[int, bytes] | str:
+        result = probe.result(max(0.0, deadline - time.monotonic()))
+        if result is not None:
+            return result
+        if not probe.has_ended():
+            self._hanging[path] = probe
+        return f"does not answer within {probe.age_s():.0f} s"
+
+
+class DistributedStorageHealthCheck(PeriodicCheck):
+    """Do Lustre and the mounted network file systems answer?
+
+    A mount that becomes read-only after construction is unhealthy too.
+
+    Args:
+        interval: Seconds between two looks of `async_check`.
+        on_failure: Awaited by `async_check` after an unhealthy look.
+        kinds: Types of file systems to look at, such as `beegfs`, `gpfs`, `wekafs`, `ceph`,
+            `fuse.juicefs`.
+        timeout_s: Time for all mounts together.
+        min_free_fraction: Less free space than this part is unhealthy.
+        min_free_inodes_fraction: Likewise for inodes.
+        sysfs_root: Folder to take for /sys.
+        mountinfo: File with the list of mounts.
+    """
+
+    name = "storage"
+
+    def __init__(  # noqa: PLR0913 - the contract's signature, and ours behind it
+        self,
+        interval: float = 60,
+        on_failure: Callable[[], Awaitable[object]] | None = None,
+        *,
+        kinds: Collection[str] = _KINDS,
+        timeout_s: float = _MOUNT_TIMEOUT_S,
+        min_free_fraction: float = 0.0,
+        min_free_inodes_fraction: float = 0.0,
+        sysfs_root: str = "/sys",
+        mountinfo: str = MOUNTINFO,
+    ) -> None:
+        super().__init__(interval, on_failure)
+        self._kinds = frozenset(kinds)
+        self._timeout_s = timeout_s
+        self._limits = Limits(min_free_fraction, min_free_inodes_fraction)
+        self._lustre = f"{sysfs_root.rstrip('/')}/fs/lustre/health_check"
+        self._mountinfo = mountinfo
+        self._caller = DeadlineCaller()
+        self._probes = _Probes(_mount_command, Probe.start)
+        self._writable = {mount.path for mount in self._mounts() or () if not mount.is_read_only}
+
+    @property
+    def component(self) -> str:
+        """What is looked at."""
+        return "network file systems"
+
+    def _examine(self) -> Finding:
+        problems: list[str] = []
+        evidence: dict[str, Any] = {}
+        state = self._lustre_state()
+        if state is not None:
+            evidence["lustre"] = state
+            if state != "healthy":
+                problems.append(f"Lustre says: {state[:200]}")
+        mounts = self._mounts()
+        if mounts is None:
+            problems.append("the list of mounts cannot be read")
+        self._look(mounts or [], problems, evidence)
+        hanging = abandoned_probes()
+        if hanging:
+            evidence["abandoned_probes"] = hanging
+        if problems:
+            return unhealthy("; ".join(problems), evidence)
+        if state is None and not mounts:
+            return skipped("no network file system is mounted")
+        return healthy(evidence=evidence)
+
+    def _look(self, mounts: Sequence[Mount], problems: list[str], evidence: dict[str, Any]) -> None:
+        answers = self._probes.ask([mount.path for mount in mounts], self._timeout_s)
+        for mount in mounts:
+            answer = answers[mount.path]
+            if isinstance(answer, str):
+                problem: str | None = answer
+            else:
+                found = parse_object(answer[1])
+                problem = judge_mount(found, self._limits)
+                evidence[mount.path] = {"type": mount.kind, **(found or {})}
+            if problem is None and mount.is_read_only and mount.path in self._writable:
+                problem = "has become read-only"
+            if problem is not None:
+                problems.append(f"{mount.path} ({mount.kind}): {problem}")
+                evidence[mount.path] = {"type": mount.kind, "problem": problem}
+
+    def _mounts(self) -> list[Mount] | None:
+        try:
+            return read_mounts(self._kinds, self._mountinfo)
+        except OSError:
+            return None
+
+    def _lustre_state(self) -> str | None:
+        try:
+            state: str = self._caller.run("Lustre's state", self._read_lustre, _FILE_TIMEOUT_S)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, StuckError) as error:
+            return f"unreadable: {error}"
+        return state
+
+    def _read_lustre(self) -> str:
+        return read_first(self._lustre)
+
+
+class StoragePathHealthCheck(Check):
+    """Are these paths there and readable?
+
+    Args:
+        paths: Absolute paths of files or folders; `None` and empty ones are passed over.
+        on_failure: Kept for the caller.
+        timeout_s: Time for all paths together.
+        write: Also write, flush and delete a small file in each folder.
+    """
+
+    name = "storage_path"
+
+    def __init__(
+        self,
+        paths: Sequence[str | None] | None,
+        on_failure: Callable[[], Awaitable[object]] | None = None,
+        *,
+        timeout_s: float = _PATH_TIMEOUT_S,
+        write: bool = False,
+    ) -> None:
+        super().__init__(on_failure)
+        self.paths = list(paths or ())
+        self._timeout_s = timeout_s
+        self._probes = _Probes(_path_command(write=write), Probe.start)
+
+    @property
+    def component(self) -> str:
+        """What is looked at."""
+        return ", ".join(str(path) for path in self.paths if path) or "no path"
+
+    def _examine(self) -> Finding:
+        given = [path for path in self.paths if path is not None and path != ""]
+        if not given:
+            return skipped("no path is given")
+        paths = list(dict.fromkeys(path for path in given if isinstance(path, str)))
+        problems = [f"invalid: {path!r}" for path in given if not isinstance(path, str)]
+        for path, answer in self._probes.ask(paths, self._timeout_s).items():
+            problem = answer if isinstance(answer, str) else judge_paths(parse_object(answer[1]))
+            if problem is not None:
+                problems.append(problem if path in problem else f"{path}: {problem}")
+        evidence = {"paths": paths, "abandoned_probes": abandoned_probes()}
+        if problems:
+            return unhealthy("; ".join(problems), evidence)
+        return healthy(evidence=evidence)
+
+
+def _mount_command(path: str) -> list[str]:
+    return [sys.executable, "-I", "-S", _MOUNT_CHILD, "--", path]
+
+
+def _path_command(*, write: bool) -> Callable[[str], list[str]]:
+    options = ["--write"] if write else []
+    return lambda path: [sys.executable, "-m", _PATH_MODULE, *options, "--", path]

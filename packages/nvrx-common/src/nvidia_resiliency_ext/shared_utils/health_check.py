@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is this node fit for work? Checks of GPUs, NVLinks, network adapters, storage and a site's daemon.
+
+Each check is an object. `check()` returns a `HealthResult` (healthy, unhealthy, or skipped where
+there is nothing to look at), calling it returns a bool, `async_check()` looks again and again. No
+check raises for hardware that is missing, and each has a deadline that holds even when a driver
+call or a mount never returns. ``python -m nvidia_resiliency_ext.shared_utils.health_check`` runs
+them once. Everything is loaded when first asked for.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ._health.check import Check
+    from ._health.cli import main
+    from ._health.devices import PynvmlMixin
+    from ._health.gpu import GPUHealthCheck
+    from ._health.nic import NicHealthCheck
+    from ._health.nic_state import NicLinkStateHealthCheck
+    from ._health.node_daemon import NodeHealthCheck
+    from ._health.nvlink import NVLHealthCheck
+    from ._health.nvlink_window import NVLinkWindowHealthCheck
+    from ._health.nvml_session import set_nvml, with_pynvml_lock
+    from ._health.pci import PciMixin
+    from ._health.probes import abandoned_probes
+    from ._health.result import HealthResult
+    from ._health.run import run_checks
+    from ._health.storage import DistributedStorageHealthCheck, StoragePathHealthCheck
+    from .attribution_client import AttributionService
+
+__all__ = [
+    "AttributionService",
+    "Check",
+    "DistributedStorageHealthCheck",
+    "GPUHealthCheck",
+    "HealthResult",
+    "NVLHealthCheck",
+    "NVLinkWindowHealthCheck",
+    "NicHealthCheck",
+    "NicLinkStateHealthCheck",
+    "NodeHealthCheck",
+    "PciMixin",
+    "PynvmlMixin",
+    "StoragePathHealthCheck",
+    "abandoned_probes",
+    "main",
+    "run_checks",
+    "set_nvml",
+    "with_pynvml_lock",
+]
+
+_ROOMS = {
+    "AttributionService": "attribution_client",
+    "Check": "_health.check",
+    "DistributedStorageHealthCheck": "_health.storage",
+    "GPUHealthCheck": "_health.gpu",
+    "HealthResult": "_health.result",
+    "NVLHealthCheck": "_health.nvlink",
+    "NVLinkWindowHealthCheck": "_health.nvlink_window",
+    "NicHealthCheck": "_health.nic",
+    "NicLinkStateHealthCheck": "_health.nic_state",
+    "NodeHealthCheck": "_health.node_daemon",
+    "PciMixin": "_health.pci",
+    "PynvmlMixin": "_health.devices",
+    "StoragePathHealthCheck": "_health.storage",
+    "abandoned_probes": "_health.probes",
+    "main": "_health.cli",
+    "run_checks": "_health.run",
+    "set_nvml": "_health.nvml_session",
+    "with_pynvml_lock": "_health.nvml_session",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load a check on first use."""
+    from importlib import import_module
+
+    if name == "_nvml_lock":
+        # Never kept: a forked child gets another one.
+        return import_module("nvidia_resiliency_ext.shared_utils._health.nvml_session").lock
+    room = _ROOMS.get(name)
+    if room is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"nvidia_resiliency_ext.shared_utils.{room}"), name)
+    globals()[name] = value
+    return value
+
+
+if __name__ == "__main__":
+    import sys
+
+    from ._health.cli import main
+
+    sys.exit(main())

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory of a GPU is in use? Asks the driver; it never raises."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+__all__ = ["GPUMemoryLogger"]
+
+logger = logging.getLogger("nvrx")
+
+_MIB = float(1 << 20)
+
+
+class GPUMemoryLogger:
+    """Asks the driver for the memory of a GPU; one object per process.
+
+    Example:
+        >>> GPUMemoryLogger().get_gpu_memory(device_index=0)  # without a driver
+    """
+
+    _instance: GPUMemoryLogger | None = None
+    _lock = threading.Lock()
+
+    def __new__(cls) -> GPUMemoryLogger:
+        """Return the one object."""
+        with cls._lock:
+            if cls._instance is None:
+                cls._instance = super().__new__(cls)
+            return cls._instance
+
+    def get_gpu_memory(
+        self, device_index: int | None = None, log_memory: bool = False, context: str = ""
+    ) -> dict[str, float] | None:
+        """Return `total_mb`, `used_mb` and `free_mb` (of 2**20 bytes); `None` when unknown.
+
+        What the driver reserves for itself is not counted as used.
+
+        Args:
+            device_index: Local rank, counted within CUDA_VISIBLE_DEVICES; default ``LOCAL_RANK``.
+            log_memory: Log them too.
+            context: What to say before them.
+        """
+        from ._health import settings
+
+        rank = settings.local_rank() if device_index is None else device_index
+        if rank is None:
+            logger.error("GPU memory is asked for without device_index, and LOCAL_RANK is not set")
+            return None
+        found = self._ask(rank)
+        if found is None:
+            return None
+        total, used, free = (value / _MIB for value in found)
+        if log_memory:
+            text = "%sGPU %d memory: %.0f MB used of %.0f MB, %.0f MB free"
+            logger.info(text, f"{context}: " if context else "", rank, used, total, free)
+        return {"total_mb": total, "used_mb": used, "free_mb": free}
+
+    def _ask(self, rank: int) -> list[int] | None:
+        from ._health.check import log_once
+        from ._health.devices import resolve_device
+        from ._health.nvml_errors import NvmlError, NvmlUnavailableError
+        from ._health.nvml_session import session
+
+        try:
+            device = resolve_device(rank)
+            if device is None:
+                return None
+            found: Any = session().ask("memory", device)
+        except NvmlUnavailableError as error:
+            log_once("memory", logging.WARNING, f"GPU memory cannot be told: {error}")
+            return None
+        except NvmlError as error:
+            logger.warning("memory of GPU %d cannot be told: %s", rank, error)
+            return None
+        return [int(value) for value in found]

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets health checks fail on purpose, at a given cycle on a given node; for tests of recovery.
+
+``NVRX_INJECT_GPU_FAILURE="2:0,5:1:storage"`` fails the GPU check of infrastructure rank 0 in
+cycle 2 and the storage check of rank 1 in cycle 5.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+__all__ = ["KINDS", "HealthCheckInjector", "reset_for_tests", "should_inject_failure"]
+
+logger = logging.getLogger("nvrx")
+
+VARIABLE = "NVRX_INJECT_GPU_FAILURE"
+KINDS = ("gpu", "nvl", "nic", "storage", "hang")
+
+_PARTS = (2, 3)
+
+
+class HealthCheckInjector:
+    """Knows which failures are to be injected; the text is read once.
+
+    Args:
+        spec: ``cycle:infra_rank[:kind]``, several separated by commas; default
+            ``NVRX_INJECT_GPU_FAILURE``. Entries that make no sense are reported and passed over.
+    """
+
+    def __init__(self, spec: str | None = None) -> None:
+        text = os.environ.get(VARIABLE, "") if spec is None else spec
+        self._wanted = _parse(text)
+        self._cycle: int | None = None
+        if self._wanted:
+            logger.warning("health check failures are injected on purpose: %s", text)
+
+    def set_current_cycle(self, cycle: int) -> None:
+        """Remember the cycle; kept for older callers, `should_inject_failure` is told it anyway."""
+        self._cycle = cycle
+
+    def kinds(self, cycle: int, infra_rank: int) -> frozenset[str]:
+        """Return which kinds of failure to inject now."""
+        return self._wanted.get((cycle, infra_rank), frozenset())
+
+    def should_inject_failure(self, cycle: int, infra_rank: int, kind: str = "gpu") -> bool:
+        """Return whether a check of this kind shall fail now."""
+        if kind not in self.kinds(cycle, infra_rank):
+            return False
+        logger.warning(
+            "injecting a %s health check failure in cycle %d on rank %d", kind, cycle, infra_rank
+        )
+        return True
+
+
+def should_inject_failure(cycle: int, infra_rank: int, kind: str = "gpu") -> bool:
+    """Return whether a check of this kind shall fail now, as the environment says."""
+    if not os.environ.get(VARIABLE):
+        return False
+    return _shared().should_inject_failure(cycle, infra_rank, kind)
+
+
+def reset_for_tests() -> None:
+    """Read the environment anew at the next question."""
+    global _instance  # noqa: PLW0603 - the one object of the process
+    with _lock:
+        _instance = None
+
+
+_lock = threading.Lock()
+_instance: HealthCheckInjector | None = None
+
+
+def _shared() -> HealthCheckInjector:
+    global _instance  # noqa: PLW0603 - the one object of the process
+    with _lock:
+        if _instance is None:
+            _instance = HealthCheckInjector()
+        return _instance
+
+
+def _parse(text: str) -> dict[tuple[int, int], frozenset[str]]:
+    wanted: dict[tuple[int, int], frozenset[str]] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        parts = [part.strip() for part in entry.split(":")]
+        kind = parts[2] if len(parts) == max(_PARTS) else KINDS[0]
+        numbers = parts[:2]
+        if len(parts) not in _PARTS or not all(n.isascii() and n.isdigit() for n in numbers):
+            logger.warning("%s: %r is not cycle:rank or cycle:rank:kind", VARIABLE, entry[:64])
+            continue
+        if kind not in KINDS:
+            logger.warning("%s: %r is none of %s", VARIABLE, kind[:64], ", ".join(KINDS))
+            continue
+        key = int(numbers[0][:18]), int(numbers[1][:18])
+        wanted[key] = wanted.get(key, frozenset()) | {kind}
+    return wanted
