@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is this node fit for work? Checks of GPUs, NVLinks, network adapters, storage and a site's daemon.
+"""Is this node fit for work? Checks of GPUs, NVLinks, adapters, storage and a site's daemon.
 
 Each check is an object. `check()` returns a `HealthResult` (healthy, unhealthy, or skipped where
 there is nothing to look at), calling it returns a bool, `async_check()` looks again and again. No

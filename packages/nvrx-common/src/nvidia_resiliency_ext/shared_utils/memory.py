@@ -24,7 +24,7 @@ class GPUMemoryLogger:
     _instance: GPUMemoryLogger | None = None
     _lock = threading.Lock()
 
-    def __new__(cls) -> GPUMemoryLogger:
+    def __new__(cls) -> GPUMemoryLogger:  # noqa: PYI034 - Self is newer than Python 3.10
         """Return the one object."""
         with cls._lock:
             if cls._instance is None:

@@ -149,4 +149,3 @@ def _seconds(text: str) -> float:
     if not 0.0 < value < _LONGEST_S:
         raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds")
     return value
-

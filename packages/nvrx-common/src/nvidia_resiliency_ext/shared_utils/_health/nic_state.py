@@ -71,7 +71,9 @@ class NicLinkStateHealthCheck(Check):
         down = {key: state for key, state in down.items() if not is_active(state)}
         evidence = {"states": {**now, **down}}
         if down:
-            words = (f"{key} was ACTIVE and is {state or 'unreadable'}" for key, state in down.items())
+            words = (
+                f"{key} was ACTIVE and is {state or 'unreadable'}" for key, state in down.items()
+            )
             return unhealthy("; ".join(words), evidence)
         return healthy(evidence=evidence)
 

@@ -35,7 +35,7 @@ class NVLinkWindowHealthCheck(PeriodicCheck, PynvmlMixin):
 
     name = "nvlink_window"
 
-    def __init__(  # noqa: PLR0913 - the contract's signature
+    def __init__(
         self,
         device_index: int | None = None,
         interval: float = 60,

@@ -8,6 +8,7 @@ device. Whoever calls this may block for ever.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from .nvml_errors import NvmlCallError, NvmlUnavailableError
@@ -82,10 +83,9 @@ class NvmlQueries:
 
     def reopen(self) -> None:
         """Give the session up and make a new one, as after a reload of the driver."""
-        try:
+        # It may be gone already; that is why we are here.
+        with suppress(NvmlCallError):
             self._call("nvmlShutdown")
-        except NvmlCallError:
-            pass  # It is gone already; that is why we are here.
         self.open()
 
     @staticmethod

@@ -187,7 +187,7 @@ class StoragePathHealthCheck(Check):
 
     def __init__(
         self,
-        paths: Sequence[str | None] | None,
+        paths: Sequence[object] | None,
         on_failure: Callable[[], Awaitable[object]] | None = None,
         *,
         timeout_s: float = _PATH_TIMEOUT_S,

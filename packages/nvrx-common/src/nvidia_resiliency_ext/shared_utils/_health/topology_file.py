@@ -7,10 +7,10 @@ name entities that expand without end or read other files, is refused.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
 from .pci_address import normal_bus_id
 
@@ -35,13 +35,11 @@ def read_topology(path: str) -> dict[str, list[str]]:
         TopologyError: It cannot be read or used.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            data = file.read(_LIMIT_BYTES + 1)
+        data = read_regular_file(path, _LIMIT_BYTES + 1, follows_symlink=True)
     except (OSError, ValueError) as error:
         raise TopologyError(f"{path} cannot be read: {error}") from error
     try:
-        return parse_topology(data or b"")
+        return parse_topology(data)
     except TopologyError as error:
         raise TopologyError(f"{path}: {error}") from error
 

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns one kept-alive HTTP connection to the attribution service: TCP, TLS or a Unix socket."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode, urlsplit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Endpoint", "JsonConnection", "parse_endpoint"]
+
+_LIMIT_BYTES = 1 << 20
+_CHUNK_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where the service is: a host and port, or a Unix socket.
+
+    Attributes:
+        scheme: ``http``, ``https`` or ``unix``.
+        address: Host, or path of the socket.
+        port: Port, 0 for a socket.
+        prefix: Path in front of the routes.
+    """
+
+    scheme: str
+    address: str
+    port: int = 0
+    prefix: str = ""
+
+
+def parse_endpoint(text: str) -> Endpoint | None:
+    """Return the endpoint that a URL names; `None` when it is none that we can ask."""
+    try:
+        parts = urlsplit(text.strip())
+        port = parts.port
+    except ValueError:
+        return None
+    if parts.scheme == "unix":
+        return Endpoint("unix", parts.path) if parts.path and not parts.netloc else None
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username is not None:
+        return None
+    default = 443 if parts.scheme == "https" else 80
+    return Endpoint(parts.scheme, parts.hostname, port or default, parts.path.rstrip("/"))
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class JsonConnection:
+    """Sends requests and returns status and decoded JSON; used by one thread.
+
+    Args:
+        endpoint: Where the service is.
+        timeout_s: Time for one request.
+        token: Sent as bearer token.
+        ca_file: Certificates to trust in place of the system's.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        timeout_s: float,
+        token: str | None = None,
+        ca_file: str | None = None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._timeout_s = timeout_s
+        self._ca_file = ca_file
+        self._headers = {"Accept": "application/json"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._connection: http.client.HTTPConnection | None = None
+
+    def post(self, route: str, payload: Mapping[str, Any]) -> tuple[int, object]:
+        """Send a JSON object.
+
+        Raises:
+            OSError: The service cannot be reached, or does not answer in time.
+            http.client.HTTPException: It does not speak HTTP, or its answer is too large.
+        """
+        return self._request("POST", route, json.dumps(payload).encode())
+
+    def get(self, route: str, params: Mapping[str, str]) -> tuple[int, object]:
+        """Ask; see `post`."""
+        return self._request("GET", f"{route}?{urlencode(params)}", None)
+
+    def close(self) -> None:
+        """Close the connection; the next request opens one again."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _request(self, method: str, target: str, body: bytes | None) -> tuple[int, object]:
+        is_reused = self._connection is not None
+        try:
+            return self._exchange(method, target, body)
+        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+            # The service closed the kept connection meanwhile; submissions may be repeated.
+            self.close()
+            if not is_reused:
+                raise
+            return self._exchange(method, target, body)
+
+    def _exchange(self, method: str, target: str, body: bytes | None) -> tuple[int, object]:
+        deadline = time.monotonic() + self._timeout_s
+        if self._connection is None:
+            self._connection = self._connect()
+        headers = dict(self._headers)
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        try:
+            self._connection.request(method, self._endpoint.prefix + target, body, headers)
+            response = self._connection.getresponse()
+            data = self._read(response, deadline)
+        except BaseException:
+            self.close()
+            raise
+        try:
+            return response.status, json.loads(data) if data else None
+        except (ValueError, RecursionError):
+            return response.status, None
+
+    def _read(self, response: http.client.HTTPResponse, deadline: float) -> bytes:
+        data = bytearray()
+        while chunk := response.read1(_CHUNK_BYTES):
+            data += chunk
+            if len(data) > _LIMIT_BYTES:
+                raise http.client.HTTPException(f"the answer is over {_LIMIT_BYTES} bytes")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the answer takes more than {self._timeout_s:g} s")
+        return bytes(data)
+
+    def _connect(self) -> http.client.HTTPConnection:
+        end = self._endpoint
+        if end.scheme == "unix":
+            return _UnixConnection(end.address, self._timeout_s)
+        if end.scheme == "http":
+            return http.client.HTTPConnection(end.address, end.port, timeout=self._timeout_s)
+        import ssl
+
+        context = ssl.create_default_context(cafile=self._ca_file)
+        return http.client.HTTPSConnection(
+            end.address, end.port, timeout=self._timeout_s, context=context
+        )

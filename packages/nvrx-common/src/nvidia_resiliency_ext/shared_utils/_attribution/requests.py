@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to send to the attribution service next, and what its answers mean. Pure: no I/O, no clock.
+
+One terminal analysis at a time holds the slot, the oldest first, so that a crash loop cannot starve
+it: asked for -> submitted -> accepted (it may be polled) -> verdict or given up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from nvidia_resiliency_ext.shared_utils.attribution_wire import (
+    ACTION_STOP,
+    INTENT_PROGRESSIVE,
+    INTENT_TERMINAL,
+)
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.shared_utils.attribution_wire import LogReply, Recommendation
+
+__all__ = ["Post", "RequestState"]
+
+_MAX_POST_FAILURES = 3
+_MAX_POLL_FAILURES = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """A log to submit, and what for."""
+
+    log_path: str
+    intent: str
+
+
+class RequestState:
+    """The state of a client; its owner calls it under a lock.
+
+    Args:
+        enforce_stop: A verdict STOP is the last thing that is asked for.
+        trust_candidate: A candidate STOP of an analysis that still runs counts as a verdict.
+    """
+
+    def __init__(self, *, enforce_stop: bool, trust_candidate: bool = False) -> None:
+        self.stop_count = 0
+        self._enforce_stop = enforce_stop
+        self._trust_candidate = trust_candidate
+        self._last_path: str | None = None
+        self._progressive: str | None = None
+        self._terminal: str | None = None
+        self._is_accepted = False
+        self._failures = 0
+
+    @property
+    def poll_path(self) -> str | None:
+        """The log whose verdict is awaited, once the service has accepted it."""
+        if not self._is_accepted or self.is_over:
+            return None
+        return self._terminal
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a verdict has made all further questions pointless."""
+        return self._enforce_stop and self.stop_count > 0
+
+    def submit(self, log_path: str) -> None:
+        """A cycle begins and writes this log; the newest one wins."""
+        self._last_path = self._progressive = log_path
+
+    def request_terminal(self) -> str | None:
+        """The cycle of the last log has ended; return that log if it gets the slot."""
+        if self._last_path is None or self._terminal is not None or self.is_over:
+            return None
+        self._terminal, self._is_accepted, self._failures = self._last_path, False, 0
+        if self._progressive == self._terminal:
+            self._progressive = None
+        return self._terminal
+
+    def next_post(self) -> Post | None:
+        """Return what to submit now; it stays due until it is answered."""
+        if self._terminal is not None and not self._is_accepted and not self.is_over:
+            return Post(self._terminal, INTENT_TERMINAL)
+        if self._progressive is not None:
+            return Post(self._progressive, INTENT_PROGRESSIVE)
+        return None
+
+    def posted(self, post: Post, outcome: Literal["accepted", "refused", "failed"]) -> bool:
+        """Take the answer to a submission; return whether it was given up.
+
+        A failure of the connection is tried again, a refusal is not.
+        """
+        if post.intent == INTENT_PROGRESSIVE:
+            if self._progressive == post.log_path:
+                self._progressive = None
+            return outcome != "accepted"
+        if outcome == "accepted":
+            self._is_accepted, self._failures = True, 0
+            return False
+        self._failures += 1
+        if outcome == "failed" and self._failures < _MAX_POST_FAILURES:
+            return False
+        self._free()
+        return True
+
+    def polled(self, reply: LogReply) -> Recommendation | None:
+        """Take an answer to a poll; return the verdict if it holds one."""
+        self._failures = 0
+        if reply.has_ended:
+            verdict = reply.recommendation
+        elif self._trust_candidate and reply.candidate.action == ACTION_STOP:
+            verdict = reply.candidate
+        else:
+            return None
+        if verdict.action == ACTION_STOP:
+            self.stop_count += 1
+        self._free()
+        return verdict
+
+    def poll_failed(self, *, is_unknown: bool) -> bool:
+        """Take a poll without a usable answer; return whether the analysis was given up.
+
+        Args:
+            is_unknown: The service says that it does not know this log.
+        """
+        self._failures += 1
+        if is_unknown or self._failures >= _MAX_POLL_FAILURES:
+            self._free()
+            return True
+        return False
+
+    def _free(self) -> None:
+        self._terminal, self._is_accepted, self._failures = None, False, 0

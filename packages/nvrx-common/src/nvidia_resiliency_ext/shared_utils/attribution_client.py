@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the launcher's side of the attribution service: submits logs, remembers verdicts.
+
+All requests are made by one thread; no method does I/O. Whatever goes wrong on the way means
+"no verdict" and is logged. What to ask when is in ``_attribution/requests.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+from ._attribution.requests import Post, RequestState
+from .attribution_wire import (
+    INTENT_TERMINAL,
+    ROUTE_LOGS,
+    LogQuery,
+    LogSubmission,
+    parse_log_reply,
+)
+
+if TYPE_CHECKING:
+    from ._attribution.http import JsonConnection
+
+__all__ = ["AttributionService"]
+
+logger = logging.getLogger("nvrx")
+
+_REQUEST_TIMEOUT_S = 2.0
+_POLL_INTERVAL_S = 2.0
+_TOKEN_LIMIT_BYTES = 8192
+_HTTP_NOT_FOUND = 404
+_HTTP_TOO_MANY = 429
+_HTTP_SERVER_ERROR = 500
+
+
+class AttributionService:
+    """Asks the attribution service whether a failed job is worth restarting.
+
+    Args:
+        endpoint: ``http://host:port``, ``https://host:port`` or ``unix:///path``.
+        enforce_stop: Whether a verdict STOP makes `stop_requested` true.
+        token_file: File with a bearer token; default ``NVRX_ATTRSVC_TOKEN_FILE``.
+        ca_file: Certificates to trust in place of the system's.
+        trust_candidate: Take a STOP that the service's rules give while its analysis still runs.
+        poll_interval_s: Seconds between two questions for a verdict.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        enforce_stop: bool = False,
+        token_file: str | None = None,
+        ca_file: str | None = None,
+        trust_candidate: bool = False,
+        poll_interval_s: float = _POLL_INTERVAL_S,
+    ) -> None:
+        from ._attribution.http import parse_endpoint
+
+        self.endpoint = endpoint
+        self.enforce_stop = enforce_stop
+        self._endpoint = parse_endpoint(endpoint)
+        if self._endpoint is None:
+            logger.warning("attribution is off: %r is no http, https or unix endpoint", endpoint)
+        self._token_file = token_file or os.environ.get("NVRX_ATTRSVC_TOKEN_FILE") or None
+        self._ca_file = ca_file
+        self._poll_interval_s = poll_interval_s
+        self._node_id: str | None = None
+        # Guards what follows; waited on by the thread.
+        self._changed = threading.Condition()
+        self._state = RequestState(enforce_stop=enforce_stop, trust_candidate=trust_candidate)
+        self._is_polling = False
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+
+    def _submit_log(self, log_path: str) -> None:
+        """Have a log analysed while it is written; it is the one that later calls mean."""
+        with self._changed:
+            self._state.submit(log_path)
+            self._wake()
+
+    def request_terminal_analysis(self) -> bool:
+        """The last log is complete: ask for a verdict on it.
+
+        Returns:
+            Whether it was asked for: while another verdict is pending nothing is done.
+        """
+        with self._changed:
+            log_path = self._state.request_terminal()
+            if log_path is None or self._endpoint is None:
+                return False
+            self._wake()
+        self._record("ATTRIBUTION_GET_STARTED")
+        return True
+
+    def __call__(self) -> bool:
+        """Do what `request_terminal_analysis` does."""
+        return self.request_terminal_analysis()
+
+    def start_poller(self, node_id: str | None = None) -> None:
+        """Ask for verdicts from now on; harmless when repeated.
+
+        Args:
+            node_id: Name of this node in profiling events.
+        """
+        with self._changed:
+            self._node_id = node_id
+            self._is_polling = True
+            self._wake()
+
+    def stop_poller(self, timeout: float = 5.0) -> None:
+        """Send what is still to be submitted, and end the thread.
+
+        Args:
+            timeout: It is left behind when it has not ended by then.
+        """
+        with self._changed:
+            self._is_polling = False
+            self._is_closing = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def stop_requested(self) -> bool:
+        """Return whether the job shall not be restarted; a look at memory."""
+        return self.enforce_stop and self.stop_verdict_observed()
+
+    def stop_verdict_observed(self) -> bool:
+        """Return whether any verdict was STOP."""
+        return self.stop_verdict_count() > 0
+
+    def stop_verdict_count(self) -> int:
+        """Return how many verdicts were STOP."""
+        return self._state.stop_count
+
+    def _wake(self) -> None:
+        """Start the thread if it is not running; the condition is held."""
+        if self._endpoint is None:
+            return
+        self._is_closing = False
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="nvrx-attribution", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        connection: JsonConnection | None = None
+        next_poll_s = next_post_s = 0.0
+        try:
+            while True:
+                with self._changed:
+                    work = self._next_work(next_post_s, next_poll_s)
+                    if work is None:
+                        return
+                if connection is None:
+                    connection = self._connect()
+                if isinstance(work, Post):
+                    has_failed = self._post(connection, work)
+                    next_post_s = time.monotonic() + (self._poll_interval_s if has_failed else 0.0)
+                else:
+                    self._poll(connection, work)
+                    next_poll_s = time.monotonic() + self._poll_interval_s
+        finally:
+            if connection is not None:
+                connection.close()
+
+    def _next_work(self, next_post_s: float, next_poll_s: float) -> Post | str | None:
+        """Wait for something to send and return it; `None` at the end. The condition is held."""
+        while True:
+            now_s = time.monotonic()
+            post = self._state.next_post()
+            if post is not None and (now_s >= next_post_s or self._is_closing):
+                return post
+            poll_path = self._state.poll_path if self._is_polling else None
+            if poll_path is not None and now_s >= next_poll_s:
+                return poll_path
+            if self._is_closing:
+                self._thread = None
+                return None
+            due = [next_post_s] if post is not None else []
+            due += [next_poll_s] if poll_path is not None else []
+            self._changed.wait(max(0.0, min(due) - now_s) if due else None)
+
+    def _connect(self) -> JsonConnection:
+        from ._attribution.http import JsonConnection
+
+        assert self._endpoint is not None
+        token = None
+        if self._token_file is not None:
+            try:
+                token = _read_token(self._token_file)
+            except (OSError, ValueError) as error:
+                logger.warning("attribution: no token from %s: %s", self._token_file, error)
+        return JsonConnection(self._endpoint, _REQUEST_TIMEOUT_S, token, self._ca_file)
+
+    def _post(self, connection: JsonConnection, post: Post) -> bool:
+        """Submit a log; return whether it has to be tried again."""
+        outcome: Literal["accepted", "refused", "failed"] = "failed"
+        try:
+            status, _ = connection.post(ROUTE_LOGS, _submission(post).to_payload())
+        except _http_errors() as error:
+            problem = f"{type(error).__name__}: {error}"
+        else:
+            problem = f"status {status}"
+            if 200 <= status < 300:  # noqa: PLR2004 - the successes of HTTP
+                outcome = "accepted"
+            elif status < _HTTP_SERVER_ERROR and status != _HTTP_TOO_MANY:
+                outcome = "refused"
+        with self._changed:
+            # At the end there is one try only.
+            if self._is_closing and outcome == "failed":
+                outcome = "refused"
+            is_given_up = self._state.posted(post, outcome)
+        if is_given_up:
+            logger.warning("attribution: %s was not submitted: %s", post.log_path, problem)
+            if post.intent == INTENT_TERMINAL:
+                self._record("ATTRIBUTION_GET_COMPLETED")
+        return outcome == "failed"
+
+    def _poll(self, connection: JsonConnection, log_path: str) -> None:
+        status = 0
+        payload: object = None
+        try:
+            query = LogQuery(log_path, wait=False)
+            status, payload = connection.get(ROUTE_LOGS, query.to_params())
+            problem = f"status {status}"
+        except _http_errors() as error:
+            problem = f"{type(error).__name__}: {error}"
+        if status == 200 and isinstance(payload, dict):  # noqa: PLR2004
+            with self._changed:
+                verdict = self._state.polled(parse_log_reply(payload))
+            if verdict is not None:
+                text = "attribution: verdict %s for %s%s"
+                reason = f": {verdict.reason[:500]}" if verdict.reason else ""
+                logger.info(text, verdict.action, log_path, reason)
+                self._record("ATTRIBUTION_GET_COMPLETED")
+            return
+        with self._changed:
+            is_given_up = self._state.poll_failed(is_unknown=status == _HTTP_NOT_FOUND)
+        if is_given_up:
+            logger.warning("attribution: no verdict for %s: %s", log_path, problem)
+            self._record("ATTRIBUTION_GET_COMPLETED")
+
+    def _record(self, name: str) -> None:
+        from .profiling import ProfilingEvent, record_profiling_event
+
+        record_profiling_event(ProfilingEvent[name], node_id=self._node_id)
+
+
+def _submission(post: Post) -> LogSubmission:
+    from .job_metadata import job_id_from_env, job_user_from_env
+
+    return LogSubmission(
+        post.log_path,
+        user=job_user_from_env() or "unknown",
+        job_id=job_id_from_env(),
+        analysis_intent=post.intent,
+        log_complete=post.intent == INTENT_TERMINAL,
+    )
+
+
+def _read_token(path: str) -> str:
+    from .os_utils import read_regular_file
+
+    token = read_regular_file(path, _TOKEN_LIMIT_BYTES, follows_symlink=True).decode().strip()
+    if not token.isprintable() or not token.isascii():
+        raise ValueError("a token is printable ASCII text on one line")
+    return token
+
+
+def _http_errors() -> tuple[type[Any], ...]:
+    from http.client import HTTPException
+
+    # ValueError: a path or host that no request line can hold.
+    return (OSError, HTTPException, ValueError)

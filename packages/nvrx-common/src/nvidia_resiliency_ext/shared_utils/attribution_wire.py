@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what the attribution service and its clients say to each other over HTTP.
+
+Both sides use this one definition; neither needs the other. Replies are foreign: reading one never
+raises, and what makes no sense counts as no recommendation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "ACTION_CONTINUE",
+    "ACTION_RESTART",
+    "ACTION_STOP",
+    "ACTION_TIMEOUT",
+    "ACTION_UNKNOWN",
+    "INTENT_PROGRESSIVE",
+    "INTENT_TERMINAL",
+    "INTENT_TRACK_ONLY",
+    "ROUTE_HEALTHZ",
+    "ROUTE_LOGS",
+    "LogQuery",
+    "LogReply",
+    "LogSubmission",
+    "Recommendation",
+    "parse_log_reply",
+]
+
+ROUTE_LOGS = "/logs"
+ROUTE_HEALTHZ = "/healthz"
+
+INTENT_TRACK_ONLY = "track_only"
+INTENT_PROGRESSIVE = "progressive"
+INTENT_TERMINAL = "terminal"
+
+ACTION_STOP = "STOP"
+ACTION_RESTART = "RESTART"
+ACTION_CONTINUE = "CONTINUE"
+ACTION_UNKNOWN = "UNKNOWN"
+ACTION_TIMEOUT = "TIMEOUT"
+
+_ACTIONS = frozenset({ACTION_STOP, ACTION_RESTART, ACTION_CONTINUE, ACTION_TIMEOUT})
+_TEXT_LENGTH = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class LogSubmission:
+    """Body of ``POST /logs``: analyse this log.
+
+    Attributes:
+        log_path: Absolute path; the file may come later.
+        user: Whose job it is.
+        job_id: The scheduler's number of the job.
+        cycle_id: Which run of the workers it is.
+        analysis_intent: One of the `INTENT_` names.
+        log_complete: Nothing more will be written to it.
+    """
+
+    log_path: str
+    user: str = "unknown"
+    job_id: str | None = None
+    cycle_id: int | None = None
+    analysis_intent: str = INTENT_TRACK_ONLY
+    log_complete: bool = False
+
+    def to_payload(self) -> dict[str, Any]:
+        """Return the JSON object, without what is not known."""
+        payload: dict[str, Any] = {
+            "log_path": self.log_path,
+            "user": self.user,
+            "analysis_intent": self.analysis_intent,
+        }
+        if self.job_id is not None:
+            payload["job_id"] = self.job_id
+        if self.cycle_id is not None:
+            payload["cycle_id"] = self.cycle_id
+        if self.log_complete:
+            payload["log_complete"] = True
+        return payload
+
+
+@dataclass(frozen=True, slots=True)
+class LogQuery:
+    """Query of ``GET /logs``: what was found in this log?
+
+    Attributes:
+        log_path: As it was submitted.
+        file: One of several files of a split log.
+        wl_restart: Which restart of the workload.
+        wait: Answer only when the analysis has ended.
+    """
+
+    log_path: str
+    file: str | None = None
+    wl_restart: int | None = None
+    wait: bool = True
+
+    def to_params(self) -> dict[str, str]:
+        """Return the parameters of the URL."""
+        params = {"log_path": self.log_path, "wait": "true" if self.wait else "false"}
+        if self.file is not None:
+            params["file"] = self.file
+        if self.wl_restart is not None:
+            params["wl_restart"] = str(self.wl_restart)
+        return params
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """What the service would do: `action` is one of the `ACTION_` names."""
+
+    action: str = ACTION_UNKNOWN
+    reason: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LogReply:
+    """What a client needs of the reply to ``GET /logs``.
+
+    Attributes:
+        status: ``pending``, ``in_flight``, ``completed`` or ``failed``; empty when unknown.
+        recommendation: Of an analysis that has ended.
+        candidate: What the rules alone say while the analysis still runs.
+    """
+
+    status: str = ""
+    recommendation: Recommendation = Recommendation()
+    candidate: Recommendation = Recommendation()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the analysis has ended, well or not."""
+        return self.status in {"completed", "failed"}
+
+
+def parse_log_reply(payload: object) -> LogReply:
+    """Return the reply in a decoded JSON value, whatever that is."""
+    if not isinstance(payload, dict):
+        return LogReply()
+    return LogReply(
+        _text(payload.get("status")),
+        _recommendation(payload.get("recommendation")),
+        _recommendation(payload.get("candidate_recommendation")),
+    )
+
+
+def _recommendation(value: object) -> Recommendation:
+    if not isinstance(value, dict):
+        return Recommendation()
+    action = _text(value.get("action")).strip().upper()
+    return Recommendation(
+        action if action in _ACTIONS else ACTION_UNKNOWN,
+        _text(value.get("reason")),
+        _text(value.get("source")),
+    )
+
+
+def _text(value: object) -> str:
+    return value[:_TEXT_LENGTH] if isinstance(value, str) else ""
