@@ -14,11 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from nvidia_resiliency_ext.shared_utils.errors import (
-    ChildStartError,
-    DeadlineExceededError,
-    WireError,
-)
+from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, WireError
 from nvidia_resiliency_ext.shared_utils.wire import MessageSet, receive_message, send_message
 
 from .nvml_errors import DriverHungError, NvmlCallError, NvmlUnavailableError
@@ -55,6 +51,9 @@ class _Absent:
 
 _MESSAGES = MessageSet(_Question, _Value, _Refused, _Absent)
 
+# Starting an interpreter on a busy machine says nothing about the driver: it has its own time.
+_START_TIMEOUT_S = 30.0
+
 
 class HelperAnswering:
     """Keeps one helper process and puts the questions to it."""
@@ -74,12 +73,9 @@ class HelperAnswering:
             if not self._stuck.has_ended():
                 raise DriverHungError(self._stuck_query, self._stuck.age_s())
             self._stuck = None
-        start = time.monotonic()
         try:
-            reply = self._exchange(_Question(query, list(arguments)), timeout_s)
-        except (DeadlineExceededError, TimeoutError) as error:
-            self._abandon(query)
-            raise DriverHungError(query, time.monotonic() - start) from error
+            connection = self._socket or self._start()
+            reply = self._exchange(connection, _Question(query, list(arguments)), timeout_s)
         except (WireError, OSError, ChildStartError) as error:
             self.close()
             raise NvmlCallError(query, 999, f"the helper process failed: {error}") from error
@@ -99,24 +95,28 @@ class HelperAnswering:
             self._helper.kill()
         self._socket = self._helper = None
 
-    def _exchange(self, question: _Question, timeout_s: float) -> object:
+    def _exchange(self, connection: socket.socket, question: _Question, timeout_s: float) -> object:
         start = time.monotonic()
-        if self._socket is None:
-            self._start()
-        assert self._socket is not None
-        send_message(self._socket, _MESSAGES, question, timeout_s)
-        left_s = max(0.001, timeout_s - (time.monotonic() - start))
-        return receive_message(self._socket, _MESSAGES, left_s)
-
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
         try:
-            with theirs:
-                self._helper = Probe.start([sys.executable, "-m", _MODULE], stdin=theirs.fileno())
-        except BaseException:
-            ours.close()
-            raise
+            send_message(connection, _MESSAGES, question, timeout_s)
+            left_s = max(0.001, timeout_s - (time.monotonic() - start))
+            return receive_message(connection, _MESSAGES, left_s)
+        except TimeoutError as error:
+            self._abandon(question.query)
+            raise DriverHungError(question.query, time.monotonic() - start) from error
+
+    def _start(self) -> socket.socket:
+        """Start the helper and wait until it is ready, which is before it calls the driver."""
+        ours, theirs = socket.socketpair()
         self._socket = ours
+        with theirs:
+            self._helper = Probe.start([sys.executable, "-m", _MODULE], stdin=theirs.fileno())
+        reply = receive_message(ours, _MESSAGES, _START_TIMEOUT_S)
+        if isinstance(reply, _Absent):
+            self._absent = NvmlUnavailableError(reply.reason)
+            self.close()
+            raise self._absent
+        return ours
 
     def _abandon(self, query: str) -> None:
         helper = self._helper
@@ -128,7 +128,13 @@ class HelperAnswering:
 def main() -> int:
     """Answer questions on standard input until it closes."""
     with socket.socket(fileno=0) as connection:
-        queries: NvmlQueries | None = None
+        try:
+            queries = NvmlQueries(load_binding())
+        except NvmlUnavailableError as error:
+            send_message(connection, _MESSAGES, _Absent(str(error)), None)
+            return 0
+        send_message(connection, _MESSAGES, _Value("ready"), None)
+        is_open = False
         while True:
             try:
                 question = receive_message(connection, _MESSAGES, None)
@@ -138,9 +144,9 @@ def main() -> int:
                 return 1
             reply: object
             try:
-                if queries is None:
-                    queries = NvmlQueries(load_binding())
+                if not is_open:
                     queries.open()
+                    is_open = True
                 reply = _Value(_answer(queries, question))
             except NvmlUnavailableError as error:
                 reply = _Absent(str(error))

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node health daemon, asked over real gRPC on a Unix socket."""
+
+import json
+import os
+import random
+import socket
+
+import pytest
+
+from nvidia_resiliency_ext.shared_utils._health.daemon_judge import judge_answer, socket_of
+from nvidia_resiliency_ext.shared_utils.health_check import NodeHealthCheck
+
+DEFAULT_ARGS = ["--no-slurm", "--group", "prolog", "epilog", "logs", "gpu"]
+
+
+@pytest.fixture
+def place(tmp_path_factory):
+    """Return a short folder for sockets."""
+    return tmp_path_factory.mktemp("d")
+
+
+@pytest.fixture
+def fake_daemon():
+    """Return the class of fake daemons, where gRPC is installed."""
+    pytest.importorskip("grpc", reason="needs grpcio")
+    pytest.importorskip("google.protobuf", reason="needs protobuf")
+    from nvidia_resiliency_ext.testing_utils.fake_hardware import FakeNodeDaemon
+
+    return FakeNodeDaemon
+
+
+def test_daemon_is_asked_with_the_usual_arguments(fake_daemon, place) -> None:
+    """A daemon that is content makes the check healthy, and gets the default arguments."""
+    with fake_daemon(place / "s") as daemon:
+        assert NodeHealthCheck(daemon.socket_path).check().status == "healthy"
+        assert NodeHealthCheck(endpoint=f"unix://{daemon.socket_path}", args=["a"])()
+    assert daemon.requests == [DEFAULT_ARGS, ["a"]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "healthy"),
+    [
+        ({"success": True, "output": '{"fail_count": 0}'}, True),
+        ({"success": True, "output": '{"fail_count": 2, "failed_checks": ["ib", "gpu"]}'}, False),
+        ({"success": True, "output": '{"fail_count": "2"}'}, True),
+        ({"success": True, "output": '{"fail_count": true}'}, True),
+        ({"success": True, "output": "rubbish"}, True),
+        ({"success": True, "output": "[" * 5000}, True),
+        ({"success": True}, True),
+        ({"success": False, "exit_code": 3, "error": "broken"}, False),
+        ({"success": False, "output": '{"fail_count": 0}'}, False),
+    ],
+)
+def test_answers(fake_daemon, place, answer, healthy) -> None:
+    """Only success=false or a positive fail_count is unhealthy; unusable details pass."""
+    with fake_daemon(place / "s", answer) as daemon:
+        result = NodeHealthCheck(daemon.socket_path).check()
+    assert bool(result) is healthy
+    if "ib" in str(answer):
+        assert "ib" in result.reason
+
+
+def test_daemon_that_starts_later_is_asked(fake_daemon, place) -> None:
+    """The socket is looked up at each look, before and after a daemon came and went."""
+    check = NodeHealthCheck(str(place / "s"))
+    assert check.check().status == "skipped"
+    for _ in range(2):
+        with fake_daemon(place / "s", {"success": False, "error": "x"}):
+            assert not check()
+        if (place / "s").exists():
+            (place / "s").unlink()
+    assert check.check().status == "skipped"
+
+
+def test_unreachable_can_be_unhealthy(place) -> None:
+    """A site may say that a daemon that cannot be asked is a failure."""
+    assert not NodeHealthCheck(str(place / "s"), on_unreachable="unhealthy")()
+    with pytest.raises(ValueError, match="on_unreachable"):
+        NodeHealthCheck(on_unreachable="ignore")
+
+
+def test_slow_daemon_has_a_deadline(fake_daemon, place) -> None:
+    """A daemon that does not answer in time cannot be asked."""
+    import threading
+
+    release = threading.Event()
+    with fake_daemon(place / "s", handler=lambda _args: release.wait(30) and None) as daemon:
+        check = NodeHealthCheck(
+            daemon.socket_path, request_timeout_sec=0.3, on_unreachable="unhealthy"
+        )
+        reason = check.check().reason
+        release.set()
+    assert "DEADLINE_EXCEEDED" in reason
+
+
+def test_answers_are_limited_and_may_be_garbage(fake_daemon, place) -> None:
+    """Two MiB of answer and random bytes are no answer, and no exception."""
+    rng = random.Random(3)
+    replies = [b"\x1a" + b"\x80\x80\x80\x01" + b"x" * (1 << 21)]
+    replies += [rng.randbytes(rng.randrange(1, 40)) for _ in range(30)]
+    pending = list(replies)
+    with fake_daemon(place / "s", handler=lambda _args: pending.pop(0)) as daemon:
+        first = NodeHealthCheck(daemon.socket_path, on_unreachable="unhealthy").check()
+        assert "RESOURCE_EXHAUSTED" in first.reason
+        for _ in replies[1:]:
+            assert "itself failed" not in NodeHealthCheck(daemon.socket_path).check().reason
+
+
+def test_foreign_or_wrong_socket_is_not_asked(place) -> None:
+    """A regular file, and a socket of somebody else, are not asked."""
+    file = place / "file"
+    file.write_text("x")
+    assert "is no socket" in NodeHealthCheck(str(file)).check().reason
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a socket away")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place / "s"))
+        os.chown(place / "s", 12345, 12345)
+        assert "belongs to user 12345" in NodeHealthCheck(str(place / "s")).check().reason
+
+
+@pytest.mark.parametrize(
+    ("path", "endpoint", "found"),
+    [
+        ("/a", None, "/a"), (None, "unix:///a", "/a"), (None, "unix:/a", "/a"), ("/a", "/b", "/b"),
+        (None, "./b", "./b"), (None, "host:80", None), (None, "http://x", None), (None, None, None),
+        ("", "", None), ("/a\0", None, None), (None, "unix://", None),
+    ],
+)  # fmt: skip
+def test_socket_of(path, endpoint, found) -> None:
+    """Paths and unix:// endpoints are sockets, anything else is not."""
+    assert socket_of(path, endpoint) == found
+
+
+def test_judge_answer_fuzz() -> None:
+    """Whatever JSON the daemon prints, judging it does not raise."""
+    rng = random.Random(5)
+    values = [None, True, -1, 1.5, 1e308, "x", [], {}, {"fail_count": [1]}, [1, "y"]]
+    for _ in range(500):
+        output = json.dumps({"fail_count": rng.choice(values), "failed_checks": rng.choice(values)})
+        cut = output[: rng.randrange(len(output) + 1)]
+        finding = judge_answer(success=True, exit_code=0, output=cut, error="")
+        assert finding.status in {"healthy", "unhealthy"}

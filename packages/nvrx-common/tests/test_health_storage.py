@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of storage: mounts, paths, and children that hang or cannot be killed."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from nvidia_resiliency_ext.shared_utils._health import probes, storage
+from nvidia_resiliency_ext.shared_utils._health.mounts import Mount, parse_mounts
+from nvidia_resiliency_ext.shared_utils._health.probes import Probe, abandoned_probes
+from nvidia_resiliency_ext.shared_utils._health.storage_judge import (
+    Limits,
+    judge_mount,
+    judge_paths,
+    parse_object,
+)
+from nvidia_resiliency_ext.shared_utils.health_check import (
+    DistributedStorageHealthCheck,
+    StoragePathHealthCheck,
+)
+from nvidia_resiliency_ext.testing_utils.fake_hardware import fake_sysfs
+
+HANG = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
+
+
+def mountinfo(tmp_path, *mounts):
+    """Write a list of mounts: path, type, options."""
+    path = tmp_path / "mountinfo"
+    lines = [
+        f"{number} 1 0:{number} / {place} {options} shared:1 - {kind} server:/x {options}\n"
+        for number, (place, kind, options) in enumerate(mounts, 30)
+    ]
+    path.write_text("".join(lines))
+    return str(path)
+
+
+def check_of(tmp_path, *mounts, **options):
+    root = str(tmp_path / "sys")
+    return DistributedStorageHealthCheck(
+        mountinfo=mountinfo(tmp_path, *mounts), sysfs_root=root, **options
+    )
+
+
+def test_nothing_mounted_is_skipped(tmp_path) -> None:
+    """Without network file system there is nothing to look at."""
+    check = check_of(tmp_path, ("/", "ext4", "rw"))
+    assert check.check().status == "skipped"
+
+
+@pytest.mark.parametrize("kind", ["lustre", "nfs", "nfs4"])
+def test_mount_that_answers(tmp_path, kind) -> None:
+    """A mount that can be listed is healthy, with its room as evidence."""
+    result = check_of(tmp_path, (tmp_path, kind, "rw")).check()
+    assert result.status == "healthy"
+    assert result.evidence[str(tmp_path)]["blocks"] > 0
+
+
+def test_mount_that_cannot_be_listed(tmp_path) -> None:
+    """A mount that fails is unhealthy and named; others do not hide it."""
+    gone = tmp_path / "gone with blank"
+    check = check_of(
+        tmp_path, (tmp_path, "nfs", "rw"), (str(gone).replace(" ", "\\040"), "nfs4", "rw")
+    )
+    assert check.check().reason == f"{gone} (nfs4): cannot be listed: No such file or directory"
+
+
+def test_other_kinds_by_parameter(tmp_path) -> None:
+    """Types of file systems are a parameter."""
+    mounts = ((tmp_path / "gone", "beegfs", "rw"),)
+    assert check_of(tmp_path, *mounts)()
+    assert not check_of(tmp_path, *mounts, kinds=["beegfs"])()
+
+
+def test_lustre_health(tmp_path) -> None:
+    """Lustre's own word counts: anything but healthy is unhealthy."""
+    tree = fake_sysfs(tmp_path / "sys")
+    tree.set_lustre("healthy")
+    assert check_of(tmp_path).check().status == "healthy"
+    tree.set_lustre("NOT HEALTHY")
+    assert check_of(tmp_path).check().reason == "Lustre says: NOT HEALTHY"
+
+
+def test_mount_that_becomes_read_only(tmp_path) -> None:
+    """A mount that was writable at the start is unhealthy once it is read-only."""
+    check = check_of(tmp_path, (tmp_path, "nfs", "rw"))
+    assert check()
+    mountinfo(tmp_path, (tmp_path, "nfs", "ro"))
+    assert "has become read-only" in check.check().reason
+    assert check_of(tmp_path, (tmp_path, "nfs", "ro"))()
+
+
+def test_full_file_system(tmp_path) -> None:
+    """A file system with too little room is unhealthy."""
+    mounts = ((tmp_path, "nfs", "rw"),)
+    assert (
+        "of its space is free" in check_of(tmp_path, *mounts, min_free_fraction=1.1).check().reason
+    )
+    assert check_of(tmp_path, *mounts, min_free_fraction=0.0)()
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (None, "the probe failed"),
+        ({"error": "Stale file handle"}, "cannot be listed: Stale file handle"),
+        ({"blocks": 100, "blocks_free": 9}, "only 9.0% of its space is free"),
+        ({"files": 100, "files_free": 4}, "only 4.0% of its inodes are free"),
+        ({"blocks": 0, "blocks_free": 0, "files": 0, "files_free": 0}, None),
+        ({"blocks": "x"}, None),
+    ],
+)
+def test_judge_mount(answer, problem) -> None:
+    """What a probe says is judged by the limits; file systems that count nothing pass."""
+    assert judge_mount(answer, Limits(0.1, 0.05)) == problem
+
+
+def test_judge_paths() -> None:
+    """Each kind of problem is named with its paths."""
+    assert judge_paths({"invalid": [], "missing": [], "unreadable": []}) is None
+    assert judge_paths({"missing": ["/a"], "unreadable": ["/b"]}) == "missing: /a; unreadable: /b"
+    assert judge_paths(None) == "the probe failed"
+    assert parse_object(b"[1]") is None
+    assert parse_object(b"rubbish") is None
+
+
+def test_mountinfo_lines() -> None:
+    """The last mount at a place counts, blanks are unescaped, rubbish is passed over."""
+    text = (
+        "30 1 0:30 / /a rw - nfs s:/x rw\n31 1 0:31 / /a\\040b ro,x - nfs4 s:/y rw\n"
+        "32 1 0:32 / /a rw - tmpfs t rw\nrubbish\n33 1 0:33 / /c rw master:1 - lustre l ro\n"
+    )
+    assert parse_mounts(text, {"nfs", "nfs4", "lustre"}) == [
+        Mount("/a b", "nfs4", "s:/y", True), Mount("/c", "lustre", "l", True),
+    ]  # fmt: skip
+
+
+def test_paths(tmp_path) -> None:
+    """Paths that are there pass; missing ones, relative ones and no strings do not."""
+    file = tmp_path / "file"
+    file.write_text("x")
+    assert StoragePathHealthCheck([str(file), str(tmp_path), None, ""])()
+    assert StoragePathHealthCheck([None, ""]).check().status == "skipped"
+    assert StoragePathHealthCheck(None).check().status == "skipped"
+    for bad in (str(tmp_path / "none"), "relative", 5, "/a\0b"):
+        assert StoragePathHealthCheck([str(file), bad]).check().status == "unhealthy"
+
+
+@pytest.mark.parametrize("path", ["--help", "-h", "--write", "--"])
+def test_path_is_never_an_option(tmp_path, path) -> None:
+    """A path that looks like an option is a path, and a bad one."""
+    assert not StoragePathHealthCheck([path, str(tmp_path)])()
+
+
+def test_stopped_probe_is_killed(monkeypatch) -> None:
+    """A probe that is stopped for real does not hold the check up, and is killed."""
+    started = []
+    original = Probe.start.__func__
+
+    def start(cls, argv, **options):
+        probe = original(cls, HANG, **options)
+        os.kill(probe._child.pid, signal.SIGSTOP)
+        started.append(probe)
+        return probe
+
+    monkeypatch.setattr(Probe, "start", classmethod(start))
+    result = StoragePathHealthCheck(["/"], timeout_s=0.2).check()
+    assert "does not answer" in result.reason
+    assert started[0].has_ended()
+    assert abandoned_probes() == 0
+
+
+class Unkillable:
+    """A child in uninterruptible sleep, as the kernel shows one: it ignores even SIGKILL."""
+
+    stdout = None
+
+    def __init__(self, release):
+        self.release = release
+
+    def poll(self):
+        return object() if self.release.is_set() else None
+
+    def wait(self, _timeout_s=None):
+        return self.poll()
+
+    def signal_group(self, _signal):
+        return True
+
+    def close(self):
+        pass
+
+
+def test_unkillable_probe_is_left_behind_counted_and_not_repeated(monkeypatch) -> None:
+    """A probe that cannot be killed is counted, asked no second time, and forgotten at its end."""
+    release = threading.Event()
+    started = []
+
+    def start(_cls, argv, **_options):
+        started.append(argv[-1])
+        return Probe(Unkillable(release))
+
+    monkeypatch.setattr(probes, "_KILL_WAIT_S", 0.01)
+    monkeypatch.setattr(Probe, "start", classmethod(start))
+    check = StoragePathHealthCheck(["/stuck", "/stuck2"], timeout_s=0.05)
+    begin = time.monotonic()
+    first = check.check()
+    assert time.monotonic() - begin < 10
+    assert "/stuck: does not answer" in first.reason
+    assert abandoned_probes() == 2
+    assert "/stuck: has hung for" in check.check().reason
+    assert started == ["/stuck", "/stuck2"]
+    release.set()
+    assert abandoned_probes() == 0
+    check.check()
+    assert len(started) == 4
+
+
+def test_probes_run_at_the_same_time(monkeypatch, tmp_path) -> None:
+    """Many hanging mounts cost one deadline, not one each."""
+    monkeypatch.setattr(storage, "_mount_command", lambda _path: HANG)
+    mounts = [(f"/m{number}", "nfs", "rw") for number in range(4)]
+    check = check_of(tmp_path, *mounts, timeout_s=0.3)
+    begin = time.monotonic()
+    result = check.check()
+    assert time.monotonic() - begin < 10
+    assert result.reason.count("does not answer") == 4
+
+
+def test_talkative_probe_is_killed() -> None:
+    """A probe that writes without end is cut off."""
+    probe = Probe.start([sys.executable, "-S", "-c", "while True: print('x' * 65536)"])
+    assert probe.result(30.0) is None
+    assert probe.has_ended()
