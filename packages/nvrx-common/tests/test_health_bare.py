@@ -40,7 +40,7 @@ print(json.dumps([found, memory, records, foreign]))
 def run(*arguments):
     hidden = ("CUDA_VISIBLE_DEVICES", "NVRX_EXPECTED_GPUS", "NVRX_NVML_SUBPROCESS")
     env = {k: v for k, v in os.environ.items() if k not in hidden}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, *arguments],
         env=env,
         capture_output=True,
@@ -48,7 +48,6 @@ def run(*arguments):
         timeout=50,
         check=False,
     )
-    return done
 
 
 def test_everything_is_skipped_and_logged_once(tmp_path) -> None:

@@ -145,6 +145,10 @@ class JsonConnection:
                 raise http.client.HTTPException(f"the answer is over {_LIMIT_BYTES} bytes")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the answer takes more than {self._timeout_s:g} s")
+        if response.length:
+            raise http.client.IncompleteRead(bytes(data), response.length)
+        # Only then does the connection take another request: `read1` does not see the end.
+        response.close()
         return bytes(data)
 
     def _connect(self) -> http.client.HTTPConnection:

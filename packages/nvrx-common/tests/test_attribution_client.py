@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client of the attribution service, against a real HTTP server."""
+
+import logging
+import shutil
+import ssl
+import subprocess
+import threading
+import time
+
+import pytest
+from common_attribution_server import Service
+
+from nvidia_resiliency_ext.shared_utils import health_check
+from nvidia_resiliency_ext.shared_utils.health_check import AttributionService
+
+STOP = {"status": "completed", "recommendation": {"action": "STOP", "reason": "user error"}}
+CONTINUE = {"status": "completed", "recommendation": {"action": "CONTINUE"}}
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def service(request, tmp_path_factory):
+    """Return a running service, on a port and on a socket."""
+    path = tmp_path_factory.mktemp("a") / "s" if request.param == "unix" else None
+    with Service(path) as found:
+        yield found
+
+
+@pytest.fixture
+def client_of(monkeypatch):
+    """Return a function that makes clients, which are stopped at the end."""
+    monkeypatch.setenv("SLURM_JOB_USER", "alice")
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+    monkeypatch.delenv("NVRX_ATTRSVC_TOKEN_FILE", raising=False)
+    made = []
+
+    def make(endpoint, **options):
+        client = AttributionService(endpoint, **{"poll_interval_s": 0.01, **options})
+        made.append(client)
+        return client
+
+    yield make
+    for client in made:
+        client.stop_poller()
+
+
+def wait_until(condition, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.005)
+
+
+def test_progressive_then_terminal_then_stop(service, client_of) -> None:
+    """A cycle's log is submitted, then asked about; the verdict STOP is latched and enforced."""
+    client = client_of(service.endpoint, enforce_stop=True)
+    client.start_poller(node_id="node1")
+    client._submit_log("/logs/a_cycle0.log")
+    service.wait_for(lambda: len(service.posts()) == 1)
+    assert client.request_terminal_analysis()
+    assert not client()
+    service.wait_for(service.polls)
+    assert not client.stop_requested()
+    service.replies["/logs/a_cycle0.log"] = (200, STOP)
+    wait_until(client.stop_requested)
+    assert (client.stop_verdict_observed(), client.stop_verdict_count()) == (True, 1)
+    assert service.posts() == [
+        ("progressive", "/logs/a_cycle0.log"), ("terminal", "/logs/a_cycle0.log"),
+    ]  # fmt: skip
+    body = service.requests[0][2]
+    assert (body["user"], body["job_id"], "log_complete" in body) == ("alice", "42", False)
+    terminal = [body for method, _, body, _ in service.requests if method == "POST"][1]
+    assert terminal["log_complete"] is True
+    assert {query["wait"][0] for method, query, _, _ in service.requests if method == "GET"} == {
+        "false"
+    }
+    assert service.connections == 1
+    assert not client.request_terminal_analysis()
+
+
+def test_stop_without_enforcing_is_only_observed(service, client_of) -> None:
+    """Without enforce_stop a STOP is counted, and later cycles are analysed as well."""
+    client = client_of(service.endpoint)
+    client.start_poller()
+    for number in range(2):
+        path = f"/logs/{number}"
+        service.replies[path] = (200, STOP)
+        client._submit_log(path)
+        assert client.request_terminal_analysis()
+        wait_until(lambda n=number: client.stop_verdict_count() == n + 1)
+    assert client.stop_verdict_observed()
+    assert not client.stop_requested()
+
+
+def test_verdict_continue_frees_the_slot(service, client_of) -> None:
+    """After CONTINUE the next log can be asked about."""
+    client = client_of(service.endpoint, enforce_stop=True)
+    client.start_poller()
+    service.replies["/a"] = (200, CONTINUE)
+    client._submit_log("/a")
+    client.request_terminal_analysis()
+    client._submit_log("/b")
+    wait_until(client.request_terminal_analysis)
+    service.wait_for(lambda: ("terminal", "/b") in service.posts())
+    assert not client.stop_verdict_observed()
+
+
+def test_nothing_is_polled_before_it_was_accepted(service, client_of) -> None:
+    """A terminal submission that the service refuses is never polled, and frees the slot."""
+    service.post_status = 403
+    client = client_of(service.endpoint)
+    client.start_poller()
+    client._submit_log("/a")
+    assert client.request_terminal_analysis()
+    wait_until(client.request_terminal_analysis)
+    assert service.polls() == []
+
+
+def test_poller_starts_later(service, client_of) -> None:
+    """Logs are submitted before the poller is started, verdicts asked for only after that."""
+    client = client_of(service.endpoint)
+    service.replies["/a"] = (200, STOP)
+    client._submit_log("/a")
+    client.request_terminal_analysis()
+    service.wait_for(lambda: ("terminal", "/a") in service.posts())
+    assert service.polls() == []
+    client.start_poller()
+    wait_until(client.stop_verdict_observed)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        (200, b"no json"), (200, b"[" * 100_000), (200, [1]), (500, STOP), (404, STOP),
+        (200, {"status": "failed"}), (200, b'"' + b"x" * (1 << 21) + b'"'),
+        (200, {"status": "completed", "recommendation": "STOP"}),
+    ],
+)  # fmt: skip
+def test_odd_replies_are_no_verdict(service, client_of, reply) -> None:
+    """Nonsense, errors and answers over 1 MiB never become a STOP and never end the client."""
+    client = client_of(service.endpoint)
+    client.start_poller()
+    service.replies["/a"] = reply
+    client._submit_log("/a")
+    client.request_terminal_analysis()
+    service.wait_for(service.polls)
+    client._submit_log("/b")
+    service.wait_for(lambda: ("progressive", "/b") in service.posts())
+    assert not client.stop_verdict_observed()
+
+
+def test_caller_never_waits(service, client_of) -> None:
+    """While the service does not answer, no method of the client blocks."""
+    release = threading.Event()
+    service.before_reply = lambda: release.wait(30)
+    client = client_of(service.endpoint)
+    start = time.monotonic()
+    for number in range(100):
+        client.start_poller()
+        client._submit_log(f"/{number}")
+        client.request_terminal_analysis()
+        client.stop_requested()
+    took_s = time.monotonic() - start
+    release.set()
+    assert took_s < 1.0
+
+
+def test_service_that_comes_later_or_back(tmp_path_factory, client_of) -> None:
+    """A service that is not there yet, and one that is restarted, is reached in the end."""
+    path = tmp_path_factory.mktemp("a") / "s"
+    client = client_of(f"unix://{path}")
+    client.start_poller()
+    with Service(path) as service:
+        client._submit_log("/a")
+        client.request_terminal_analysis()
+        service.wait_for(service.polls)
+    path.unlink()
+    with Service(path) as service:
+        service.replies["/a"] = (200, STOP)
+        wait_until(client.stop_verdict_observed)
+
+
+def test_other_endpoints_do_nothing(client_of, caplog) -> None:
+    """An endpoint that cannot be asked gives one warning, and nothing is started."""
+    with caplog.at_level(logging.WARNING, "nvrx"):
+        client = client_of("ftp://host")
+        client.start_poller()
+        client._submit_log("/a")
+        assert not client.request_terminal_analysis()
+        client.stop_poller()
+    assert len(caplog.records) == 1
+    assert not client.stop_requested()
+
+
+def test_what_waits_is_sent_at_the_end(service, client_of) -> None:
+    """Stopping sends what was asked for, ends the thread, and it can be started again."""
+    client = client_of(service.endpoint)
+    client._submit_log("/a")
+    client.request_terminal_analysis()
+    client.stop_poller()
+    assert ("terminal", "/a") in service.posts()
+    assert not [each for each in threading.enumerate() if each.name == "nvrx-attribution"]
+    client._submit_log("/b")
+    service.wait_for(lambda: ("progressive", "/b") in service.posts())
+
+
+def test_stopping_does_not_wait_for_a_dead_service(client_of) -> None:
+    """Without a service stopping takes no longer than it may."""
+    client = client_of("http://127.0.0.1:9")
+    client.start_poller()
+    client._submit_log("/a")
+    client.request_terminal_analysis()
+    start = time.monotonic()
+    client.stop_poller(timeout=5.0)
+    assert time.monotonic() - start < 5.0
+
+
+def test_token_is_sent(service, client_of, tmp_path, monkeypatch) -> None:
+    """A token from a file travels as bearer token; a bad one is said and left out."""
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    monkeypatch.setenv("NVRX_ATTRSVC_TOKEN_FILE", str(token))
+    client_of(service.endpoint)._submit_log("/a")
+    service.wait_for(service.posts)
+    assert service.requests[0][3]["Authorization"] == "Bearer s3cret"
+    token.write_text("bad\r\nX-Injected: 1")
+    client_of(service.endpoint)._submit_log("/b")
+    service.wait_for(lambda: len(service.posts()) == 2)
+    assert not {"Authorization", "X-Injected"} & set(service.requests[1][3])
+
+
+def test_tls_is_verified(client_of, tmp_path) -> None:
+    """A certificate that is not trusted is refused; a trusted one is used."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs openssl to make a certificate")
+    key, cert = tmp_path / "key", tmp_path / "cert"
+    subprocess.run(
+        [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert,
+         "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    with Service(tls=context) as service:
+        stranger = client_of(service.endpoint)
+        stranger._submit_log("/a")
+        stranger.stop_poller()
+        assert service.posts() == []
+        client_of(service.endpoint, ca_file=str(cert))._submit_log("/b")
+        service.wait_for(lambda: service.posts() == [("progressive", "/b")])
+
+
+def test_profiling_events(service, client_of, caplog) -> None:
+    """A request is started once and completed once, with the node's name."""
+    client = client_of(service.endpoint)
+    client.start_poller(node_id="node1")
+    service.replies["/a"] = (200, STOP)
+    with caplog.at_level(logging.INFO, "nvrx"):
+        client._submit_log("/a")
+        client.request_terminal_analysis()
+        client.request_terminal_analysis()
+        wait_until(lambda: "attribution_get_completed" in caplog.text)
+    assert caplog.text.count("attribution_get_started") == 1
+    assert caplog.text.count("attribution_get_completed") == 1
+    assert "Node: node1" in caplog.text
+
+
+def test_it_is_one_class() -> None:
+    """The client under its old name and in its own file is the same."""
+    from nvidia_resiliency_ext.shared_utils import attribution_client
+
+    assert health_check.AttributionService is attribution_client.AttributionService
