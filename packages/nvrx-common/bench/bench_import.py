@@ -45,6 +45,8 @@ _NAMES = (
     "wait_daemon",
     "profiling",
     "job_metadata",
+    "health_check",
+    "memory",
 )
 _MODULES = (_SHARED, *(f"{_SHARED}.{name}" for name in _NAMES))
 

@@ -63,6 +63,15 @@ def test_facilities_are_named() -> None:
     }  # fmt: skip
 
 
+def test_hardware_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the health checks find is told: a node that lacks GPUs needs a person."""
+    monkeypatch.setenv("NVRX_EXPECTED_GPUS", "1000")
+    found = {finding.topic: finding for finding in doctor.findings()}
+    assert found["gpu health"].level == "error"
+    assert "1000 are expected" in found["gpu health"].text
+    assert {"nvlink health", "nic state health", "storage health"} <= set(found)
+
+
 def test_missing_facility_names_what_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without pidfds the check warns and says what is used instead."""
     pidfd_available.cache_clear()

@@ -83,6 +83,7 @@ def test_import_is_light(module) -> None:
         (["--checks", "storage", "--storage-path", "/"], 0),
         (["--checks", "storage", "--storage-path", "/nonexistent"], 1),
         (["--checks", "gpu", "--expected-gpus", "1000"], 1),
+        (["--checks", "nic", "--expected-ports", "1000"], 1),
         (["--checks", "nonsense"], 2),
         (["--checks", ""], 2),
         (["--expected-gpus", "-1"], 2),

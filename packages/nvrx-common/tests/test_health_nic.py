@@ -303,6 +303,17 @@ def test_second_port_vanished_adapter_and_carrier(tree) -> None:
     assert check.check().reason == "mlx5_0 port 1 was ACTIVE and is gone"
 
 
+def test_expected_ports(tree, tmp_path) -> None:
+    """Too few active ports are unhealthy, also when they were never active or nothing is there."""
+    root = tree.root
+    assert NicLinkStateHealthCheck(sysfs_root=root, expected_ports=2).check().status == "healthy"
+    assert not NicLinkStateHealthCheck(sysfs_root=root, expected_ports=3)()
+    tree.set_state("mlx5_0", "1: DOWN")
+    result = NicLinkStateHealthCheck(sysfs_root=root, expected_ports=2).check()
+    assert result.reason == "1 ports are active, 2 are expected"
+    assert not NicLinkStateHealthCheck(sysfs_root=str(tmp_path / "none"), expected_ports=1)()
+
+
 def test_state_template_and_no_adapter(tmp_path) -> None:
     """A template is read for the adapters in its own folder; without adapters all is skipped."""
     state = tmp_path / "nics" / "a" / "state"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the self-check: what is installed, what the host offers, what earlier runs left behind.
+"""Owns the self-check: installed packages, host, hardware, what earlier runs left.
 
 ``python -m nvidia_resiliency_ext.shared_utils.doctor`` prints it; it changes nothing unless
 ``--clean`` is given. What is probed is in ``_doctor/``.
@@ -20,11 +20,13 @@ __all__ = ["Finding", "findings", "main", "package_versions"]
 
 
 def findings() -> list[Finding]:
-    """Look at packages, host and stale run directories."""
+    """Look at packages, host, hardware and stale run directories."""
+    from ._doctor.hardware import hardware_findings
     from ._doctor.host import host_findings
     from ._doctor.packages import installed_versions, package_findings
 
-    return [*package_findings(installed_versions()), *host_findings(), *_stale_findings()]
+    packages = package_findings(installed_versions())
+    return [*packages, *host_findings(), *hardware_findings(), *_stale_findings()]
 
 
 def package_versions() -> list[Finding]:

@@ -42,6 +42,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--expected-gpus", type=_count, metavar="N", help="fewer visible GPUs are unhealthy"
     )
     parser.add_argument(
+        "--expected-ports", type=_count, metavar="N", help="fewer active ports are unhealthy"
+    )
+    parser.add_argument(
         "--storage-path",
         action="append",
         default=[],
@@ -94,10 +97,10 @@ def _nvlink(_options: argparse.Namespace) -> list[Check]:
     return [NVLHealthCheck()]
 
 
-def _nic(_options: argparse.Namespace) -> list[Check]:
+def _nic(options: argparse.Namespace) -> list[Check]:
     from .nic_state import NicLinkStateHealthCheck
 
-    return [NicLinkStateHealthCheck()]
+    return [NicLinkStateHealthCheck(expected_ports=options.expected_ports)]
 
 
 def _storage(options: argparse.Namespace) -> list[Check]:
@@ -137,7 +140,7 @@ def _names(text: str) -> list[str]:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number")
     return int(text[:9])
 
 

@@ -30,6 +30,7 @@ class NicLinkStateHealthCheck(Check):
         link_state_path_template: Path of the state, with ``{nic}`` and perhaps ``{port}``.
         on_failure: Kept for the caller.
         sysfs_root: Folder to take for /sys.
+        expected_ports: Fewer active ports are unhealthy, whatever they were at construction.
     """
 
     name = "nic_state"
@@ -40,8 +41,10 @@ class NicLinkStateHealthCheck(Check):
         on_failure: Callable[[], Awaitable[object]] | None = None,
         *,
         sysfs_root: str = "/sys",
+        expected_ports: int | None = None,
     ) -> None:
         super().__init__(on_failure)
+        self.expected_ports = expected_ports
         self._sysfs_root = sysfs_root.rstrip("/")
         self._has_default_template = link_state_path_template is None
         default = f"{self._sysfs_root}/class/infiniband/{{nic}}/ports/{{port}}/state"
@@ -63,18 +66,19 @@ class NicLinkStateHealthCheck(Check):
             now = self._read()
         except StuckError as error:
             return unhealthy(str(error))
-        if not now and not self._active:
-            return skipped("no adapter is there")
-        if not self._active:
-            return skipped("no port was active at the start", {"states": now})
         down = {key: now.get(key, _GONE) for key in sorted(self._active)}
         down = {key: state for key, state in down.items() if not is_active(state)}
         evidence = {"states": {**now, **down}}
-        if down:
-            words = (
-                f"{key} was ACTIVE and is {state or 'unreadable'}" for key, state in down.items()
-            )
-            return unhealthy("; ".join(words), evidence)
+        problems = [f"{key} was ACTIVE and is {state or 'empty'}" for key, state in down.items()]
+        active = sum(" port " in key and is_active(state) for key, state in now.items())
+        if self.expected_ports is not None and active < self.expected_ports:
+            problems.insert(0, f"{active} ports are active, {self.expected_ports} are expected")
+        if problems:
+            return unhealthy("; ".join(problems), evidence)
+        if not now:
+            return skipped("no adapter is there")
+        if not self._active and self.expected_ports is None:
+            return skipped("no port was active at the start", evidence)
         return healthy(evidence=evidence)
 
     def _read(self) -> dict[str, str]:
