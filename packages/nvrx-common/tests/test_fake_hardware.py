@@ -36,7 +36,8 @@ def ask(nvml):
     found += [(value.nvmlReturn, value.value.ullVal or 0) for value in fields]
     found += [nvml.nvmlDeviceGetNvLinkState(handle, 1)]
     found += [nvml.nvmlDeviceGetNvLinkErrorCounter(handle, 1, 0)]
-    found += [nvml.nvmlDeviceGetPciInfo(handle).busId]
+    bus_id = nvml.nvmlDeviceGetPciInfo(handle).busId
+    found += [bus_id if isinstance(bus_id, str) else bus_id.decode()]
     for call in (lambda: nvml.nvmlDeviceGetNvLinkState(handle, 2),
                  lambda: nvml.nvmlDeviceGetHandleByIndex(1),
                  lambda: nvml.nvmlDeviceGetHandleByUUID("GPU-x")):

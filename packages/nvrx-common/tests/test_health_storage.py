@@ -18,6 +18,7 @@ from nvidia_resiliency_ext.shared_utils._health.storage_judge import (
     judge_paths,
     parse_object,
 )
+from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.health_check import (
     DistributedStorageHealthCheck,
     StoragePathHealthCheck,
@@ -180,9 +181,13 @@ class Unkillable:
 
     def __init__(self, release):
         self.release = release
+        self.pipe = os.pipe()
+
+    def fileno(self):
+        return self.pipe[0]
 
     def poll(self):
-        return object() if self.release.is_set() else None
+        return ExitStatus(0) if self.release.is_set() else None
 
     def wait(self, _timeout_s=None):
         return self.poll()
@@ -191,7 +196,8 @@ class Unkillable:
         return True
 
     def close(self):
-        pass
+        for descriptor in self.pipe:
+            os.close(descriptor)
 
 
 def test_unkillable_probe_is_left_behind_counted_and_not_repeated(monkeypatch) -> None:
@@ -230,8 +236,22 @@ def test_probes_run_at_the_same_time(monkeypatch, tmp_path) -> None:
     assert result.reason.count("does not answer") == 4
 
 
-def test_talkative_probe_is_killed() -> None:
-    """A probe that writes without end is cut off."""
+def test_hanging_mounts_leave_time_for_others(monkeypatch, tmp_path) -> None:
+    """Mounts beyond those that are looked at together get their turn when others have ended."""
+    monkeypatch.setattr(storage, "_AT_ONCE", 2)
+    original = storage._mount_command
+    hangs = {"/m0"}
+    monkeypatch.setattr(storage, "_mount_command", lambda p: HANG if p in hangs else original(p))
+    mounts = [("/m0", "nfs", "rw"), *((tmp_path / str(n), "nfs", "rw") for n in range(5))]
+    for number in range(5):
+        (tmp_path / str(number)).mkdir()
+    reason = check_of(tmp_path, *mounts, timeout_s=8.0).check().reason
+    assert reason == "/m0 (nfs): does not answer within 8 s"
+
+
+def test_talkative_probe_does_not_end() -> None:
+    """A probe that writes without end is stopped by the pipe, and by its deadline."""
     probe = Probe.start([sys.executable, "-S", "-c", "while True: print('x' * 65536)"])
-    assert probe.result(30.0) is None
+    assert probe.result(0.2) is None
+    probe.kill()
     assert probe.has_ended()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any
 
 __all__ = ["GPUMemoryLogger"]
@@ -22,14 +21,12 @@ class GPUMemoryLogger:
     """
 
     _instance: GPUMemoryLogger | None = None
-    _lock = threading.Lock()
 
     def __new__(cls) -> GPUMemoryLogger:  # noqa: PYI034 - Self is newer than Python 3.10
         """Return the one object."""
-        with cls._lock:
-            if cls._instance is None:
-                cls._instance = super().__new__(cls)
-            return cls._instance
+        if cls._instance is None:
+            cls._instance = super().__new__(cls)
+        return cls._instance
 
     def get_gpu_memory(
         self, device_index: int | None = None, log_memory: bool = False, context: str = ""
@@ -76,3 +73,6 @@ class GPUMemoryLogger:
             logger.warning("memory of GPU %d cannot be told: %s", rank, error)
             return None
         return [int(value) for value in found]
+
+
+GPUMemoryLogger()

@@ -8,7 +8,6 @@ for as long as its own deadline, so coroutines run it in an executor.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from typing import TYPE_CHECKING, ClassVar
 
@@ -21,23 +20,20 @@ __all__ = ["Check", "PeriodicCheck", "log_once"]
 
 logger = logging.getLogger("nvrx")
 
-_logged: set[str] = set()
-_logged_lock = threading.Lock()
+_logged: dict[str, object] = {}
 
 
 def log_once(key: str, level: int, message: str) -> None:
     """Log one line for this key in the life of the process."""
-    with _logged_lock:
-        if key in _logged:
-            return
-        _logged.add(key)
-    logger.log(level, "%s", message)
+    # One step, so that no lock is needed: a fork might find it held.
+    mine = object()
+    if _logged.setdefault(key, mine) is mine:
+        logger.log(level, "%s", message)
 
 
 def forget_logged() -> None:
     """Let every line be logged anew; for tests."""
-    with _logged_lock:
-        _logged.clear()
+    _logged.clear()
 
 
 class Check:

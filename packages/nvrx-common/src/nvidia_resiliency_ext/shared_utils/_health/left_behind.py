@@ -6,6 +6,7 @@ Nobody waits for such a thread, not even the interpreter at its exit.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -38,11 +39,12 @@ class StuckError(DeadlineExceededError):
 class DeadlineCaller:
     """Runs one call at a time; while one hangs, all later ones fail at once.
 
-    So a hung driver costs one thread, however often it is asked. Callers serialise themselves.
+    So a hung driver costs one thread, however often it is asked.
     """
 
     def __init__(self) -> None:
         self._stuck: _Call | None = None
+        self._turn = threading.Lock()
 
     def run(self, what: str, call: Callable[[], Any], timeout_s: float) -> Any:
         """Return what the call returns, or raise what it raises.
@@ -50,10 +52,19 @@ class DeadlineCaller:
         Raises:
             StuckError: It, or one before it, does not return in time.
         """
-        if self._stuck is not None:
-            if not self._stuck.ended.is_set():
-                raise StuckError(self._stuck.what, self._stuck.age_s())
-            self._stuck = None
+        if not self._turn.acquire(timeout=timeout_s):
+            raise StuckError(what, timeout_s)
+        try:
+            return self._run(what, call, timeout_s)
+        finally:
+            self._turn.release()
+
+    def _run(self, what: str, call: Callable[[], Any], timeout_s: float) -> Any:
+        stuck = self._stuck
+        # A forked child does not have the threads of its parent.
+        if stuck is not None and stuck.pid == os.getpid() and not stuck.ended.is_set():
+            raise StuckError(stuck.what, stuck.age_s())
+        self._stuck = None
         running = _Call(what, call)
         if not running.ended.wait(timeout_s):
             self._stuck = running
@@ -66,6 +77,7 @@ class DeadlineCaller:
 class _Call:
     def __init__(self, what: str, call: Callable[[], Any]) -> None:
         self.what = what
+        self.pid = os.getpid()
         self.ended = threading.Event()
         self.value: Any = None
         self.error: Exception | None = None

@@ -9,11 +9,9 @@ session of its parent: it asks through a helper of its own.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
-import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from . import settings
@@ -22,7 +20,7 @@ from .nvml_errors import DriverHungError, NvmlCallError
 from .nvml_queries import NvmlQueries, load_binding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 __all__ = ["NvmlSession", "lock", "session", "set_nvml", "with_pynvml_lock"]
 
@@ -62,13 +60,12 @@ class NvmlSession:
                 `NVRX_NVML_TIMEOUT_S`.
         """
         timeout_s = settings.nvml_timeout_s()
-        start = time.monotonic()
         held = lock
         if not held.acquire(timeout=timeout_s):
             raise DriverHungError(query, timeout_s)
         try:
-            left_s = max(0.0, timeout_s - (time.monotonic() - start))
-            return self._answering.ask(query, arguments, left_s)
+            # The whole time, however long others took before: it is the driver's, not the queue's.
+            return self._answering.ask(query, arguments, timeout_s)
         finally:
             held.release()
 
@@ -151,16 +148,6 @@ def with_pynvml_lock(func: Callable[..., Any]) -> Callable[..., Any]:
             return func(*args, **kwargs)
 
     return locked
-
-
-@contextlib.contextmanager
-def fresh_session() -> Iterator[None]:
-    """Forget the session before and after a block; for tests."""
-    set_nvml(None)
-    try:
-        yield
-    finally:
-        set_nvml(None)
 
 
 def _choose() -> Answering:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.children import start_child
 
@@ -22,13 +22,23 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.shared_utils.children import Child
 
-__all__ = ["Probe", "abandoned_probes"]
+__all__ = ["Probe", "abandoned_probes", "kill_all", "wait_for_any"]
 
 _KILL_WAIT_S = 0.5
-_OUTPUT_LIMIT_BYTES = 1 << 20
+_PIPE_BYTES = 1 << 16
 
 _lock = threading.Lock()
 _abandoned: list[Probe] = []
+
+
+def _after_fork() -> None:
+    # A thread of the parent may have held it, and the children are not ours.
+    global _lock  # noqa: PLW0603 - the lock of this module
+    _lock = threading.Lock()
+    _abandoned.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def abandoned_probes() -> int:
@@ -38,13 +48,30 @@ def abandoned_probes() -> int:
         return len(_abandoned)
 
 
+def kill_all(probes: Sequence[Probe]) -> None:
+    """Kill several; those that do not end at once are left behind."""
+    for probe in probes:
+        probe.signal_end()
+    deadline = time.monotonic() + _KILL_WAIT_S
+    left = [p for p in probes if not p.wait(max(0.0, deadline - time.monotonic()))]
+    with _lock:
+        _abandoned.extend(probe for probe in left if probe not in _abandoned)
+
+
+def wait_for_any(probes: Sequence[Probe], timeout_s: float) -> None:
+    """Wait until one of them ends, or the time is up."""
+    poller = select.poll()
+    for probe in probes:
+        poller.register(probe, select.POLLIN)
+    poller.poll(timeout_s * 1000)
+
+
 class Probe:
     """One child process with its output, which nobody ever has to wait for."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
         self._start = time.monotonic()
-        self._output = bytearray()
         self._is_closed = False
 
     @classmethod
@@ -65,52 +92,54 @@ class Probe:
         return time.monotonic() - self._start
 
     def has_ended(self) -> bool:
-        """Reap it if it has ended; say whether it has."""
+        """Say whether it has ended, and if so give back what belongs to it."""
         if not self._is_closed and self._child.poll() is not None:
             self._is_closed = True
             self._child.close()
         return self._is_closed
 
+    def is_over(self) -> bool:
+        """Return whether it has ended; its output can still be had."""
+        return self._is_closed or self._child.poll() is not None
+
     def result(self, timeout_s: float) -> tuple[int, bytes] | None:
         """Wait for its end; return its exit code and output, `None` when the time is up first.
 
-        It is killed when the time is up, or when it writes more than 1 MiB.
+        What it writes is read at its end only, so one that writes more than a pipe holds (64 KiB)
+        does not end.
         """
-        deadline = time.monotonic() + timeout_s
-        if not self._read_all(deadline):
-            self.kill()
-            return None
-        status = self._child.wait(max(0.0, deadline - time.monotonic()))
+        status = self._child.wait(timeout_s)
         if status is None:
-            self.kill()
             return None
+        output = self._read_all()
         self.has_ended()
-        return status.returncode, bytes(self._output)
+        return status.returncode, output
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable once it has ended."""
+        return self._child.fileno()
+
+    def signal_end(self) -> None:
+        """Have the kernel kill it, without waiting."""
+        if not self.has_ended():
+            self._child.signal_group(signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end and reap it; say whether it has ended."""
+        self._child.wait(timeout_s)
+        return self.has_ended()
 
     def kill(self) -> None:
         """Kill it; leave it behind when that does not end it at once."""
-        if self.has_ended():
-            return
-        self._child.signal_group(signal.SIGKILL)
-        if self._child.wait(_KILL_WAIT_S) is not None:
-            self.has_ended()
-            return
-        with _lock:
-            _abandoned.append(self)
+        kill_all([self])
 
-    def _read_all(self, deadline: float) -> bool:
-        stream: Any = self._child.stdout
-        if stream is None:
-            return True
-        poller = select.poll()
-        poller.register(stream, select.POLLIN)
-        while True:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not poller.poll(left_s * 1000 + 1):
-                return False
-            data = os.read(stream.fileno(), 65536)
-            if not data:
-                return True
-            self._output += data
-            if len(self._output) > _OUTPUT_LIMIT_BYTES:
-                return False
+    def _read_all(self) -> bytes:
+        if self._child.stdout is None:
+            return b""
+        # Not to wait for a process that inherited the other end.
+        descriptor = self._child.stdout.fileno()
+        os.set_blocking(descriptor, False)
+        try:
+            return os.read(descriptor, _PIPE_BYTES)
+        except BlockingIOError:
+            return b""

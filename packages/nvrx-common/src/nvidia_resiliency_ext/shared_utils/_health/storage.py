@@ -14,7 +14,7 @@ from .check import Check, PeriodicCheck
 from .left_behind import DeadlineCaller, StuckError
 from .mounts import MOUNTINFO, Mount, read_mounts
 from .nic_ports import read_first
-from .probes import Probe, abandoned_probes
+from .probes import Probe, abandoned_probes, kill_all, wait_for_any
 from .result import Finding, healthy, skipped, unhealthy
 from .storage_judge import Limits, judge_mount, judge_paths, parse_object
 
@@ -44,31 +44,41 @@ class _Probes:
         """Return each path's exit code and output, or why there is none."""
         answers: dict[str, tuple[int, bytes] | str] = {}
         running: dict[str, Probe] = {}
+        waiting = [path for path in paths if not self._still_hangs(path, answers)]
         deadline = time.monotonic() + timeout_s
-        for path in paths:
-            hanging = self._hanging.get(path)
-            if hanging is not None and not hanging.has_ended():
-                answers[path] = f"has hung for {hanging.age_s():.0f} s"
-                continue
-            self._hanging.pop(path, None)
-            if len(running) >= _AT_ONCE:
-                first = next(iter(running))
-                answers[first] = self._finish(first, running.pop(first), deadline)
-            try:
-                running[path] = self._start(self._command(path))
-            except ChildStartError as error:
-                answers[path] = f"cannot be probed: {error}"
-        for path, probe in running.items():
-            answers[path] = self._finish(path, probe, deadline)
-        return answers
+        while waiting or running:
+            while waiting and len(running) < _AT_ONCE:
+                self._begin(waiting.pop(0), running, answers)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            if running:
+                wait_for_any(list(running.values()), left_s)
+            for path in [path for path, probe in running.items() if probe.is_over()]:
+                answers[path] = running.pop(path).result(0.0) or "the probe cannot be read"
+        kill_all(list(running.values()))
+        self._hanging |= {path: probe for path, probe in running.items() if not probe.has_ended()}
+        late = f"does not answer within {timeout_s:g} s"
+        return {**answers, **dict.fromkeys([*running, *waiting], late)}
 
-    def _finish(self, path: str, probe: Probe, deadline: float) -> tuple[int, bytes] | str:
-        result = probe.result(max(0.0, deadline - time.monotonic()))
-        if result is not None:
-            return result
-        if not probe.has_ended():
-            self._hanging[path] = probe
-        return f"does not answer within {probe.age_s():.0f} s"
+    def _still_hangs(self, path: str, answers: dict[str, tuple[int, bytes] | str]) -> bool:
+        probe = self._hanging.get(path)
+        if probe is None or probe.has_ended():
+            self._hanging.pop(path, None)
+            return False
+        answers[path] = f"has hung for {probe.age_s():.0f} s"
+        return True
+
+    def _begin(
+        self,
+        path: str,
+        running: dict[str, Probe],
+        answers: dict[str, tuple[int, bytes] | str],
+    ) -> None:
+        try:
+            running[path] = self._start(self._command(path))
+        except ChildStartError as error:
+            answers[path] = f"cannot be probed: {error}"
 
 
 class DistributedStorageHealthCheck(PeriodicCheck):
