@@ -8,6 +8,7 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._prewarm import pool as pools
 from nvidia_resiliency_ext.fault_tolerance._prewarm.pool import (
+    Begun,
     Disable,
     EndStandby,
     Gone,
@@ -46,7 +47,7 @@ def running(slots=4, cores=4):
     """Return a pool whose first cycle was started at time 0 from standbys."""
     pool = Pool.of(slots, cores)
     pool, _ = after(pool, Prepare(), RanksStarting(), *(Gone(s) for s in range(slots)))
-    return after(pool, RanksStarted())[0]
+    return after(pool, RanksStarted(), *(Begun(s) for s in range(slots)))[0]
 
 
 def test_first_cycle_starts_all_at_once():
@@ -83,6 +84,26 @@ def test_never_while_ranks_start():
     assert effects == []
     assert after(pool, (RanksStarted(), 11.0))[1] == []
     assert len(after(pool, (RanksStarted(), 11.0), (Tick(), 13.0))[1]) == 2
+
+
+def test_not_while_workers_import():
+    """Workers that were told to go early keep the processors, until their first step is near."""
+    pool = Pool.of(2, 4)
+    pool, _ = after(pool, Prepare(), RanksStarting(), Gone(0), Gone(1), RanksStarted())
+    assert after(pool, (Tick(), 30.0), (Begun(0), 40.0), (Tick(), 90.0))[1] == []
+    pool, effects = after(pool, (Begun(0), 30.0), (Begun(1), 40.0), (Tick(), 99.0))
+    assert effects == []
+    assert step(pool, GoodStep(), 50.0)[1] == (StartStandby(0), StartStandby(1))
+    assert step(pool, Tick(), 100.0)[1] == (StartStandby(0), StartStandby(1))
+
+
+def test_a_step_before_the_last_worker_begins():
+    """When a rank works already, the fill waits for the last import and no longer."""
+    pool = Pool.of(2, 4)
+    pool, _ = after(pool, Prepare(), RanksStarting(), Gone(0), Gone(1), RanksStarted())
+    pool, effects = after(pool, (Begun(0), 5.0), (GoodStep(), 6.0))
+    assert effects == []
+    assert step(pool, Begun(1), 9.0)[1] == (StartStandby(0), StartStandby(1))
 
 
 TABLE = [
@@ -182,7 +203,14 @@ def test_random_walks_keep_the_rules(seed):
         now += rng.choice((0.0, 0.1, 1.0, 3.0, 70.0))
         slot = rng.randrange(slots)
         event = rng.choice(
-            (*EVENTS, StandbyReady(slot, 9), StandbyFailed(slot, "x"), Gone(slot), Stale(slot))
+            (
+                *EVENTS,
+                StandbyReady(slot, 9),
+                StandbyFailed(slot, "x"),
+                Gone(slot),
+                Stale(slot),
+                Begun(slot),
+            )
         )
         if isinstance(event, (StandbyFailed, Gone)):
             alive.discard(slot)
@@ -194,6 +222,7 @@ def test_random_walks_keep_the_rules(seed):
                 assert pool.disabled is None
                 assert pool.wanted
                 assert not pool.ranks_starting
+                assert not pool.importing or isinstance(event, Prepare)
                 alive.add(effect.slot)
             elif isinstance(effect, EndStandby):
                 assert effect.slot in alive

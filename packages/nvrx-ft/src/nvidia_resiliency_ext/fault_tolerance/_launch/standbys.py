@@ -314,6 +314,10 @@ class StandbyStarter:
         news = standby.receive()
         if isinstance(news, Begun):
             self._forget_told(slot, standby)
+            self._step(pools.Begun(slot))
+            if self._pool.fill_at is not None:
+                now = self._clock.monotonic()
+                self._arm(max(FIRST_LOOK_S, self._pool.fill_at - now))
         elif isinstance(news, Failed):
             self._last_words[slot] = news.reason
             self._loop.unwatch(standby.fileno())

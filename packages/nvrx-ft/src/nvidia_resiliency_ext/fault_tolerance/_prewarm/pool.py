@@ -14,9 +14,10 @@ Slots, one per local rank:
 | any but went | the pool is disabled or released | empty | `EndStandby` |
 
 The pool fills from `FILL_DELAY_S` after the last "go", or from the first sign of a running step,
-but never between `RanksStarting` and `RanksStarted`, at most `width` at a time. Before the first
-cycle all are started at once. A second failure within `FAILURE_WINDOW_S`, or too little free
-memory, disables it; the next good step enables it again.
+but never while ranks start: between `RanksStarting` and `RanksStarted`, and until each worker that
+was told to go while it imported has begun, and for `FIRST_STEP_FACTOR` times as long again. At
+most `width` warm up at a time; before the first cycle all are started at once. A second failure
+within `FAILURE_WINDOW_S`, or too little free memory, disables it; the next good step enables it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 FILL_DELAY_S = 2.0
+# Wrapping the first model imports about as much again as `import torch`, before the first step.
+FIRST_STEP_FACTOR = 1.5
 FAILURE_WINDOW_S = 60.0
 MEMORY_FACTOR = 2
 # What torch and DistributedDataParallel take, until a standby has told its own figure.
@@ -54,6 +57,9 @@ class Pool:
         refused: The command can never be started warm.
         first: No "go" has been given yet: nothing runs that a fill could disturb.
         ranks_starting: Workers are starting; they need the processors.
+        importing: Slots that were told to go and import still; they need the processors, too.
+        went_at: When the last "go" was given.
+        has_stepped: A rank of this cycle has shown a sign of a running step.
         fill_at: Earliest time of the next fill; None = not before a sign of a running step.
         last_failure: When a standby failed last.
         standby_bytes: Private memory of one standby, as the last one told.
@@ -67,6 +73,9 @@ class Pool:
     refused: bool = False
     first: bool = True
     ranks_starting: bool = False
+    importing: frozenset[int] = frozenset()
+    went_at: float = 0.0
+    has_stepped: bool = False
     fill_at: float | None = None
     last_failure: float | None = None
     standby_bytes: int = EXPECTED_STANDBY_BYTES
@@ -80,7 +89,8 @@ class Pool:
     @property
     def may_fill(self) -> bool:
         """Whether standbys may be started, as far as it is not a question of time."""
-        blocked = self.refused or self.disabled is not None or self.ranks_starting
+        starting = self.ranks_starting or bool(self.importing)
+        blocked = self.refused or self.disabled is not None or starting
         return self.wanted and not blocked
 
 
@@ -147,6 +157,13 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """The worker that came from a slot's standby runs its program."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stale:
     """The interpreter or a package changed on disk since a slot's standby was started."""
 
@@ -162,7 +179,7 @@ class Refused:
 
 Event = (
     Prepare | Tick | RanksStarting | RanksStarted | GoodStep | Wanted | Memory
-    | StandbyReady | StandbyFailed | Gone | Stale | Refused
+    | StandbyReady | StandbyFailed | Gone | Begun | Stale | Refused
 )  # fmt: skip
 
 
@@ -222,7 +239,7 @@ def step(pool: Pool, event: Event, now: float) -> tuple[Pool, tuple[Effect, ...]
     """Return the pool after an event, and what to do."""
     draft = _Draft(pool)
     match event:
-        case StandbyReady() | StandbyFailed() | Gone() | Stale():
+        case StandbyReady() | StandbyFailed() | Gone() | Begun() | Stale():
             _slot_event(draft, event, now)
         case Refused(reason):
             draft.change(refused=True)
@@ -232,9 +249,9 @@ def step(pool: Pool, event: Event, now: float) -> tuple[Pool, tuple[Effect, ...]
             if not wanted:
                 draft.end_all()
         case GoodStep():
-            draft.change(disabled=None, fill_at=now)
+            draft.change(disabled=None, fill_at=now, has_stepped=True)
         case RanksStarting():
-            draft.change(ranks_starting=True)
+            draft.change(ranks_starting=True, importing=frozenset(), has_stepped=False)
         case RanksStarted():
             draft.change(ranks_starting=False, first=False, fill_at=now + FILL_DELAY_S)
         case Memory(free_bytes):
@@ -246,7 +263,7 @@ def step(pool: Pool, event: Event, now: float) -> tuple[Pool, tuple[Effect, ...]
 
 
 def _slot_event(
-    draft: _Draft, event: StandbyReady | StandbyFailed | Gone | Stale, now: float
+    draft: _Draft, event: StandbyReady | StandbyFailed | Gone | Begun | Stale, now: float
 ) -> None:
     state = draft.pool.slots[event.slot]
     match event:
@@ -257,13 +274,22 @@ def _slot_event(
         case StandbyFailed(slot, reason) if state in _HELD or state is SlotState.WENT:
             # One that was told to go while warming has no process any more either way.
             draft.set_slot(slot, SlotState.FAILED)
+            draft.change(importing=draft.pool.importing - {slot})
             last = draft.pool.last_failure
             draft.change(last_failure=now)
             if last is not None and now - last <= FAILURE_WINDOW_S:
                 draft.disable(f"standby workers failed twice within a minute: {reason}")
         case Gone(slot) if state in _HELD:
             draft.set_slot(slot, SlotState.WENT)
-            draft.change(fill_at=now + FILL_DELAY_S, first=False)
+            if state is SlotState.WARMING:
+                draft.change(importing=draft.pool.importing | {slot})
+            draft.change(went_at=now, fill_at=now + FILL_DELAY_S, first=False)
+        case Begun(slot) if slot in draft.pool.importing:
+            draft.change(importing=draft.pool.importing - {slot})
+            if not draft.pool.has_stepped:
+                pause_s = FIRST_STEP_FACTOR * (now - draft.pool.went_at)
+                pause_s = max(FILL_DELAY_S, pause_s)
+                draft.change(fill_at=now + pause_s)
         case Stale(slot) if state in _HELD:
             draft.set_slot(slot, SlotState.EMPTY)
             draft.effects.append(EndStandby(slot))
