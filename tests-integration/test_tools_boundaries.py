@@ -29,7 +29,12 @@ def tree(tmp_path: Path) -> Path:
         tmp_path,
         "nvrx-common",
         "dependencies = []\n[project.optional-dependencies]\ngrpc = ['grpcio', 'protobuf']",
-        {"__init__.py": "", "shared/__init__.py": "", "shared/_inside.py": ""},
+        {
+            "__init__.py": "",
+            "shared/__init__.py": "",
+            "shared/_inside.py": f"def f():\n    from {NAMESPACE}.shared import m_pb2\n",
+            "shared/m_pb2.py": "from google.protobuf import descriptor\n",
+        },
     )
     add_package(
         tmp_path,
@@ -89,6 +94,7 @@ def test_tree_without_mistakes_passes(tree: Path) -> None:
         ("nvrx-b/a/other.py", "", "keep one"),
         ("nvrx-common/shared/new.py", "def f():\n    import nvidia_resiliency_ext.a", "no sibling"),
         ("nvrx-a/a/new.py", "import nvidia_resiliency_ext_typo", "does not declare"),
+        ("nvrx-common/shared/new.py", "from . import m_pb2", "needs an extra"),
     ],
 )
 def test_broken_rule_is_named_with_its_place(

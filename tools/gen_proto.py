@@ -48,6 +48,14 @@ def checked_in(root: Path) -> dict[Path, str]:
     return {p.relative_to(root): p.read_text() for p in paths if p.name.endswith(SUFFIXES)}
 
 
+def installed(name: str) -> str | None:
+    """Return the version of an installed distribution."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def main() -> int:
     """Write the generated files, or with `--check` name those that differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -56,8 +64,10 @@ def main() -> int:
     options = parser.parse_args()
     root: Path = options.root.resolve()
     name, version = COMPILER
-    if importlib.metadata.version(name) != version:
-        print(f"gen_proto: needs {name} {version}; run: hatch run proto:write", file=sys.stderr)
+    if installed(name) != version:
+        print(
+            f"gen_proto: needs {name} {version}; run: python3 tools/dev.py proto", file=sys.stderr
+        )
         return 2
     made, present = generate(root), checked_in(root)
     different = sorted(p for p in made.keys() | present.keys() if made.get(p) != present.get(p))
