@@ -97,6 +97,17 @@ def test_not_while_workers_import():
     assert step(pool, Tick(), 100.0)[1] == (StartStandby(0), StartStandby(1))
 
 
+def test_workers_that_start_cold_are_left_alone_as_long():
+    """After a fault before any standby was ready, cold workers import undisturbed."""
+    pool = Pool.of(2, 4)
+    pool, _ = after(pool, Prepare(), RanksStarting(), Gone(0), Gone(1), RanksStarted())
+    pool, _ = after(pool, (Begun(0), 4.0), (Begun(1), 4.0), (GoodStep(), 8.0))
+    pool = dataclasses.replace(pool, slots=(WENT, WENT))
+    cold, effects = after(pool, (RanksStarting(), 9.0), (RanksStarted(), 9.0), (Tick(), 18.9))
+    assert effects == []
+    assert len(step(cold, Tick(), 19.0)[1]) == 2
+
+
 def test_a_step_before_the_last_worker_begins():
     """When a rank works already, the fill waits for the last import and no longer."""
     pool = Pool.of(2, 4)

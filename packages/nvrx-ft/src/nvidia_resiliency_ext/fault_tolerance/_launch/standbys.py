@@ -162,6 +162,10 @@ class StandbyStarter:
             self._timer.cancel()
         self._timer = self._loop.call_at(self._clock.monotonic() + delay_s, self._tick)
 
+    def _arm_for_fill(self) -> None:
+        fill_at = self._pool.fill_at or 0.0
+        self._arm(max(FIRST_LOOK_S, fill_at - self._clock.monotonic()))
+
     def _tick(self) -> None:
         """Look again, less and less often: a slow file system may take a minute to import."""
         self._look()
@@ -224,7 +228,7 @@ class StandbyStarter:
         self._has_worked = False
         self._step(pools.RanksStarted())
         self._look_interval_s = FIRST_LOOK_S
-        self._arm(FIRST_LOOK_S)
+        self._arm_for_fill()
 
     def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
         """Make a worker: tell its standby to go, or start a fresh process.
@@ -315,9 +319,7 @@ class StandbyStarter:
         if isinstance(news, Begun):
             self._forget_told(slot, standby)
             self._step(pools.Begun(slot))
-            if self._pool.fill_at is not None:
-                now = self._clock.monotonic()
-                self._arm(max(FIRST_LOOK_S, self._pool.fill_at - now))
+            self._arm_for_fill()
         elif isinstance(news, Failed):
             self._last_words[slot] = news.reason
             self._loop.unwatch(standby.fileno())

@@ -14,10 +14,11 @@ Slots, one per local rank:
 | any but went | the pool is disabled or released | empty | `EndStandby` |
 
 The pool fills from `FILL_DELAY_S` after the last "go", or from the first sign of a running step,
-but never while ranks start: between `RanksStarting` and `RanksStarted`, and until each worker that
-was told to go while it imported has begun, and for `FIRST_STEP_FACTOR` times as long again. At
-most `width` warm up at a time; before the first cycle all are started at once. A second failure
-within `FAILURE_WINDOW_S`, or too little free memory, disables it; the next good step enables it.
+but never while ranks start: between `RanksStarting` and `RanksStarted`, until each worker that was
+told to go while it imported has begun, and for `FIRST_STEP_FACTOR` times as long again; workers
+that started cold are given the time that the imports of such workers took. At most `width` warm up
+at a time; before the first cycle all are started at once. A second failure within
+`FAILURE_WINDOW_S`, or too little free memory, disables it; the next good step enables it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Pool:
         first: No "go" has been given yet: nothing runs that a fill could disturb.
         ranks_starting: Workers are starting; they need the processors.
         importing: Slots that were told to go and import still; they need the processors, too.
+        import_s: The longest that workers took to begin which were told to go while importing.
         went_at: When the last "go" was given.
         has_stepped: A rank of this cycle has shown a sign of a running step.
         fill_at: Earliest time of the next fill; None = not before a sign of a running step.
@@ -74,6 +76,7 @@ class Pool:
     first: bool = True
     ranks_starting: bool = False
     importing: frozenset[int] = frozenset()
+    import_s: float = 0.0
     went_at: float = 0.0
     has_stepped: bool = False
     fill_at: float | None = None
@@ -252,8 +255,14 @@ def step(pool: Pool, event: Event, now: float) -> tuple[Pool, tuple[Effect, ...]
             draft.change(disabled=None, fill_at=now, has_stepped=True)
         case RanksStarting():
             draft.change(ranks_starting=True, importing=frozenset(), has_stepped=False)
+            for slot, state in enumerate(pool.slots):
+                if state is SlotState.WENT:
+                    draft.set_slot(slot, SlotState.EMPTY)
         case RanksStarted():
-            draft.change(ranks_starting=False, first=False, fill_at=now + FILL_DELAY_S)
+            is_warm = all(state is SlotState.WENT for state in pool.slots)
+            import_s = 0.0 if is_warm else pool.import_s
+            fill_at = now + import_s + _pause_s(import_s)
+            draft.change(ranks_starting=False, first=False, fill_at=fill_at)
         case Memory(free_bytes):
             draft.change(free_bytes=free_bytes)
         case Prepare() | Tick():
@@ -285,16 +294,23 @@ def _slot_event(
                 draft.change(importing=draft.pool.importing | {slot})
             draft.change(went_at=now, fill_at=now + FILL_DELAY_S, first=False)
         case Begun(slot) if slot in draft.pool.importing:
-            draft.change(importing=draft.pool.importing - {slot})
+            import_s = now - draft.pool.went_at
+            draft.change(
+                importing=draft.pool.importing - {slot},
+                import_s=max(import_s, draft.pool.import_s),
+            )
             if not draft.pool.has_stepped:
-                pause_s = FIRST_STEP_FACTOR * (now - draft.pool.went_at)
-                pause_s = max(FILL_DELAY_S, pause_s)
-                draft.change(fill_at=now + pause_s)
+                draft.change(fill_at=now + _pause_s(import_s))
         case Stale(slot) if state in _HELD:
             draft.set_slot(slot, SlotState.EMPTY)
             draft.effects.append(EndStandby(slot))
         case _:
             pass  # News of a standby that was ended meanwhile.
+
+
+def _pause_s(import_s: float) -> float:
+    """Return how long workers that have imported are left alone."""
+    return max(FILL_DELAY_S, FIRST_STEP_FACTOR * import_s)
 
 
 def _check_memory(draft: _Draft) -> None:
