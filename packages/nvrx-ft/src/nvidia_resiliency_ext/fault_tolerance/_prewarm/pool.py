@@ -10,7 +10,9 @@ Slots, one per local rank:
 | warming, ready | `StandbyFailed` | failed | counts against the pool |
 | warming, ready | `Gone` (told to go) | went | |
 | ready | `Stale` (its files changed on disk) | empty | `EndStandby` |
-| went, failed | `FillAllowed` and time is up | warming | `StartStandby` |
+| went | `Begun` (it runs its program) | went | |
+| went | `RanksStarting` (of the next cycle) | empty | |
+| went, failed | the pool may fill and time is up | warming | `StartStandby` |
 | any but went | the pool is disabled or released | empty | `EndStandby` |
 
 The pool fills from `FILL_DELAY_S` after the last "go", or from the first sign of a running step,
