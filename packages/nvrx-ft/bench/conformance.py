@@ -5,7 +5,7 @@
 
 Every combination of script and `-m`, of light and full import list, and of one and two OpenMP
 threads; then every case of ending, starting children and using torch. One JSON line per
-combination; the exit status is 1 when anything differs. It takes some ten minutes on two cores.
+combination; the exit status is 1 when anything differs. It takes some twenty minutes on two cores.
 """
 
 import argparse
@@ -47,6 +47,10 @@ def main() -> int:
     parser.add_argument("--light", action="store_true", help="without torch")
     parser.add_argument("--times", type=int, default=3, help="runs of the probe each way")
     options = parser.parse_args()
+    if options.times < 2:  # noqa: PLR2004 - one run cannot tell what varies by itself
+        parser.error(
+            f"--times {options.times}: at least 2 runs each way show what varies by itself"
+        )
     os.umask(0o022)
     lists = [(("numpy", "tempfile"), "numpy")]
     if not options.light:
