@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--light", action="store_true", help="without torch")
     parser.add_argument("--times", type=int, default=3, help="runs of the probe each way")
     options = parser.parse_args()
-    if options.times < 2:  # noqa: PLR2004 - one run cannot tell what varies by itself
+    if options.times < 2:
         parser.error(
             f"--times {options.times}: at least 2 runs each way show what varies by itself"
         )

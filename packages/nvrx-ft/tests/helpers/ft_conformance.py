@@ -179,7 +179,7 @@ class _Streams:
 # Python's tracker of semaphores now and then says so at the end of a program with spawned children,
 # fresh or from standby alike (seen in 1 of 50 fresh runs and 3 of 50 warm ones on a busy machine).
 _TRACKER_NOISE = re.compile(
-    r"^.*resource_tracker\.py:\d+: UserWarning: .*\n  warnings\.warn.*\n", re.M
+    r"^.*resource_tracker\.py:\d+: UserWarning: .*\n  warnings\.warn.*\n", re.MULTILINE
 )
 
 
