@@ -91,13 +91,13 @@ def test_budget_counts_from_the_global_cycle():
     node, done = play(running(cycle=2), WorkerExited(1, KILLED, DEAD))
     assert done[0] == ReportFault(DEAD, Outcome.FAIL, 0)
     node, done = play(node, WorkerExited(0, CLEAN), GroupStopped())
-    assert done == [CloseRendezvous("failure"), Finish(1, DEAD.what)]
+    assert done == [CloseRendezvous("failure", DEAD), Finish(1, DEAD.what)]
 
 
 def test_no_progress_ends_with_the_no_restart_code():
     """A job without progress stops its workers, tells everybody and exits 93."""
     node, done = play(running(), WorkerExited(1, KILLED, DEAD, no_progress=True))
-    assert CloseRendezvous("no_progress") in done
+    assert CloseRendezvous("no_progress", DEAD) in done
     assert OpenNextRound(DEAD) not in done
     _, done = play(node, GroupStopped())
     assert done == [Finish(93, f"no restart: {DEAD.what}")]
@@ -175,7 +175,7 @@ def test_shutdown_wins_over_exclusion():
         RequestReceived(Request.SHUTDOWN, "b"),
         WorkerExited(1, KILLED, DEAD),
     )
-    assert play(node, GroupStopped())[1][0] == CloseRendezvous("failure")
+    assert play(node, GroupStopped())[1][0].reason == "failure"
 
 
 def test_unkillable_worker_makes_the_node_unhealthy():
@@ -207,7 +207,7 @@ def test_closed_rendezvous_ends_a_waiting_node():
     """A node that waits when the rendezvous closes leaves, with 93 for a no-restart reason."""
     assert play(Node(POLICY), RoundClosed("failure"))[1] == [Finish(1, "failure")]
     assert play(Node(POLICY), RoundClosed("no_progress", no_restart=True))[1] == [
-        Finish(93, "no_progress")
+        Finish(93, "no restart: no_progress")
     ]
 
 

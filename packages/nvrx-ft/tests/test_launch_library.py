@@ -47,8 +47,14 @@ def test_prewarm_is_what_the_configuration_says() -> None:
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        (describe(FaultToleranceConfig(segment=4, enable_nic_monitor=True)), "segment=4"),
-        (describe(FaultToleranceConfig(segment=4, enable_nic_monitor=True)), "enable_nic_monitor"),
+        (
+            describe(FaultToleranceConfig(numa_bind_strict=False, enable_nic_monitor=True)),
+            "numa_bind",
+        ),
+        (
+            describe(FaultToleranceConfig(numa_bind_strict=False, enable_nic_monitor=True)),
+            "enable_nic_monitor",
+        ),
         (describe(nproc_per_node=0), "nproc_per_node=0: is not from 1 to 65536"),
         (describe(nproc_per_node=10**11), "nproc_per_node=100000000000: is not from"),
         (describe(max_nodes=2), "max_nodes=2: more than one node"),

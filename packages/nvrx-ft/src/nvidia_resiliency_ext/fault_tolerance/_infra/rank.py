@@ -16,6 +16,7 @@ __all__ = [
     "get_log_aggregator_shard_index",
     "infrastructure_rank",
     "log_aggregator_shard_index",
+    "nodes_per_array_task",
 ]
 
 _Environment = Mapping[str, str]
@@ -79,6 +80,24 @@ def log_aggregator_shard_index(num_shards: int, environ: _Environment, hostname:
     return int(digest, 16) % num_shards
 
 
+def nodes_per_array_task(environ: _Environment) -> int:
+    """Return how many nodes each task of this Slurm job array has.
+
+    Raises:
+        ValueError: The number is no whole number.
+        RuntimeError: Slurm does not tell it.
+    """
+    nodes = _optional_int(environ, _env.SLURM_NNODES)
+    if nodes is None:
+        nodes = _optional_int(environ, _env.SLURM_JOB_NUM_NODES)
+    if nodes is None:
+        raise RuntimeError(
+            "in a Slurm job array the nodes per task are needed, but neither SLURM_NNODES nor"
+            " SLURM_JOB_NUM_NODES is set"
+        )
+    return nodes
+
+
 def _node_name_rank(environ: _Environment) -> int | None:
     if not environ.get(_env.INFRA_RANK_FROM_NODENAME):
         return None
@@ -122,15 +141,7 @@ def _array_rank(environ: _Environment) -> int | None:
     process = _optional_int(environ, _env.SLURM_PROCID)
     if task is None or process is None:
         return None
-    nodes = _optional_int(environ, _env.SLURM_NNODES)
-    if nodes is None:
-        nodes = _optional_int(environ, _env.SLURM_JOB_NUM_NODES)
-    if nodes is None:
-        raise RuntimeError(
-            "in a Slurm job array the nodes per task are needed, but neither SLURM_NNODES nor"
-            " SLURM_JOB_NUM_NODES is set"
-        )
-    return task * nodes + process
+    return task * nodes_per_array_task(environ) + process
 
 
 def _slurm_rank(environ: _Environment) -> int | None:

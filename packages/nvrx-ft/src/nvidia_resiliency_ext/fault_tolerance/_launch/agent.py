@@ -22,7 +22,7 @@ from . import decide
 from .chronicle import Chronicle
 from .decide import Assignment, Cause, Effect, Event, Node, Phase, Policy
 from .faults import Failure, cause_of, read_error_file, root_cause
-from .loop import EventLoop
+from .loop import EventLoop, Timer
 from .output import Tee
 from .rendezvous import Rendezvous
 from .workers import Listener, Starter, WorkerGroup, WorkerSpec
@@ -30,6 +30,7 @@ from .workers import Listener, Starter, WorkerGroup, WorkerSpec
 logger = logging.getLogger("nvrx")
 
 PROGRESS_INTERVAL_S = 10.0
+EXIT_BARRIER_S = 300.0
 
 
 class MonitorLink(Protocol):
@@ -146,6 +147,7 @@ class NodeAgent:
         self._cycle_start_time: float | None = None
         self._steps_recorded = NO_STEPS
         self._finish: decide.Finish | None = None
+        self._barrier: Timer | None = None
         self._perform: dict[type, Callable[..., None]] = {
             decide.Join: self._join,
             decide.StartWorkers: self._start_workers,
@@ -153,7 +155,12 @@ class NodeAgent:
             decide.KillWorkers: self._kill_workers,
             decide.ReportFault: self._report_fault,
             decide.OpenNextRound: lambda effect: rendezvous.open_next(effect.cause),
-            decide.CloseRendezvous: lambda effect: rendezvous.close(effect.reason),
+            decide.CloseRendezvous: lambda effect: rendezvous.close(effect.reason, effect.cause),
+            decide.ReportSuccess: self._report_success,
+            decide.ReportBroken: lambda effect: rendezvous.broken(
+                effect.cause, all_gone=effect.all_gone
+            ),
+            decide.LeaveRendezvous: lambda effect: rendezvous.leave(effect.cause),
             decide.Finish: self._note_finish,
         }
 
@@ -196,9 +203,20 @@ class NodeAgent:
             if not self._settle():
                 self._loop.run_once()
         self._chronicle.cycle_ended(self._finish.reason)
+        self._stay()
         return Result(
             self._finish.exit_code, self._finish.reason, self._failures, self._node.stop_signal
         )
+
+    def _stay(self) -> None:
+        """Serve the others' store after this node's own part is over, until a signal ends it."""
+        if self._rendezvous.must_stay:
+            logger.warning("this node is done, and stays because the job's store is here")
+        while self._rendezvous.must_stay:
+            self._loop.run_once()
+            self._poll_rendezvous()
+            if any(isinstance(event, decide.Signalled) for event in self._events):
+                return
 
     def _settle(self) -> bool:
         """Decide one thing that is waiting; exits first, they are the causes."""
@@ -271,6 +289,8 @@ class NodeAgent:
     # Effects -------------------------------------------------------------------------------
 
     def _join(self, effect: decide.Join) -> None:
+        if self._barrier is not None:
+            self._barrier.cancel()
         if effect.cause is not None:
             self._chronicle.cycle_ended(effect.cause.what)
             self._cycle_start_time = self._clock.wall()
@@ -319,6 +339,12 @@ class NodeAgent:
             failures=self._failures,
             last_iteration=self._monitor.last_iteration(),
         )
+
+    def _report_success(self, _effect: decide.ReportSuccess) -> None:
+        self._rendezvous.succeeded()
+        at = self._clock.monotonic() + EXIT_BARRIER_S
+        self._barrier = self._loop.call_at(at, lambda: self.post(decide.BarrierTimedOut()))
+        logger.info("all workers of this node ended well; waiting for the other nodes")
 
     def _note_finish(self, effect: decide.Finish) -> None:
         self._finish = effect

@@ -8,12 +8,19 @@ events and performs the effects; nothing here reads a clock, a file or a process
     JOINING    RoundReady                RUNNING    StartWorkers
     JOINING    RoundClosed               FINISHED   Finish
     JOINING    Signalled                 FINISHED   CloseRendezvous, Finish
-    RUNNING    WorkerExited (0, last)    FINISHED   CloseRendezvous, Finish(0)
+    JOINING    NextRoundOpened           JOINING    Join          (a spare tries again)
+    RUNNING    WorkerExited (0, last)    FINISHED   CloseRendezvous, Finish(0)   (one node)
+    RUNNING    WorkerExited (0, last)    WAITING    ReportSuccess (others may still work)
     RUNNING    WorkerExited (failed)     STOPPING   ReportFault, [OpenNextRound], StopWorkers
     RUNNING    NextRoundOpened           STOPPING   StopWorkers
     RUNNING    StartFailed               STOPPING   ReportFault, StopWorkers
     RUNNING    Signalled                 STOPPING   StopWorkers (the same signal)
     RUNNING    WorkerStuck               STOPPING   ReportFault, [OpenNextRound], StopWorkers
+    RUNNING    RoundClosed               STOPPING   StopWorkers
+    any        StoreLost                 STOPPING   StopWorkers, then Finish(1)
+    WAITING    RoundClosed               FINISHED   Finish
+    WAITING    NextRoundOpened           JOINING    Join          (a peer failed: all again)
+    WAITING    BarrierTimedOut           FINISHED   Finish(0)
     STOPPING   Signalled (SIGINT again)  STOPPING   KillWorkers
     STOPPING   Signalled (first)         STOPPING   StopWorkers; no restart follows
     STOPPING   GroupStopped              JOINING    Join          (a restart was decided)
@@ -45,6 +52,7 @@ class Phase(enum.Enum):
     JOINING = "joining"
     RUNNING = "running"
     STOPPING = "stopping"
+    WAITING = "waiting"
     FINISHED = "finished"
 
 
@@ -55,6 +63,9 @@ class Outcome(enum.Enum):
     FAIL = "fail"
     NO_RESTART = "no_restart"
     SIGNALLED = "signalled"
+    LEAVE = "leave"
+    OVER = "over"
+    TOLERATED = "tolerated"
 
 
 class Request(enum.Enum):
@@ -94,12 +105,16 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The numbers a decision needs."""
+    """The numbers a decision needs, and what this node is in the job."""
 
     max_restarts: int
     stop_grace_s: float
     signal_grace_s: float
     no_restart_exit_code: int
+    many_nodes: bool = False
+    is_store_host: bool = False
+    min_healthy: bool = False
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +130,8 @@ class Node:
     cause: Cause | None = None
     stop_signal: int | None = None
     requests: tuple[tuple[Request, str], ...] = ()
+    group_world_size: int = 1
+    over: RoundClosed | None = None
 
 
 # Events ---------------------------------------------------------------------------------------
@@ -134,6 +151,30 @@ class RoundClosed:
 
     reason: str
     no_restart: bool = False
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLost:
+    """This node cannot reach the others any more, or must not go on beside them.
+
+    `stop_within_s` is how long its workers may take to end before they are killed.
+    """
+
+    what: str
+    stop_within_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class JoinTimedOut:
+    """The round this node has joined did not close in time."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class BarrierTimedOut:
+    """The other nodes did not end in time after this one succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +236,9 @@ Event = (
     RoundReady
     | RoundClosed
     | NextRoundOpened
+    | StoreLost
+    | JoinTimedOut
+    | BarrierTimedOut
     | WorkerExited
     | WorkerStuck
     | StartFailed
@@ -256,6 +300,27 @@ class CloseRendezvous:
     """Tell everybody that there is no further round."""
 
     reason: str
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSuccess:
+    """Tell the other nodes that all workers of this one ended well, and wait for theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportBroken:
+    """Tell the store host that workers of this node failed; it decides what follows."""
+
+    cause: Cause
+    all_gone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRendezvous:
+    """Tell the other nodes that this one takes part no longer."""
+
+    cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +339,9 @@ Effect = (
     | ReportFault
     | OpenNextRound
     | CloseRendezvous
+    | ReportSuccess
+    | ReportBroken
+    | LeaveRendezvous
     | Finish
 )
 Decision = tuple[Node, tuple[Effect, ...]]
@@ -294,6 +362,8 @@ def decide(node: Node, event: Event) -> Decision:
         return _while_running(node, event)
     if node.phase is Phase.STOPPING:
         return _while_stopping(node, event)
+    if node.phase is Phase.WAITING:
+        return _while_waiting(node, event)
     return node, ()
 
 
@@ -314,47 +384,127 @@ def _while_joining(node: Node, event: Event) -> Decision:
             unclean=frozenset(),
             outcome=None,
             cause=None,
+            group_world_size=event.assignment.group_world_size,
         )
         return started, (StartWorkers(event.assignment),)
     if isinstance(event, RoundClosed):
-        code = node.policy.no_restart_exit_code if event.no_restart else EXIT_FAILURE
-        return _finished(node), (Finish(code, event.reason),)
+        return _finished(node), (_finish_over(node, event),)
+    if isinstance(event, NextRoundOpened):
+        return node, (Join(node.cycle + 1, event.cause),)
+    if isinstance(event, (StoreLost, JoinTimedOut)):
+        return _finished(node), (Finish(EXIT_FAILURE, event.what),)
     if isinstance(event, Signalled):
         name = signal.Signals(event.signum).name
-        return _finished(node), (
-            CloseRendezvous(RDZV_SHUTDOWN_REASON_GRACEFUL),
-            Finish(EXIT_FAILURE, name),
-        )
+        goes = _goes(node, name, RDZV_SHUTDOWN_REASON_GRACEFUL)
+        return _finished(node), (*goes, Finish(EXIT_FAILURE, name))
+    return node, ()
+
+
+def _goes(node: Node, name: str, reason: str) -> tuple[Effect, ...]:
+    """Return how the others learn that this launcher was asked to end."""
+    if not node.policy.many_nodes:
+        return (CloseRendezvous(reason),)
+    what = f"the launcher on host {node.policy.host} was ended by {name}"
+    cause = Cause("drained", what, host=node.policy.host)
+    if node.policy.is_store_host:
+        return (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause),)
+    return (LeaveRendezvous(cause),)
+
+
+def _finish_over(node: Node, over: RoundClosed) -> Finish:
+    """Return how this launcher leaves a job that is over for everybody."""
+    what = over.cause.what if over.cause is not None else over.reason
+    if over.no_restart:
+        return Finish(node.policy.no_restart_exit_code, f"no restart: {what}")
+    if over.reason == RDZV_SHUTDOWN_REASON_GRACEFUL:
+        return Finish(EXIT_OK, what)
+    return Finish(EXIT_FAILURE, what)
+
+
+def _while_waiting(node: Node, event: Event) -> Decision:
+    if isinstance(event, RoundClosed):
+        return _finished(node), (_finish_over(node, event),)
+    if isinstance(event, NextRoundOpened):
+        joining = dataclasses.replace(node, phase=Phase.JOINING, outcome=None)
+        left = restarts_left(node)
+        report = ReportFault(event.cause, Outcome.RESTART, left)
+        return joining, (report, Join(node.cycle + 1, event.cause))
+    if isinstance(event, (StoreLost, BarrierTimedOut)):
+        code = EXIT_FAILURE if node.unclean else EXIT_OK
+        what = event.what if isinstance(event, StoreLost) else "the other nodes did not end in time"
+        return _finished(node), (Finish(code, f"all workers of this node ended; {what}"),)
+    if isinstance(event, Signalled):
+        code = EXIT_FAILURE if node.unclean else EXIT_OK
+        name = signal.Signals(event.signum).name
+        goes = _goes(node, name, RDZV_SHUTDOWN_REASON_GRACEFUL)
+        return _finished(node), (*goes, Finish(code, f"ended by {name}"))
     return node, ()
 
 
 def _while_running(node: Node, event: Event) -> Decision:
     if isinstance(event, WorkerExited):
         return _exited(node, event)
-    if isinstance(event, WorkerStuck):
-        return _fault(node, event.cause, no_progress=False, opens=True)
-    if isinstance(event, StartFailed):
-        # Starting failed for a reason of this machine; the same start would fail again.
-        stop = StopWorkers(signal.SIGTERM, node.policy.stop_grace_s)
-        failed = dataclasses.replace(
-            node, phase=Phase.STOPPING, outcome=Outcome.FAIL, cause=event.cause
-        )
-        return failed, (ReportFault(event.cause, Outcome.FAIL, 0), stop)
+    if isinstance(event, (WorkerStuck, StartFailed)):
+        return _machine_fails(node, event)
     if isinstance(event, NextRoundOpened):
         if event.no_restart:
             return _stop(node, event.cause, Outcome.NO_RESTART)
         return _fault(node, event.cause, no_progress=event.no_progress, opens=False)
+    if isinstance(event, RoundClosed):
+        return _over(node, event)
+    if isinstance(event, StoreLost):
+        return _lost(node, event)
     if isinstance(event, Signalled):
         return _signalled(node, event.signum)
     return node, ()
 
 
+def _machine_fails(node: Node, event: WorkerStuck | StartFailed) -> Decision:
+    if node.policy.many_nodes:
+        return _leave(node, event.cause)
+    if isinstance(event, WorkerStuck):
+        return _fault(node, event.cause, no_progress=False, opens=True)
+    # Starting failed for a reason of this machine; the same start would fail again.
+    node, stop = _stop(node, event.cause, Outcome.FAIL)
+    return node, (ReportFault(event.cause, Outcome.FAIL, 0), *stop)
+
+
+def _over(node: Node, event: RoundClosed) -> Decision:
+    """The job is over for everybody while workers still run here."""
+    cause = event.cause or Cause("over", f"the job is over: {event.reason}")
+    node, stop = _stop(dataclasses.replace(node, over=event), cause, Outcome.OVER)
+    if event.reason == RDZV_SHUTDOWN_REASON_GRACEFUL:
+        return node, stop
+    return node, (ReportFault(cause, Outcome.OVER, 0), *stop)
+
+
+def _leave(node: Node, cause: Cause) -> Decision:
+    """This machine cannot go on: it leaves, and the others may restart without it."""
+    node, stop = _stop(node, cause, Outcome.LEAVE)
+    return node, (ReportFault(cause, Outcome.LEAVE, 0), LeaveRendezvous(cause), *stop)
+
+
+def _lost(node: Node, event: StoreLost) -> Decision:
+    cause = Cause("store_lost", event.what, host=node.policy.host, detected_by="lease")
+    stopping = dataclasses.replace(node, phase=Phase.STOPPING, outcome=Outcome.LEAVE, cause=cause)
+    grace_s = min(event.stop_within_s, node.policy.stop_grace_s)
+    report = ReportFault(cause, Outcome.LEAVE, 0)
+    return stopping, (report, StopWorkers(signal.SIGTERM, grace_s))
+
+
 def _exited(node: Node, event: WorkerExited) -> Decision:
     node = _without(node, event)
+    if event.cause is not None and node.policy.min_healthy and node.group_world_size > 1:
+        return _tolerated(node, event.cause)
     if event.cause is not None:
         return _fault(node, event.cause, no_progress=event.no_progress, opens=True)
     if node.running:
         return node, ()
+    if node.group_world_size > 1:
+        waiting = dataclasses.replace(node, phase=Phase.WAITING)
+        if node.unclean and node.cause is not None:
+            return waiting, (ReportBroken(node.cause, all_gone=True),)
+        return waiting, (ReportSuccess(),)
     done = _finished(node)
     return done, (
         CloseRendezvous(RDZV_SHUTDOWN_REASON_GRACEFUL),
@@ -362,9 +512,24 @@ def _exited(node: Node, event: WorkerExited) -> Decision:
     )
 
 
+def _tolerated(node: Node, cause: Cause) -> Decision:
+    """Leave the survivors alone: the store host decides whether enough nodes are healthy."""
+    first = node.cause is None
+    node = dataclasses.replace(node, cause=node.cause or cause)
+    report: tuple[Effect, ...] = (ReportFault(cause, Outcome.TOLERATED, restarts_left(node)),)
+    if not node.running:
+        waiting = dataclasses.replace(node, phase=Phase.WAITING)
+        return waiting, (*report, ReportBroken(cause, all_gone=True))
+    return node, (*report, ReportBroken(cause, all_gone=False)) if first else report
+
+
 def _while_stopping(node: Node, event: Event) -> Decision:
     if isinstance(event, WorkerExited):
         return _without(node, event), ()
+    if isinstance(event, StoreLost) and node.outcome is Outcome.RESTART:
+        return _lost(node, event)
+    if isinstance(event, RoundClosed) and node.outcome is Outcome.RESTART:
+        return dataclasses.replace(node, outcome=Outcome.OVER, over=event), ()
     if isinstance(event, Signalled):
         if node.stop_signal is not None:
             again = event.signum == signal.SIGINT
@@ -388,7 +553,7 @@ def _fault(node: Node, cause: Cause, *, no_progress: bool, opens: bool) -> Decis
     left = restarts_left(node)
     if no_progress:
         outcome = Outcome.NO_RESTART
-    elif left > 0:
+    elif left > 0 or not opens:
         outcome = Outcome.RESTART
     else:
         outcome = Outcome.FAIL
@@ -397,7 +562,9 @@ def _fault(node: Node, cause: Cause, *, no_progress: bool, opens: bool) -> Decis
     if outcome is Outcome.RESTART and opens:
         before += (OpenNextRound(cause),)
     elif outcome is Outcome.NO_RESTART and opens:
-        before += (CloseRendezvous(RDZV_SHUTDOWN_REASON_NO_PROGRESS),)
+        before += (CloseRendezvous(RDZV_SHUTDOWN_REASON_NO_PROGRESS, cause),)
+    elif opens and node.policy.many_nodes:
+        before += (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause),)
     return node, before + stop
 
 
@@ -409,13 +576,16 @@ def _stop(node: Node, cause: Cause, outcome: Outcome) -> Decision:
 def _signalled(node: Node, signum: int) -> Decision:
     # A stop that was to end the job for good keeps its reason and its exit code.
     final = node.outcome in (Outcome.NO_RESTART, Outcome.FAIL)
+    goes: tuple[Effect, ...] = ()
+    if node.policy.many_nodes and node.phase is Phase.RUNNING:
+        goes = _goes(node, signal.Signals(signum).name, RDZV_SHUTDOWN_REASON_GRACEFUL)
     stopping = dataclasses.replace(
         node,
         phase=Phase.STOPPING,
         outcome=node.outcome if final else Outcome.SIGNALLED,
         stop_signal=signum,
     )
-    return stopping, (StopWorkers(signum, node.policy.signal_grace_s),)
+    return stopping, (*goes, StopWorkers(signum, node.policy.signal_grace_s))
 
 
 def _after_stop(node: Node, event: GroupStopped) -> Decision:
@@ -424,32 +594,44 @@ def _after_stop(node: Node, event: GroupStopped) -> Decision:
         clean = not node.unclean and not event.unkillable
         name = signal.Signals(node.stop_signal or signal.SIGTERM).name
         code = EXIT_OK if clean else EXIT_FAILURE
-        return finished, (
-            CloseRendezvous(RDZV_SHUTDOWN_REASON_GRACEFUL),
-            Finish(code, f"ended by {name}"),
-        )
+        goes = _goes(node, name, RDZV_SHUTDOWN_REASON_GRACEFUL)
+        return finished, (*goes, Finish(code, f"ended by {name}"))
+    if node.outcome is Outcome.OVER and node.over is not None:
+        return finished, (_finish_over(node, node.over),)
     if event.unkillable:
         ranks = ", ".join(str(rank) for rank in event.unkillable)
         reason = f"local rank {ranks} survived SIGKILL: this node is unhealthy"
-        return finished, (Finish(EXIT_FAILURE, reason),)
+        return finished, (*_left(node, reason), Finish(EXIT_FAILURE, reason))
+    what = node.cause.what if node.cause else "workers failed"
     if node.outcome is Outcome.NO_RESTART:
-        what = node.cause.what if node.cause else "no restart requested"
         return finished, (Finish(node.policy.no_restart_exit_code, f"no restart: {what}"),)
+    if node.requests:
+        return finished, _as_requested(node)
+    if node.outcome is Outcome.RESTART:
+        joining = dataclasses.replace(node, phase=Phase.JOINING, outcome=None)
+        return joining, (Join(node.cycle + 1, node.cause),)
+    if node.outcome is Outcome.LEAVE:
+        return finished, (Finish(EXIT_FAILURE, what),)
+    closes = CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, node.cause)
+    return finished, (closes, Finish(EXIT_FAILURE, what))
+
+
+def _as_requested(node: Node) -> tuple[Effect, ...]:
     # Shutting down is asked for all nodes, excluding for this one: the former includes the latter.
     asked = dict(reversed(node.requests))
     if (why := asked.get(Request.SHUTDOWN)) is not None:
         reason = f"a rank asked to shut the workload down: {why}"
-        return finished, (
-            CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE),
-            Finish(EXIT_FAILURE, reason),
-        )
-    if (why := asked.get(Request.EXCLUDE_NODE)) is not None:
-        return finished, (Finish(EXIT_FAILURE, f"a rank asked to exclude this node: {why}"),)
-    if node.outcome is Outcome.RESTART:
-        joining = dataclasses.replace(node, phase=Phase.JOINING, outcome=None)
-        return joining, (Join(node.cycle + 1, node.cause),)
-    what = node.cause.what if node.cause else "workers failed"
-    return finished, (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE), Finish(EXIT_FAILURE, what))
+        cause = Cause("shutdown", reason, host=node.policy.host)
+        return CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause), Finish(EXIT_FAILURE, reason)
+    reason = f"a rank asked to exclude this node: {asked[Request.EXCLUDE_NODE]}"
+    return *_left(node, reason), Finish(EXIT_FAILURE, reason)
+
+
+def _left(node: Node, reason: str) -> tuple[Effect, ...]:
+    if not node.policy.many_nodes:
+        return ()
+    what = f"host {node.policy.host} leaves: {reason}"
+    return (LeaveRendezvous(Cause("left", what, host=node.policy.host)),)
 
 
 def _finished(node: Node) -> Node:

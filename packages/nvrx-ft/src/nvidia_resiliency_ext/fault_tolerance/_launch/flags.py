@@ -21,7 +21,6 @@ TORCHRUN = "torchrun"
 DEPRECATED = "deprecated"
 GROUPS = (TORCHRUN, *table.GROUPS, DEPRECATED)
 
-_NODES_LATER = "jobs of several nodes"
 _LOG_SERVER_LATER = "the log server"
 _CYCLE_LOGS_LATER = "one log file per cycle"
 _ATTRIBUTION_LATER = "the attribution service"
@@ -88,8 +87,6 @@ _TORCHRUN_FLAGS = (
         syntax.NODES,
         "1:1",
         "Number of nodes, or the least and the largest number.",
-        later=_NODES_LATER,
-        harmless=("1", "1:1"),
     ),
     _torchrun(
         "nproc-per-node",
@@ -149,7 +146,7 @@ _TORCHRUN_FLAGS = (
     _torchrun(
         "local-ranks-filter", syntax.RANKS, "", "Local ranks whose streams the console shows."
     ),
-    _torchrun("node-rank", v.COUNT, 0, "Rank of this node.", later=_NODES_LATER),
+    _torchrun("node-rank", v.COUNT, 0, "Order of this node where no scheduler gives one."),
     _torchrun("master-addr", syntax.ADDRESS, "127.0.0.1", "Address of rank 0."),
     _torchrun(
         "master-port",
@@ -246,15 +243,13 @@ _OWN_FLAGS = (
         "any-failed",
         table.FAULT_TOLERANCE,
         "When workers are restarted: after any failure, or when too few nodes are healthy.",
-        later="restarting only when too few nodes are healthy",
     ),
     Flag(
         "ft-rdzv-impl",
         v.choice("barrier", "legacy"),
         "barrier",
         table.FAULT_TOLERANCE,
-        "Implementation of the rendezvous.",
-        later="the older rendezvous",
+        "barrier: as many nodes as needed work, the others are spares. legacy: all that come work.",
     ),
     Flag(
         "ft-no-restart-exit-code",

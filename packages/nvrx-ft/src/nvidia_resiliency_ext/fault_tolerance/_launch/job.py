@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rank import infrastructure_rank
 from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import Mailbox
@@ -40,11 +41,14 @@ from .output import LOOK_INTERVAL_S, Tee, line_prefix, worker_output
 from .place import make_place
 from .plan import LaunchPlan
 from .records import FailureLog, hand_up_error_file
-from .rendezvous import LocalRendezvous
+from .rendezvous import LocalRendezvous, Rendezvous
 from .requests import request_event
 from .signals import SignalInbox
 from .standbys import StandbyStarter
 from .workers import WorkerSpec
+
+if TYPE_CHECKING:
+    from .many_nodes import Meeting
 
 logger = logging.getLogger("nvrx")
 
@@ -98,12 +102,8 @@ class Job:
         stack.enter_context(self._inbox.installed())
         self._loop = EventLoop(self._clock)
         stack.callback(self._loop.close)
-        self._rendezvous = LocalRendezvous(
-            nproc=plan.nproc_per_node,
-            master_addr=plan.local_addr or plan.master_addr,
-            master_port=plan.master_port,
-        )
-        stack.callback(self._rendezvous.shutdown)
+        meeting = self._find_meeting()
+        self._is_store_host = meeting is None or meeting.is_here
         self._place = make_place(plan, self._environ, stack)
         self._build_record()
         self._build_environment()
@@ -118,6 +118,8 @@ class Job:
         )
         stack.callback(self._standbys.close)
         self._standbys.hold_first_cycle()
+        self._rendezvous = self._build_rendezvous(meeting)
+        stack.callback(self._rendezvous.shutdown)
         self._monitor = self._build_monitor()
         self._mailbox = stack.enter_context(Mailbox(self._place.launcher_socket))
         self._tee = Tee()
@@ -129,9 +131,41 @@ class Job:
 
     def _ask_infra_rank(self) -> int:
         try:
-            return infrastructure_rank(self._environ)
+            rank = infrastructure_rank(self._environ)
         except (ValueError, RuntimeError) as error:
             raise NvrxError(str(error)) from None
+        return self._plan.node_rank if rank < 0 and self._plan.node_rank is not None else rank
+
+    def _find_meeting(self) -> Meeting | None:
+        if self._plan.max_nodes == 1:
+            return None
+        from .many_nodes import find_meeting, rules_of
+
+        rules_of(self._plan, self._environ)
+        meeting = find_meeting(self._plan)
+        if meeting.listener is not None:
+            self._stack.callback(meeting.listener.close)
+        return meeting
+
+    def _build_rendezvous(self, meeting: Meeting | None) -> Rendezvous:
+        plan = self._plan
+        if meeting is None:
+            return LocalRendezvous(
+                nproc=plan.nproc_per_node,
+                master_addr=plan.local_addr or plan.master_addr,
+                master_port=plan.master_port,
+            )
+        from .many_nodes import make_rendezvous
+
+        return make_rendezvous(
+            plan,
+            self._environ,
+            meeting,
+            host_name=self._place.host,
+            infra_rank=self._infra_rank,
+            loop=self._loop,
+            clock=self._clock,
+        )
 
     def _build_record(self) -> None:
         place = self._place
@@ -214,6 +248,10 @@ class Job:
             plan.workers_stop_timeout_s,
             plan.term_timeout_s,
             plan.no_restart_exit_code,
+            many_nodes=plan.max_nodes > 1,
+            is_store_host=self._is_store_host,
+            min_healthy=plan.restart_policy == "min-healthy",
+            host=self._place.host,
         )
         tracker = TrainingProgressTracker(
             min_progress_iterations=config.min_progress_iterations,

@@ -68,8 +68,11 @@ class LaunchPlan:
         master_port: Port of rank 0 in every cycle; None takes a fresh one for each.
         local_addr: Address of this node.
         rdzv_backend: (describes) How nodes meet.
-        rdzv_endpoint: (describes) Where nodes meet.
-        rdzv_configuration: (describes) Settings of the rendezvous.
+        rdzv_endpoint: Where nodes meet.
+        rdzv_configuration: Settings of the rendezvous.
+        rdzv_impl: `barrier`, or `legacy`: every node up to `max_nodes` works.
+        use_infra_group_rank: Whether the scheduler's order of nodes gives the ranks.
+        node_rank: The order of this node where no scheduler knows one; None if not given.
         log_dir: Directory for logs and record.
         redirects: Streams written to files, by local rank.
         tee: Streams written to files and to the console, by local rank.
@@ -101,6 +104,9 @@ class LaunchPlan:
     rdzv_backend: str
     rdzv_endpoint: str
     rdzv_configuration: Mapping[str, str]
+    rdzv_impl: str
+    use_infra_group_rank: bool
+    node_rank: int | None
     log_dir: str | None
     redirects: Mapping[int, syntax.Std]
     tee: Mapping[int, syntax.Std]
@@ -148,6 +154,8 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
     if problems:
         raise FaultToleranceConfigError(problems)
     config = layers.config()
+    min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
+    check_segment(config.segment, min_nodes, max_nodes)
     if "log_level" not in layers.given:
         config.log_level = surroundings.log_level(environ)
     for text in surroundings.deprecated_variables(environ):
@@ -160,7 +168,6 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         *surroundings.monitor_notes(environ),
     ]
     policy = layers.restart_policy()
-    min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
     return LaunchPlan(
         command=command,
         nproc_per_node=nproc,
@@ -180,6 +187,9 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         rdzv_backend=args.rdzv_backend,
         rdzv_endpoint="localhost:0" if args.standalone else get_rdzv_endpoint(args),
         rdzv_configuration=syntax.parse_configuration(args.rdzv_conf),
+        rdzv_impl=args.ft_rdzv_impl,
+        use_infra_group_rank=args.ft_use_infra_group_rank is not False,
+        node_rank=args.node_rank if "node_rank" in _given(args) else None,
         log_dir=args.log_dir,
         redirects=syntax.streams_by_rank(args.redirects, nproc),
         tee=syntax.streams_by_rank(args.tee, nproc),
@@ -192,6 +202,25 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         fault_tolerance=config,
         warnings=tuple(notes),
     )
+
+
+def check_segment(segment: int | None, min_nodes: int, max_nodes: int) -> None:
+    """Refuse segments that the job's nodes cannot make up.
+
+    Raises:
+        FaultToleranceConfigError: They cannot.
+    """
+    if segment is None:
+        return
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
+        PlacementRules,
+        validate,
+    )
+
+    try:
+        validate(PlacementRules(min_nodes, max_nodes, segment=segment))
+    except ValueError as error:
+        raise FaultToleranceConfigError([str(error)]) from None
 
 
 def _layers(args: argparse.Namespace) -> Layers:
@@ -217,9 +246,6 @@ def _refused(args: argparse.Namespace, layers: Layers) -> list[str]:
         if name not in options and flag.is_refused(value):
             where = _given(args).get(name, f"--{flag.name}")
             problems.append(_not_available(where, value, flag.later))
-    policy = layers.restart_policy()
-    if policy and policy.value != "any-failed" and "ft_restart_policy" not in _given(args):
-        problems.append(_not_available(policy.where, policy.value, "this policy"))
     return problems
 
 

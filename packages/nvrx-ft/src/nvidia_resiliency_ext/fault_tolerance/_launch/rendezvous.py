@@ -10,10 +10,18 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from .decide import Assignment, Cause, NextRoundOpened, RoundClosed, RoundReady
+from .decide import (
+    Assignment,
+    Cause,
+    JoinTimedOut,
+    NextRoundOpened,
+    RoundClosed,
+    RoundReady,
+    StoreLost,
+)
 from .ports import PortReservation
 
-RoundEvent = RoundReady | NextRoundOpened | RoundClosed
+RoundEvent = RoundReady | NextRoundOpened | RoundClosed | StoreLost | JoinTimedOut
 
 
 class Rendezvous(Protocol):
@@ -31,8 +39,21 @@ class Rendezvous(Protocol):
     def open_next(self, cause: Cause) -> None:
         """Tell all nodes that the next round is open because of `cause`."""
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, cause: Cause | None = None) -> None:
         """Tell all nodes that there is no further round; the first reason stays."""
+
+    def succeeded(self) -> None:
+        """Tell the others that all workers of this node ended well; `poll` tells the rest."""
+
+    def broken(self, cause: Cause, *, all_gone: bool) -> None:
+        """Tell the store host that workers of this node failed and that it leaves it at that."""
+
+    def leave(self, cause: Cause) -> None:
+        """Tell the others that this node takes part no longer."""
+
+    @property
+    def must_stay(self) -> bool:
+        """Whether others need this launcher although its own part is over."""
 
     def shutdown(self) -> None:
         """Release what this node holds."""
@@ -100,10 +121,24 @@ class LocalRendezvous:
     def open_next(self, cause: Cause) -> None:
         """Nobody else is there to be told."""
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, cause: Cause | None = None) -> None:  # noqa: ARG002
         """Refuse further rounds."""
         if self._closed is None:
             self._closed = reason
+
+    def succeeded(self) -> None:
+        """Nobody else is there to wait for."""
+
+    def broken(self, cause: Cause, *, all_gone: bool) -> None:
+        """Nobody else is there to decide."""
+
+    def leave(self, cause: Cause) -> None:
+        """Nobody else is there to go on."""
+
+    @property
+    def must_stay(self) -> bool:
+        """Nobody else is there to need this launcher."""
+        return False
 
     def shutdown(self) -> None:
         """Give the reserved ports back."""

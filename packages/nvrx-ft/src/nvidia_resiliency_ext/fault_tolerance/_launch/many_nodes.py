@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a plan to the rendezvous of many nodes: who serves the store, and what all must agree on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
+from nvidia_resiliency_ext.fault_tolerance._infra.replacement import (
+    default_replacement_group_size,
+    replacement_group_id,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
+    DEFAULT_PORT,
+    claim,
+    read_token,
+    wait_until_reachable,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, validate
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
+    JobStore,
+    StoreLostError,
+    connect,
+    serve,
+    share_secret,
+)
+from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
+    rdzv_config_get_as_bool,
+    rdzv_config_get_as_float,
+    rdzv_config_get_as_int,
+)
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+
+from . import syntax
+from .loop import EventLoop
+from .plan import LaunchPlan
+from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address
+
+logger = logging.getLogger("nvrx")
+
+JOIN_TIMEOUT_S = 300.0
+CONNECT_WAIT_S = 120.0
+LAST_CALL_S = 1.0
+LEGACY_LAST_CALL_S = 30.0
+RETRY_S = 0.5
+
+# Options that may differ from node to node: paths, and what a node does for itself.
+_OWN_AFFAIRS = frozenset(
+    {
+        "log_level", "rdzv_token_file", "checkpoint_iteration_file", "pci_topo_file",
+        "link_down_path_template", "link_state_path_template", "storage_healthcheck_path",
+        "cycle_info_dir", "attribution_endpoint", "attribution_export_url", "prewarm",
+        "prewarm_import", "numa_bind_strict",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the nodes meet, with the listening socket when the store is to be served here."""
+
+    host: str
+    port: int
+    listener: socket.socket | None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this launcher serves the store."""
+        return self.listener is not None
+
+
+def find_meeting(plan: LaunchPlan) -> Meeting:
+    """Find out whether this launcher serves the store; nothing waits here.
+
+    Raises:
+        EndpointError: the endpoint cannot be what was asked for.
+        ConfigError: a setting of the rendezvous has an unusable value.
+    """
+    host, port = syntax.parse_endpoint(plan.rdzv_endpoint)
+    try:
+        is_host = rdzv_config_get_as_bool(plan.rdzv_configuration, "is_host")
+    except ValueError as error:
+        raise ConfigError(f"--rdzv-conf: {error}") from None
+    port = port or DEFAULT_PORT
+    return Meeting(host, port, claim(host, port, is_host))
+
+
+def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> HostRules:
+    """Return what the store host decides by.
+
+    Raises:
+        ConfigError: the rules contradict each other or have an unusable value.
+    """
+    config, conf = plan.fault_tolerance, plan.rdzv_configuration
+    elastic = plan.rdzv_impl == "legacy" or plan.restart_policy == "min-healthy"
+    last_call_s = LEGACY_LAST_CALL_S if elastic else LAST_CALL_S
+    try:
+        segment = config.segment or rdzv_config_get_as_int(conf, "segment")
+        group_size = rdzv_config_get_as_int(
+            conf, "replacement_group_size", default_replacement_group_size(environ)
+        )
+        placement = PlacementRules(
+            min_nodes=plan.min_nodes,
+            max_nodes=plan.max_nodes,
+            segment=segment,
+            group_size=group_size,
+            one_launcher_per_addr=not environ.get(_env.MULTI_LAUNCHERS),
+            elastic=elastic,
+            use_infra_rank=plan.use_infra_group_rank,
+        )
+        validate(placement)
+        last_call_s = rdzv_config_get_as_float(conf, "last_call_timeout", last_call_s) or 0.0
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(str(error)) from None
+    return HostRules(
+        placement=placement,
+        budget=Budget(plan.max_restarts, config.restart_budget_window),
+        lease_s=config.lease,
+        last_call_s=last_call_s,
+        min_healthy=plan.restart_policy == "min-healthy",
+        counts_unhealthy=not environ.get(_env.SLURM_ARRAY_TASK_ID),
+    )
+
+
+def must_agree(plan: LaunchPlan) -> dict[str, str]:
+    """Return, by flag, what all launchers of a job must have been started with alike."""
+    config = plan.fault_tolerance
+    agreed = {
+        "--nnodes": f"{plan.min_nodes}:{plan.max_nodes}",
+        "--max-restarts": str(plan.max_restarts),
+        "--ft-restart-policy": plan.restart_policy,
+        "--ft-rdzv-impl": plan.rdzv_impl,
+        "--ft-no-restart-exit-code": str(plan.no_restart_exit_code),
+    }
+    for option in OPTIONS:
+        if option.field not in _OWN_AFFAIRS:
+            name = "--ft-" + option.field.replace("_", "-")
+            agreed[name] = str(getattr(config, option.field))
+    return agreed
+
+
+def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its own
+    plan: LaunchPlan,
+    environ: Mapping[str, str],
+    meeting: Meeting,
+    *,
+    host_name: str,
+    infra_rank: int,
+    loop: EventLoop,
+    clock: Clock,
+) -> StoreRendezvous:
+    """Start this node's part of the rendezvous, and the store where it is to be.
+
+    Raises:
+        ConfigError: the settings are unusable.
+    """
+    rules = rules_of(plan, environ)
+    conf, config = plan.rdzv_configuration, plan.fault_tolerance
+    try:
+        join_s = rdzv_config_get_as_float(conf, "join_timeout", JOIN_TIMEOUT_S)
+        connect_s = rdzv_config_get_as_float(conf, "store_connect_wait_seconds", CONNECT_WAIT_S)
+    except ValueError as error:
+        raise ConfigError(f"--rdzv-conf: {error}") from None
+    secret = read_token(config.rdzv_token_file) if config.rdzv_token_file else None
+    addr = plan.local_addr or own_address(meeting.host, meeting.port)
+    node = node_identity(addr)
+    agreed = must_agree(plan)
+    prefix = keys.prefix(plan.run_id)
+    stop = threading.Event()
+    limit_s = connect_s if connect_s is not None else CONNECT_WAIT_S
+
+    way = _Way(meeting, prefix, secret, limit_s)
+    host: _HostThread | None = None
+    if meeting.listener is not None:
+        host = _HostThread(way, rules, node, agreed, clock)
+        host.start()
+    segment = rules.placement.segment
+    settings = NodeSettings(
+        node=node,
+        host=host_name,
+        addr=addr,
+        nproc=plan.nproc_per_node,
+        infra_rank=infra_rank,
+        master_port=plan.master_port,
+        lease_s=config.lease,
+        join_timeout_s=join_s if join_s is not None else JOIN_TIMEOUT_S,
+        connect_timeout_s=limit_s,
+        domain=_domain if segment else _no_domain,
+        group=replacement_group_id(environ) if rules.placement.group_size else None,
+        must_agree=agreed,
+    )
+    return StoreRendezvous(
+        settings,
+        lambda: _connect(way, clock, stop),
+        loop=loop,
+        clock=clock,
+        host=host,
+        stop=stop,
+    )
+
+
+def _domain() -> str:
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import nvlink_domain
+
+    return nvlink_domain()
+
+
+def _no_domain() -> str:
+    return "none"
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How the job's keys are reached."""
+
+    meeting: Meeting
+    prefix: str
+    secret: bytes | None
+    timeout_s: float
+
+    def connect(self, secret: bytes | None, timeout_s: float) -> JobStore:
+        return connect(self.meeting.host, self.meeting.port, self.prefix, secret, timeout_s)
+
+
+def _connect(way: _Way, clock: Clock, stop: threading.Event) -> JobStore:
+    """Connect to the job's store, which may come up later than this launcher."""
+    meeting = way.meeting
+    deadline = clock.monotonic() + way.timeout_s
+    while True:
+        left_s = deadline - clock.monotonic()
+        wait_until_reachable(meeting.host, meeting.port, left_s, clock, stop)
+        try:
+            return way.connect(way.secret, max(1.0, left_s))
+        except StoreLostError:
+            # Whoever listened was not ready, or was a store that is just ending.
+            if deadline - clock.monotonic() < RETRY_S or stop.wait(RETRY_S):
+                raise
+
+
+class _HostThread(threading.Thread):
+    """Serves the store and decides the job's rounds; it ends when the job is over for all."""
+
+    def __init__(
+        self,
+        way: _Way,
+        rules: HostRules,
+        node: str,
+        agreed: Mapping[str, str],
+        clock: Clock,
+    ) -> None:
+        super().__init__(name="nvrx-store-host", daemon=True)
+        self._way = way
+        self._rules = rules
+        self._node = node
+        self._agreed = agreed
+        self._clock = clock
+
+    def run(self) -> None:
+        """Serve until the job is over. A failure is seen by all nodes: their store is gone."""
+        listener = self._way.meeting.listener
+        assert listener is not None
+        try:
+            server = serve(listener, self._way.meeting.host)
+            secret = self._way.secret or share_secret(server, self._way.prefix)
+            own = self._way.connect(secret, self._way.timeout_s)
+            host = Host(
+                own,
+                self._rules,
+                me=self._node,
+                epoch=os.urandom(8).hex(),
+                settings=self._agreed,
+                clock=self._clock,
+            )
+            host.run()
+            del server
+        except NvrxError as error:
+            logger.error("the job's store ended: %s", error)  # noqa: TRY400 - one line says it

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rendezvous of many nodes as one launcher sees it: `Rendezvous` over the job's store.
+
+The launcher's loop hands in what it wants and polls for news; what waits does so in the threads of
+`_rendezvous`. The lease is judged here, by a timer of the loop: a store that stopped answering
+cannot say so itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import (
+    Lost,
+    News,
+    NodeSession,
+    NodeThreads,
+    Opened,
+    Over,
+    Placed,
+    Spare,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
+    Arrival,
+    Kind,
+    Phase,
+    WorkerState,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+
+from .decide import (
+    Assignment,
+    Cause,
+    JoinTimedOut,
+    NextRoundOpened,
+    RoundClosed,
+    RoundReady,
+    StoreLost,
+)
+from .loop import EventLoop, Timer
+from .ports import PortReservation
+from .rendezvous import RoundEvent
+
+logger = logging.getLogger("nvrx")
+
+# A node that cannot renew its lease stops before its peers act, which they do at three leases.
+LEASES_TO_FENCE = 2.0
+FENCE_STOP_LEASES = 0.5
+LAST_WORDS_S = 3.0
+STORE_LOST_STOP_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """What this node is in the job. Times are seconds."""
+
+    node: str
+    host: str
+    addr: str
+    nproc: int
+    infra_rank: int
+    master_port: int | None
+    lease_s: float
+    join_timeout_s: float
+    connect_timeout_s: float
+    domain: Callable[[], str]
+    group: str | None
+    must_agree: Mapping[str, str]
+
+
+class StoreRendezvous:
+    """Rounds of many nodes. The loop's thread only.
+
+    Args:
+        settings: What this node is.
+        connect: Makes a connection to the job's store; called in a thread.
+        host: The thread of the store host, when it is here.
+        stop: Ends the waiting of `connect`.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        connect: Callable[[], JobStore],
+        *,
+        loop: EventLoop,
+        clock: Clock,
+        host: threading.Thread | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        self._settings = settings
+        self._loop = loop
+        self._clock = clock
+        self._host = host
+        self._stop = stop
+        self._news: queue.SimpleQueue[News | RoundEvent] = queue.SimpleQueue()
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._round = 0
+        self._previous_rank: int | None = None
+        self._is_over = False
+        self._is_lost = False
+        self._has_left = False
+        self._join_deadline: Timer | None = None
+        self._reserved = PortReservation(settings.master_port)
+        self._in_use: PortReservation | None = None
+        self._threads = NodeThreads(
+            connect,
+            node=settings.node,
+            host=settings.host,
+            post=self._push,
+            clock=clock,
+            lease_s=settings.lease_s,
+            connect_timeout_s=settings.connect_timeout_s,
+            settings=dict(settings.must_agree),
+        )
+        self._fence: Timer | None = None
+        self._arm_fence()
+
+    # What the loop wants -----------------------------------------------------------------------
+
+    def join(self, cycle: int) -> None:  # noqa: ARG002 - the store knows which round is open
+        """Offer this node for the next round; the answer comes from `poll`."""
+        if self._in_use is not None and self._settings.master_port is None:
+            self._in_use.release()
+            self._in_use = None
+        s = self._settings
+        arrival = Arrival(
+            node=s.node,
+            addr=s.addr,
+            host=s.host,
+            infra_rank=s.infra_rank,
+            domain=s.domain(),
+            group=s.group,
+            nproc=s.nproc,
+            master_port=self._reserved.port,
+            previous_rank=self._previous_rank,
+        )
+        self._threads.submit(lambda session: self._arrive(session, arrival))
+        self._watch_join()
+
+    def poll(self) -> list[RoundEvent]:
+        """Return what happened since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wakeup)
+        events = []
+        while not self._news.empty():
+            event = self._event(self._news.get())
+            if event is not None:
+                events.append(event)
+        return events
+
+    def fileno(self) -> int | None:
+        """Return the descriptor that is readable when there is news."""
+        return self._wakeup
+
+    def open_next(self, cause: Cause) -> None:
+        """Open the next round for everybody, unless somebody has."""
+        round_ = self._round
+        self._threads.submit(lambda session: session.open_next(round_, cause))
+
+    def close(self, reason: str, cause: Cause | None = None) -> None:
+        """End the job for everybody; the first reason stays."""
+        self._is_over = True
+        self._threads.submit(lambda session: session.end(reason, cause))
+
+    def succeeded(self) -> None:
+        """Say that all workers of this node ended well."""
+        self._threads.submit(NodeSession.succeeded)
+
+    def broken(self, cause: Cause, *, all_gone: bool) -> None:
+        """Say that workers of this node failed."""
+        state = WorkerState.FAILED if all_gone else WorkerState.UNHEALTHY
+        self._threads.submit(lambda session: session.tell(Kind.STATE, state=state, cause=cause))
+
+    def leave(self, cause: Cause) -> None:
+        """Say that this node takes part no longer."""
+        self._has_left = True
+        kind = Kind.UNHEALTHY if cause.kind == "unhealthy" else Kind.LEFT
+        self._threads.submit(lambda session: session.tell(kind, cause=cause))
+
+    @property
+    def must_stay(self) -> bool:
+        """Whether the job goes on and its store is here."""
+        return self._host is not None and self._host.is_alive() and not self._is_over
+
+    def shutdown(self) -> None:
+        """Say goodbye, and let the store go when everybody has."""
+        if self._stop is not None:
+            self._stop.set()
+        for timer in (self._fence, self._join_deadline):
+            if timer is not None:
+                timer.cancel()
+        if not self._is_lost:
+            kind = Kind.GOODBYE if self._is_over else Kind.LEFT
+            if not self._has_left or self._is_over:
+                self._threads.submit(lambda session: session.tell(kind))
+        self._threads.close(0.2 if self._is_lost else LAST_WORDS_S)
+        if self._host is not None:
+            self._host.join(LAST_WORDS_S + 1.0)
+        for reservation in (self._in_use, self._reserved):
+            if reservation is not None:
+                reservation.release()
+
+    # What the threads tell ---------------------------------------------------------------------
+
+    def _arrive(self, session: NodeSession, arrival: Arrival) -> None:
+        """Offer this node; runs in the session's thread."""
+        entry = session.entry
+        if entry is not None and entry.phase is Phase.OVER:
+            self._push(Over(entry))
+        elif not session.arrive(arrival):
+            logger.info("this node came after the round was closed: it waits as a spare")
+
+    def _push(self, news: News | RoundEvent) -> None:
+        """Hand something to `poll`, from any thread."""
+        self._news.put(news)
+        os.eventfd_write(self._wakeup, 1)
+
+    def _event(self, news: News | RoundEvent) -> RoundEvent | None:
+        if isinstance(news, Placed):
+            return self._placed(news)
+        if isinstance(news, Spare):
+            self._cancel_join_deadline()
+            self._previous_rank = None
+            self._round = news.entry.round
+            logger.info("round %d goes on without this node: it is a spare", news.entry.round)
+            return None
+        if isinstance(news, Opened):
+            cause = news.entry.cause or Cause("opened", "a new round was opened")
+            return NextRoundOpened(cause)
+        if isinstance(news, Over):
+            self._is_over = True
+            return RoundClosed(news.entry.reason, news.no_restart, news.entry.cause)
+        if isinstance(news, Lost):
+            self._is_lost = True
+            return StoreLost(f"the job's store is lost: {news.what}", STORE_LOST_STOP_S)
+        return news
+
+    def _placed(self, news: Placed) -> RoundReady:
+        entry, place = news.entry, news.place
+        assert place.group_rank is not None
+        self._cancel_join_deadline()
+        self._round = entry.round
+        self._previous_rank = place.group_rank
+        if place.group_rank == 0 and self._settings.master_port is None:
+            # Offered and taken: kept while rank 0 is here; the next round offers another.
+            self._in_use, self._reserved = self._reserved, PortReservation()
+        assignment = Assignment(
+            cycle=entry.round,
+            group_rank=place.group_rank,
+            group_world_size=entry.active,
+            rank_offset=place.rank_offset,
+            world_size=entry.world_size,
+            master_addr=entry.master_addr,
+            master_port=entry.master_port,
+        )
+        return RoundReady(assignment, tuple(range(self._settings.nproc)))
+
+    # Deadlines ---------------------------------------------------------------------------------
+
+    def _watch_join(self) -> None:
+        self._cancel_join_deadline()
+        at = self._clock.monotonic() + self._settings.join_timeout_s
+        self._join_deadline = self._loop.call_at(at, self._join_timed_out)
+
+    def _cancel_join_deadline(self) -> None:
+        if self._join_deadline is not None:
+            self._join_deadline.cancel()
+
+    def _join_timed_out(self) -> None:
+        seconds = self._settings.join_timeout_s
+        self._push(JoinTimedOut(f"the round did not close within {seconds:.0f} s"))
+
+    def _arm_fence(self) -> None:
+        """Look again when the lease would be too old to go on."""
+        confirmed = self._threads.confirmed_at
+        now = self._clock.monotonic()
+        limit = LEASES_TO_FENCE * self._settings.lease_s
+        if confirmed is not None and now >= confirmed + limit:
+            if not self._is_lost and not self._is_over:
+                self._is_lost = True
+                what = f"the job's store has not answered for {now - confirmed:.1f} s"
+                stop_s = FENCE_STOP_LEASES * self._settings.lease_s
+                self._push(
+                    StoreLost(f"{what}; this node stops before the others replace it", stop_s)
+                )
+            return
+        at = (confirmed if confirmed is not None else now) + limit
+        self._fence = self._loop.call_at(at, self._arm_fence)
+
+
+_ids = itertools.count()
+
+
+def node_identity(addr: str) -> str:
+    """Return a name for this launcher that no other of the job has: `addr_pid_id`."""
+    return f"{addr}_{os.getpid()}_{next(_ids)}"
+
+
+def own_address(endpoint_host: str, endpoint_port: int) -> str:
+    """Return the address of this node by which it reaches the endpoint, or its host name."""
+    try:
+        family, kind, proto, _, target = socket.getaddrinfo(
+            endpoint_host, endpoint_port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.getfqdn()

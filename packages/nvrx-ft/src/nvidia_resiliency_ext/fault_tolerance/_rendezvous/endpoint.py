@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the nodes of a job meet: who serves the store there, and when it can be reached."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import socket
+import stat
+import threading
+
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
+
+DEFAULT_PORT = 29400
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+PROBE_TIMEOUT_S = 5.0
+BACKLOG = 4096
+
+
+class EndpointError(NvrxError):
+    """The endpoint cannot be served or reached."""
+
+
+def claim(host: str, port: int, is_host: bool | None) -> socket.socket | None:
+    """Listen at the endpoint if it is on this machine; None when another serves it.
+
+    Args:
+        host: Name or address from `--rdzv-endpoint`.
+        port: Its port.
+        is_host: From `--rdzv-conf is_host=...`; None asks whether the address is ours.
+
+    Raises:
+        EndpointError: the name resolves nowhere, or this must be the host and cannot be.
+    """
+    if is_host is False:
+        return None
+    problems: list[OSError] = []
+    for family, address in _addresses(host, port):
+        try:
+            return _listen(family, address)
+        except OSError as error:
+            problems.append(error)
+    # Not ours, or another launcher on this machine was faster: then that one is the host.
+    elsewhere = all(error.errno in _SERVED_BY_ANOTHER for error in problems)
+    if is_host is None and elsewhere:
+        return None
+    raise EndpointError(
+        f"--rdzv-endpoint {host}:{port}: this launcher cannot serve the store there:"
+        f" {problems[0].strerror}; name an address of this machine and a free port, or leave"
+        " is_host out"
+    )
+
+
+_SERVED_BY_ANOTHER = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def _listen(family: int, address: tuple[str, int]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def wait_until_reachable(
+    host: str, port: int, timeout_s: float, clock: Clock, stop: threading.Event
+) -> str:
+    """Wait until somebody listens at the endpoint; return the address that answered.
+
+    Tries at first every 50 ms, later every second.
+
+    Raises:
+        EndpointError: nobody did in time.
+    """
+    deadline = clock.monotonic() + timeout_s
+    pause_s, problem = FIRST_PAUSE_S, "nobody listens"
+    while not stop.is_set():
+        try:
+            with socket.create_connection((host, port), PROBE_TIMEOUT_S) as probe:
+                return str(probe.getpeername()[0])
+        except OSError as error:
+            problem = error.strerror or str(error)
+        left_s = deadline - clock.monotonic()
+        if left_s <= 0:
+            break
+        spread = random.uniform(0.8, 1.2)  # noqa: S311 - only to spread the load
+        stop.wait(min(left_s, pause_s * spread))
+        pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+    raise EndpointError(
+        f"--rdzv-endpoint {host}:{port} is not reachable after {timeout_s:.0f} s: {problem};"
+        " is the launcher of the first node running, and is the port open?"
+    )
+
+
+def _addresses(host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise EndpointError(
+            f"--rdzv-endpoint {host}:{port}: the name does not resolve: {error.strerror or error};"
+            " use a name or address that all nodes know"
+        ) from None
+    return [(family, (str(address[0]), int(address[1]))) for family, *_, address in found]
+
+
+def read_token(path: str) -> bytes:
+    """Return the key of digests that follows from the job's token file.
+
+    Raises:
+        ConfigError: the file cannot be read, is empty, or others can read it.
+    """
+    try:
+        if stat.S_IMODE(os.stat(path).st_mode) & 0o077:
+            raise ConfigError(f"--ft-rdzv-token-file {path}: others can read it; give it mode 0600")
+        token = read_regular_file(path, 1 << 16).strip()
+    except OSError as error:
+        raise ConfigError(f"--ft-rdzv-token-file {path}: {error.strerror or error}") from None
+    if not token:
+        raise ConfigError(f"--ft-rdzv-token-file {path}: the file is empty")
+    return hashlib.blake2b(token, digest_size=32, person=b"nvrx-rendezvous"[:16]).digest()

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the store host decides about a job: when a round closes, opens, or the job is over. Pure.
+
+`decide(rules, memory, view, now)` looks at all that the store says and returns one decision. It is
+asked again whenever something may have changed, so no single event can be missed or come twice.
+
+    phase    sees                                              decides
+    OPEN     enough nodes, nobody worth waiting for            Close(placement)
+    OPEN     two launchers with one address, bad segments ...  End(failure)
+    OPEN     nodes that were started with other settings       End(failure), in the first round
+    OPEN     more unhealthy nodes than may be missing          End(failure)
+    CLOSED   every node with a place succeeded                 End(graceful)
+    CLOSED   a node with a place is lost or has left           Open(cause), or End without budget
+    CLOSED   min-healthy: too few nodes healthy or done        Open(cause), or End without budget
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
+    RDZV_SHUTDOWN_REASON_FAILURE,
+    RDZV_SHUTDOWN_REASON_GRACEFUL,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+
+from .budget import Budget
+from .placement import (
+    Candidate,
+    NotEnough,
+    Placement,
+    PlacementError,
+    PlacementRules,
+    place,
+)
+from .records import Arrival, Entry, Kind, Note, Phase, WorkerState
+
+# A node that dies between its two writes delays a round by no more than this.
+LOOK_AGAIN_S = 1.0
+LEASES_TO_EXPIRY = 3.0
+_DONE = (WorkerState.SUCCEEDED,)
+_BROKEN = (WorkerState.UNHEALTHY, WorkerState.FAILED, WorkerState.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class HostRules:
+    """What the host goes by. Times are seconds."""
+
+    placement: PlacementRules
+    budget: Budget
+    lease_s: float
+    last_call_s: float = 1.0
+    min_healthy: bool = False
+    counts_unhealthy: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A node with a place in the last closed round."""
+
+    candidate: Candidate
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the host remembers beyond the present round. Times are of its monotonic clock."""
+
+    active: tuple[Member, ...] = ()
+    spares: frozenset[str] = frozenset()
+    unhealthy: frozenset[str] = frozenset()
+    enough_since: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the store says at one moment. `quiet_s` is how long a node's lease did not move."""
+
+    entry: Entry
+    notes: tuple[Note, ...] = ()
+    successes: int = 0
+    quiet_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing is to be done; look again at `until` at the latest (monotonic s)."""
+
+    until: float
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The round is complete."""
+
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A restart is needed, and nobody else may have said so."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """There is no further round."""
+
+    reason: str
+    cause: Cause | None = None
+
+
+Decision = Wait | Close | Open | End
+
+
+def candidate_of(arrival: Arrival) -> Candidate:
+    """Return what placement needs to know of a node."""
+    return Candidate(
+        node=arrival.node,
+        addr=arrival.addr,
+        infra_rank=arrival.infra_rank,
+        domain=arrival.domain,
+        group=arrival.group,
+        nproc=arrival.nproc,
+        previous_rank=arrival.previous_rank,
+    )
+
+
+def arrived(notes: tuple[Note, ...]) -> dict[str, Arrival]:
+    """Return the nodes that are there: arrived, and not gone since."""
+    there: dict[str, Arrival] = {}
+    for note in notes:
+        if note.kind is Kind.ARRIVED and note.arrival is not None:
+            there[note.node] = note.arrival
+        elif note.kind in (Kind.LEFT, Kind.UNHEALTHY):
+            there.pop(note.node, None)
+    return there
+
+
+def decide(rules: HostRules, memory: Memory, view: View, now: float) -> Decision:
+    """Return what follows from what the store says."""
+    if view.entry.phase is Phase.OPEN:
+        return _while_open(rules, memory, view, now)
+    if view.entry.phase is Phase.CLOSED:
+        return _while_closed(rules, memory, view, now)
+    return Wait(now + LOOK_AGAIN_S)
+
+
+def expiry_s(rules: HostRules) -> float:
+    """Return after how long without a sign a node counts as lost."""
+    return LEASES_TO_EXPIRY * rules.lease_s
+
+
+def present(rules: HostRules, view: View) -> dict[str, Arrival]:
+    """Return the nodes of an open round that are there and alive."""
+    limit = expiry_s(rules)
+    there = arrived(view.notes)
+    return {node: a for node, a in there.items() if view.quiet_s.get(node, 0.0) <= limit}
+
+
+def _while_open(rules: HostRules, memory: Memory, view: View, now: float) -> Decision:
+    for note in view.notes:
+        if note.kind is Kind.MISMATCH and not memory.active:
+            return _failure("mismatch", note.text)
+    unhealthy = memory.unhealthy | {n.node for n in view.notes if n.kind is Kind.UNHEALTHY}
+    surplus = rules.placement.max_nodes - rules.placement.min_nodes
+    if rules.counts_unhealthy and len(unhealthy) > surplus:
+        return _failure(
+            "unhealthy",
+            f"{len(unhealthy)} nodes are unhealthy, and --nnodes allows {surplus} to be missing:"
+            f" {', '.join(sorted(unhealthy))}",
+        )
+    there = present(rules, view)
+    try:
+        result = place(
+            [candidate_of(arrival) for arrival in there.values()],
+            rules.placement,
+            frozenset(g for g in (_groups(view.notes)) if g is not None),
+        )
+    except PlacementError as error:
+        return _failure("placement", str(error))
+    if isinstance(result, NotEnough):
+        return Wait(now + LOOK_AGAIN_S, result.reason)
+    until = _last_call(rules, memory, view, result, there)
+    since = memory.enough_since if memory.enough_since is not None else now
+    if until and now < since + rules.last_call_s:
+        return Wait(min(since + rules.last_call_s, now + LOOK_AGAIN_S), until)
+    return Close(result)
+
+
+def _groups(notes: tuple[Note, ...]) -> list[str | None]:
+    """Return the replacement groups of nodes that said in this round that they are unhealthy."""
+    bad = {note.node for note in notes if note.kind is Kind.UNHEALTHY}
+    return [note.arrival.group for note in notes if note.arrival and note.node in bad]
+
+
+def _last_call(
+    rules: HostRules,
+    memory: Memory,
+    view: View,
+    result: Placement,
+    there: Mapping[str, Arrival],
+) -> str:
+    """Return for whom the round is kept open although there are enough nodes, or ''."""
+    limit = expiry_s(rules)
+    gone = {n.node for n in view.notes if n.kind in (Kind.LEFT, Kind.UNHEALTHY)}
+
+    def is_awaited(node: str) -> bool:
+        return node not in there and node not in gone and view.quiet_s.get(node, limit) < limit
+
+    missing = [member.host for member in memory.active if is_awaited(member.candidate.node)]
+    if rules.placement.elastic and len(result.active) < rules.placement.max_nodes:
+        spares = [node for node in memory.spares if is_awaited(node)]
+        if missing or spares or not memory.active:
+            return "more nodes may come"
+    return f"was active before: {', '.join(missing)}" if missing else ""
+
+
+def _while_closed(rules: HostRules, memory: Memory, view: View, now: float) -> Decision:
+    if view.entry.active and view.successes >= view.entry.active:
+        return End(RDZV_SHUTDOWN_REASON_GRACEFUL)
+    states = _states(rules, memory, view)
+    broken = [member for member in memory.active if states[member.candidate.node][0] in _BROKEN]
+    if not broken:
+        return Wait(now + rules.lease_s / 4)
+    cause = states[broken[0].candidate.node][1] or _lost(broken[0])
+    done = sum(states[member.candidate.node][0] in _DONE for member in memory.active)
+    healthy = len(memory.active) - done - len(broken)
+    if rules.min_healthy:
+        if healthy == 0 and done >= rules.placement.min_nodes:
+            return End(RDZV_SHUTDOWN_REASON_GRACEFUL)
+        if healthy + done >= rules.placement.min_nodes:
+            return Wait(now + rules.lease_s / 4)
+    if rules.budget.left(view.entry) > 0:
+        return Open(cause)
+    return End(RDZV_SHUTDOWN_REASON_FAILURE, cause)
+
+
+def _states(
+    rules: HostRules, memory: Memory, view: View
+) -> dict[str, tuple[WorkerState, Cause | None]]:
+    """Return what is known of each node with a place, and why it is not healthy."""
+    states: dict[str, tuple[WorkerState, Cause | None]] = {
+        member.candidate.node: (WorkerState.HEALTHY, None) for member in memory.active
+    }
+    for note in view.notes:
+        if note.node not in states or states[note.node][0] is WorkerState.SUCCEEDED:
+            continue
+        if note.kind is Kind.STATE and note.state is not None:
+            states[note.node] = (note.state, note.cause)
+        elif note.kind in (Kind.LEFT, Kind.UNHEALTHY):
+            states[note.node] = (WorkerState.UNKNOWN, note.cause)
+    for node, (state, _) in states.items():
+        if state is WorkerState.HEALTHY and view.quiet_s.get(node, 0.0) > expiry_s(rules):
+            states[node] = (WorkerState.UNKNOWN, None)
+    return states
+
+
+def _lost(member: Member) -> Cause:
+    what = f"host {member.host} is lost: no sign of life of its launcher"
+    return Cause("node_lost", what, host=member.host, detected_by="lease")
+
+
+def _failure(kind: str, what: str) -> End:
+    return End(RDZV_SHUTDOWN_REASON_FAILURE, Cause(kind, what, detected_by="rendezvous"))

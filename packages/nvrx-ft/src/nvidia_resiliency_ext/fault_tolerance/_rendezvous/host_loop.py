@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store host at work: waits for the bell, reads what is there, does what `host.decide` says.
+
+It runs in a thread of its own with a connection of its own, in the launcher that serves the store
+or in a control plane that has no workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+
+from . import host, keys
+from .host import Close, Decision, End, HostRules, Member, Memory, Open, View, Wait
+from .placement import NotEnough, Placement, PlacementError, place, summary
+from .records import (
+    Arrival,
+    Entry,
+    ForeignValueError,
+    Kind,
+    Note,
+    Phase,
+    Place,
+    decode,
+    decode_entry,
+    encode,
+)
+from .store import JobStore, StoreLostError
+
+logger = logging.getLogger("nvrx")
+
+GOODBYE_WAIT_S = 3.0
+KEPT_ENTRIES = 6
+NOBODY_WAIT_S = 5.0
+
+
+class Host:
+    """Decides the rounds of one job until it is over.
+
+    Args:
+        store: A connection for this thread alone.
+        rules: What decisions go by.
+        me: Name under which decisions are signed.
+        epoch: Which life of the store this is.
+        settings: What all nodes must have been started with alike, by flag.
+        clock: Where the time is read.
+        is_controlled: Whether the store outlives the nodes.
+        on_closed: Called with each closed round; for records.
+    """
+
+    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
+        self,
+        store: JobStore,
+        rules: HostRules,
+        *,
+        me: str,
+        epoch: str,
+        settings: Mapping[str, str],
+        clock: Clock,
+        is_controlled: bool = False,
+        on_closed: Callable[[Entry, Placement], None] | None = None,
+    ) -> None:
+        self._store = store
+        self._rules = rules
+        self._me = me
+        self._clock = clock
+        self._on_closed = on_closed
+        self._memory = Memory()
+        self._stop = threading.Event()
+        self._notes: list[Note] = []
+        self._read_to = 0
+        self._leases: dict[str, tuple[int, float]] = {}
+        self._leases_at = 0.0
+        self._opened_at: list[float] = []
+        self._waits_for = ""
+        first = Entry(
+            seq=0,
+            phase=Phase.OPEN,
+            round=0,
+            epoch=epoch,
+            by=me,
+            bell_from=rules.placement.min_nodes,
+            is_controlled=is_controlled,
+        )
+        store.put(keys.SETTINGS, json.dumps(dict(settings)))
+        store.create(keys.log(0), encode(first))
+        store.put(keys.HEAD, "0")
+        self._entry = first
+
+    @property
+    def entry(self) -> Entry:
+        """The last decision."""
+        return self._entry
+
+    def stop(self) -> None:
+        """Make `run` return soon; for a host that goes before the job is over."""
+        self._stop.set()
+
+    def run(self) -> None:
+        """Decide until the job is over and everybody knows, or `stop` is called.
+
+        Raises:
+            StoreLostError: the store is gone.
+        """
+        wake_at = self._clock.monotonic()
+        while not self._stop.is_set() and self._entry.phase is not Phase.OVER:
+            wait_s = min(host.LOOK_AGAIN_S, wake_at - self._clock.monotonic())
+            if wait_s > 0 and self._store.wait_until_set(keys.BELL, wait_s):
+                self._store.delete(keys.BELL)
+            self._follow_log()
+            wake_at = self._act(self._decide())
+        if self._entry.phase is Phase.OVER:
+            self._wait_for_goodbyes()
+
+    # What the store says -----------------------------------------------------------------------
+
+    def _follow_log(self) -> None:
+        """Take over what others have decided."""
+        while True:
+            key = keys.log(self._entry.seq + 1)
+            try:
+                if not self._store.has(key):
+                    return
+                self._adopt(decode_entry(self._store.peek(key) or "", self._entry.seq + 1))
+            except ForeignValueError as error:
+                self._store.report_foreign(error)
+                self._store.delete(key)
+                return
+
+    def _adopt(self, entry: Entry) -> None:
+        before, self._entry = self._entry, entry
+        self._store.put(keys.HEAD, str(entry.seq))
+        if entry.seq >= KEPT_ENTRIES:
+            self._store.delete(keys.log(entry.seq - KEPT_ENTRIES))
+        if entry.round != before.round:
+            self._opened_at.append(self._clock.monotonic())
+            self._notes, self._read_to = [], 0
+            self._memory = dataclasses.replace(self._memory, enough_since=None)
+            if entry.round > 1:
+                for key in (keys.inbox, keys.arrivals, keys.successes):
+                    self._store.delete(key(entry.round - 2))
+
+    def _read_inbox(self) -> None:
+        lines, self._read_to = self._store.lines(keys.inbox(self._entry.round), self._read_to)
+        for line in lines:
+            try:
+                self._notes.append(_read_note(line))
+            except ForeignValueError as error:
+                self._store.report_foreign(error)
+
+    def _read_leases(self) -> None:
+        """Look which leases moved; a node is known by its lease from its arrival on."""
+        now = self._clock.monotonic()
+        known = self._leases.keys() | {n.node for n in self._notes if n.kind is Kind.ARRIVED}
+        known |= {member.candidate.node for member in self._memory.active}
+        nodes = sorted(known)
+        if not nodes:
+            return
+        for node, value in zip(nodes, self._store.counters(map(keys.lease, nodes)), strict=True):
+            if node not in self._leases or self._leases[node][0] != value:
+                self._leases[node] = (value, now)
+        limit = 2 * host.expiry_s(self._rules)
+        for node in [n for n, (_, at) in self._leases.items() if now - at > limit]:
+            if all(member.candidate.node != node for member in self._memory.active):
+                del self._leases[node]
+        self._leases_at = now
+
+    def _decide(self) -> Decision:
+        now = self._clock.monotonic()
+        if now - self._leases_at >= self._rules.lease_s / 4:
+            self._read_leases()
+        self._read_inbox()
+        view = View(
+            entry=self._entry,
+            notes=tuple(self._notes),
+            successes=self._successes(),
+            quiet_s={node: now - at for node, (_, at) in self._leases.items()},
+        )
+        decision = host.decide(self._rules, self._memory, view, now)
+        if isinstance(decision, Wait):
+            self._note_wait(decision, now)
+        return decision
+
+    def _successes(self) -> int:
+        if self._entry.phase is not Phase.CLOSED:
+            return 0
+        return self._store.count(keys.successes(self._entry.round), 0)
+
+    def _note_wait(self, decision: Wait, now: float) -> None:
+        enough = self._entry.phase is Phase.OPEN and decision.why == ""
+        if self._memory.enough_since is None and enough:
+            self._memory = dataclasses.replace(self._memory, enough_since=now)
+        if decision.why and decision.why != self._waits_for:
+            logger.info("round %d: %s", self._entry.round, decision.why)
+        self._waits_for = decision.why
+
+    # What is done ------------------------------------------------------------------------------
+
+    def _act(self, decision: Decision) -> float:
+        if isinstance(decision, Wait):
+            return decision.until
+        if isinstance(decision, Close):
+            self._close_round(decision.placement)
+        elif isinstance(decision, Open):
+            self._create(self._next(Phase.OPEN, self._entry.round + 1, cause=decision.cause))
+        elif isinstance(decision, End):
+            self._create(
+                self._next(
+                    Phase.OVER, self._entry.round, cause=decision.cause, reason=decision.reason
+                )
+            )
+        return self._clock.monotonic()
+
+    def _close_round(self, decided: Placement) -> None:
+        """Seal the round, so that nobody else can come in, and tell everybody their place."""
+        entry = self._entry
+        self._store.count(keys.arrivals(entry.round), keys.SEAL)
+        self._read_inbox()
+        notes = tuple(self._notes)
+        there = host.present(self._rules, View(entry=entry, notes=notes))
+        placement = self._place_all(decided, there)
+        offsets, world_size = [], 0
+        for candidate in placement.active:
+            offsets.append(world_size)
+            world_size += candidate.nproc
+        places = {
+            keys.place(candidate.node): encode(Place(entry.round, rank, offset))
+            for rank, (candidate, offset) in enumerate(zip(placement.active, offsets, strict=True))
+        }
+        active = {candidate.node for candidate in placement.active}
+        for node in there.keys() - active:
+            places[keys.place(node)] = encode(Place(entry.round))
+        self._store.put_all(places)
+        first = there[placement.active[0].node]
+        closed = self._next(
+            Phase.CLOSED,
+            entry.round,
+            active=len(placement.active),
+            world_size=world_size,
+            master_addr=first.addr,
+            master_port=first.master_port,
+        )
+        if self._create(closed):
+            self._memory = Memory(
+                active=tuple(Member(c, there[c.node].host) for c in placement.active),
+                spares=frozenset(there.keys() - active),
+                unhealthy=self._memory.unhealthy
+                | {n.node for n in notes if n.kind is Kind.UNHEALTHY},
+            )
+            logger.info("round %d: %s", entry.round, summary(placement))
+            if self._on_closed is not None:
+                self._on_closed(closed, placement)
+
+    def _place_all(self, decided: Placement, there: Mapping[str, Arrival]) -> Placement:
+        """Place those who came before the seal; where they spoil the round, they are spares."""
+        try:
+            again = place([host.candidate_of(a) for a in there.values()], self._rules.placement)
+        except PlacementError:
+            return decided
+        return decided if isinstance(again, NotEnough) else again
+
+    def _next(self, phase: Phase, round_: int, **fields: object) -> Entry:
+        now = self._clock.monotonic()
+        window = self._rules.budget.window_s
+        ages = tuple(
+            round(now - at, 3) for at in self._opened_at if window is not None and now - at < window
+        )
+        return dataclasses.replace(
+            self._entry,
+            seq=self._entry.seq + 1,
+            phase=phase,
+            round=round_,
+            by=self._me,
+            **{
+                "cause": None,
+                "reason": "",
+                "active": 0,
+                "world_size": 0,
+                "master_addr": "",
+                "master_port": 0,
+                "restart_ages_s": ages,
+                **fields,
+            },  # type: ignore[arg-type]
+        )
+
+    def _create(self, entry: Entry) -> bool:
+        """Put a decision into the log; False when another stands there, which then holds."""
+        text = encode(entry)
+        try:
+            stands = self._store.create(keys.log(entry.seq), text)
+        except ForeignValueError as error:
+            self._store.report_foreign(error)
+            self._store.delete(keys.log(entry.seq))
+            return False
+        self._adopt(decode_entry(stands, entry.seq))
+        return stands == text
+
+    def _wait_for_goodbyes(self) -> None:
+        """Keep the store until everybody has read how the job ended, 3 s at most."""
+        deadline = self._clock.monotonic() + GOODBYE_WAIT_S
+        limit = host.expiry_s(self._rules)
+        while not self._stop.is_set():
+            try:
+                self._read_inbox()
+                said = {n.node for n in self._notes if n.kind in (Kind.GOODBYE, Kind.LEFT)}
+                now = self._clock.monotonic()
+                awaited = {n for n, (_, at) in self._leases.items() if now - at < limit}
+                if awaited <= said or now >= deadline:
+                    return
+                if self._store.wait_until_set(keys.BELL, deadline - now):
+                    self._store.delete(keys.BELL)
+            except StoreLostError:
+                return
+
+
+def _read_note(line: str) -> Note:
+    note = decode(Note, line)
+    if note.arrival is not None:
+        try:
+            host.candidate_of(note.arrival)
+        except ValueError as error:
+            raise ForeignValueError(f"not an arrival: {error}") from None
+    return note

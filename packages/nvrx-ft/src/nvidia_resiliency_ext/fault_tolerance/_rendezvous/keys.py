@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of the job's keys in the store."""
+
+from __future__ import annotations
+
+HEAD = "head"
+BELL = "bell"
+SETTINGS = "settings"
+# Added to the counter of arrivals by the host when it closes a round: whoever counts itself after
+# that reads a number beyond it and knows, without asking, that it came too late.
+SEAL = 1 << 40
+
+
+def prefix(run_id: str) -> str:
+    """Return what stands before all keys of a job."""
+    return f"ft_rendezvous_barrier:{run_id}:"
+
+
+def log(seq: int) -> str:
+    """Return the key of one decision."""
+    return f"log/{seq}"
+
+
+def inbox(round_: int) -> str:
+    """Return the key of the notes to the host in a round."""
+    return f"inbox/{round_}"
+
+
+def arrivals(round_: int) -> str:
+    """Return the counter of nodes that arrived in a round."""
+    return f"arrivals/{round_}"
+
+
+def successes(round_: int) -> str:
+    """Return the counter of nodes whose workers all succeeded in a round."""
+    return f"successes/{round_}"
+
+
+def place(node: str) -> str:
+    """Return the key of a node's part in the last closed round."""
+    return f"place/{node}"
+
+
+def lease(node: str) -> str:
+    """Return the counter that a living node raises."""
+    return f"lease/{node}"

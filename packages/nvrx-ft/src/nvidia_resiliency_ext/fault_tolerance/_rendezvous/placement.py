@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who trains in a round, and with which group rank.
+
+Pure: the nodes that arrived and the rules of the job go in; ranks come out, the same ones whatever
+the order of arrival.
+
+1. Nodes of unhealthy or incomplete replacement groups are excluded.
+2. The others are ordered by infrastructure rank; if one has none, or the job does not use them, by
+   identity, and then whoever had a rank keeps it where that is possible.
+3. Ranks are given out in blocks: a block is one segment, whose nodes are of one NVLink domain.
+   Without segments a block is one rank, and all nodes are of one domain.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+from .identity import NodeIdentity
+from .placement_text import few, summary, why_excluded, why_too_few_segments
+
+__all__ = [
+    "NO_DOMAIN",
+    "Candidate",
+    "NotEnough",
+    "Placement",
+    "PlacementError",
+    "PlacementRules",
+    "place",
+    "summary",
+    "validate",
+]
+
+NO_DOMAIN: Final = "none"
+_LONGEST_TEXT: Final = 255
+
+_Key = TypeVar("_Key", str, int)
+
+
+class PlacementError(NvrxError):
+    """The nodes that arrived can never be placed together; the message says what to do.
+
+    Args:
+        message: What is wrong, which nodes, and the remedy.
+        nodes: The identities of these nodes, in order.
+    """
+
+    def __init__(self, message: str, nodes: tuple[str, ...] = ()) -> None:
+        super().__init__(message, nodes)
+        self.nodes = nodes
+
+    def __str__(self) -> str:
+        """Return the message alone."""
+        return str(self.args[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One node that arrived in a round.
+
+    Attributes:
+        node: Its identity, `addr_pid_number`.
+        addr: Its address.
+        infra_rank: Its place in the cluster; -1 where that is unknown.
+        domain: Its NVLink domain.
+        group: Its replacement group.
+        nproc: Workers on it.
+        previous_rank: Its group rank in the last closed round; None for one that had none.
+
+    Raises:
+        ValueError: A text is no such text, or too long, or unfit for a log.
+    """
+
+    node: str
+    addr: str
+    infra_rank: int = -1
+    domain: str = NO_DOMAIN
+    group: str | None = None
+    nproc: int = 1
+    previous_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse texts that would spoil a log or an order: they come from other nodes."""
+        NodeIdentity.parse(self.node)
+        for text in (self.addr, self.domain, self.group or ""):
+            if len(text) > _LONGEST_TEXT or not text.isprintable():
+                raise ValueError(f"{text[:300]!r} of {self.node} is too long or not printable")
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRules:
+    """What the job wants; the same on all nodes.
+
+    Attributes:
+        min_nodes: How many nodes train; with `elastic` the fewest.
+        max_nodes: With `elastic` the most; more may arrive and stand by.
+        segment: How many consecutive ranks must share an NVLink domain.
+        group_size: How many nodes a replacement group must have to be used.
+        one_launcher_per_addr: Whether two nodes with one address are an error.
+        elastic: Whether everybody up to `max_nodes` trains.
+        use_infra_rank: Whether infrastructure ranks give the order where all are known.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    segment: int | None = None
+    group_size: int | None = None
+    one_launcher_per_addr: bool = True
+    elastic: bool = False
+    use_infra_rank: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Who trains and who stands by.
+
+    Attributes:
+        active: The index is the group rank.
+        standby: Numbered on from there, in this order.
+        excluded: Nodes of unhealthy or incomplete replacement groups; numbered last.
+        why_excluded: What is wrong with these groups.
+    """
+
+    active: tuple[Candidate, ...]
+    standby: tuple[Candidate, ...]
+    excluded: tuple[Candidate, ...]
+    why_excluded: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NotEnough:
+    """The round cannot be closed with the nodes that have arrived.
+
+    Attributes:
+        reason: Who or what is missing.
+    """
+
+    reason: str
+
+
+def validate(rules: PlacementRules) -> None:
+    """Check that rules can be fulfilled at all.
+
+    Raises:
+        ValueError: A value is impossible; it is named, with the remedy.
+    """
+    if rules.min_nodes < 1:
+        raise ValueError(f"min_nodes must be at least 1, not {rules.min_nodes}: see --nnodes")
+    if rules.max_nodes < rules.min_nodes:
+        raise ValueError(
+            f"max_nodes ({rules.max_nodes}) is below min_nodes ({rules.min_nodes}):"
+            " give --nnodes as MIN:MAX"
+        )
+    for name, value in (("segment", rules.segment), ("replacement_group_size", rules.group_size)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}; leave it out for none")
+    if rules.segment is not None and rules.min_nodes % rules.segment:
+        raise ValueError(
+            f"segment ({rules.segment}) does not divide min_nodes ({rules.min_nodes}):"
+            " change --ft-segment or the first number of --nnodes"
+        )
+
+
+def place(
+    candidates: Iterable[Candidate],
+    rules: PlacementRules,
+    unhealthy_groups: Collection[str] = frozenset(),
+) -> Placement | NotEnough:
+    """Return who is active, with which rank; the order of the candidates does not matter.
+
+    Args:
+        candidates: The nodes that arrived.
+        rules: What the job wants; `validate` has passed them.
+        unhealthy_groups: Replacement groups that may not be used.
+
+    Raises:
+        PlacementError: Two nodes claim one place, or a node lacks what segments need.
+    """
+    everybody = sorted(candidates, key=_identity)
+    _refuse_shared(
+        everybody,
+        lambda candidate: candidate.node,
+        "the identity {key} arrived more than once",
+        "every launcher needs a node and process of its own: see --local-addr",
+    )
+    usable, excluded = _split_by_group(everybody, rules, unhealthy_groups)
+    _refuse_misfits(usable, rules)
+    keeps_ranks = not _is_ordered_by_infra_rank(usable, rules)
+    if not keeps_ranks:
+        usable.sort(key=_infra_rank)
+        excluded.sort(key=_infra_rank)
+        _refuse_shared(
+            usable,
+            _infra_rank,
+            "infrastructure rank {key} is claimed by {nodes}",
+            "give each node its own (one srun for the job; CROSS_SLURM_PROCID over several), or"
+            " start with --ft-use-infra-group-rank false",
+        )
+    why = why_excluded(excluded, rules.group_size, unhealthy_groups)
+    blocks = _number_of_blocks(usable, rules)
+    if blocks * (rules.segment or 1) < rules.min_nodes:
+        return NotEnough(_why_not_enough(len(everybody), usable, why, rules))
+    seats = _Seating(usable, rules, blocks, keeps_ranks=keeps_ranks).assign()
+    taken = set(seats)
+    return Placement(
+        active=tuple(usable[index] for index in seats),
+        standby=tuple(one for index, one in enumerate(usable) if index not in taken),
+        excluded=tuple(excluded),
+        why_excluded=why,
+    )
+
+
+class _Seating:
+    """Gives out ranks to nodes that are in order; they are known by their index in it."""
+
+    def __init__(
+        self, nodes: Sequence[Candidate], rules: PlacementRules, blocks: int, *, keeps_ranks: bool
+    ) -> None:
+        self._blocks = blocks
+        self._size = rules.segment or 1
+        self._members = _by_domain(nodes, rules)
+        self._room = {
+            domain: len(members) // self._size for domain, members in self._members.items()
+        }
+        self._domain_of = {
+            index: domain for domain, members in self._members.items() for index in members
+        }
+        # Who had a rank that still exists; of two that claim one rank the first has it.
+        self._holders: dict[int, int] = {}
+        self._had_rank: set[int] = set()
+        if keeps_ranks:
+            for index, node in enumerate(nodes):
+                rank = node.previous_rank
+                if rank is not None:
+                    self._had_rank.add(index)
+                    if 0 <= rank < blocks * self._size:
+                        self._holders.setdefault(rank, index)
+
+    def assign(self) -> list[int]:
+        """Return the indices of the active nodes in rank order."""
+        homes = self._keep_homes()
+        self._find_homes(homes)
+        ranks: dict[str, list[int]] = {domain: [] for domain in self._members}
+        for block in range(self._blocks):
+            ranks[homes[block]].extend(range(block * self._size, (block + 1) * self._size))
+        seats: dict[int, int] = {}
+        for domain, members in self._members.items():
+            seats.update(self._fill(domain, members, ranks[domain]))
+        return [seats[rank] for rank in range(self._blocks * self._size)]
+
+    def _keep_homes(self) -> dict[int, str]:
+        """Leave blocks to the domains of those who had their ranks, as far as there is room.
+
+        Where a domain has lost nodes, the blocks with the most survivors stay.
+        """
+        claims = Counter(
+            (rank // self._size, self._domain_of[index]) for rank, index in self._holders.items()
+        )
+        homes: dict[int, str] = {}
+        for (block, domain), _ in sorted(claims.items(), key=lambda item: (-item[1], item[0])):
+            if block not in homes and self._room[domain]:
+                homes[block] = domain
+                self._room[domain] -= 1
+        return homes
+
+    def _find_homes(self, homes: dict[int, str]) -> None:
+        """Give the other blocks to the domains, the first ones first."""
+        free = (domain for domain in self._members for _ in range(self._room[domain]))
+        for block in range(self._blocks):
+            if block not in homes:
+                homes[block] = next(free)
+
+    def _fill(self, domain: str, members: list[int], ranks: list[int]) -> dict[int, int]:
+        seats = {
+            rank: self._holders[rank]
+            for rank in ranks
+            if rank in self._holders and self._domain_of[self._holders[rank]] == domain
+        }
+        seated = set(seats.values())
+        holes = [rank for rank in ranks if rank not in seats]
+        # Whoever trained before goes on training, if not at the old rank.
+        waiting = sorted(
+            (index for index in members if index not in seated),
+            key=lambda index: (index not in self._had_rank, index),
+        )
+        return {**seats, **dict(zip(holes, sorted(waiting[: len(holes)]), strict=True))}
+
+
+def _split_by_group(
+    nodes: Sequence[Candidate], rules: PlacementRules, unhealthy_groups: Collection[str]
+) -> tuple[list[Candidate], list[Candidate]]:
+    sizes = Counter(node.group for node in nodes)
+    least = rules.group_size or 1
+
+    def is_usable(node: Candidate) -> bool:
+        # A node without a group is a group of its own.
+        size = 1 if node.group is None else sizes[node.group]
+        return size >= least and node.group not in unhealthy_groups
+
+    usable = [node for node in nodes if is_usable(node)]
+    excluded = [node for node in nodes if not is_usable(node)]
+    return usable, excluded
+
+
+def _refuse_misfits(nodes: Sequence[Candidate], rules: PlacementRules) -> None:
+    if rules.one_launcher_per_addr:
+        _refuse_shared(
+            nodes,
+            lambda candidate: candidate.addr,
+            "several launchers run on {key}: {nodes}",
+            "start one per node (srun --ntasks-per-node=1), or set"
+            " NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE=1 on all nodes if that is meant",
+        )
+    if rules.segment is not None:
+        homeless = tuple(node.node for node in nodes if node.domain in ("", NO_DOMAIN))
+        if homeless:
+            raise PlacementError(
+                f"segments need the NVLink domain of every node, and {few(homeless)} named none:"
+                " give all nodes the same --ft-segment, or start without",
+                homeless,
+            )
+
+
+def _refuse_shared(
+    nodes: Sequence[Candidate], key_of: Callable[[Candidate], _Key], what: str, remedy: str
+) -> None:
+    """Raise if two nodes have the same key.
+
+    Raises:
+        PlacementError: They have; `what` says it of each `{key}` with its `{nodes}`.
+    """
+    counts = Counter(map(key_of, nodes))
+    if len(counts) == len(nodes):
+        return
+    shared: dict[_Key, list[str]] = defaultdict(list)
+    for node in nodes:
+        if counts[key_of(node)] > 1:
+            shared[key_of(node)].append(node.node)
+    faults = [what.format(key=key, nodes=few(names)) for key, names in shared.items()]
+    raise PlacementError(
+        f"{few(faults, separator='; ')}: {remedy}",
+        tuple(name for names in shared.values() for name in names),
+    )
+
+
+def _is_ordered_by_infra_rank(nodes: Sequence[Candidate], rules: PlacementRules) -> bool:
+    return rules.use_infra_rank and all(node.infra_rank >= 0 for node in nodes)
+
+
+def _by_domain(nodes: Sequence[Candidate], rules: PlacementRules) -> dict[str, list[int]]:
+    """Return the indices of the nodes of each domain; the domain of the first node comes first."""
+    members: dict[str, list[int]] = defaultdict(list)
+    for index, node in enumerate(nodes):
+        members[NO_DOMAIN if rules.segment is None else node.domain].append(index)
+    return dict(members)
+
+
+def _number_of_blocks(nodes: Sequence[Candidate], rules: PlacementRules) -> int:
+    """Return how many blocks are to be given out, or the fewer ones that the nodes fill."""
+    size = rules.segment or 1
+    filled = sum(len(members) // size for members in _by_domain(nodes, rules).values())
+    return min(filled, (rules.max_nodes if rules.elastic else rules.min_nodes) // size)
+
+
+def _why_not_enough(
+    arrived: int, usable: Sequence[Candidate], why: str, rules: PlacementRules
+) -> str:
+    text = f"arrived: {arrived}" + (f", usable: {len(usable)} ({why})" if why else "")
+    text += f", needed: {rules.min_nodes} nodes"
+    if rules.segment is not None and len(usable) >= rules.min_nodes:
+        domains = {domain: len(nodes) for domain, nodes in _by_domain(usable, rules).items()}
+        text += ", " + why_too_few_segments(domains, rules.segment, rules.min_nodes)
+    return text
+
+
+def _identity(candidate: Candidate) -> NodeIdentity:
+    return NodeIdentity.parse(candidate.node)
+
+
+def _infra_rank(candidate: Candidate) -> int:
+    return candidate.infra_rank

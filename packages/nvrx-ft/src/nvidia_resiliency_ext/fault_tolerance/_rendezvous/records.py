@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What nodes and the store host tell each other through the store. Pure.
+
+Every value is JSON of a closed set of fields with plain types and bounded sizes: who can reach the
+store's port can write to it, so what is read is data of a stranger until it has passed `decode`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+MAX_VALUE_BYTES = 64 * 1024
+MAX_TEXT = 4096
+MAX_DETAIL_BYTES = 8192
+
+
+class ForeignValueError(NvrxError):
+    """A value in the store was not written by this job's launchers."""
+
+
+class Phase(enum.Enum):
+    """Where the job stands between two entries of the log."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+    OVER = "over"
+
+
+class WorkerState(enum.Enum):
+    """What a node says of its workers; UNKNOWN is said of a node that is lost."""
+
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+
+class Kind(enum.Enum):
+    """What a note to the store host is about."""
+
+    ARRIVED = "arrived"
+    STATE = "state"
+    LEFT = "left"
+    UNHEALTHY = "unhealthy"
+    MISMATCH = "mismatch"
+    GOODBYE = "goodbye"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A node that offers itself for a round, and what its place depends on."""
+
+    node: str
+    addr: str
+    host: str = ""
+    infra_rank: int = -1
+    domain: str = "none"
+    group: str | None = None
+    nproc: int = 1
+    master_port: int = 0
+    previous_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line in the host's inbox of one round."""
+
+    kind: Kind
+    node: str
+    arrival: Arrival | None = None
+    state: WorkerState | None = None
+    cause: Cause | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A decision that holds for everybody, with all that a newcomer must know.
+
+    Attributes:
+        seq: Its number; each is created once, by compare-and-set.
+        phase: What the job is in from here on.
+        round: The round that is open or closed.
+        epoch: Which life of the store this is.
+        by: The node that decided.
+        cause: Why a round was opened or the job ended.
+        reason: The word for the end of a job.
+        bell_from: How many must have arrived before a further one wakes the host.
+        active: Nodes with a place, when closed.
+        world_size: Ranks in the job, when closed.
+        master_addr: Address of rank 0, when closed.
+        master_port: Port of rank 0, when closed.
+        restart_ages_s: How long ago each restart was, for a budget with a window.
+        is_controlled: Whether the store outlives the nodes: it is not in a launcher.
+    """
+
+    seq: int
+    phase: Phase
+    round: int
+    epoch: str = ""
+    by: str = ""
+    cause: Cause | None = None
+    reason: str = ""
+    bell_from: int = 1
+    active: int = 0
+    world_size: int = 0
+    master_addr: str = ""
+    master_port: int = 0
+    restart_ages_s: tuple[float, ...] = ()
+    is_controlled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A node's part in a closed round; `group_rank` is None for a spare."""
+
+    round: int
+    group_rank: int | None = None
+    rank_offset: int = 0
+
+
+_Record = TypeVar("_Record", Arrival, Note, Entry, Place, Cause)
+
+
+def encode(record: Arrival | Note | Entry | Place) -> str:
+    """Return one line of ASCII without a newline; texts that are too long are cut."""
+    return json.dumps(_plain(record), separators=(",", ":"), allow_nan=False)
+
+
+def decode(kind: type[_Record], text: str | bytes) -> _Record:
+    """Return the record of `kind` in `text`.
+
+    Raises:
+        ForeignValueError: it is anything else.
+    """
+    if len(text) > MAX_VALUE_BYTES:
+        raise ForeignValueError(f"a value of {len(text)} bytes; at most {MAX_VALUE_BYTES} are read")
+    try:
+        document = json.loads(text)
+        return _record(kind, document)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ForeignValueError(f"not a {kind.__name__}: {error}") from None
+
+
+def decode_entry(text: str, seq: int) -> Entry:
+    """Return decision number `seq`.
+
+    Raises:
+        ForeignValueError: it is anything else.
+    """
+    entry = decode(Entry, text)
+    if entry.seq != seq:
+        raise ForeignValueError(f"decision {entry.seq} stands at the place of {seq}")
+    return entry
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            f.name: _plain(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if getattr(value, f.name) not in (None, "", ())
+        }
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, str):
+        return value[:MAX_TEXT]
+    if isinstance(value, Mapping):
+        return _plain_detail(value)
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _plain_detail(detail: Mapping[str, object]) -> dict[str, object]:
+    """Return what of a cause's details is plain and small: the record of the node has them all."""
+    kept: dict[str, object] = {}
+    left = MAX_DETAIL_BYTES
+    for key, value in detail.items():
+        if isinstance(value, (str, int, float, bool)):
+            left -= len(str(key)) + len(str(value))
+            if left < 0:
+                break
+            kept[str(key)] = value
+    return kept
+
+
+def _record(kind: type[_Record], document: Any) -> _Record:
+    if not isinstance(document, dict):
+        raise TypeError("not an object")
+    readers = _READERS[kind]
+    unknown = document.keys() - readers.keys()
+    if unknown:
+        raise ValueError(f"unknown field {min(unknown)!r}")
+    return kind(**{name: readers[name](value) for name, value in document.items()})
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        raise TypeError("not a short text")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not -(1 << 62) < value < 1 << 62:
+        raise TypeError("not a whole number")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError("not true or false")
+    return value
+
+
+def _ages(value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list) or not all(type(age) in (int, float) for age in value):
+        raise TypeError("not a list of numbers")
+    return tuple(float(age) for age in value)
+
+
+def _detail(value: Any) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise TypeError("not an object")
+    if not all(type(item) in (str, int, float, bool) for item in value.values()):
+        raise TypeError("not plain values")
+    return value
+
+
+def _cause(value: Any) -> Cause:
+    return _record(Cause, value)
+
+
+def _arrival(value: Any) -> Arrival:
+    return _record(Arrival, value)
+
+
+_READERS: Mapping[type, Mapping[str, Any]] = {
+    Arrival: {
+        "node": _text, "addr": _text, "host": _text, "infra_rank": _whole, "domain": _text,
+        "group": _text, "nproc": _whole, "master_port": _whole, "previous_rank": _whole,
+    },
+    Note: {
+        "kind": Kind, "node": _text, "arrival": _arrival, "state": WorkerState, "cause": _cause,
+        "text": _text,
+    },
+    Entry: {
+        "seq": _whole, "phase": Phase, "round": _whole, "epoch": _text, "by": _text,
+        "cause": _cause, "reason": _text, "bell_from": _whole, "active": _whole,
+        "world_size": _whole, "master_addr": _text, "master_port": _whole,
+        "restart_ages_s": _ages, "is_controlled": _flag,
+    },
+    Place: {"round": _whole, "group_rank": _whole, "rank_offset": _whole},
+    Cause: {
+        "kind": _text, "what": _text, "rank": _whole, "local_rank": _whole, "host": _text,
+        "exit_code": _whole, "signal": _whole, "detected_by": _text, "detail": _detail,
+    },
+}  # fmt: skip

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job's part of a TCPStore: its keys, signed values, typed errors, and a count of operations.
+
+One object belongs to one thread: a torch client answers one call at a time, so a thread that waits
+needs a client of its own (`JobStore.another`). torch is imported when the first one is made.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import resource
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+from .records import MAX_VALUE_BYTES, ForeignValueError
+
+logger = logging.getLogger("nvrx")
+
+CALL_TIMEOUT_S = 30.0
+_TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+
+_DIGEST_HEX = 32
+# `compare_set` with this as the expected value changes nothing and returns what is there, or this:
+# the one way to read a key without waiting for it. On a missing key it wakes, in vain, those who
+# wait for it (torch 2.13), so it is not for such keys.
+_NOTHING = "-"
+_SECRET = "secret"  # noqa: S105 - the name of a key
+
+
+class StoreLostError(NvrxError):
+    """The store does not answer: its host is gone, or the way to it."""
+
+
+class JobStore:
+    """Keys of one job in a store, for one thread.
+
+    Every value carries a keyed digest over its key and text, so that neither another job's values
+    nor values copied from another key are taken.
+
+    Args:
+        client: A `torch.distributed.TCPStore`.
+        prefix: Before all keys.
+        secret: Key of the digests; the same on all nodes.
+    """
+
+    def __init__(self, client: Any, prefix: str, secret: bytes) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._secret = secret
+        self._reported: set[str] = set()
+        self.operations = 0
+
+    def another(self) -> JobStore:
+        """Return the same keys over a connection of their own, for another thread."""
+        client = _guarded(lambda: _connect_client(self._client.host, self._client.port))
+        return JobStore(client, self._prefix, self._secret)
+
+    def create(self, key: str, text: str) -> str:
+        """Set `key` unless it has a value; return the value that it has then.
+
+        Raises:
+            ForeignValueError: it has a value that is not this job's.
+        """
+        name, sealed = self._name(key), self._seal(key, text)
+        return self._open(key, self._call(1, lambda: self._client.compare_set(name, "", sealed)))
+
+    def peek(self, key: str) -> str | None:
+        """Return the value of `key`, for which nobody waits, or None; it never waits."""
+        raw = self._read(key)
+        return None if raw is None else self._open(key, raw)
+
+    def has(self, key: str) -> bool:
+        """Return whether `key` has a value."""
+        name = self._name(key)
+        return bool(self._call(1, lambda: self._client.check([name])))
+
+    def wait_for(self, key: str, timeout_s: float) -> str | None:
+        """Wait in the store until `key` has a value and return it; None after `timeout_s`."""
+        if not self.wait_until_set(key, timeout_s):
+            return None
+        return self.peek(key)
+
+    def wait_until_set(self, key: str, timeout_s: float) -> bool:
+        """Wait in the store until `key` has a value; False after `timeout_s`."""
+        limit = timedelta(seconds=max(0.001, timeout_s))
+        name = self._name(key)
+        self.operations += 1
+        try:
+            self._client.wait([name], limit)
+        except RuntimeError as error:
+            if _is_timeout(error):
+                return False
+            raise StoreLostError(_first_line(error)) from None
+        return True
+
+    def put(self, key: str, text: str) -> None:
+        """Set `key`, whatever it was."""
+        name, sealed = self._name(key), self._seal(key, text)
+        self._call(1, lambda: self._client.set(name, sealed))
+
+    def put_all(self, values: Mapping[str, str]) -> None:
+        """Set many keys in one operation."""
+        names = [self._name(key) for key in values]
+        sealed = [self._seal(key, text) for key, text in values.items()]
+        self._call(1, lambda: self._client.multi_set(names, sealed))
+
+    def append_line(self, key: str, text: str) -> None:
+        """Add one line to `key` in one operation; lines of several nodes never mix."""
+        name, line = self._name(key), self._seal(key, text) + "\n"
+        self._call(1, lambda: self._client.append(name, line))
+
+    def lines(self, key: str, offset: int) -> tuple[list[str], int]:
+        """Return the lines of `key` that begin at `offset` or later, and the next offset."""
+        raw = self._read(key)
+        if raw is None:
+            return [], 0
+        end = raw.rfind(b"\n") + 1
+        found = []
+        for line in raw[offset:end].splitlines():
+            try:
+                found.append(self._open(key, line))
+            except ForeignValueError as error:
+                self.report_foreign(error)
+        return found, end
+
+    def count(self, key: str, step: int) -> int:
+        """Add `step` to a counter and return its new value; the store has seen it then."""
+        name = self._name(key)
+        return int(self._call(1, lambda: self._client.add(name, step)))
+
+    def counters(self, keys: Iterable[str]) -> list[int]:
+        """Return counters that exist, in one operation; one that is no number counts as 0."""
+        names = [self._name(key) for key in keys]
+        raw = self._call(1, lambda: self._client.multi_get(names))
+        return [_number(value) for value in raw]
+
+    def delete(self, key: str) -> None:
+        """Remove `key`, if it is there."""
+        name = self._name(key)
+        self._call(1, lambda: self._client.delete_key(name))
+
+    def key_count(self) -> int:
+        """Return how many keys the whole store holds."""
+        return int(self._call(1, self._client.num_keys))
+
+    def report_foreign(self, error: ForeignValueError) -> None:
+        """Log a refused value, the same once."""
+        text = str(error)
+        if text not in self._reported and len(self._reported) < 32:  # noqa: PLR2004
+            self._reported.add(text)
+            logger.warning("refused what somebody else wrote into the job's store: %s", text)
+
+    def _read(self, key: str) -> bytes | None:
+        name = self._name(key)
+        raw = self._call(1, lambda: self._client.compare_set(name, _NOTHING, _NOTHING))
+        return None if raw == _NOTHING.encode() else bytes(raw)
+
+    def _name(self, key: str) -> str:
+        return self._prefix + key
+
+    def _seal(self, key: str, text: str) -> str:
+        return self._digest(key, text.encode()) + text
+
+    def _open(self, key: str, raw: bytes) -> str:
+        if len(raw) > MAX_VALUE_BYTES:
+            raise ForeignValueError(f"{key}: {len(raw)} bytes, at most {MAX_VALUE_BYTES} are read")
+        digest, text = raw[:_DIGEST_HEX], raw[_DIGEST_HEX:]
+        if not hmac.compare_digest(digest, self._digest(key, text).encode()):
+            raise ForeignValueError(f"{key}: the signature is wrong")
+        return text.decode("ascii", "replace")
+
+    def _digest(self, key: str, text: bytes) -> str:
+        import hashlib
+
+        signed = hashlib.blake2b(key=self._secret, digest_size=_DIGEST_HEX // 2)
+        signed.update(key.encode() + b"\0" + text)
+        return signed.hexdigest()
+
+    def _call(self, operations: int, function: Callable[[], Any]) -> Any:
+        self.operations += operations
+        return _guarded(function)
+
+
+def connect(host: str, port: int, prefix: str, secret: bytes | None, timeout_s: float) -> JobStore:
+    """Connect to a store that listens.
+
+    Args:
+        host: Where it listens.
+        port: Its port.
+        prefix: Before all keys of the job.
+        secret: Key of the digests; None takes the one that the host left in the store.
+        timeout_s: How long the host may take to leave it.
+
+    Raises:
+        StoreLostError: nothing that is a store answers, or it holds no such job.
+    """
+    client = _guarded(lambda: _connect_client(host, port))
+    if secret is None:
+        name = prefix + _SECRET
+        try:
+            client.wait([name], timedelta(seconds=timeout_s))
+            secret = bytes.fromhex(client.get(name).decode("ascii"))
+        except (RuntimeError, ValueError) as error:
+            what = f"the store at {host}:{port} holds no job {prefix!r}"
+            raise StoreLostError(f"{what}: {_first_line(error)}") from None
+    return JobStore(client, prefix, secret)
+
+
+def share_secret(client: Any, prefix: str) -> bytes:
+    """Leave a key for digests in a store that is served here, and return it.
+
+    It keeps other jobs' values apart and guards against nobody who reads the store.
+    """
+    import secrets
+
+    key = secrets.token_bytes(32)
+    client.set(prefix + _SECRET, key.hex())
+    return key
+
+
+def serve(listener: socket.socket, host: str) -> Any:
+    """Serve a store on a listening socket for as long as the returned object lives.
+
+    The socket belongs to the store from here on. Each node holds two connections, so the limit of
+    open files is raised as far as it may be.
+
+    Raises:
+        StoreLostError: torch cannot serve it.
+    """
+    store = _store_class()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    port = listener.getsockname()[1]
+    return _guarded(
+        lambda: store(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=CALL_TIMEOUT_S),
+            master_listen_fd=listener.detach(),
+        )
+    )
+
+
+def _connect_client(host: str, port: int) -> Any:
+    return _store_class()(
+        host,
+        port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=CALL_TIMEOUT_S),
+    )
+
+
+def _store_class() -> Any:
+    """Return torch's TCPStore, silent about waits that time out, which are no errors here."""
+    level = os.environ.get(_TORCH_LOG_LEVEL)
+    if level is None:
+        os.environ[_TORCH_LOG_LEVEL] = "ERROR"
+    try:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    finally:
+        if level is None:
+            del os.environ[_TORCH_LOG_LEVEL]
+    return TCPStore
+
+
+def _guarded(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except (RuntimeError, ValueError, OSError) as error:
+        # torch: DistNetworkError, DistStoreError and others, all of them RuntimeError.
+        raise StoreLostError(_first_line(error)) from None
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    # DistStoreError since torch 2.5; before, and in some paths, only the text tells.
+    text = str(error).lower()
+    return "timeout" in text or "timed out" in text
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _number(value: bytes) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        return 0
