@@ -158,6 +158,12 @@ class Chronicle:
         if outcome is Outcome.RESTART:
             left = _counted(restarts_left, "restart")
             logger.warning("restarting because %s (%s left)", cause.what, left)
+        elif outcome is Outcome.LEAVE:
+            logger.error("this node leaves the job: %s", cause.what)
+        elif outcome is Outcome.OVER:
+            logger.error("stopping, the job is over: %s", cause.what)
+        elif outcome is Outcome.TOLERATED:
+            logger.warning("going on as long as enough nodes are healthy: %s", cause.what)
         elif outcome is Outcome.NO_RESTART:
             logger.error("stopping for good, no progress: %s", cause.what)
         elif cause.kind == "start":

@@ -242,7 +242,7 @@ class StoreRendezvous:
             return RoundClosed(news.entry.reason, news.no_restart, news.entry.cause)
         if isinstance(news, Lost):
             self._is_lost = True
-            return StoreLost(f"the job's store is lost: {news.what}", STORE_LOST_STOP_S)
+            return StoreLost(news.what, STORE_LOST_STOP_S)
         return news
 
     def _placed(self, news: Placed) -> RoundReady:

@@ -85,10 +85,14 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing is to be done; look again at `until` at the latest (monotonic s)."""
+    """Nothing is to be done; look again at `until` at the latest (monotonic s).
+
+    `is_last_call` says that there are enough nodes and that others are given a moment to come.
+    """
 
     until: float
     why: str = ""
+    is_last_call: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +191,7 @@ def _while_open(rules: HostRules, memory: Memory, view: View, now: float) -> Dec
     until = _last_call(rules, memory, view, result, there)
     since = memory.enough_since if memory.enough_since is not None else now
     if until and now < since + rules.last_call_s:
-        return Wait(min(since + rules.last_call_s, now + LOOK_AGAIN_S), until)
+        return Wait(min(since + rules.last_call_s, now + LOOK_AGAIN_S), until, is_last_call=True)
     return Close(result)
 
 

@@ -192,8 +192,7 @@ class Host:
         return self._store.count(keys.successes(self._entry.round), 0)
 
     def _note_wait(self, decision: Wait, now: float) -> None:
-        enough = self._entry.phase is Phase.OPEN and decision.why == ""
-        if self._memory.enough_since is None and enough:
+        if self._memory.enough_since is None and decision.is_last_call:
             self._memory = dataclasses.replace(self._memory, enough_since=now)
         if decision.why and decision.why != self._waits_for:
             logger.info("round %d: %s", self._entry.round, decision.why)
@@ -301,16 +300,20 @@ class Host:
         return stands == text
 
     def _wait_for_goodbyes(self) -> None:
-        """Keep the store until everybody has read how the job ended, 3 s at most."""
+        """Keep the store until everybody has read how the job ended, 3 s at most.
+
+        Before the first round is closed nobody knows who is there, and it is kept as long as that.
+        """
         deadline = self._clock.monotonic() + GOODBYE_WAIT_S
         limit = host.expiry_s(self._rules)
+        all_known = bool(self._memory.active)
         while not self._stop.is_set():
             try:
                 self._read_inbox()
                 said = {n.node for n in self._notes if n.kind in (Kind.GOODBYE, Kind.LEFT)}
                 now = self._clock.monotonic()
                 awaited = {n for n, (_, at) in self._leases.items() if now - at < limit}
-                if awaited <= said or now >= deadline:
+                if (all_known and awaited <= said) or now >= deadline:
                     return
                 if self._store.wait_until_set(keys.BELL, deadline - now):
                     self._store.delete(keys.BELL)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import RDZV_NO_RESTART_REASONS
 from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from . import keys
 from .records import (
@@ -240,6 +241,10 @@ def _blank(entry: Entry) -> Entry:
     )
 
 
+def _store_gone(error: StoreLostError) -> str:
+    return f"the store host of the job is gone, or cannot be reached any more ({error})"
+
+
 class NodeThreads:
     """Runs a session beside a loop. Commands return at once; news come through `post`.
 
@@ -300,8 +305,6 @@ class NodeThreads:
         self._ended.set()
 
     def _work(self) -> None:
-        from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-
         try:
             store = self._connect()
             session = self._session = NodeSession(store, self._node, self._host)
@@ -319,6 +322,8 @@ class NodeThreads:
             if entry.phase is Phase.OVER:
                 self._post(Over(entry))
             self._serve(session)
+        except StoreLostError as error:
+            self._post(Lost(_store_gone(error)))
         except NvrxError as error:
             self._post(Lost(str(error)))
 
@@ -359,7 +364,7 @@ class NodeThreads:
             what = f"launchers were started differently: {'; '.join(different)}"
             session.tell(Kind.MISMATCH, text=what)
             if session.entry is not None and session.entry.round > 0:
-                raise StoreLostError(what)
+                raise NvrxError(what)
 
     def _watch(self, store: JobStore, seq: int) -> None:
         """Wait for one decision after the other and hand it to the session's thread."""
@@ -376,7 +381,7 @@ class NodeThreads:
                 self._ended.wait(FOREIGN_PAUSE_S)
                 continue
             except StoreLostError as error:
-                self._post(Lost(str(error)))
+                self._post(Lost(_store_gone(error)))
                 return
             seq = entry.seq
             self._commands.put(functools.partial(self._take, entry))
