@@ -7,8 +7,8 @@ the order of arrival.
 1. Nodes of unhealthy or incomplete replacement groups are excluded.
 2. The others are ordered by infrastructure rank; if one has none, or the job does not use them, by
    identity, and then whoever had a rank keeps it where that is possible.
-3. Ranks are given out in blocks: a block is one segment, whose nodes are of one NVLink domain.
-   Without segments a block is one rank, and all nodes are of one domain.
+3. Ranks are given out in blocks (`seating.py`): a block is one segment, whose nodes are of one
+   NVLink domain. Without segments a block is one rank, and all nodes are of one domain.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from .identity import NodeIdentity
 from .placement_text import few, summary, why_excluded, why_too_few_segments
+from .seating import seat
 
 __all__ = [
     "NO_DOMAIN",
@@ -201,10 +202,12 @@ def place(
             " start with --ft-use-infra-group-rank false",
         )
     why = why_excluded(excluded, rules.group_size, unhealthy_groups)
-    blocks = _number_of_blocks(usable, rules)
-    if blocks * (rules.segment or 1) < rules.min_nodes:
-        return NotEnough(_why_not_enough(len(everybody), usable, why, rules))
-    seats = _Seating(usable, rules, blocks, keeps_ranks=keeps_ranks).assign()
+    domains = _domains(usable, rules)
+    size, blocks = rules.segment or 1, _number_of_blocks(domains, rules)
+    if blocks * size < rules.min_nodes:
+        return NotEnough(_why_not_enough(len(everybody), domains, why, rules))
+    earlier = [node.previous_rank if keeps_ranks else None for node in usable]
+    seats = seat(domains, earlier, size=size, blocks=blocks)
     taken = set(seats)
     return Placement(
         active=tuple(usable[index] for index in seats),
@@ -212,82 +215,6 @@ def place(
         excluded=tuple(excluded),
         why_excluded=why,
     )
-
-
-class _Seating:
-    """Gives out ranks to nodes that are in order; they are known by their index in it."""
-
-    def __init__(
-        self, nodes: Sequence[Candidate], rules: PlacementRules, blocks: int, *, keeps_ranks: bool
-    ) -> None:
-        self._blocks = blocks
-        self._size = rules.segment or 1
-        self._members = _by_domain(nodes, rules)
-        self._room = {
-            domain: len(members) // self._size for domain, members in self._members.items()
-        }
-        self._domain_of = {
-            index: domain for domain, members in self._members.items() for index in members
-        }
-        # Who had a rank that still exists; of two that claim one rank the first has it.
-        self._holders: dict[int, int] = {}
-        self._had_rank: set[int] = set()
-        if keeps_ranks:
-            for index, node in enumerate(nodes):
-                rank = node.previous_rank
-                if rank is not None:
-                    self._had_rank.add(index)
-                    if 0 <= rank < blocks * self._size:
-                        self._holders.setdefault(rank, index)
-
-    def assign(self) -> list[int]:
-        """Return the indices of the active nodes in rank order."""
-        homes = self._keep_homes()
-        self._find_homes(homes)
-        ranks: dict[str, list[int]] = {domain: [] for domain in self._members}
-        for block in range(self._blocks):
-            ranks[homes[block]].extend(range(block * self._size, (block + 1) * self._size))
-        seats: dict[int, int] = {}
-        for domain, members in self._members.items():
-            seats.update(self._fill(domain, members, ranks[domain]))
-        return [seats[rank] for rank in range(self._blocks * self._size)]
-
-    def _keep_homes(self) -> dict[int, str]:
-        """Leave blocks to the domains of those who had their ranks, as far as there is room.
-
-        Where a domain has lost nodes, the blocks with the most survivors stay.
-        """
-        claims = Counter(
-            (rank // self._size, self._domain_of[index]) for rank, index in self._holders.items()
-        )
-        homes: dict[int, str] = {}
-        for (block, domain), _ in sorted(claims.items(), key=lambda item: (-item[1], item[0])):
-            if block not in homes and self._room[domain]:
-                homes[block] = domain
-                self._room[domain] -= 1
-        return homes
-
-    def _find_homes(self, homes: dict[int, str]) -> None:
-        """Give the other blocks to the domains, the first ones first."""
-        free = (domain for domain in self._members for _ in range(self._room[domain]))
-        for block in range(self._blocks):
-            if block not in homes:
-                homes[block] = next(free)
-
-    def _fill(self, domain: str, members: list[int], ranks: list[int]) -> dict[int, int]:
-        seats = {
-            rank: self._holders[rank]
-            for rank in ranks
-            if rank in self._holders and self._domain_of[self._holders[rank]] == domain
-        }
-        seated = set(seats.values())
-        holes = [rank for rank in ranks if rank not in seats]
-        # Whoever trained before goes on training, if not at the old rank.
-        waiting = sorted(
-            (index for index in members if index not in seated),
-            key=lambda index: (index not in self._had_rank, index),
-        )
-        return {**seats, **dict(zip(holes, sorted(waiting[: len(holes)]), strict=True))}
 
 
 def _split_by_group(
@@ -351,29 +278,23 @@ def _is_ordered_by_infra_rank(nodes: Sequence[Candidate], rules: PlacementRules)
     return rules.use_infra_rank and all(node.infra_rank >= 0 for node in nodes)
 
 
-def _by_domain(nodes: Sequence[Candidate], rules: PlacementRules) -> dict[str, list[int]]:
-    """Return the indices of the nodes of each domain; the domain of the first node comes first."""
-    members: dict[str, list[int]] = defaultdict(list)
-    for index, node in enumerate(nodes):
-        members[NO_DOMAIN if rules.segment is None else node.domain].append(index)
-    return dict(members)
+def _domains(nodes: Sequence[Candidate], rules: PlacementRules) -> list[str]:
+    """Return the domain of each node; without segments all are of one."""
+    return [NO_DOMAIN if rules.segment is None else node.domain for node in nodes]
 
 
-def _number_of_blocks(nodes: Sequence[Candidate], rules: PlacementRules) -> int:
+def _number_of_blocks(domains: Sequence[str], rules: PlacementRules) -> int:
     """Return how many blocks are to be given out, or the fewer ones that the nodes fill."""
     size = rules.segment or 1
-    filled = sum(len(members) // size for members in _by_domain(nodes, rules).values())
+    filled = sum(nodes // size for nodes in Counter(domains).values())
     return min(filled, (rules.max_nodes if rules.elastic else rules.min_nodes) // size)
 
 
-def _why_not_enough(
-    arrived: int, usable: Sequence[Candidate], why: str, rules: PlacementRules
-) -> str:
-    text = f"arrived: {arrived}" + (f", usable: {len(usable)} ({why})" if why else "")
+def _why_not_enough(arrived: int, domains: Sequence[str], why: str, rules: PlacementRules) -> str:
+    text = f"arrived: {arrived}" + (f", usable: {len(domains)} ({why})" if why else "")
     text += f", needed: {rules.min_nodes} nodes"
-    if rules.segment is not None and len(usable) >= rules.min_nodes:
-        domains = {domain: len(nodes) for domain, nodes in _by_domain(usable, rules).items()}
-        text += ", " + why_too_few_segments(domains, rules.segment, rules.min_nodes)
+    if rules.segment is not None and len(domains) >= rules.min_nodes:
+        text += ", " + why_too_few_segments(Counter(domains), rules.segment, rules.min_nodes)
     return text
 
 
