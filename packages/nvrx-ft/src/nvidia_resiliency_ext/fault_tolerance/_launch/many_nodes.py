@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nvidia_resiliency_ext.fault_tolerance import _env
@@ -27,6 +27,11 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, validate
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.rules import (
+    MIN_HEALTHY,
+    is_elastic,
+    settings_of,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
     StoreLostError,
@@ -42,7 +47,7 @@ from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 
-from . import syntax
+from . import surroundings, syntax
 from .loop import EventLoop
 from .plan import LaunchPlan
 from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address
@@ -103,19 +108,19 @@ def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> HostRules:
         ConfigError: the rules contradict each other or have an unusable value.
     """
     config, conf = plan.fault_tolerance, plan.rdzv_configuration
-    elastic = plan.rdzv_impl == "legacy" or plan.restart_policy == "min-healthy"
+    elastic = is_elastic(plan.restart_policy, plan.rdzv_impl)
     last_call_s = LEGACY_LAST_CALL_S if elastic else LAST_CALL_S
     try:
         segment = config.segment or rdzv_config_get_as_int(conf, "segment")
-        group_size = rdzv_config_get_as_int(
-            conf, "replacement_group_size", default_replacement_group_size(environ)
-        )
+        group_size = rdzv_config_get_as_int(conf, "replacement_group_size")
+        if group_size is None:
+            group_size = default_replacement_group_size(environ)
         placement = PlacementRules(
             min_nodes=plan.min_nodes,
             max_nodes=plan.max_nodes,
             segment=segment,
             group_size=group_size,
-            one_launcher_per_addr=not environ.get(_env.MULTI_LAUNCHERS),
+            one_launcher_per_addr=not surroundings.allows_many_launchers(environ),
             elastic=elastic,
             use_infra_rank=plan.use_infra_group_rank,
         )
@@ -128,24 +133,19 @@ def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> HostRules:
         budget=Budget(plan.max_restarts, config.restart_budget_window),
         lease_s=config.lease,
         last_call_s=last_call_s,
-        min_healthy=plan.restart_policy == "min-healthy",
+        min_healthy=plan.restart_policy == MIN_HEALTHY,
         counts_unhealthy=not environ.get(_env.SLURM_ARRAY_TASK_ID),
     )
 
 
-def must_agree(plan: LaunchPlan) -> dict[str, str]:
+def must_agree(plan: LaunchPlan, rules: HostRules) -> dict[str, str]:
     """Return, by flag, what all launchers of a job must have been started with alike."""
     config = plan.fault_tolerance
-    agreed = {
-        "--nnodes": f"{plan.min_nodes}:{plan.max_nodes}",
-        "--max-restarts": str(plan.max_restarts),
-        "--ft-restart-policy": plan.restart_policy,
-        "--ft-rdzv-impl": plan.rdzv_impl,
-        "--ft-no-restart-exit-code": str(plan.no_restart_exit_code),
-    }
+    agreed = settings_of(rules, plan.restart_policy, plan.rdzv_impl)
+    agreed["--ft-no-restart-exit-code"] = str(plan.no_restart_exit_code)
     for option in OPTIONS:
-        if option.field not in _OWN_AFFAIRS:
-            name = "--ft-" + option.field.replace("_", "-")
+        name = f"--{option.flag}"
+        if option.field not in _OWN_AFFAIRS and name not in agreed:
             agreed[name] = str(getattr(config, option.field))
     return agreed
 
@@ -175,7 +175,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     secret = read_token(config.rdzv_token_file) if config.rdzv_token_file else None
     addr = plan.local_addr or own_address(meeting.host, meeting.port)
     node = node_identity(addr)
-    agreed = must_agree(plan)
+    agreed = must_agree(plan, rules)
     prefix = keys.prefix(plan.run_id)
     stop = threading.Event()
     limit_s = connect_s if connect_s is not None else CONNECT_WAIT_S
@@ -183,8 +183,14 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     way = _Way(meeting, prefix, secret, limit_s)
     host: _HostThread | None = None
     if meeting.listener is not None:
-        host = _HostThread(way, rules, node, agreed, clock)
+        host = _HostThread(way, rules, node, clock)
         host.start()
+    if environ.get(_env.REPLACEMENT_GROUP_ID) and not rules.placement.group_size:
+        logger.warning(
+            "%s is set without effect: --rdzv-conf replacement_group_size=N says how many nodes "
+            "make a group",
+            _env.REPLACEMENT_GROUP_ID,
+        )
     segment = rules.placement.segment
     settings = NodeSettings(
         node=node,
@@ -202,7 +208,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     )
     return StoreRendezvous(
         settings,
-        lambda: _connect(way, clock, stop),
+        lambda refused: _connect(way, clock, stop, refused),
         loop=loop,
         clock=clock,
         host=host,
@@ -233,13 +239,15 @@ class _Way:
         return connect(self.meeting.host, self.meeting.port, self.prefix, secret, timeout_s)
 
 
-def _connect(way: _Way, clock: Clock, stop: threading.Event) -> JobStore:
+def _connect(
+    way: _Way, clock: Clock, stop: threading.Event, refused: Callable[[], None]
+) -> JobStore:
     """Connect to the job's store, which may come up later than this launcher."""
     meeting = way.meeting
     deadline = clock.monotonic() + way.timeout_s
     while True:
         left_s = deadline - clock.monotonic()
-        wait_until_reachable(meeting.host, meeting.port, left_s, clock, stop)
+        wait_until_reachable(meeting.host, meeting.port, left_s, clock, stop, refused)
         try:
             return way.connect(way.secret, max(1.0, left_s))
         except StoreLostError:
@@ -256,14 +264,12 @@ class _HostThread(threading.Thread):
         way: _Way,
         rules: HostRules,
         node: str,
-        agreed: Mapping[str, str],
         clock: Clock,
     ) -> None:
         super().__init__(name="nvrx-store-host", daemon=True)
         self._way = way
         self._rules = rules
         self._node = node
-        self._agreed = agreed
         self._clock = clock
 
     def run(self) -> None:
@@ -279,7 +285,6 @@ class _HostThread(threading.Thread):
                 self._rules,
                 me=self._node,
                 epoch=os.urandom(8).hex(),
-                settings=self._agreed,
                 clock=self._clock,
             )
             host.run()

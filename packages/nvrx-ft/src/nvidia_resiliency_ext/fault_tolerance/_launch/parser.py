@@ -47,7 +47,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     Its result has, besides a value for each flag, `given` (who gave each value that is no default:
     a flag or an environment variable, by attribute) and `warnings` (texts to be logged once).
     """
-    parser = _LauncherParser(
+    parser = FlagParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} [options] SCRIPT [arguments of the script]",
         description="Run a PyTorch program on the workers of this node and keep it running.",
@@ -55,17 +55,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    groups = {title: parser.add_argument_group(title) for title in GROUPS}
-    groups[GROUPS[0]].add_argument("-h", "--help", action="help", help="Show this and leave.")
-    for flag in FLAGS:
-        words = [f"-{flag.short}", f"--{flag.name}"] if flag.short else [f"--{flag.name}"]
-        options: dict[str, Any] = {"dest": flag.attribute, "help": _help_text(flag)}
-        if flag.name == "version":
-            options["action"] = _Version
-        else:
-            options["action"] = _Given
-            options["flag"] = flag
-        groups[flag.group].add_argument(*words, **options)
+    groups = parser.add_flags(FLAGS)
     groups[GROUPS[-1]].description = (
         "Still taken, with a warning: --ft-param-OPTION for --ft-OPTION, and "
         + ", ".join(f"--{old}" for old in OLD_SPELLINGS if not old.startswith("ft-param-"))
@@ -152,8 +142,24 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-class _LauncherParser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """An `ArgumentParser` that draws the border to the script's arguments itself."""
+
+    def add_flags(self, flags: Sequence[Flag]) -> dict[str, argparse._ArgumentGroup]:
+        """Add flags, grouped by title, and `--help`; return the groups."""
+        titles = [title for title in GROUPS if any(flag.group == title for flag in flags)]
+        groups = {title: self.add_argument_group(title) for title in titles}
+        groups[titles[0]].add_argument("-h", "--help", action="help", help="Show this and leave.")
+        for flag in flags:
+            words = [f"-{flag.short}", f"--{flag.name}"] if flag.short else [f"--{flag.name}"]
+            options: dict[str, Any] = {"dest": flag.attribute, "help": _help_text(flag)}
+            if flag.name == "version":
+                options["action"] = _Version
+            else:
+                options["action"] = _Given
+                options["flag"] = flag
+            groups[flag.group].add_argument(*words, **options)
+        return groups
 
     def parse_args(  # type: ignore[override]  # the overloads add nothing here
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -82,7 +82,8 @@ class StoreRendezvous:
 
     Args:
         settings: What this node is.
-        connect: Makes a connection to the job's store; called in a thread.
+        connect: Makes a connection to the job's store; called in a thread, with what to call
+            whenever it is certain that nobody serves one.
         host: The thread of the store host, when it is here.
         stop: Ends the waiting of `connect`.
     """
@@ -90,7 +91,7 @@ class StoreRendezvous:
     def __init__(
         self,
         settings: NodeSettings,
-        connect: Callable[[], JobStore],
+        connect: Callable[[Callable[[], None]], JobStore],
         *,
         loop: EventLoop,
         clock: Clock,

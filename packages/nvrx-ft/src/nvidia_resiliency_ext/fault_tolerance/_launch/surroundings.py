@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ThreadsRule",
+    "allows_many_launchers",
     "check_one_launcher_per_node",
     "deprecated_variables",
     "log_level",
@@ -60,6 +61,15 @@ def check_one_launcher_per_node(environ: Mapping[str, str]) -> None:
         f"with --ntasks-per-node=1, or set {_env.MULTI_LAUNCHERS}=1 if several are meant"
     )
     raise FaultToleranceConfigError([problem])
+
+
+def allows_many_launchers(environ: Mapping[str, str]) -> bool:
+    """Return whether several launchers of a job may run on one node.
+
+    Raises:
+        FaultToleranceConfigError: The variable that says so is no switch.
+    """
+    return _is_true(environ, _env.MULTI_LAUNCHERS)
 
 
 def _is_one_task(entry: str) -> bool:

@@ -10,6 +10,7 @@ import random
 import socket
 import stat
 import threading
+from collections.abc import Callable
 
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
@@ -72,11 +73,17 @@ def _listen(family: int, address: tuple[str, int]) -> socket.socket:
 
 
 def wait_until_reachable(
-    host: str, port: int, timeout_s: float, clock: Clock, stop: threading.Event
+    host: str,
+    port: int,
+    timeout_s: float,
+    clock: Clock,
+    stop: threading.Event,
+    refused: Callable[[], None] = lambda: None,
 ) -> str:
     """Wait until somebody listens at the endpoint; return the address that answered.
 
-    Tries at first every 50 ms, later every second.
+    Tries at first every 50 ms, later every second. `refused` is called whenever the machine answers
+    that nobody listens, which is proof that nobody serves a store there.
 
     Raises:
         EndpointError: nobody did in time.
@@ -87,6 +94,9 @@ def wait_until_reachable(
         try:
             with socket.create_connection((host, port), PROBE_TIMEOUT_S) as probe:
                 return str(probe.getpeername()[0])
+        except ConnectionRefusedError as error:
+            refused()
+            problem = error.strerror or str(error)
         except OSError as error:
             problem = error.strerror or str(error)
         left_s = deadline - clock.monotonic()

@@ -39,6 +39,8 @@ from .records import Arrival, Entry, Kind, Note, Phase, WorkerState
 # A node that dies between its two writes delays a round by no more than this.
 LOOK_AGAIN_S = 1.0
 LEASES_TO_EXPIRY = 3.0
+# A living node's lease is never older than this.
+LEASES_IN_DOUBT = 1.5
 _DONE = (WorkerState.SUCCEEDED,)
 _BROKEN = (WorkerState.UNHEALTHY, WorkerState.FAILED, WorkerState.UNKNOWN)
 
@@ -182,9 +184,14 @@ def _while_open(rules: HostRules, memory: Memory, view: View, now: float) -> Dec
         result = place(
             [candidate_of(arrival) for arrival in there.values()],
             rules.placement,
-            frozenset(g for g in (_groups(view.notes)) if g is not None),
+            unhealthy_groups(view.notes),
         )
     except PlacementError as error:
+        # One of them may be dead, and its place be taken by the launcher that follows it.
+        if any(
+            view.quiet_s.get(node, 0.0) > LEASES_IN_DOUBT * rules.lease_s for node in error.nodes
+        ):
+            return Wait(now + LOOK_AGAIN_S, str(error))
         return _failure("placement", str(error))
     if isinstance(result, NotEnough):
         return Wait(now + LOOK_AGAIN_S, result.reason)
@@ -195,10 +202,11 @@ def _while_open(rules: HostRules, memory: Memory, view: View, now: float) -> Dec
     return Close(result)
 
 
-def _groups(notes: tuple[Note, ...]) -> list[str | None]:
+def unhealthy_groups(notes: tuple[Note, ...]) -> frozenset[str]:
     """Return the replacement groups of nodes that said in this round that they are unhealthy."""
     bad = {note.node for note in notes if note.kind is Kind.UNHEALTHY}
-    return [note.arrival.group for note in notes if note.arrival and note.node in bad]
+    groups = (note.arrival.group for note in notes if note.arrival and note.node in bad)
+    return frozenset(group for group in groups if group is not None)
 
 
 def _last_call(

@@ -8,11 +8,11 @@ or in a control plane that has no workers.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
 
+from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
 from . import host, keys
@@ -30,6 +30,7 @@ from .records import (
     decode_entry,
     encode,
 )
+from .resume import GoOn, Known, decide_resume, known_from
 from .store import JobStore, StoreLostError
 
 logger = logging.getLogger("nvrx")
@@ -47,10 +48,10 @@ class Host:
         rules: What decisions go by.
         me: Name under which decisions are signed.
         epoch: Which life of the store this is.
-        settings: What all nodes must have been started with alike, by flag.
         clock: Where the time is read.
         is_controlled: Whether the store outlives the nodes.
         on_closed: Called with each closed round; for records.
+        stop: Makes `run` return soon; for a host that goes before the job is over.
     """
 
     def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
@@ -60,10 +61,10 @@ class Host:
         *,
         me: str,
         epoch: str,
-        settings: Mapping[str, str],
         clock: Clock,
         is_controlled: bool = False,
         on_closed: Callable[[Entry, Placement], None] | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
         self._store = store
         self._rules = rules
@@ -71,13 +72,14 @@ class Host:
         self._clock = clock
         self._on_closed = on_closed
         self._memory = Memory()
-        self._stop = threading.Event()
+        self._stop = threading.Event() if stop is None else stop
         self._notes: list[Note] = []
         self._read_to = 0
         self._leases: dict[str, tuple[int, float]] = {}
         self._leases_at = 0.0
         self._opened_at: list[float] = []
         self._waits_for = ""
+        self._resuming_since: float | None = None
         first = Entry(
             seq=0,
             phase=Phase.OPEN,
@@ -87,7 +89,6 @@ class Host:
             bell_from=rules.placement.min_nodes,
             is_controlled=is_controlled,
         )
-        store.put(keys.SETTINGS, json.dumps(dict(settings)))
         store.create(keys.log(0), encode(first))
         store.put(keys.HEAD, "0")
         self._entry = first
@@ -97,12 +98,8 @@ class Host:
         """The last decision."""
         return self._entry
 
-    def stop(self) -> None:
-        """Make `run` return soon; for a host that goes before the job is over."""
-        self._stop.set()
-
     def run(self) -> None:
-        """Decide until the job is over and everybody knows, or `stop` is called.
+        """Decide until the job is over and everybody knows, or `stop` is set.
 
         Raises:
             StoreLostError: the store is gone.
@@ -137,6 +134,7 @@ class Host:
         self._store.put(keys.HEAD, str(entry.seq))
         if entry.seq >= KEPT_ENTRIES:
             self._store.delete(keys.log(entry.seq - KEPT_ENTRIES))
+        self._notes = [note for note in self._notes if note.kind is not Kind.RESUMED]
         if entry.round != before.round:
             self._opened_at.append(self._clock.monotonic())
             self._notes, self._read_to = [], 0
@@ -170,21 +168,75 @@ class Host:
                 del self._leases[node]
         self._leases_at = now
 
+    def _resume(self) -> bool:
+        """Take the job up where its launchers say it stands; False when there is nothing to do."""
+        known = known_from(tuple(self._notes)) if self._entry.is_controlled else None
+        is_new = self._entry.seq == 0
+        if known is None or not (is_new or known.entry.round > self._entry.round):
+            return False
+        if self._resuming_since is None:
+            self._resuming_since = self._clock.monotonic()
+        waited_s = self._clock.monotonic() - self._resuming_since
+        # Beside a round that strangers have begun, the launchers cannot just go on with theirs.
+        patience_s = host.expiry_s(self._rules) if is_new else 0.0
+        answer = decide_resume(known, waited_s, patience_s)
+        if answer is None:
+            return True
+        self._resuming_since = None
+        if isinstance(answer, GoOn) and is_new:
+            self._go_on(answer.known)
+        elif isinstance(answer, GoOn):
+            cause = Cause("opened", "the job had begun anew beside its own launchers")
+            self._create(self._next(Phase.OPEN, known.entry.round + 1, cause=cause))
+        else:
+            self._create(self._next(Phase.OPEN, answer.round, cause=answer.cause))
+        return True
+
+    def _go_on(self, known: Known) -> None:
+        old = known.entry
+        closed = self._next(
+            Phase.CLOSED,
+            old.round,
+            active=old.active,
+            world_size=old.world_size,
+            master_addr=old.master_addr,
+            master_port=old.master_port,
+        )
+        if self._create(closed):
+            told = [(note.arrival, note.place) for note in known.members]
+            self._memory = Memory(
+                active=tuple(
+                    Member(
+                        dataclasses.replace(host.candidate_of(a), previous_rank=p.group_rank),
+                        a.host,
+                    )
+                    for a, p in told
+                    if a is not None and p is not None
+                )
+            )
+            logger.info("round %d goes on: all its nodes have come back", old.round)
+
     def _decide(self) -> Decision:
         now = self._clock.monotonic()
         if now - self._leases_at >= self._rules.lease_s / 4:
             self._read_leases()
         self._read_inbox()
+        if self._resume():
+            return Wait(now + host.LOOK_AGAIN_S)
         view = View(
             entry=self._entry,
             notes=tuple(self._notes),
             successes=self._successes(),
-            quiet_s={node: now - at for node, (_, at) in self._leases.items()},
+            quiet_s=self._quiet_s(),
         )
         decision = host.decide(self._rules, self._memory, view, now)
         if isinstance(decision, Wait):
             self._note_wait(decision, now)
         return decision
+
+    def _quiet_s(self) -> dict[str, float]:
+        now = self._clock.monotonic()
+        return {node: now - at for node, (_, at) in self._leases.items()}
 
     def _successes(self) -> int:
         if self._entry.phase is not Phase.CLOSED:
@@ -221,8 +273,8 @@ class Host:
         self._store.count(keys.arrivals(entry.round), keys.SEAL)
         self._read_inbox()
         notes = tuple(self._notes)
-        there = host.present(self._rules, View(entry=entry, notes=notes))
-        placement = self._place_all(decided, there)
+        there = host.present(self._rules, View(entry=entry, notes=notes, quiet_s=self._quiet_s()))
+        placement = self._place_all(decided, there, host.unhealthy_groups(notes))
         offsets, world_size = [], 0
         for candidate in placement.active:
             offsets.append(world_size)
@@ -255,10 +307,13 @@ class Host:
             if self._on_closed is not None:
                 self._on_closed(closed, placement)
 
-    def _place_all(self, decided: Placement, there: Mapping[str, Arrival]) -> Placement:
+    def _place_all(
+        self, decided: Placement, there: Mapping[str, Arrival], bad_groups: frozenset[str]
+    ) -> Placement:
         """Place those who came before the seal; where they spoil the round, they are spares."""
+        candidates = [host.candidate_of(arrival) for arrival in there.values()]
         try:
-            again = place([host.candidate_of(a) for a in there.values()], self._rules.placement)
+            again = place(candidates, self._rules.placement, bad_groups)
         except PlacementError:
             return decided
         return decided if isinstance(again, NotEnough) else again

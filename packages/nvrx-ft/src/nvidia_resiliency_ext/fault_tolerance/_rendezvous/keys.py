@@ -5,7 +5,9 @@ from __future__ import annotations
 
 HEAD = "head"
 BELL = "bell"
+# What the first launcher was started with, and what the control plane was, where there is one.
 SETTINGS = "settings"
+CONTROL_SETTINGS = "control-settings"
 # Added to the counter of arrivals by the host when it closes a round: whoever counts itself after
 # that reads a number beyond it and knows, without asking, that it came too late.
 SEAL = 1 << 40

@@ -8,8 +8,8 @@ next decision, the other does everything else and keeps the lease alive.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import functools
 import logging
 import queue
 import random
@@ -23,6 +23,7 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from . import keys
+from .agreement import differences, read_settings, write_settings
 from .records import (
     Arrival,
     Entry,
@@ -108,6 +109,10 @@ class NodeSession:
         self._host = host
         self.entry: Entry | None = None
         self._arrived_in: int | None = None
+        self._arrival: Arrival | None = None
+        self._place: Place | None = None
+        self._succeeded_in: int | None = None
+        self._resumes: Entry | None = None
 
     def attach(self, timeout_s: float) -> Entry:
         """Begin to live, and return where the job stands.
@@ -125,6 +130,32 @@ class NodeSession:
         self.entry = decode(Entry, text)
         return self.entry
 
+    @property
+    def is_resuming(self) -> bool:
+        """Whether a new host has still to say how the job goes on."""
+        return self._resumes is not None
+
+    def resume(self, store: JobStore, timeout_s: float) -> News | None:
+        """Go on over a new connection, to the same store or to one that knows nothing yet.
+
+        Raises:
+            StoreLostError: as `attach`.
+        """
+        old = self._present()
+        self._store = store
+        present = self.attach(timeout_s)
+        if present.epoch == old.epoch:
+            self.entry = old
+            return None
+        if present.seq > 0 or (old.phase is Phase.OPEN and old.round == 0):
+            self.entry = dataclasses.replace(present, seq=-1)
+            return self.take(present)
+        self._resumes = old
+        note = Note(Kind.RESUMED, self.node, arrival=self._arrival, entry=old, place=self._place)
+        self._send(note, present.round)
+        self.ring()
+        return None
+
     def renew_lease(self) -> None:
         """Say that this node lives; when it returns, the store knows."""
         self._store.count(keys.lease(self.node), 1)
@@ -132,6 +163,7 @@ class NodeSession:
     def arrive(self, arrival: Arrival) -> bool:
         """Offer this node in the present round; False when it came too late for a place."""
         entry = self._present()
+        self._arrival, self._place = arrival, None
         self._send(Note(Kind.ARRIVED, self.node, arrival=arrival), entry.round)
         if entry.phase is not Phase.OPEN:
             return False
@@ -149,6 +181,11 @@ class NodeSession:
         if entry.seq <= present.seq:
             return None
         self.entry = entry
+        resumes, self._resumes = self._resumes, None
+        if resumes is not None and entry.phase is Phase.CLOSED and entry.round == resumes.round:
+            if self._succeeded_in == entry.round:
+                self.succeeded()
+            return None
         if entry.phase is Phase.OVER:
             return Over(entry)
         if entry.phase is Phase.OPEN:
@@ -159,6 +196,7 @@ class NodeSession:
         place = decode(Place, text) if text is not None else Place(entry.round)
         if place.round != entry.round or place.group_rank is None:
             return Spare(entry)
+        self._place = place
         return Placed(entry, place)
 
     def open_next(self, round_: int, cause: Cause) -> None:
@@ -198,10 +236,8 @@ class NodeSession:
     def succeeded(self) -> None:
         """Say that all workers of this node ended well; the last one wakes the host."""
         entry = self._present()
-        self._send(
-            Note(Kind.STATE, self.node, state=WorkerState.SUCCEEDED),
-            entry.round,
-        )
+        self._succeeded_in = entry.round
+        self._send(Note(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), entry.round)
         if self._store.count(keys.successes(entry.round), 1) >= entry.active:
             self.ring()
 
@@ -241,6 +277,20 @@ def _blank(entry: Entry) -> Entry:
     )
 
 
+_Command = Callable[[NodeSession], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchEnded:
+    number: int
+    why: str
+
+
 def _store_gone(error: StoreLostError) -> str:
     return f"the store host of the job is gone, or cannot be reached any more ({error})"
 
@@ -252,7 +302,8 @@ class NodeThreads:
     connection reaches it.
 
     Args:
-        connect: Makes the connection; called in the thread, may take long, may raise NvrxError.
+        connect: Makes the connection; called in the thread, may take long, may raise NvrxError. It
+            gets what to call whenever it is certain that nobody serves a store.
         node: This node's identity.
         host: Its name.
         post: Takes news, from any thread.
@@ -263,7 +314,7 @@ class NodeThreads:
 
     def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
         self,
-        connect: Callable[[], JobStore],
+        connect: Callable[[Callable[[], None]], JobStore],
         *,
         node: str,
         host: str,
@@ -281,9 +332,10 @@ class NodeThreads:
         self._lease_s = lease_s
         self._connect_timeout_s = connect_timeout_s
         self._settings = settings
-        self._commands: queue.SimpleQueue[Callable[[NodeSession], None] | None]
+        self._commands: queue.SimpleQueue[_Command | _Decided | _WatchEnded | None]
         self._commands = queue.SimpleQueue()
-        self._session: NodeSession | None = None
+        self._held: collections.deque[_Command] = collections.deque()
+        self._watch_number = 0
         self._confirmed_at: float | None = None
         self._ended = threading.Event()
         self._worker = threading.Thread(target=self._work, name="nvrx-rendezvous", daemon=True)
@@ -294,7 +346,7 @@ class NodeThreads:
         """When the last lease that the store confirmed was sent (monotonic s); None before."""
         return self._confirmed_at
 
-    def submit(self, command: Callable[[NodeSession], None]) -> None:
+    def submit(self, command: _Command) -> None:
         """Do `command` in the session's thread, after those before it."""
         self._commands.put(command)
 
@@ -306,32 +358,59 @@ class NodeThreads:
 
     def _work(self) -> None:
         try:
-            store = self._connect()
-            session = self._session = NodeSession(store, self._node, self._host)
-            self._renew(session)
-            entry = session.attach(self._connect_timeout_s)
-            self._compare_settings(session, store)
-            self._confirmed_at = self._clock.monotonic()
-            watcher = threading.Thread(
-                target=self._watch,
-                args=(store.another(), entry.seq),
-                name="nvrx-rendezvous-watch",
-                daemon=True,
-            )
-            watcher.start()
-            if entry.phase is Phase.OVER:
-                self._post(Over(entry))
-            self._serve(session)
+            session = self._begin()
+            while True:
+                try:
+                    self._serve(session)
+                except StoreLostError as error:
+                    self._wait_for_another(session, error)
+                else:
+                    return
         except StoreLostError as error:
             self._post(Lost(_store_gone(error)))
         except NvrxError as error:
             self._post(Lost(str(error)))
 
+    def _begin(self) -> NodeSession:
+        store = self._connect(lambda: None)
+        session = NodeSession(store, self._node, self._host)
+        self._renew(session)
+        different = self._differences(store)
+        entry = session.attach(self._connect_timeout_s)
+        if different:
+            session.tell(Kind.MISMATCH, text=different)
+            if entry.round > 0:
+                raise NvrxError(different)
+        self._start_watch(store, entry.seq)
+        if entry.phase is Phase.OVER:
+            self._post(Over(entry))
+        return session
+
+    def _start_watch(self, store: JobStore, seq: int) -> None:
+        self._watch_number += 1
+        threading.Thread(
+            target=self._watch,
+            args=(store.another(), seq, self._watch_number),
+            name="nvrx-rendezvous-watch",
+            daemon=True,
+        ).start()
+
     def _serve(self, session: NodeSession) -> None:
-        next_lease = self._clock.monotonic() + self._lease_period()
+        """Do what is asked for, one thing after the other, and keep the lease alive.
+
+        What the store did not survive is done again when there is another one.
+
+        Raises:
+            StoreLostError: the store is gone.
+        """
+        next_lease = self._clock.monotonic()
         while True:
-            wait_s = next_lease - self._clock.monotonic()
+            if self._held and not session.is_resuming:
+                self._held[0](session)
+                self._held.popleft()
+                continue
             try:
+                wait_s = next_lease - self._clock.monotonic()
                 command = self._commands.get(timeout=max(0.0, wait_s))
             except queue.Empty:
                 self._renew(session)
@@ -339,7 +418,40 @@ class NodeThreads:
                 continue
             if command is None:
                 return
-            command(session)
+            if isinstance(command, _Decided):
+                self._take(session, command.entry)
+            elif isinstance(command, _WatchEnded):
+                if command.number == self._watch_number:
+                    raise StoreLostError(command.why)
+            else:
+                self._held.append(command)
+
+    def _wait_for_another(self, session: NodeSession, error: StoreLostError) -> None:
+        """Connect again, where the store may come back: one that a control plane serves.
+
+        Raises:
+            StoreLostError: it does not come back.
+        """
+        if session.entry is None or not session.entry.is_controlled or self._ended.is_set():
+            raise error
+        logger.warning("%s; going on, and waiting for it to come back", _store_gone(error))
+        store = self._connect(self._store_is_absent)
+        self._renew_over(store)
+        store.create(keys.SETTINGS, write_settings(self._host, self._settings))
+        news = session.resume(store, self._connect_timeout_s)
+        self._confirmed_at = self._clock.monotonic()
+        assert session.entry is not None
+        self._start_watch(store, session.entry.seq)
+        logger.info("the store is back")
+        if news is not None:
+            self._post(news)
+
+    def _renew_over(self, store: JobStore) -> None:
+        store.count(keys.lease(self._node), 1)
+
+    def _store_is_absent(self) -> None:
+        """Take note that nobody serves a store: then nobody can have replaced this node either."""
+        self._confirmed_at = self._clock.monotonic()
 
     def _lease_period(self) -> float:
         # Spread, so that thousands of nodes do not speak in the same instant.
@@ -350,23 +462,21 @@ class NodeThreads:
         session.renew_lease()
         self._confirmed_at = sent_at
 
-    def _compare_settings(self, session: NodeSession, store: JobStore) -> None:
-        import json
-
-        text = store.wait_for(keys.SETTINGS, self._connect_timeout_s)
-        theirs = json.loads(text) if text else {}
+    def _differences(self, store: JobStore) -> str:
+        """Leave this launcher's settings if it is the first; say how they differ from others'."""
+        own = write_settings(self._host, self._settings)
+        others = [store.create(keys.SETTINGS, own), store.peek(keys.CONTROL_SETTINGS)]
         different = [
-            f"{name} is {mine} on {self._host} and {theirs[name]} on the store host"
-            for name, mine in sorted(self._settings.items())
-            if name in theirs and theirs[name] != mine
+            sentence
+            for text in others
+            if text is not None
+            for sentence in differences(self._settings, self._host, read_settings(text))
         ]
-        if different:
-            what = f"launchers were started differently: {'; '.join(different)}"
-            session.tell(Kind.MISMATCH, text=what)
-            if session.entry is not None and session.entry.round > 0:
-                raise NvrxError(what)
+        if not different:
+            return ""
+        return f"launchers were started differently: {'; '.join(different)}"
 
-    def _watch(self, store: JobStore, seq: int) -> None:
+    def _watch(self, store: JobStore, seq: int, number: int) -> None:
         """Wait for one decision after the other and hand it to the session's thread."""
         while not self._ended.is_set():
             key = keys.log(seq + 1)
@@ -381,14 +491,14 @@ class NodeThreads:
                 self._ended.wait(FOREIGN_PAUSE_S)
                 continue
             except StoreLostError as error:
-                self._post(Lost(_store_gone(error)))
+                self._commands.put(_WatchEnded(number, str(error)))
                 return
             seq = entry.seq
-            self._commands.put(functools.partial(self._take, entry))
+            self._commands.put(_Decided(entry))
             if entry.phase is Phase.OVER:
                 return
 
-    def _take(self, entry: Entry, session: NodeSession) -> None:
+    def _take(self, session: NodeSession, entry: Entry) -> None:
         news = session.take(entry)
         if news is not None:
             self._post(news)

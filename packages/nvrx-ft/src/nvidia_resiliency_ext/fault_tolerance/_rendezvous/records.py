@@ -53,6 +53,7 @@ class Kind(enum.Enum):
     UNHEALTHY = "unhealthy"
     MISMATCH = "mismatch"
     GOODBYE = "goodbye"
+    RESUMED = "resumed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +69,6 @@ class Arrival:
     nproc: int = 1
     master_port: int = 0
     previous_rank: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """A line in the host's inbox of one round."""
-
-    kind: Kind
-    node: str
-    arrival: Arrival | None = None
-    state: WorkerState | None = None
-    cause: Cause | None = None
-    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +115,20 @@ class Place:
     round: int
     group_rank: int | None = None
     rank_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line in the host's inbox of one round; `entry` and `place` are those of a lost store."""
+
+    kind: Kind
+    node: str
+    arrival: Arrival | None = None
+    state: WorkerState | None = None
+    cause: Cause | None = None
+    text: str = ""
+    entry: Entry | None = None
+    place: Place | None = None
 
 
 _Record = TypeVar("_Record", Arrival, Note, Entry, Place, Cause)
@@ -244,6 +247,14 @@ def _arrival(value: Any) -> Arrival:
     return _record(Arrival, value)
 
 
+def _entry(value: Any) -> Entry:
+    return _record(Entry, value)
+
+
+def _place(value: Any) -> Place:
+    return _record(Place, value)
+
+
 _READERS: Mapping[type, Mapping[str, Any]] = {
     Arrival: {
         "node": _text, "addr": _text, "host": _text, "infra_rank": _whole, "domain": _text,
@@ -251,7 +262,7 @@ _READERS: Mapping[type, Mapping[str, Any]] = {
     },
     Note: {
         "kind": Kind, "node": _text, "arrival": _arrival, "state": WorkerState, "cause": _cause,
-        "text": _text,
+        "text": _text, "entry": _entry, "place": _place,
     },
     Entry: {
         "seq": _whole, "phase": Phase, "round": _whole, "epoch": _text, "by": _text,
