@@ -165,6 +165,7 @@ class Job:
             infra_rank=self._infra_rank,
             loop=self._loop,
             clock=self._clock,
+            on_lease=self._lease_held,
         )
 
     def _build_record(self) -> None:
@@ -313,6 +314,9 @@ class Job:
 
     def _rank_stuck(self, local_rank: int, why: str) -> None:
         self._agent.rank_stuck(local_rank, why)
+
+    def _lease_held(self, until: float) -> None:
+        self._monitor.lease_held(until)
 
     def _running_pids(self) -> list[int]:
         return self._agent.workers.running_pids

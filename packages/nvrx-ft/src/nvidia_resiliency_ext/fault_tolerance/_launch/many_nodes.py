@@ -159,6 +159,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     infra_rank: int,
     loop: EventLoop,
     clock: Clock,
+    on_lease: Callable[[float], None],
 ) -> StoreRendezvous:
     """Start this node's part of the rendezvous, and the store where it is to be.
 
@@ -213,6 +214,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         clock=clock,
         host=host,
         stop=stop,
+        on_lease=on_lease,
     )
 
 

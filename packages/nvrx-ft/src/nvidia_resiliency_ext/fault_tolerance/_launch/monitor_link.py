@@ -39,6 +39,9 @@ class NoMonitor:
     def workers_changed(self, cycle: int, pgids: list[int]) -> None:
         """Nobody to tell."""
 
+    def lease_held(self, until: float) -> None:
+        """Nobody to tell."""
+
     def hang_report(self, _local_rank: int) -> dict[str, object]:
         """Nobody reports."""
         return {}
@@ -80,6 +83,7 @@ class SharedMonitor:
         self._prepared_at = 0.0
         self._cycle = 0
         self._pgids: list[int] = []
+        self._lease_until: float | None = None
         self._hangs: dict[int, dict[str, object]] = {}
         self._closing = False
         self._reopening: Timer | None = None
@@ -118,6 +122,11 @@ class SharedMonitor:
         """Tell the monitor what to sweep if this launcher dies."""
         self._pgids = pgids
         self._handle.send(control.WorkersChanged(cycle, pgids))
+
+    def lease_held(self, until: float) -> None:
+        """Tell the monitor how long this node may train; it sees to that without us, too."""
+        self._lease_until = until
+        self._handle.send(control.LeaseHeld(until))
 
     def hang_report(self, local_rank: int) -> dict[str, object]:
         """Return the report on a rank killed in this cycle; it was sent before the kill."""
@@ -227,6 +236,8 @@ class SharedMonitor:
         self._handle = self._open()
         if self._pgids:
             self._handle.send(control.WorkersChanged(self._cycle, self._pgids))
+        if self._lease_until is not None:
+            self._handle.send(control.LeaseHeld(self._lease_until))
 
     def close(self) -> None:
         """Let the monitor sweep the run's processes and leave; kill it if it does not.
@@ -260,6 +271,11 @@ class MonitorPerRank:
         """Tell all: whichever sees the launcher die sweeps."""
         for monitor in self._monitors:
             monitor.workers_changed(cycle, pgids)
+
+    def lease_held(self, until: float) -> None:
+        """Tell all of them."""
+        for monitor in self._monitors:
+            monitor.lease_held(until)
 
     def hang_report(self, local_rank: int) -> dict[str, object]:
         """Return the report of the rank's own monitor."""

@@ -54,6 +54,9 @@ logger = logging.getLogger("nvrx")
 
 # A node that cannot renew its lease stops before its peers act, which they do at three leases.
 LEASES_TO_FENCE = 2.0
+# The rank monitor kills the workers then, should this launcher be stopped or stuck.
+LEASES_TO_KILL = 2.6
+LOOKS_PER_LEASE = 5
 FENCE_STOP_LEASES = 0.5
 LAST_WORDS_S = 3.0
 STORE_LOST_STOP_S = 5.0
@@ -86,9 +89,10 @@ class StoreRendezvous:
             whenever it is certain that nobody serves one.
         host: The thread of the store host, when it is here.
         stop: Ends the waiting of `connect`.
+        on_lease: Called with the time (monotonic s) until which this node may train at most.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
         self,
         settings: NodeSettings,
         connect: Callable[[Callable[[], None]], JobStore],
@@ -97,6 +101,7 @@ class StoreRendezvous:
         clock: Clock,
         host: threading.Thread | None = None,
         stop: threading.Event | None = None,
+        on_lease: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._settings = settings
         self._loop = loop
@@ -123,8 +128,10 @@ class StoreRendezvous:
             connect_timeout_s=settings.connect_timeout_s,
             settings=dict(settings.must_agree),
         )
+        self._on_lease = on_lease
+        self._told_at: float | None = None
         self._fence: Timer | None = None
-        self._arm_fence()
+        self._judge_lease()
 
     # What the loop wants -----------------------------------------------------------------------
 
@@ -281,22 +288,23 @@ class StoreRendezvous:
         seconds = self._settings.join_timeout_s
         self._push(JoinTimedOut(f"the round did not close within {seconds:.0f} s"))
 
-    def _arm_fence(self) -> None:
-        """Look again when the lease would be too old to go on."""
+    def _judge_lease(self) -> None:
+        """Pass on how long this node may train, and end it when the lease is too old."""
+        lease_s, now = self._settings.lease_s, self._clock.monotonic()
         confirmed = self._threads.confirmed_at
-        now = self._clock.monotonic()
-        limit = LEASES_TO_FENCE * self._settings.lease_s
-        if confirmed is not None and now >= confirmed + limit:
-            if not self._is_lost and not self._is_over:
+        if confirmed is not None and not self._is_lost and not self._is_over:
+            if confirmed != self._told_at:
+                self._told_at = confirmed
+                self._on_lease(confirmed + LEASES_TO_KILL * lease_s)
+            if now >= confirmed + LEASES_TO_FENCE * lease_s:
                 self._is_lost = True
-                what = f"the job's store has not answered for {now - confirmed:.1f} s"
-                stop_s = FENCE_STOP_LEASES * self._settings.lease_s
-                self._push(
-                    StoreLost(f"{what}; this node stops before the others replace it", stop_s)
+                what = (
+                    f"the job's store has not answered for {now - confirmed:.1f} s;"
+                    " this node stops before the others replace it"
                 )
-            return
-        at = (confirmed if confirmed is not None else now) + limit
-        self._fence = self._loop.call_at(at, self._arm_fence)
+                self._push(StoreLost(what, FENCE_STOP_LEASES * lease_s))
+                return
+        self._fence = self._loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._judge_lease)
 
 
 _ids = itertools.count()

@@ -18,6 +18,7 @@ __all__ = [
     "CycleKnown",
     "FirstStep",
     "HangFound",
+    "LeaseHeld",
     "Leave",
     "LogLine",
     "RankJoined",
@@ -69,6 +70,17 @@ class WorkersChanged:
 
     cycle: int
     pgids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseHeld:
+    """Launcher to monitor: this node may train until `until` (monotonic s) and no longer.
+
+    The launcher stops the workers itself before that. When it is stopped or stuck, so that nothing
+    newer comes, the monitor kills them: the other nodes go on without this one then.
+    """
+
+    until: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +167,7 @@ LAUNCHER_MESSAGES = MessageSet(
     CycleChanged,
     CycleKnown,
     WorkersChanged,
+    LeaseHeld,
     Leave,
     Ready,
     FirstStep,

@@ -76,6 +76,7 @@ class MonitorServer:
         self._lines = lines
         self._restarter = restarter or self
         self._pgids: set[int] = set()
+        self._lease_until: float | None = None
         self._is_leaving = False
         self._last_order = _Order.NONE
         self._selector = selectors.DefaultSelector()
@@ -112,6 +113,7 @@ class MonitorServer:
                         self._guard(key.data)
                 for port in self.ports:
                     self._guard(partial(port.tick, time.monotonic()))
+                self._guard(self._judge_lease)
                 self._pass_on_lines()
         finally:
             self._close()
@@ -181,6 +183,8 @@ class MonitorServer:
 
     def _pause(self) -> float | None:
         wakes = [at for port in self.ports if (at := port.next_wake()) is not None]
+        if self._lease_until is not None:
+            wakes.append(self._lease_until)
         if not wakes:
             return None
         return min(max(0.0, min(wakes) - time.monotonic()), _LONGEST_PAUSE_S)
@@ -231,11 +235,25 @@ class MonitorServer:
             case control.WorkersChanged(cycle, pgids):
                 self.cycle = cycle
                 self._pgids = set(pgids)
+            case control.LeaseHeld(until):
+                self._lease_until = until
             case control.Leave():
                 self._is_leaving = True
                 self._last_order = _Order.LEAVE
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
+
+    def _judge_lease(self) -> None:
+        if self._lease_until is None or time.monotonic() < self._lease_until:
+            return
+        self._lease_until = None
+        logger.error(
+            "the launcher did not renew this node's lease: the workers are killed before the other"
+            " nodes replace them"
+        )
+        left = sweep(self._start.run_id, self._pgids, spare={os.getppid()})
+        if left:
+            logger.error("still there after SIGKILL: %s", left)
 
     def _close(self) -> None:
         for port in self.ports:

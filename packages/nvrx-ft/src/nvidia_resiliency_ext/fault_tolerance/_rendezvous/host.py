@@ -38,6 +38,7 @@ from .records import Arrival, Entry, Kind, Note, Phase, WorkerState
 
 # A node that dies between its two writes delays a round by no more than this.
 LOOK_AGAIN_S = 1.0
+LAST_CALL_LOOK_S = 0.1
 LEASES_TO_EXPIRY = 3.0
 # A living node's lease is never older than this.
 LEASES_IN_DOUBT = 1.5
@@ -72,17 +73,23 @@ class Memory:
     active: tuple[Member, ...] = ()
     spares: frozenset[str] = frozenset()
     unhealthy: frozenset[str] = frozenset()
+    gone: frozenset[str] = frozenset()
     enough_since: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the store says at one moment. `quiet_s` is how long a node's lease did not move."""
+    """What the store says at one moment.
+
+    `quiet_s` is how long a node's lease did not move; `acknowledged` are nodes that know that the
+    present round is open.
+    """
 
     entry: Entry
     notes: tuple[Note, ...] = ()
     successes: int = 0
     quiet_s: Mapping[str, float] = field(default_factory=dict)
+    acknowledged: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +202,23 @@ def _while_open(rules: HostRules, memory: Memory, view: View, now: float) -> Dec
         return _failure("placement", str(error))
     if isinstance(result, NotEnough):
         return Wait(now + LOOK_AGAIN_S, result.reason)
-    until = _last_call(rules, memory, view, result, there)
+    absent = _absent(rules, memory, view, there)
+    doubtful = [m.host for m in absent if m.candidate.node not in view.acknowledged]
+    if doubtful:
+        # It may be cut off and train on: nobody starts beside it before its lease has expired.
+        why = f"no sign of life of {', '.join(doubtful)}, active before"
+        return Wait(now + LAST_CALL_LOOK_S, why, is_last_call=True)
     since = memory.enough_since if memory.enough_since is not None else now
-    if until and now < since + rules.last_call_s:
-        return Wait(min(since + rules.last_call_s, now + LOOK_AGAIN_S), until, is_last_call=True)
+    why = _last_call(rules, memory, view, result, there, absent)
+    if why and now < since + rules.last_call_s:
+        until = min(since + rules.last_call_s, now + LAST_CALL_LOOK_S)
+        return Wait(until, why, is_last_call=True)
     return Close(result)
+
+
+def nodes_gone(notes: tuple[Note, ...]) -> frozenset[str]:
+    """Return the nodes that said that they take part no longer."""
+    return frozenset(n.node for n in notes if n.kind in (Kind.LEFT, Kind.UNHEALTHY))
 
 
 def unhealthy_groups(notes: tuple[Note, ...]) -> frozenset[str]:
@@ -209,26 +228,42 @@ def unhealthy_groups(notes: tuple[Note, ...]) -> frozenset[str]:
     return frozenset(group for group in groups if group is not None)
 
 
+def _absent(
+    rules: HostRules, memory: Memory, view: View, there: Mapping[str, Arrival]
+) -> list[Member]:
+    """Return who had a place before and is neither here nor gone nor lost."""
+    gone = memory.gone | nodes_gone(view.notes)
+    limit = expiry_s(rules)
+    return [
+        member
+        for member in memory.active
+        if (node := member.candidate.node) not in there
+        and node not in gone
+        and view.quiet_s.get(node, limit) < limit
+    ]
+
+
 def _last_call(
     rules: HostRules,
     memory: Memory,
     view: View,
     result: Placement,
     there: Mapping[str, Arrival],
+    absent: list[Member],
 ) -> str:
     """Return for whom the round is kept open although there are enough nodes, or ''."""
-    limit = expiry_s(rules)
-    gone = {n.node for n in view.notes if n.kind in (Kind.LEFT, Kind.UNHEALTHY)}
-
-    def is_awaited(node: str) -> bool:
-        return node not in there and node not in gone and view.quiet_s.get(node, limit) < limit
-
-    missing = [member.host for member in memory.active if is_awaited(member.candidate.node)]
     if rules.placement.elastic and len(result.active) < rules.placement.max_nodes:
-        spares = [node for node in memory.spares if is_awaited(node)]
-        if missing or spares or not memory.active:
+        limit = expiry_s(rules)
+        spares = [
+            node
+            for node in memory.spares
+            if node not in there and view.quiet_s.get(node, limit) < limit
+        ]
+        if absent or spares or not memory.active:
             return "more nodes may come"
-    return f"was active before: {', '.join(missing)}" if missing else ""
+    if not absent:
+        return ""
+    return f"active before: {', '.join(member.host for member in absent)}"
 
 
 def _while_closed(rules: HostRules, memory: Memory, view: View, now: float) -> Decision:
@@ -238,7 +273,7 @@ def _while_closed(rules: HostRules, memory: Memory, view: View, now: float) -> D
     broken = [member for member in memory.active if states[member.candidate.node][0] in _BROKEN]
     if not broken:
         return Wait(now + rules.lease_s / 4)
-    cause = states[broken[0].candidate.node][1] or _lost(broken[0])
+    cause = _first_cause(view.notes, states) or _lost(broken[0])
     done = sum(states[member.candidate.node][0] in _DONE for member in memory.active)
     healthy = len(memory.active) - done - len(broken)
     if rules.min_healthy:
@@ -269,6 +304,16 @@ def _states(
         if state is WorkerState.HEALTHY and view.quiet_s.get(node, 0.0) > expiry_s(rules):
             states[node] = (WorkerState.UNKNOWN, None)
     return states
+
+
+def _first_cause(
+    notes: tuple[Note, ...], states: Mapping[str, tuple[WorkerState, Cause | None]]
+) -> Cause | None:
+    """Return what was told first of what broke."""
+    for note in notes:
+        if note.cause is not None and states.get(note.node, (None,))[0] in _BROKEN:
+            return note.cause
+    return None
 
 
 def _lost(member: Member) -> Cause:

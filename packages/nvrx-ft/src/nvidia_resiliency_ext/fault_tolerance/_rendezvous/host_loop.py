@@ -77,6 +77,8 @@ class Host:
         self._read_to = 0
         self._leases: dict[str, tuple[int, float]] = {}
         self._leases_at = 0.0
+        self._acknowledged_before: dict[str, int] = {}
+        self._is_last_call = False
         self._opened_at: list[float] = []
         self._waits_for = ""
         self._resuming_since: float | None = None
@@ -137,14 +139,19 @@ class Host:
         self._notes = [note for note in self._notes if note.kind is not Kind.RESUMED]
         if entry.round != before.round:
             self._opened_at.append(self._clock.monotonic())
+            self._read_inbox_of(before.round)
+            gone = self._memory.gone | host.nodes_gone(tuple(self._notes))
             self._notes, self._read_to = [], 0
-            self._memory = dataclasses.replace(self._memory, enough_since=None)
+            self._memory = dataclasses.replace(self._memory, enough_since=None, gone=gone)
             if entry.round > 1:
                 for key in (keys.inbox, keys.arrivals, keys.successes):
                     self._store.delete(key(entry.round - 2))
 
     def _read_inbox(self) -> None:
-        lines, self._read_to = self._store.lines(keys.inbox(self._entry.round), self._read_to)
+        self._read_inbox_of(self._entry.round)
+
+    def _read_inbox_of(self, round_: int) -> None:
+        lines, self._read_to = self._store.lines(keys.inbox(round_), self._read_to)
         for line in lines:
             try:
                 self._notes.append(_read_note(line))
@@ -218,7 +225,7 @@ class Host:
 
     def _decide(self) -> Decision:
         now = self._clock.monotonic()
-        if now - self._leases_at >= self._rules.lease_s / 4:
+        if self._is_last_call or now - self._leases_at >= self._rules.lease_s / 4:
             self._read_leases()
         self._read_inbox()
         if self._resume():
@@ -228,6 +235,7 @@ class Host:
             notes=tuple(self._notes),
             successes=self._successes(),
             quiet_s=self._quiet_s(),
+            acknowledged=self._acknowledged(),
         )
         decision = host.decide(self._rules, self._memory, view, now)
         if isinstance(decision, Wait):
@@ -243,7 +251,16 @@ class Host:
             return 0
         return self._store.count(keys.successes(self._entry.round), 0)
 
+    def _acknowledged(self) -> frozenset[str]:
+        """Return who has seen that the present round is open: not who has in an earlier one."""
+        return frozenset(
+            node
+            for node, before in self._acknowledged_before.items()
+            if self._leases[node][0] // keys.ACKNOWLEDGED > before
+        )
+
     def _note_wait(self, decision: Wait, now: float) -> None:
+        self._is_last_call = decision.is_last_call
         if self._memory.enough_since is None and decision.is_last_call:
             self._memory = dataclasses.replace(self._memory, enough_since=now)
         if decision.why and decision.why != self._waits_for:
@@ -300,10 +317,16 @@ class Host:
             self._memory = Memory(
                 active=tuple(Member(c, there[c.node].host) for c in placement.active),
                 spares=frozenset(there.keys() - active),
+                gone=self._memory.gone - there.keys(),
                 unhealthy=self._memory.unhealthy
                 | {n.node for n in notes if n.kind is Kind.UNHEALTHY},
             )
             logger.info("round %d: %s", entry.round, summary(placement))
+            self._is_last_call = False
+            self._read_leases()
+            self._acknowledged_before = {
+                node: self._leases[node][0] // keys.ACKNOWLEDGED for node in active
+            }
             if self._on_closed is not None:
                 self._on_closed(closed, placement)
 

@@ -43,6 +43,10 @@ def place(node: str) -> str:
     return f"place/{node}"
 
 
+# Added to a node's lease when it has seen that a round was opened: it knows, and stops its workers.
+ACKNOWLEDGED = 1 << 32
+
+
 def lease(node: str) -> str:
     """Return the counter that a living node raises."""
     return f"lease/{node}"

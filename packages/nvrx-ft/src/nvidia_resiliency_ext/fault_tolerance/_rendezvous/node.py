@@ -160,6 +160,10 @@ class NodeSession:
         """Say that this node lives; when it returns, the store knows."""
         self._store.count(keys.lease(self.node), 1)
 
+    def acknowledge(self) -> None:
+        """Say that this node lives and has seen that a round was opened."""
+        self._store.count(keys.lease(self.node), keys.ACKNOWLEDGED)
+
     def arrive(self, arrival: Arrival) -> bool:
         """Offer this node in the present round; False when it came too late for a place."""
         entry = self._present()
@@ -189,6 +193,7 @@ class NodeSession:
         if entry.phase is Phase.OVER:
             return Over(entry)
         if entry.phase is Phase.OPEN:
+            self.acknowledge()
             return Opened(entry)
         if self._arrived_in != entry.round:
             return Spare(entry)
