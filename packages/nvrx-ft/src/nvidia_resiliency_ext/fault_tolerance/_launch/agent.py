@@ -24,6 +24,7 @@ from .decide import Assignment, Cause, Effect, Event, Node, Phase, Policy
 from .faults import Failure, cause_of, read_error_file, root_cause
 from .loop import EventLoop, Timer
 from .output import Tee
+from .refill import RefillingBudget
 from .rendezvous import Rendezvous
 from .workers import Listener, Starter, WorkerGroup, WorkerSpec
 
@@ -113,6 +114,7 @@ class Parts:
     tee: Tee
     host: str
     reports_leftovers: bool
+    budget: RefillingBudget | None = None
 
 
 class NodeAgent:
@@ -132,6 +134,7 @@ class NodeAgent:
         self._tracker = parts.tracker
         self._chronicle = parts.chronicle
         self._host = parts.host
+        self._budget = parts.budget
         self._workers = WorkerGroup(
             parts.loop,
             parts.clock,
@@ -148,6 +151,7 @@ class NodeAgent:
         self._steps_recorded = NO_STEPS
         self._finish: decide.Finish | None = None
         self._barrier: Timer | None = None
+        self._refill: Timer | None = None
         self._perform: dict[type, Callable[..., None]] = {
             decide.Join: self._join,
             decide.StartWorkers: self._start_workers,
@@ -302,6 +306,10 @@ class NodeAgent:
 
     def _start_workers(self, effect: decide.StartWorkers) -> None:
         assignment = self._assignment = effect.assignment
+        if self._budget is not None:
+            now = self._clock.monotonic()
+            self._budget.round_begins(assignment.cycle, assignment.restart_ages_s, now)
+            self._tell_budget()
         self._chronicle.round_joined(assignment)
         self._failures = []
         self._steps_recorded = Steps(None, 0, self._clock.monotonic())
@@ -315,6 +323,15 @@ class NodeAgent:
             return
         self._tell_monitor()
         self._chronicle.workers_started(self._workers.started)
+
+    def _tell_budget(self) -> None:
+        assert self._budget is not None
+        now = self._clock.monotonic()
+        self.post(decide.BudgetChanged(self._budget.left(now)))
+        at = self._budget.next_change(now)
+        if self._refill is not None:
+            self._refill.cancel()
+        self._refill = None if at is None else self._loop.call_at(at, self._tell_budget)
 
     def _tell_monitor(self) -> None:
         pids = [started.child.pid for started in self._workers.started.values()]

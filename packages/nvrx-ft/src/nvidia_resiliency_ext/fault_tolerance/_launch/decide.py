@@ -86,6 +86,7 @@ class Assignment:
     world_size: int
     master_addr: str
     master_port: int
+    restart_ages_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,7 @@ class Node:
     requests: tuple[tuple[Request, str], ...] = ()
     group_world_size: int = 1
     over: RoundClosed | None = None
+    budget: int | None = None
 
 
 # Events ---------------------------------------------------------------------------------------
@@ -225,6 +227,13 @@ class Signalled:
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetChanged:
+    """So many restarts are left now, for a budget that refills; else the cycle's number tells."""
+
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestReceived:
     """A rank asked for a change at the next rendezvous."""
 
@@ -244,6 +253,7 @@ Event = (
     | StartFailed
     | GroupStopped
     | Signalled
+    | BudgetChanged
     | RequestReceived
 )
 
@@ -349,6 +359,8 @@ Decision = tuple[Node, tuple[Effect, ...]]
 
 def restarts_left(node: Node) -> int:
     """Return how many restarts the job still has; the cycle number is global to the job."""
+    if node.budget is not None:
+        return node.budget
     return max(0, node.policy.max_restarts - node.cycle)
 
 
@@ -356,6 +368,8 @@ def decide(node: Node, event: Event) -> Decision:
     """Return the next state and what is to be done; events that no longer matter do nothing."""
     if isinstance(event, RequestReceived):
         return _note_request(node, event)
+    if isinstance(event, BudgetChanged):
+        return dataclasses.replace(node, budget=event.left), ()
     if node.phase is Phase.JOINING:
         return _while_joining(node, event)
     if node.phase is Phase.RUNNING:

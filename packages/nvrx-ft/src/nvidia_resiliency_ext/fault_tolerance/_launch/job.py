@@ -41,6 +41,7 @@ from .output import LOOK_INTERVAL_S, Tee, line_prefix, worker_output
 from .place import make_place
 from .plan import LaunchPlan
 from .records import FailureLog, hand_up_error_file
+from .refill import RefillingBudget
 from .rendezvous import LocalRendezvous, Rendezvous
 from .requests import request_event
 from .signals import SignalInbox
@@ -273,8 +274,15 @@ class Job:
                 tee=self._tee,
                 host=self._place.host,
                 reports_leftovers=config.check_remaining_processes,
+                budget=self._budget(),
             )
         )
+
+    def _budget(self) -> RefillingBudget | None:
+        window_s = self._plan.fault_tolerance.restart_budget_window
+        if window_s is None:
+            return None
+        return RefillingBudget(self._plan.max_restarts, window_s)
 
     def _watch(self) -> None:
         self._loop.watch(self._inbox.fileno(), self._receive_signals)

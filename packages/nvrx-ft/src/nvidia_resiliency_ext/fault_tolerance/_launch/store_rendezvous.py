@@ -270,6 +270,7 @@ class StoreRendezvous:
             world_size=entry.world_size,
             master_addr=entry.master_addr,
             master_port=entry.master_port,
+            restart_ages_s=entry.restart_ages_s,
         )
         return RoundReady(assignment, tuple(range(self._settings.nproc)))
 

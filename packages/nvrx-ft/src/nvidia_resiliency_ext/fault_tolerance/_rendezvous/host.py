@@ -90,6 +90,7 @@ class View:
     successes: int = 0
     quiet_s: Mapping[str, float] = field(default_factory=dict)
     acknowledged: frozenset[str] = frozenset()
+    entry_age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +282,7 @@ def _while_closed(rules: HostRules, memory: Memory, view: View, now: float) -> D
             return End(RDZV_SHUTDOWN_REASON_GRACEFUL)
         if healthy + done >= rules.placement.min_nodes:
             return Wait(now + rules.lease_s / 4)
-    if rules.budget.left(view.entry) > 0:
+    if rules.budget.left(view.entry, view.entry_age_s) > 0:
         return Open(cause)
     return End(RDZV_SHUTDOWN_REASON_FAILURE, cause)
 

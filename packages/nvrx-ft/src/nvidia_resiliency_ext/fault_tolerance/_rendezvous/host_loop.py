@@ -81,6 +81,7 @@ class Host:
         self._is_last_call = False
         self._opened_at: list[float] = []
         self._waits_for = ""
+        self._entry_at = clock.monotonic()
         self._resuming_since: float | None = None
         first = Entry(
             seq=0,
@@ -133,12 +134,14 @@ class Host:
 
     def _adopt(self, entry: Entry) -> None:
         before, self._entry = self._entry, entry
+        self._entry_at = self._clock.monotonic()
         self._store.put(keys.HEAD, str(entry.seq))
         if entry.seq >= KEPT_ENTRIES:
             self._store.delete(keys.log(entry.seq - KEPT_ENTRIES))
         self._notes = [note for note in self._notes if note.kind is not Kind.RESUMED]
         if entry.round != before.round:
-            self._opened_at.append(self._clock.monotonic())
+            if entry.round > 0:
+                self._opened_at.append(self._clock.monotonic())
             self._read_inbox_of(before.round)
             gone = self._memory.gone | host.nodes_gone(tuple(self._notes))
             self._notes, self._read_to = [], 0
@@ -236,6 +239,7 @@ class Host:
             successes=self._successes(),
             quiet_s=self._quiet_s(),
             acknowledged=self._acknowledged(),
+            entry_age_s=now - self._entry_at,
         )
         decision = host.decide(self._rules, self._memory, view, now)
         if isinstance(decision, Wait):
