@@ -621,12 +621,13 @@ class Network:
             keep: Paths below /tmp, /var/tmp or /run that all hosts see, such as shared folders.
             shm_mb: Size of each host's /dev/shm.
             clocks_apart: Whether CLOCK_MONOTONIC of each host begins elsewhere, as on real ones
-                (then `Host.clock_offset_s` says how far it is from this process's).
+                (then `Host.clock_offset_s` says how far it is from this process's); without
+                effect on kernels before 5.6.
         """
         self.names = list(names) or [f"node{number}" for number in range(1, count + 1)]
         self.kept = _kept(keep)
         self.shm_mb = shm_mb
-        self.clocks_apart = clocks_apart
+        self.clocks_apart = clocks_apart and os.path.exists("/proc/self/ns/time")
         self.complaints = -1
         self.hosts: list[Host] = []
         self.lab = _Room()
