@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import tempfile
@@ -14,9 +15,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
 
 from fault_jobs import Job
+from hosts import Network, why_not
+from many_nodes import LAUNCHER, NodesJob
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture
@@ -33,3 +36,33 @@ def job() -> Iterator[Job]:
     finally:
         made.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs hosts made of namespaces where they cannot be made."""
+    if item.get_closest_marker("netns") and (reason := why_not()):
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def nodes_job() -> Iterator[Callable[..., NodesJob]]:
+    """Give a maker of jobs on hosts of their own; at the end nothing may be left on the hosts.
+
+    It is called with the number of hosts, and with whatever else `Network` takes; a test that uses
+    it is marked `netns`. The clocks of the hosts are apart.
+    """
+    with contextlib.ExitStack() as stack:
+        made: list[NodesJob] = []
+
+        def make(count: int, *, launcher: str = LAUNCHER, **more: object) -> NodesJob:
+            folder = Path(tempfile.mkdtemp(prefix="nvrx-it-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            options = {"keep": [folder], "clocks_apart": True, **more}
+            network = stack.enter_context(Network(count, **options))
+            made.append(NodesJob(network, folder, launcher=launcher))
+            return made[-1]
+
+        yield make
+        for job in made:
+            if job.launcher == LAUNCHER:
+                job.assert_nothing_left()

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that trains as a data-parallel program does, without torch: it starts in 50 ms.
+
+    counting_rank.py SHARED --steps N [--step-ms MS] [--save-every N] [--client]
+
+Rank 0 listens at MASTER_PORT and takes in the ranks of its own cycle and no others. Each step, all
+ranks send it what their part of the step's samples comes to, it adds that up into a new state, and
+all go on when they have it (so each step is a barrier). The state depends on all that came before
+and on nothing else, not even on how many ranks share the samples: `state_after` says what it must
+be. Rank 0 saves it in the shared folder, from where the next cycle goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from shared_record import Monitor, Record
+
+SAMPLES_PER_STEP = 64
+FIRST_STATE = "0" * 16
+STATE = "state.json"
+RESULT = "result.json"
+RETRY_S = 0.01
+
+
+def share_of(step: int, rank: int, world: int) -> int:
+    """Return what a rank's part of a step's samples comes to."""
+    samples = range(rank, SAMPLES_PER_STEP, world)
+    return sum(int(hashlib.sha256(f"{step}.{n}".encode()).hexdigest()[:8], 16) for n in samples)
+
+
+def next_state(state: str, step: int, total: int) -> str:
+    """Return the state after a step."""
+    return hashlib.sha256(f"{state} {step} {total}".encode()).hexdigest()[:16]
+
+
+def state_after(steps: int) -> str:
+    """Return the state that any undisturbed or well recovered run has after its last step."""
+    state = FIRST_STATE
+    for step in range(steps):
+        state = next_state(state, step, share_of(step, 0, 1))
+    return state
+
+
+class Peer:
+    """One end of a connection between ranks; messages are lines of JSON."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._lines = connection.makefile("rb")
+
+    def send(self, message: dict) -> None:
+        """Send a message."""
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> dict:
+        """Wait for a message, for ever if need be, as a collective does."""
+        line = self._lines.readline()
+        if not line.endswith(b"\n"):
+            raise ConnectionError("a rank has left")
+        return json.loads(line)
+
+
+class Group:
+    """The ranks of one cycle, joined through rank 0."""
+
+    def __init__(self, record: Record) -> None:
+        """Join them; on rank 0, wait for all of them."""
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.me = {
+            "run": os.environ.get("TORCHELASTIC_RUN_ID", ""),
+            "cycle": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            "world": self.world,
+        }
+        self.record = record
+        self.peers: list[Peer] = []
+        if self.rank == 0:
+            self._take_in()
+        else:
+            self.peers = [self._join()]
+
+    def _take_in(self) -> None:
+        """Wait for every other rank of this cycle; a rank of another one is an error."""
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", int(os.environ["MASTER_PORT"])))
+            listener.listen(self.world)
+            taken: dict[int, Peer] = {}
+            while len(taken) < self.world - 1:
+                peer = Peer(listener.accept()[0])
+                who = peer.receive()
+                rank = who.pop("rank")
+                if who != self.me or rank in taken:
+                    self.record.say("stranger", who={**who, "rank": rank}, me=self.me)
+                    raise SystemExit(f"rank {rank} of {who} came to {self.me}")
+                taken[rank] = peer
+        self.peers = [taken[rank] for rank in sorted(taken)]
+
+    def _join(self) -> Peer:
+        """Connect to rank 0, which may not listen yet."""
+        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        while True:
+            try:
+                peer = Peer(socket.create_connection(address))
+            except OSError as error:
+                if error.errno not in (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ETIMEDOUT):
+                    raise
+                time.sleep(RETRY_S)
+            else:
+                peer.send({**self.me, "rank": self.rank})
+                return peer
+
+    def from_first(self, message: dict | None) -> dict:
+        """Hand a message of rank 0 to all."""
+        if self.rank:
+            return self.peers[0].receive()
+        assert message is not None
+        for peer in self.peers:
+            peer.send(message)
+        return message
+
+    def step(self, state: str, step: int) -> str:
+        """Do one step together and return the new state."""
+        own = share_of(step, self.rank, self.world)
+        if self.rank:
+            self.peers[0].send({"step": step, "share": own})
+            return str(self.from_first(None)["state"])
+        total = own
+        for peer in self.peers:
+            message = peer.receive()
+            if message["step"] != step:
+                self.record.say("stranger", who=message, me=self.me)
+                raise SystemExit(f"step {message['step']} came in step {step}")
+            total += message["share"]
+        return str(self.from_first({"state": next_state(state, step, total)})["state"])
+
+
+def train(options: argparse.Namespace, record: Record, monitor: Monitor) -> None:
+    """Count to the last step from wherever the last save is."""
+    with monitor.section("setup"):
+        group = Group(record)
+        saved = {"step": 0, "state": FIRST_STATE}
+        path = options.shared / STATE
+        if group.rank == 0 and path.exists():
+            saved = json.loads(path.read_text())
+        saved = group.from_first(saved)
+    step, state = int(saved["step"]), str(saved["state"])
+    record.say("resume", step=step)
+    while step < options.steps:
+        with monitor.section("step"):
+            time.sleep(options.step_ms / 1000)
+            state = group.step(state, step)
+        step += 1
+        record.say("step", step=step)
+        monitor.beat()
+        if group.rank == 0 and (step % options.save_every == 0 or step == options.steps):
+            with monitor.section("checkpoint"):
+                data = json.dumps({"step": step, "state": state}).encode()
+                record.save(STATE, data, step=step)
+    if group.rank == 0:
+        result = {"step": step, "weights_sha256": state, "world": group.world}
+        record.save(RESULT, json.dumps(result).encode(), step=step)
+    # Nobody leaves before the result is there: the end of one rank is the end of the cycle.
+    group.from_first({} if group.rank == 0 else None)
+
+
+def main() -> None:
+    """Run one rank."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("shared", type=Path)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--step-ms", type=float, default=20)
+    parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--client", action="store_true", help="sections and heartbeats")
+    options = parser.parse_args()
+    record = Record(options.shared)
+    monitor = Monitor(options.client)
+    train(options, record, monitor)
+    monitor.close()
+    record.say("end")
+
+
+if __name__ == "__main__":
+    main()
