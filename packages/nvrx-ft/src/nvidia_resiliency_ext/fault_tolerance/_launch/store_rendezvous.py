@@ -308,7 +308,9 @@ class StoreRendezvous:
         self._fence = self._loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._judge_lease)
 
 
-_ids = itertools.count()
+# Not from 0: in containers every launcher may have the same pid, and the same address again when it
+# is started anew.
+_ids = itertools.count(int.from_bytes(os.urandom(4), "big"))
 
 
 def node_identity(addr: str) -> str:
