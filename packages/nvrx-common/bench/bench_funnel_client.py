@@ -4,11 +4,11 @@
 Each figure is a JSON line. `us` is one call with a 100-byte line while a server takes them;
 `lines_per_s` is from the first call until all lines are in the file; `floor_lines_per_s` is one
 `os.write` per line to a file, without any funnel. The latency is from the call until the line is in
-the file. The campaigns kill the server, or the client, with SIGKILL and count lines lost and
-doubled. The server always runs under `--python`.
+the file. The campaigns kill the root, a leaf before it, or the client, with SIGKILL and count lines
+lost and doubled. The servers always run under `--python`.
 
 usage: bench_funnel_client.py [--python PY] [--against PY] [--repeats 5] [--trials 20]
-                              [--only throughput,latency,restart,client_kill]
+                              [--only throughput,latency,restart,leaf_restart,client_kill]
 """
 
 from __future__ import annotations
@@ -114,16 +114,17 @@ client.close(60.0)
 
 
 class _Server:
-    """A root server; one may be killed and another started at the same port."""
+    """A server, a leaf where it has an upstream; it may be killed and started at the same port."""
 
-    def __init__(self, python: str, logs: str) -> None:
+    def __init__(self, python: str, logs: str, upstream: str = "") -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.endpoint = f"127.0.0.1:{self.port}"
-        module = "nvidia_resiliency_ext.shared_utils.grpc_log_server"
+        module = f"nvidia_resiliency_ext.shared_utils.grpc_log_{'leaf_' if upstream else ''}server"
         self._command = [python, "-m", module, "--host=127.0.0.1", f"--port={self.port}"]
         self._command += [f"--allowed-root={logs}", "--graceful-shutdown-timeout=2"]
+        self._command += [f"--upstream={upstream}"] if upstream else []
         self.start()
 
     def start(self) -> None:
@@ -183,10 +184,12 @@ def _count(path: Path) -> tuple[int, int]:
     return len(numbers), len(set(numbers))
 
 
-def _restart_trial(server: str, python: str) -> dict[str, int]:
+def _restart_trial(server: str, python: str, *, through_leaf: bool) -> dict[str, int]:
+    """Kill the server that the client talks to while it writes; count what is in the file."""
     with tempfile.TemporaryDirectory() as logs:
         root, log = _Server(server, logs), Path(logs, "o.log")
-        arguments = [root.endpoint, str(log), str(_CAMPAIGN_LINES), str(_RATE)]
+        victim = _Server(server, logs, root.endpoint) if through_leaf else root
+        arguments = [victim.endpoint, str(log), str(_CAMPAIGN_LINES), str(_RATE)]
         writer = subprocess.Popen(
             [python, "-W", "ignore", "-c", _WRITER, *arguments],
             stdout=subprocess.PIPE,
@@ -196,10 +199,12 @@ def _restart_trial(server: str, python: str) -> dict[str, int]:
         assert writer.stdout is not None
         writer.stdout.readline()
         time.sleep(_KILL_AFTER_S)
-        root.kill()
+        victim.kill()
         time.sleep(_BACK_AFTER_S)
-        root.start()
+        victim.start()
         writer.communicate(timeout=_DEADLINE_S)
+        if through_leaf:
+            victim.end()
         root.end()
         lines, different = _count(log)
         return {"lost": _CAMPAIGN_LINES - different, "doubled": lines - different}
@@ -250,7 +255,7 @@ def main() -> None:
     parser = _measure.parser(__doc__)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--lines", type=int, default=1_000_000)
-    parser.add_argument("--only", default="throughput,latency,restart,client_kill")
+    parser.add_argument("--only", default="throughput,latency,restart,leaf_restart,client_kill")
     options = parser.parse_args()
     cases = options.only.split(",")
     for name, python in _measure.interpreters(options):
@@ -263,9 +268,13 @@ def main() -> None:
                 arguments = [rate, seconds]
                 found = _medians(options.python, python, _LATENCY, arguments, options.repeats)
                 _show(f"latency, {case}", name, found)
-        if "restart" in cases:
-            trials = [_restart_trial(options.python, python) for _ in range(options.trials)]
-            _campaign("server killed and restarted", name, trials)
+        for key, case in (("restart", "root"), ("leaf_restart", "leaf")):
+            if key in cases:
+                trials = [
+                    _restart_trial(options.python, python, through_leaf=case == "leaf")
+                    for _ in range(options.trials)
+                ]
+                _campaign(f"{case} killed and restarted", name, trials)
         if "client_kill" in cases:
             trials = [_client_kill_trial(options.python, python) for _ in range(options.trials)]
             _campaign("client killed after 2 s", name, trials)

@@ -20,6 +20,7 @@ from nvidia_resiliency_ext.shared_utils._funnel.options import FunnelOptions
 from nvidia_resiliency_ext.shared_utils._funnel.places import Roots
 from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.streams import Source
+from nvidia_resiliency_ext.shared_utils._funnel.target import Target
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, UnsafePathError
 
@@ -60,6 +61,13 @@ class Rig:
 
     def settle(self, source: Source, timeout_s: float = WAIT_S) -> bool:
         return self.funnel.wait_settled(source, Deadline.after(timeout_s))
+
+    def until_writing(self, target: Target) -> None:
+        """Wait until a writer has taken what waits for a target; there is no event for it."""
+        end = Deadline.after(WAIT_S)
+        while not target.waiting or target.waiting[-1].growing is not None:
+            assert not end.expired()
+            threading.Event().wait(0.005)
 
     def read(self, name: str) -> bytes:
         return (self.root / name).read_bytes()
@@ -369,6 +377,34 @@ def test_removed_log_is_made_again(rigs, tmp_path: Path) -> None:
 
 
 # --- trouble
+
+
+def test_small_chunks_without_numbers_wait_as_one(rigs, hung: threading.Event) -> None:
+    """What one stream sends in small chunks is one piece; streams and large chunks keep order."""
+    rig = rigs()
+    rig.offer(rig.source(), "hung.log", b"first\n")
+    target = rig.funnel.state.targets[str(rig.root / "hung.log")]
+    rig.until_writing(target)
+    one, other = rig.source(), rig.source()
+    large = b"z" * 9999 + b"\n"
+    expected = [b"first\n"]
+    for source, data in [(one, b"a\n")] * 100 + [(other, b"b\n"), (one, large), (one, b"c\n")]:
+        rig.offer(source, "hung.log", data)
+        expected.append(data)
+    assert len(target.waiting) == 1 + 4
+    numbered = rig.source("s")
+    for seq in (1, 2):
+        rig.offer(numbered, "hung.log", b"%d\n" % seq, seq)
+        expected.append(b"%d\n" % seq)
+    assert len(target.waiting) == 1 + 4 + 2
+    hung.set()
+    for source in (one, other, numbered):
+        assert rig.settle(source)
+    assert rig.read("hung.log") == b"".join(expected)
+    assert one.written_bytes == 200 + len(large) + 2
+    assert numbered.committed_seq == 2
+    assert rig.funnel.stats().buffered_bytes == 0
+    assert rig.funnel.stats().received_chunks == 106
 
 
 @pytest.fixture

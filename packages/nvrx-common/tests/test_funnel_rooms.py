@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pure rooms of the log funnel: messages, ledgers, budgets, cycles, prefixes, batches."""
 
+import asyncio
 import json
 import random
+import threading
 
 import pytest
 
 from nvidia_resiliency_ext.shared_utils._funnel import chunks, ledger, prefixes
 from nvidia_resiliency_ext.shared_utils._funnel.budget import Budget, Verdict
 from nvidia_resiliency_ext.shared_utils._funnel.cycles import Cycles
+from nvidia_resiliency_ext.shared_utils._funnel.mailbox import Mailbox
 from nvidia_resiliency_ext.shared_utils._funnel.options import FunnelOptions
 from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
+from nvidia_resiliency_ext.shared_utils._funnel.streams import Source
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 # --- chunks
@@ -251,3 +255,62 @@ def test_all_wrong_settings_are_named_at_once() -> None:
             allowed_roots=None, flush_interval_s=float("nan"), max_files=0, fsync="perhaps"
         )
     assert all(name in str(caught.value) for name in ("flush_interval_s", "max_files", "fsync"))
+
+
+# --- news for the event loop
+
+
+class _Nobody:
+    def progress(self, source: Source) -> None:
+        """Take no note."""
+
+
+def test_mailbox_delivers_each_news_once_in_the_loop() -> None:
+    """News of several threads are all taken, in the loop's thread; many make one wake-up."""
+    sources = [Source(_Nobody(), f"{number}", "n") for number in range(400)]
+
+    async def run() -> tuple[list[str], int]:
+        loop = asyncio.get_running_loop()
+        mailbox, taken, done = Mailbox(), [], asyncio.Event()
+        wakes, call_soon = [], loop.call_soon_threadsafe
+
+        def counted(callback, *arguments):
+            wakes.append(callback)
+            return call_soon(callback, *arguments)
+
+        loop.call_soon_threadsafe = counted
+
+        def take(source: Source) -> None:
+            assert asyncio.get_running_loop() is loop
+            taken.append(source.stream_id)
+            if len(taken) == len(sources):
+                done.set()
+
+        def post(some: list[Source]) -> None:
+            for source in some:
+                mailbox.post(take, source)
+
+        threads = [threading.Thread(target=post, args=(sources[i:300:3],)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # The loop did not run meanwhile.
+        assert len(wakes) == 1
+        await asyncio.sleep(0)
+        post(sources[300:])
+        await asyncio.wait_for(done.wait(), 20)
+        return taken, len(wakes)
+
+    taken, wakes = asyncio.run(run())
+    assert sorted(taken) == sorted(source.stream_id for source in sources)
+    assert wakes == 2
+
+
+def test_mailbox_of_an_ended_loop_is_silent() -> None:
+    """A writer that is late by the loop's whole life does no harm."""
+
+    async def make() -> Mailbox:
+        return Mailbox()
+
+    asyncio.run(make()).post(_Nobody().progress, Source(_Nobody(), "s", "n"))

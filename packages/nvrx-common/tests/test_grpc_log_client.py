@@ -29,8 +29,8 @@ MIB = 1024 * 1024
 
 
 @pytest.fixture
-def start_peer() -> Iterator[Callable[..., FunnelPeer]]:
-    """Start servers, and stop them."""
+def start_peer(tmp_path: Path) -> Iterator[Callable[..., FunnelPeer]]:
+    """Start servers, and stop them before the directory of their files goes."""
     started: list[FunnelPeer] = []
 
     def start(address: str = "127.0.0.1:0", credentials: Any = None, **how: Any) -> FunnelPeer:

@@ -538,8 +538,10 @@ def test_servicer_in_process(tmp_path: Path) -> None:
     assert (tmp_path / "x.log").read_bytes() == b"1\n2\n"
 
 
-def test_servicer_behind_a_server_with_threads(tmp_path: Path) -> None:
-    """It also serves gRPC's server with threads; who wants acknowledgements falls back."""
+def test_servicer_behind_a_server_with_threads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It also serves gRPC's server with threads, and keeps no ended call alive in its log."""
     from concurrent import futures
 
     servicer = LogAggregationServicer(allowed_roots=[str(tmp_path)])
@@ -556,6 +558,9 @@ def test_servicer_behind_a_server_with_threads(tmp_path: Path) -> None:
         server.stop(None).wait()
         pool.shutdown()
         servicer.shutdown()
+    (said,) = [record for record in caplog.records if "is refused" in record.getMessage()]
+    assert said.args is not None
+    assert not any(isinstance(part, BaseException) for part in said.args)
 
 
 def test_graceful_shutdown_waits_for_streams(tmp_path: Path) -> None:

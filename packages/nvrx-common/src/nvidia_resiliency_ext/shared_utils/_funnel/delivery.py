@@ -77,10 +77,13 @@ class Delivery:
         """Have what waits for a target written, now or when enough time has passed."""
         if target.is_busy or target.error is not None:
             return
+        is_enough = target.held_bytes >= self._options.flush_bytes or self._state.is_flushing
+        if target.is_scheduled and not is_enough:
+            return
         due = target.written_at + self._options.flush_interval_s
-        if now >= due or target.held_bytes >= self._options.flush_bytes or self._state.is_flushing:
+        if is_enough or now >= due:
             self.submit(target)
-        elif not target.is_scheduled:
+        else:
             target.is_scheduled = True
             self._ticker.call_at(due, lambda: self._on_due(target))
 

@@ -9,6 +9,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils._funnel import messages
+from nvidia_resiliency_ext.shared_utils._funnel.mailbox import Mailbox
 from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.rpc import StreamRpc, UnwrittenError
 
@@ -99,6 +100,8 @@ class RootEdge:
     Args:
         servicer: Counts clients and has the funnel.
         access: Who may call.
+
+    It must be made in the event loop.
     """
 
     def __init__(self, servicer: LogAggregationServicer, access: Access) -> None:
@@ -107,6 +110,7 @@ class RootEdge:
         self._access = access
         self._rpcs: set[StreamRpc] = set()
         self._left = asyncio.Event()
+        self._mailbox = Mailbox()
 
     def handlers(self) -> dict[str, Any]:
         """Return gRPC's handlers; messages stay bytes."""
@@ -155,7 +159,7 @@ class RootEdge:
     @contextlib.asynccontextmanager
     async def _stream(self, context: Any, *, acknowledges: bool) -> AsyncIterator[StreamRpc]:
         await check_access(self._access, context)
-        rpc = StreamRpc(self._funnel, context, acknowledges=acknowledges)
+        rpc = StreamRpc(self._funnel, context, self._mailbox, acknowledges=acknowledges)
         self._rpcs.add(rpc)
         try:
             with self._servicer.counted_client():

@@ -31,7 +31,7 @@ __all__ = ["Funnel", "FunnelStats"]
 
 _CLOSE_S = 2.0
 _OLD_FILE_S = 60.0
-_NEWLINE_BYTE = 10
+_SMALL_BYTES = 4 << 10
 
 
 class Funnel:
@@ -207,18 +207,20 @@ class Funnel:
         source.received_seq = max(source.received_seq, chunk.seq)
         if target.cycle is not None:
             self._completion.arrived(target.cycle, now)
-        pending = Pending(source, chunk.seq, chunk.data, size, now)
         verdict = self._judge(target, size)
         if verdict is Verdict.REFUSE:
             raise self._no_room(target)
         if verdict is Verdict.WAIT or target.waiters:
             if target.is_troubled and not source.is_patient:
                 raise _not_now(target)
-            source.waiting = (target, pending)
+            source.waiting = (target, Pending(source, chunk.seq, chunk.data, size, now))
             target.waiters += 1
             self._queue.append(source)
             return False
-        self._admit(target, pending, now)
+        if chunk.seq or length > _SMALL_BYTES:
+            self._admit(target, Pending(source, chunk.seq, chunk.data, size, now), now)
+        else:
+            self._admit_small(target, source, chunk.data, now)
         return True
 
     def _attach(self, source: Source, path: str, now: float) -> Target:
@@ -291,12 +293,23 @@ class Funnel:
         source.admit(pending)
         target.put(pending)
         self._state.budget.take(pending.size)
-        if not pending.is_end and pending.data:
-            if pending.data[-1] == _NEWLINE_BYTE:
-                source.unfinished.discard(target)
-            else:
-                source.unfinished.add(target)
+        if not pending.is_end:
+            source.note_end(target, pending.data)
         self._delivery.arrange(target, now)
+
+    def _admit_small(self, target: Target, source: Source, data: memoryview, now: float) -> None:
+        """Let in a chunk without a number, together with the one before it where possible."""
+        size = len(data)
+        if target.extend_last(source, data):
+            source.behind_bytes += size
+            self._state.budget.take(size)
+            source.note_end(target, data)
+            self._delivery.arrange(target, now)
+        else:
+            growing = bytearray(data)
+            pending = Pending(source, 0, growing, size, now)
+            pending.growing = growing
+            self._admit(target, pending, now)
 
     def _grant(self) -> list[Source]:
         """Let in what has room now, first come first served; return whom to tell."""

@@ -155,7 +155,7 @@ class _Leaf:
         try:
             await call.run()
         except Refusal as refusal:
-            _logger.warning("a stream of node %r is refused: %s", call.node_id, refusal)
+            _logger.warning("a stream of node %r is refused: %s", call.node_id, str(refusal))
             await edge.abort(context, refusal, call.trailers())
         finally:
             self._calls.discard(call)

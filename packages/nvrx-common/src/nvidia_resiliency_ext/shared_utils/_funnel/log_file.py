@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.shared_utils._funnel.places import Place, Roots
 
-__all__ = ["IOV_MAX", "LogFile", "StaleLogError"]
+__all__ = ["IOV_MAX", "LogFile", "Piece", "StaleLogError"]
+
+Piece = memoryview | bytes | bytearray
 
 IOV_MAX = 1024
 _LEDGER_MODE = 0o600
@@ -61,7 +63,11 @@ class LogFile:
             raise
 
     def append(
-        self, buffers: Sequence[memoryview | bytes], seqs: Mapping[str, int], *, sync: bool
+        self,
+        buffers: Sequence[Piece],
+        seqs: Mapping[str, int],
+        *,
+        sync: bool,
     ) -> None:
         """Write a batch, whole or not at all.
 
@@ -107,7 +113,7 @@ class LogFile:
                     os.close(descriptor)
         self._ledger = self._log = self._directory = -1
 
-    def _write(self, buffers: Sequence[memoryview | bytes], size: int) -> None:
+    def _write(self, buffers: Sequence[Piece], size: int) -> None:
         written = os.writev(self._log, buffers) if buffers else 0
         if written == size:
             return

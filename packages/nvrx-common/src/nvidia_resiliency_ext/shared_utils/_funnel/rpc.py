@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils._funnel.acks import AckWriter
@@ -21,6 +20,7 @@ from nvidia_resiliency_ext.shared_utils._funnel.streams import Source
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils._funnel.funnel import Funnel
+    from nvidia_resiliency_ext.shared_utils._funnel.mailbox import Mailbox
 
 __all__ = ["ERRORS_IN_ACKS", "StreamRpc"]
 
@@ -38,34 +38,31 @@ class StreamRpc:
     Args:
         funnel: Where chunks go.
         context: gRPC's context of the call.
+        mailbox: Brings news into the event loop.
         acknowledges: The method has acknowledgements.
     """
 
-    def __init__(self, funnel: Funnel, context: Any, *, acknowledges: bool) -> None:
+    def __init__(
+        self, funnel: Funnel, context: Any, mailbox: Mailbox, *, acknowledges: bool
+    ) -> None:
         self._funnel = funnel
+        self._mailbox = mailbox
         self._context = context
         metadata = context.invocation_metadata() or ()
         self._is_relay = acknowledges and ERRORS_IN_ACKS in [tuple(pair) for pair in metadata]
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self.sources: dict[str, Source] = {}
-        # Filled by writers' threads.
-        self._moved: deque[Source] = deque()
-        self._is_waking = False
+        self._is_waiting = False
         self._changed = asyncio.Event()
         self._is_reading = False
         self._acks = AckWriter(context.write) if acknowledges else None
 
     def progress(self, source: Source) -> None:
         """Hand a source's news to the event loop; from any thread."""
-        self._moved.append(source)
-        if not self._is_waking:
-            self._is_waking = True
-            try:
-                self._loop.call_soon_threadsafe(self._wake)
-            except RuntimeError:
-                # The loop has ended, and the stream with it.
-                return
+        # Without acknowledgements nothing follows from it while chunks are read.
+        if self._acks is not None or self._is_waiting or source.refusal is not None:
+            self._mailbox.post(self._note, source)
 
     async def run(self) -> None:
         """Take all chunks of the stream; return when every byte is in its file.
@@ -135,7 +132,7 @@ class StreamRpc:
             except Refusal as refusal:
                 if not self._is_relay:
                     raise
-                _logger.debug("refused in an acknowledgement: %s", refusal)
+                _logger.debug("refused in an acknowledgement: %s", str(refusal))
                 self.progress(source)
 
     def _source(self, chunk: Chunk, node_id: str) -> Source:
@@ -178,23 +175,23 @@ class StreamRpc:
             if source.refusal is not None:
                 raise source.refusal
 
-    def _wake(self) -> None:
-        self._is_waking = False
+    def _note(self, source: Source) -> None:
         self._changed.set()
-        while self._moved:
-            source = self._moved.popleft()
-            if source.refusal is not None and not self._is_relay:
-                if self._is_reading and self._task is not None:
-                    self._task.cancel()
-            elif self._acks is not None and self.sources.get(source.stream_id) is source:
-                self._acks.note(source.stream_id, source.committed_seq, source.refusal)
+        if source.refusal is not None and not self._is_relay:
+            if self._is_reading and self._task is not None:
+                self._task.cancel()
+        elif self._acks is not None and self.sources.get(source.stream_id) is source:
+            self._acks.note(source.stream_id, source.committed_seq, source.refusal)
 
     async def _until_admitted(self, source: Source) -> None:
         # Nothing to cancel here: a refusal ends this wait.
         self._is_reading = False
+        # Before the first look: news are passed over until then.
+        self._is_waiting = True
         while source.waiting is not None:
             self._changed.clear()
             await self._changed.wait()
+        self._is_waiting = False
         self._is_reading = True
         self._raise_refusal()
         if source.refusal is not None:
@@ -202,6 +199,7 @@ class StreamRpc:
 
     async def _until_settled(self) -> None:
         since = self._loop.time()
+        self._is_waiting = True
         while True:
             self._changed.clear()
             self._raise_refusal()

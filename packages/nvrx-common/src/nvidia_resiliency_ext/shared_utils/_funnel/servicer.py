@@ -179,7 +179,8 @@ class LogAggregationServicer:
             count = self._refusals
         if count <= _SHOWN_REFUSALS or count & (count - 1) == 0:
             more = "" if count <= _SHOWN_REFUSALS else f" ({count} refusals so far)"
-            _logger.warning("a stream of node %r is refused: %s%s", node_id, refusal, more)
+            # Its text only: a handler that keeps records would keep the call with its traceback.
+            _logger.warning("a stream of node %r is refused: %s%s", node_id, str(refusal), more)
 
     def _read(self, requests: Iterable[Any], waiter: _Waiter, sources: dict[str, Source]) -> None:
         for request in requests:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "Pending", "Source"]
 
+_NEWLINE_BYTE = 10
+
 
 class Connection(Protocol):
     """One RPC, as its edge implements it."""
@@ -28,12 +30,17 @@ class Connection(Protocol):
 
 
 class Pending:
-    """A chunk that is not in its file yet; one without data ends its source's unfinished line."""
+    """A chunk that is not in its file yet; one without data ends its source's unfinished line.
 
-    __slots__ = ("arrived_at", "data", "is_done", "is_end", "seq", "size", "source")
+    Attributes:
+        data: What is to be written; bytes of its own where several small chunks became one.
+        growing: The same, as long as further small chunks of its source may be added.
+    """
+
+    __slots__ = ("arrived_at", "data", "growing", "is_done", "is_end", "seq", "size", "source")
 
     def __init__(
-        self, source: Source, seq: int, data: memoryview, size: int, arrived_at: float
+        self, source: Source, seq: int, data: memoryview | bytearray, size: int, arrived_at: float
     ) -> None:
         self.source = source
         self.seq = seq
@@ -42,6 +49,7 @@ class Pending:
         self.arrived_at = arrived_at
         self.is_done = False
         self.is_end = False
+        self.growing: bytearray | None = None
 
 
 class Source:
@@ -112,6 +120,14 @@ class Source:
         """Count a chunk in, in the order in which the sender sent it."""
         self.outstanding.append(pending)
         self.behind_bytes += len(pending.data)
+
+    def note_end(self, target: Target, data: memoryview | bytearray) -> None:
+        """Note whether the last line for a target is whole."""
+        if data:
+            if data[-1] == _NEWLINE_BYTE:
+                self.unfinished.discard(target)
+            else:
+                self.unfinished.add(target)
 
     def settle(self, pending: Pending) -> None:
         """Note that a chunk is in its file, and advance past all that are."""

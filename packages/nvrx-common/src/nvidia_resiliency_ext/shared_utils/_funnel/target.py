@@ -14,9 +14,9 @@ from nvidia_resiliency_ext.shared_utils._funnel.log_file import IOV_MAX
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils._funnel.cycles import CycleFile
-    from nvidia_resiliency_ext.shared_utils._funnel.log_file import LogFile
+    from nvidia_resiliency_ext.shared_utils._funnel.log_file import LogFile, Piece
     from nvidia_resiliency_ext.shared_utils._funnel.places import Place
-    from nvidia_resiliency_ext.shared_utils._funnel.streams import Pending
+    from nvidia_resiliency_ext.shared_utils._funnel.streams import Pending, Source
 
 __all__ = ["Batch", "Target"]
 
@@ -24,6 +24,7 @@ _FIRST_RETRY_S = 0.05
 _LONGEST_RETRY_S = 2.0
 _BATCH_BYTES = 4 << 20
 _CAREFUL_BATCH_BYTES = 64 << 10
+_JOINED_BYTES = 64 << 10
 _NEWLINE = b"\n"
 _NEWLINE_BYTE = 10
 # A chunk may need a newline before it and one after it.
@@ -88,6 +89,24 @@ class Target:
         if self.cycle is not None:
             self.cycle.unwritten += pending.size
 
+    def extend_last(self, source: Source, data: memoryview) -> bool:
+        """Add a small chunk to the last one, if that is its source's and no writer has it.
+
+        Looking after many small chunks would cost more than copying them.
+        """
+        last = self.waiting[-1] if self.waiting else None
+        if last is None or last.growing is None or last.source is not source:
+            return False
+        size = len(data)
+        last.growing += data
+        last.size += size
+        if last.size >= _JOINED_BYTES:
+            last.growing = None
+        self.held_bytes += size
+        if self.cycle is not None:
+            self.cycle.unwritten += size
+        return True
+
     def next_batch(self) -> list[Pending]:
         """Return what to write next; it stays in `waiting` until `done`."""
         most = _CAREFUL_BATCH_BYTES if self.error is not None else _BATCH_BYTES
@@ -98,6 +117,9 @@ class Target:
             if taken and (size > most or len(taken) == _BATCH_CHUNKS):
                 break
             taken.append(pending)
+        if taken:
+            # The writer has it from now on.
+            taken[-1].growing = None
         return taken
 
     def done(self, batch: list[Pending]) -> int:
@@ -122,7 +144,7 @@ class Target:
 class Batch:
     """What to write for some chunks, and what is true of the log once it is written."""
 
-    buffers: list[memoryview | bytes] = field(default_factory=list)
+    buffers: list[Piece] = field(default_factory=list)
     seqs: dict[str, int] = field(default_factory=dict)
     repeated: int = 0
     ends_line: bool = True
