@@ -225,6 +225,28 @@ def test_follow_a_pipe(recorded: EventLog, directory: str, tmp_path: Path) -> No
     assert "killed" in page.read_text()
 
 
+def test_follow_outlives_a_failing_export(
+    recorded: EventLog, directory: str, tmp_path: Path
+) -> None:
+    """A file that cannot be written for a while is said once, and written when it can be again."""
+    place = tmp_path / "later"
+    command = [*_COMMAND, directory, "--follow", "--prometheus", str(place / "x.prom")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert "cycle 0 begins" in process.stdout.readline()
+        recorded.record(Fault(cause="killed", what="signal 9"), cycle=0, rank=0)
+        assert "killed" in process.stdout.readline()
+        place.mkdir()
+        recorded.record(JobEnd(result="failed", exit_code=1), cycle=None)
+        assert "ended: failed" in process.stdout.read()
+        assert process.wait(_DEADLINE_S) == 0
+        assert process.stderr.read().count("\n") == 1
+    assert 'nvrx_faults_total{cause="killed"} 1' in (place / "x.prom").read_text()
+
+
 def _read_until(terminal: int, text: str) -> str:
     deadline = time.monotonic() + _DEADLINE_S
     found = ""

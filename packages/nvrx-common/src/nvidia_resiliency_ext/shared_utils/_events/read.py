@@ -57,12 +57,16 @@ class EventRecord:
 
 @dataclass(frozen=True, slots=True)
 class EventFile:
-    """What one file says: its header (empty when it has none), its events in file order."""
+    """What one file says: its header (empty when it has none), its events in file order.
+
+    ``problem`` says why a file could not be read, where others beside it could.
+    """
 
     path: str
     header: Mapping[str, object]
     events: tuple[EventRecord, ...]
     bad_lines: int
+    problem: str = ""
 
     @property
     def host(self) -> str:

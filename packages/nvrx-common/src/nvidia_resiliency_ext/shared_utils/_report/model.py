@@ -17,6 +17,7 @@ from .gather import gather
 from .intervals import flatten, totals
 from .lanes import node_lanes, rank_lanes
 from .timeline import CATEGORIES, Checkpoints, Remark, Restart, Timeline, Workers
+from .words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +56,7 @@ def build_timeline(files: Sequence[EventFile]) -> Timeline:
     launches = {(event.host, event.launch) for event in seen}
     is_ended = {(event.host, event.launch) for event in ends} >= launches
     sizes = [cycle.world_size for cycle in story.cycles if cycle.world_size]
-    hosts = tuple(sorted({file.host for file in files}))
+    hosts = _hosts(files)
     lanes = rank_lanes(story, painted)
     return Timeline(
         job_id=_job_id(files),
@@ -96,7 +97,7 @@ def _empty(files: Sequence[EventFile]) -> Timeline:
         is_ended=False,
         result="",
         exit_code=None,
-        hosts=tuple(sorted({file.host for file in files})),
+        hosts=_hosts(files),
         ranks=0,
         cycles=(),
         faults=(),
@@ -112,8 +113,17 @@ def _empty(files: Sequence[EventFile]) -> Timeline:
         steps=0,
         dropped=0,
         bad_lines=sum(file.bad_lines for file in files),
-        notes=("Nothing has been recorded yet.",),
+        notes=("Nothing has been recorded yet.", *_unread(files)),
     )
+
+
+def _hosts(files: Sequence[EventFile]) -> tuple[str, ...]:
+    return tuple(sorted({file.host for file in files if not file.problem}))
+
+
+def _unread(files: Sequence[EventFile]) -> list[str]:
+    """Return a note for each file that could not be read."""
+    return [f"Left out: {plain(file.path)}: {file.problem}" for file in files if file.problem]
 
 
 def _job_id(files: Sequence[EventFile]) -> str:
@@ -261,4 +271,4 @@ def _notes(files: Sequence[EventFile], story: Story, *, is_ended: bool) -> list[
     bad_lines = sum(file.bad_lines for file in files)
     if bad_lines:
         notes.append(f"{bad_lines} lines could not be read and were skipped.")
-    return notes
+    return [*notes, *_unread(files)]
