@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .check import PeriodicCheck
 from .devices import PynvmlMixin, device_label, selected_devices
-from .nvml_errors import DriverHungError, NvmlCallError, NvmlError, NvmlUnavailableError
+from .nvml_errors import NvmlCallError, NvmlError, NvmlUnavailableError
 from .nvml_session import session
 from .result import Finding, healthy, skipped, unhealthy
 
@@ -87,8 +87,6 @@ def _look(device: int | str, problems: list[str], evidence: dict[str, Any]) -> N
             state = _state(device, link)
             if state is not None:
                 states[str(link)] = "up" if state else "disabled"
-    except DriverHungError:
-        raise
     except NvmlCallError as error:
         problems.append(f"{label}: {error}")
         return

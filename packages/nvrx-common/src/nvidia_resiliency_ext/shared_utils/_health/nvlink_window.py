@@ -9,7 +9,7 @@ from .check import PeriodicCheck
 from .devices import PynvmlMixin, device_label, selected_devices
 from .nvlink import link_count
 from .nvlink_counters import CounterReader
-from .nvml_errors import DriverHungError, NvmlCallError, NvmlError, NvmlUnavailableError
+from .nvml_errors import NvmlCallError, NvmlError, NvmlUnavailableError
 from .result import Finding, healthy, skipped, unhealthy
 from .window_history import WindowHistory
 
@@ -69,8 +69,6 @@ class NVLinkWindowHealthCheck(PeriodicCheck, PynvmlMixin):
             for device in devices:
                 try:
                     has_data = self._look(device) or has_data
-                except DriverHungError:
-                    raise
                 except NvmlCallError as error:
                     if device in self._links or not error.is_unsupported:
                         problems.append(f"{device_label(device)}: {error}")
