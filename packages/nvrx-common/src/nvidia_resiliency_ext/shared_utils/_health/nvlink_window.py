@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .check import PeriodicCheck
-from .devices import PynvmlMixin, device_label, selected_devices
+from .devices import PynvmlMixin, device_label, selected_devices, whose
 from .nvlink import link_count
 from .nvlink_counters import CounterReader
 from .nvml_errors import NvmlCallError, NvmlError, NvmlUnavailableError
@@ -56,8 +56,7 @@ class NVLinkWindowHealthCheck(PeriodicCheck, PynvmlMixin):
     @property
     def component(self) -> str:
         """What is looked at."""
-        where = "all GPUs" if self.device_index is None else f"local rank {self.device_index}"
-        return f"NVLinks of {where}"
+        return f"NVLinks of {whose(self.device_index)}"
 
     def _examine(self) -> Finding:
         problems: list[str] = []
