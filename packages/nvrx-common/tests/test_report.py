@@ -213,6 +213,44 @@ def test_one_bad_file_hides_no_other(recorded: Path, capsys: pytest.CaptureFixtu
     assert "events-n2-a.jsonl: is empty" in shown
 
 
+def test_links_to_the_page(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A link of ours is followed; one that somebody else put into a shared folder is not."""
+    page = tmp_path / "page.html"
+    own = tmp_path / "own.html"
+    own.symlink_to(page)
+    assert main([str(recorded), "--html", str(own)]) == 0
+    assert own.is_symlink()
+    assert page.read_text().startswith("<!doctype html>")
+    if os.geteuid():
+        return  # only root can make a link of somebody else's
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    page.write_text("precious")
+    foreign = shared / "r.html"
+    foreign.symlink_to(page)
+    os.lchown(foreign, 12345, 12345)
+    assert main([str(recorded), "--html", str(foreign)]) == 2
+    assert "a link of user 12345 is not followed" in capsys.readouterr().err
+    assert page.read_text() == "precious"
+
+
+def test_reports_that_write_one_file_together(recorded: Path, tmp_path: Path) -> None:
+    """Whoever reads the file meanwhile always finds a whole one, and nothing else is left."""
+    page = tmp_path / "out" / "page.html"
+    page.parent.mkdir()
+    assert main([str(recorded), "--html", str(page)]) == 0
+    whole = page.read_text()
+    command = [sys.executable, "-m", "nvidia_resiliency_ext.shared_utils.report", str(recorded)]
+    writers = [subprocess.Popen([*command, "--html", str(page)]) for _ in range(4)]
+    while any(writer.poll() is None for writer in writers):
+        assert page.read_text() == whole
+    assert [writer.returncode for writer in writers] == [0] * 4
+    assert list(page.parent.iterdir()) == [page]
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """`--version` needs no record and names the version."""
     assert main(["--version"]) == 0

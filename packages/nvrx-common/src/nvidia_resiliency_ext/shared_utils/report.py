@@ -7,8 +7,10 @@ place from which other programs take ``build_timeline`` and the renderers.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -175,7 +177,22 @@ def _write(path: str, text: str) -> None:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
         return
-    atomic_write(os.path.realpath(path), text.encode(), mode=0o644, fsync=False)
+    atomic_write(_followed(path), text.encode(), mode=0o644, fsync=False)
+
+
+def _followed(path: str) -> str:
+    """Return where a path leads, by the kernel's rule for links in folders such as /tmp.
+
+    Raises:
+        PermissionError: Somebody else put a link there.
+    """
+    folder = os.stat(os.path.dirname(path) or ".")
+    is_shared = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
+    if is_shared and os.path.islink(path):
+        owner = os.lstat(path).st_uid
+        if owner not in {os.geteuid(), folder.st_uid}:
+            raise PermissionError(errno.EACCES, f"a link of user {owner} is not followed", path)
+    return os.path.realpath(path)
 
 
 def _parse(argv: Sequence[str]) -> Namespace:
