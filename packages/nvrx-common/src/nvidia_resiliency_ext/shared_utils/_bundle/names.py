@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 __all__ = ["is_secret_name"]
 
@@ -17,6 +18,7 @@ _SECRET_LAST = frozenset({"key", "keys"})
 _KEYS = re.compile(r"(?:api|access|account|private|secret|encryption|signing)[_.-]?keys?(?![a-z])")
 
 
+@lru_cache(maxsize=4096)  # a record has few names and very many lines
 def is_secret_name(name: str) -> bool:
     """Say whether something of this name may be a secret."""
     parts = [part.lower() for part in _PARTS.findall(name)]
