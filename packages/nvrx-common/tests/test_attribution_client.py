@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client of the attribution service, against a real HTTP server."""
 
+import contextlib
+import http.client
 import logging
+import random
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
@@ -12,6 +16,7 @@ import pytest
 from common_attribution_server import Service
 
 from nvidia_resiliency_ext.shared_utils import health_check
+from nvidia_resiliency_ext.shared_utils._attribution.http import JsonConnection, parse_endpoint
 from nvidia_resiliency_ext.shared_utils.health_check import AttributionService
 
 STOP = {"status": "completed", "recommendation": {"action": "STOP", "reason": "user error"}}
@@ -272,3 +277,63 @@ def test_it_is_one_class() -> None:
     from nvidia_resiliency_ext.shared_utils import attribution_client
 
     assert health_check.AttributionService is attribution_client.AttributionService
+
+
+def _drip(peer, first, byte):
+    peer.sendall(first)
+    while True:
+        peer.sendall(byte)
+        time.sleep(0.05)  # how slowly this peer talks
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [
+        lambda peer: peer.recv(1),
+        lambda peer: _drip(peer, b"HTTP/1.1 200 ", b"x"),
+        lambda peer: _drip(peer, b"HTTP/1.1 200 OK\r\nX-A: ", b"x"),
+        lambda peer: _drip(peer, b"HTTP/1.1 200 OK\r\n", b"A: b\r\n"),
+        lambda peer: _drip(peer, b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n", b"{"),
+        lambda peer: _drip(peer, b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"0"),
+        lambda peer: _drip(peer, b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 65536),
+        lambda peer: _drip(peer, b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 100 x\r\n\r\n"),
+        lambda peer: peer.sendall(random.Random(1).randbytes(200_000)),
+    ],
+    ids=[
+        "silent",
+        "status",
+        "header",
+        "headers",
+        "body",
+        "chunk",
+        "endless",
+        "continue",
+        "garbage",
+    ],
+)
+def test_hostile_service_has_a_deadline(talk) -> None:
+    """No peer holds a request up for longer than its time, however it spreads its bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                peer, _ = listener.accept()
+                with peer:
+                    peer.settimeout(20)
+                    peer.recv(65536)
+                    talk(peer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        endpoint = parse_endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        connection = JsonConnection(endpoint, 0.5)
+        start = time.monotonic()
+        try:
+            with pytest.raises((OSError, http.client.HTTPException)):
+                connection.get("/logs", {"log_path": "/a"})
+        finally:
+            took_s = time.monotonic() - start
+            connection.close()
+            listener.close()
+            thread.join(30)
+    assert took_s < 5

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The node health daemon, asked over real gRPC on a Unix socket."""
 
+import contextlib
 import json
 import os
 import random
 import socket
+import threading
+import time
 
 import pytest
 
@@ -82,8 +85,6 @@ def test_unreachable_can_be_unhealthy(place) -> None:
 
 def test_slow_daemon_has_a_deadline(fake_daemon, place) -> None:
     """A daemon that does not answer in time cannot be asked."""
-    import threading
-
     release = threading.Event()
     with fake_daemon(place / "s", handler=lambda _args: release.wait(30) and None) as daemon:
         check = NodeHealthCheck(
@@ -142,3 +143,54 @@ def test_judge_answer_fuzz() -> None:
         cut = output[: rng.randrange(len(output) + 1)]
         finding = judge_answer(success=True, exit_code=0, output=cut, error="")
         assert finding.status in {"healthy", "unhealthy"}
+
+
+def _drip(peer):
+    while True:
+        peer.sendall(b"\0")
+        time.sleep(0.02)  # how fast a slow peer talks, not a wait of the test
+
+
+def _huge_frame(peer):
+    peer.sendall(b"\0\0\0\4\0\0\0\0\0")
+    peer.sendall(b"\xff\xff\xff\1\4\0\0\0\1" + b"\x82" * 100_000)
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [
+        lambda peer: [*iter(lambda: peer.recv(1 << 16), b"")],
+        lambda peer: peer.sendall(random.Random(3).randbytes(200_000)),
+        lambda peer: peer.close(),
+        lambda peer: peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999\r\n\r\n"),
+        _drip,
+        _huge_frame,
+    ],
+    ids=["silent", "garbage", "closes", "http", "drip", "huge"],
+)
+def test_peer_that_is_no_daemon(place, talk) -> None:
+    """Whatever talks at the socket, the check ends in time and takes nobody out for it."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place / "s"))
+        listener.listen()
+
+        def serve():
+            # Until the test closes the listener, or the checker its end.
+            with contextlib.suppress(OSError):
+                while True:
+                    peer, _ = listener.accept()
+                    with peer, contextlib.suppress(OSError):
+                        peer.settimeout(10)
+                        talk(peer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        start = time.monotonic()
+        result = NodeHealthCheck(str(place / "s"), request_timeout_sec=1).check()
+        took_s = time.monotonic() - start
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(20)
+    assert (result.status, bool(result)) == ("skipped", True)
+    assert "cannot be asked" in result.reason
+    assert took_s < 10
+    assert not thread.is_alive()

@@ -51,6 +51,48 @@ def gpu_check(**options):
     return GPUHealthCheck(kmsg="/nonexistent", **options)
 
 
+class _BrokenBinding:
+    """A binding that does not do what it is asked for, from a given call on."""
+
+    NVMLError = FakeNvml({}).NVMLError
+    NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = RECOVERY
+
+    def __init__(self, works):
+        self._works = works
+
+    def __getattr__(self, name):
+        if name in self._works:
+            return lambda *_: self._works[name]
+        return lambda *_: {}["broken"]
+
+
+@pytest.mark.parametrize(
+    "works",
+    [
+        {},
+        {"nvmlInit": None},
+        {"nvmlInit": None, "nvmlSystemGetDriverVersion": "575.1", "nvmlDeviceGetCount": None},
+        {"nvmlInit": None, "nvmlSystemGetDriverVersion": "575.1", "nvmlDeviceGetCount": 1},
+    ],
+)
+def test_broken_binding_is_no_broken_hardware(nvml, works, tmp_path) -> None:
+    """A binding that raises anything at all makes nothing unhealthy, and no caller gets it."""
+    health_check.set_nvml(_BrokenBinding(works))
+    checks = [gpu_check(), NVLHealthCheck(), NVLinkWindowHealthCheck(0)]
+    for check in checks:
+        result = check.check()
+        assert result.status == "skipped"
+        assert "binding fails at" in result.reason
+    assert GPUMemoryLogger().get_gpu_memory(0) is None
+    assert gpu_check().enabled in (True, False)
+    assert health_check.NicHealthCheck(0, sysfs_root=str(tmp_path))()
+    mixin = health_check.PynvmlMixin()
+    assert (mixin.get_gpu_pci_mapping(), mixin.is_gb200_platform()) == (
+        {},
+        False,
+    ) or "nvmlDeviceGetCount" in works
+
+
 def test_healthy_gpus(nvml) -> None:
     """Nothing to recover on any GPU is healthy, with what was read as evidence."""
     result = gpu_check().check()

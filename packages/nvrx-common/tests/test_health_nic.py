@@ -3,6 +3,7 @@
 
 import logging
 import random
+from pathlib import Path
 
 import pytest
 
@@ -264,7 +265,85 @@ def test_counters_are_compared_one_by_one() -> None:
     assert grown({"1": 1}, {"1": 3, "2": 9}) == {"1": 2}
     assert too_fast({"1/x": 0}, {"1/x": 5}, {"x": 4}, 60.0) == {"1/x": 5.0}
     assert too_fast({"1/x": 0}, {"1/x": 5}, {"x": 5}, 60.0) == {}
-    assert too_fast({"1/x": 0}, {"1/x": 5}, {"x": 0}, 0.0) == {}
+    assert too_fast({"1/x": 0}, {"1/x": 15}, {"x": 5}, 120.0) == {"1/x": 7.5}
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.001, 30.0, 60.0])
+def test_few_errors_in_a_moment_are_no_flood(seconds) -> None:
+    """Growth within less than a minute is compared with what a whole minute may bring."""
+    assert too_fast({"1/x": 0}, {"1/x": 5}, {"x": 5}, seconds) == {}
+    assert too_fast({"1/x": 0}, {"1/x": 6}, {"x": 5}, seconds) == {"1/x": 6.0}
+
+
+def test_looks_in_a_row_add_up(tree) -> None:
+    """Many looks in one minute see together what one look would have seen."""
+    check = nic_check(tree, counter_limits={"symbol_error": 10})
+    for count in range(0, 11, 2):
+        tree.set_counter("mlx5_1", "symbol_error", count)
+        assert check()
+    tree.set_counter("mlx5_1", "symbol_error", 11)
+    assert "1/symbol_error grew by 11 per minute" in check.check().reason
+
+
+def test_error_counters_are_evidence(tree) -> None:
+    """Error counters without a limit are told and not judged."""
+    tree.set_counter("mlx5_1", "port_rcv_errors", 0)
+    check = nic_check(tree)
+    tree.set_counter("mlx5_1", "port_rcv_errors", 10**6)
+    result = check.check()
+    assert result.status == "healthy"
+    assert result.evidence["1/port_rcv_errors"] == 10**6
+
+
+def test_efa(tmp_path, monkeypatch) -> None:
+    """An EFA device, which counts no broken links, is judged by state and by counters named."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    health_check.set_nvml(FakeNvml({"count": 1, "bus.0": "00000000:10:00.0"}))
+    tree = fake_sysfs(tmp_path / "sys", gpus=GPUS[:1])
+    tree.add_efa("efa_0", ["0000:00:01.0", "0000:01:00.0"], "0000:12:00.0")
+    try:
+        check = nic_check(tree, counter_limits={"rx_drops": 10})
+        plain = nic_check(tree)
+        state = NicLinkStateHealthCheck(sysfs_root=tree.root)
+        assert (check.nic_name, check.check().status) == ("efa_0", "healthy")
+        assert plain.check().status == "skipped"
+        assert state.check().status == "healthy"
+        tree.set_counter("efa_0", "rx_drops", 11, folder="hw_counters")
+        assert check.check().reason == "efa_0: 1/rx_drops grew by 11 per minute"
+        tree.set_state("efa_0", "1: DOWN")
+        assert state.check().reason == "efa_0 port 1 was ACTIVE and is 1: DOWN"
+        tree.remove_nic("efa_0")
+        assert check.check().reason == "efa_0 has vanished"
+        assert state.check().reason == "efa_0 port 1 was ACTIVE and is gone"
+    finally:
+        health_check.set_nvml(None)
+
+
+NO_COUNTS = [
+    b"",
+    b"zz top\n",
+    b"4\x00",
+    b"\xff\xfe4",
+    b"9" * 10_000_000,
+    b"-5",
+    b"1_0",
+    b"\xd9\xa3",
+]
+
+
+@pytest.mark.parametrize("content", NO_COUNTS)
+def test_files_that_hold_no_count_or_state(tree, caplog, content) -> None:
+    """A counter's file with anything but a number is none; a strange state is told in one line."""
+    check, state = nic_check(tree), NicLinkStateHealthCheck(sysfs_root=tree.root)
+    port = Path(tree.root, "class/infiniband/mlx5_1/ports/1")
+    (port / "counters/link_downed").write_bytes(content)
+    (port / "state").write_bytes(content)
+    assert check.check().status == "skipped"
+    with caplog.at_level(logging.WARNING, "nvrx"):
+        found = state.check()
+    assert not found
+    assert len(found.reason) < 120
+    assert found.reason.isprintable()
 
 
 @pytest.mark.parametrize(

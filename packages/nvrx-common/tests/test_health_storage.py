@@ -139,6 +139,44 @@ def test_mountinfo_lines() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("mark", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\r"])
+def test_mount_with_a_strange_name(tmp_path, mark) -> None:
+    """A character that ends lines in other texts does not hide a mount."""
+    check = check_of(tmp_path, (f"{tmp_path}/a{mark}b", "nfs", "rw"))
+    assert "a?b (nfs): cannot be listed" in check.check().reason
+
+
+def test_each_path_has_its_own_time(monkeypatch) -> None:
+    """A path that waited for its turn is not late for that."""
+    monkeypatch.setattr(storage, "_AT_ONCE", 1)
+    paths = [f"/nvrx/{number}" for number in range(8)]
+    slow = [sys.executable, "-S", "-c", "import time; time.sleep(0.3); print('{}')"]
+    asked = storage._Probes(lambda _: slow, Probe.start).ask(paths, each_s=2.0)
+    assert [answer[0] for answer in asked.values()] == [0] * len(paths)
+
+
+def test_mounts_have_one_deadline(monkeypatch) -> None:
+    """Mounts that hang do not hold up each other; one that had no turn says so."""
+    monkeypatch.setattr(storage, "_AT_ONCE", 2)
+    start = time.monotonic()
+    asked = storage._Probes(lambda _: HANG, Probe.start).ask(["/a", "/b", "/c"], 0.3, 0.3)
+    assert time.monotonic() - start < 10
+    assert [answer.split(" within")[0] for answer in asked.values()] == [
+        "does not answer", "does not answer", "was not asked: 2 others do not answer",
+    ]  # fmt: skip
+    assert abandoned_probes() == 0
+
+
+def test_reason_is_one_bounded_line(caplog) -> None:
+    """What a path holds cannot forge a line of the log, nor fill it."""
+    for path in ("/a\n2026 [INFO] forged", "/" + "x" * 50_000):
+        with caplog.at_level("WARNING", "nvrx"):
+            result = StoragePathHealthCheck([path]).check()
+        assert result.reason.isprintable()
+        assert len(result.reason) < 2100
+    assert "/a?2026" in caplog.messages[0]
+
+
 def test_paths(tmp_path) -> None:
     """Paths that are there pass; missing ones, relative ones and no strings do not."""
     file = tmp_path / "file"

@@ -135,6 +135,41 @@ def test_restart_goes_on(place: Place) -> None:
     assert place.drain() == _line("one") + _line("two") + _line("x" * 500)
 
 
+@pytest.mark.parametrize("damage", [b"", b"\0" * 200_000, b"\x07" * 5000])
+def test_damaged_position_is_told(place: Place, damage: bytes) -> None:
+    """A position that cannot be read loses nothing: all is merged again, which is said."""
+    place.add("rank_0_a.msg.1", _line("one"))
+    place.drain()
+    assert place.said == []
+    (place.temp / STATE_NAME).write_bytes(damage)
+    place.add("rank_0_a.msg.1", _line("two"))
+    assert place.drain() == _line("one") + _line("one") + _line("two")
+    assert len(place.said) == 1
+    assert "position is damaged" in place.said[0]
+
+
+def test_first_start_with_little_room(place: Place) -> None:
+    """Little room is enough to begin; none at all is one line that names the file."""
+    place.add("rank_0_a.msg.1", _line("one"))
+    script = (
+        "import resource, sys; from nvidia_resiliency_ext.shared_utils.log_aggregator import main\n"
+        "limit = int(sys.argv.pop(1)); resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))\n"
+        "try: main()\nexcept OSError as error: sys.exit(f'refused: {error}')"
+    )
+    env = {**os.environ, "NVRX_NODE_LOCAL_TMPDIR": str(place.temp)}
+    stop = place.log / "stop"
+    stop.touch()
+    for limit, code, says in ((16 * 1024, 0, ""), (4096, 1, STATE_NAME)):
+        (place.temp / STATE_NAME).unlink(missing_ok=True)
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(limit), "--log-dir", str(place.log), "--wait-file",
+             str(stop)],
+            env=env, capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+        assert (done.returncode, says in done.stderr) == (code, True), done.stderr
+    assert _line("one") in "".join(path.read_text() for path in place.log.glob("*.log"))
+
+
 def test_order_of_a_writer(place: Place) -> None:
     """The files of one writer follow each other by age, however their names sort as text."""
     for number in (10, 9, 100):

@@ -157,3 +157,34 @@ def test_shared_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     end()
     assert profiling.get_profiling_cycle() == 3
     assert [each.id for each in records] == [identity]
+
+
+class _Index:
+    def __index__(self) -> int:
+        return 3
+
+
+class _Angry:
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    __repr__ = __index__ = __deepcopy__ = __str__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("node", "rank", "ends"),
+    [
+        ("n1", _Index(), "_n1_3"),
+        (_Angry(), _Angry(), "_<_Angry>_unknown"),
+        ("a\nb\udcff", "x", "_a?b?_unknown"),
+    ],
+)
+def test_foreign_values_do_no_harm(
+    node: object, rank: object, ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of an array library is a number, and no object can break log, file or caller."""
+    monkeypatch.setenv("NVRX_PROFILING_FILE", str(tmp_path / "p.jsonl"))
+    profiler = FaultToleranceProfiler()
+    found = profiler.record_event(ProfilingEvent.WORKER_TERMINATED, node, rank)  # type: ignore[arg-type]
+    assert found.endswith(ends)
+    assert json.loads((tmp_path / "p.jsonl").read_text())["id"] == found

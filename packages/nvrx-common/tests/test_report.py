@@ -2,6 +2,8 @@
 """The report's faces: text, JSON, page and command line, also for input that means no good."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -195,3 +197,109 @@ def test_load_reads_event_files_only(recorded: Path) -> None:
     """Other files in the directory are left alone."""
     (recorded / "failures.jsonl").write_text("{}\n")
     assert [file.host for file in load([str(recorded)])] == ["n1"]
+
+
+def test_one_bad_file_hides_no_other(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is empty, foreign, a pipe or a broken link is left out and named."""
+    (recorded / "events-n2-a.jsonl").touch()
+    (recorded / "events-n3-a.jsonl").write_bytes(b"\xff\x00 rubbish\n")
+    (recorded / "events-n4-a.jsonl").symlink_to("events-n4-a.jsonl")
+    (recorded / "events-n5-a.jsonl").mkdir()
+    os.mkfifo(recorded / "events-n6-a.jsonl")
+    assert main([str(recorded), "--width", "300"]) == 0
+    shown = capsys.readouterr().out
+    assert "job 7: 1 node, 1 rank" in shown
+    assert shown.count("Left out: ") == 5
+    assert "events-n2-a.jsonl: is empty" in shown
+
+
+def test_links_to_the_page(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A link of ours is followed; one that somebody else put into a shared folder is not."""
+    page = tmp_path / "page.html"
+    own = tmp_path / "own.html"
+    own.symlink_to(page)
+    assert main([str(recorded), "--html", str(own)]) == 0
+    assert own.is_symlink()
+    assert page.read_text().startswith("<!doctype html>")
+    if os.geteuid():
+        return  # only root can make a link of somebody else's
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    page.write_text("precious")
+    foreign = shared / "r.html"
+    foreign.symlink_to(page)
+    os.lchown(foreign, 12345, 12345)
+    assert main([str(recorded), "--html", str(foreign)]) == 2
+    assert "a link of user 12345 is not followed" in capsys.readouterr().err
+    assert page.read_text() == "precious"
+
+
+def test_reports_that_write_one_file_together(recorded: Path, tmp_path: Path) -> None:
+    """Whoever reads the file meanwhile always finds a whole one, and nothing else is left."""
+    page = tmp_path / "out" / "page.html"
+    page.parent.mkdir()
+    assert main([str(recorded), "--html", str(page)]) == 0
+    whole = page.read_text()
+    command = [sys.executable, "-m", "nvidia_resiliency_ext.shared_utils.report", str(recorded)]
+    writers = [subprocess.Popen([*command, "--html", str(page)]) for _ in range(4)]
+    while any(writer.poll() is None for writer in writers):
+        assert page.read_text() == whole
+    assert [writer.returncode for writer in writers] == [0] * 4
+    assert list(page.parent.iterdir()) == [page]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--version` needs no record and names the version."""
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"nvrx-report \d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_record_of_the_environment(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a path the record of NVRX_EVENT_DIR is shown, and without that the usage."""
+    monkeypatch.setenv("NVRX_EVENT_DIR", str(recorded))
+    assert main([]) == 0
+    assert "job 7" in capsys.readouterr().out
+    monkeypatch.delenv("NVRX_EVENT_DIR")
+    with pytest.raises(SystemExit) as left:
+        main([])
+    assert left.value.code == 2
+    assert "NVRX_EVENT_DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (Fault(cause="killed", what="signal 9"), "killed rank 1 on n1: signal 9"),
+        (Fault(cause="killed", what="rank 1 on host n1 died"), "killed: rank 1 on host n1 died"),
+        (
+            Fault(cause="exited", what="code 7", detail="exit code 7"),
+            "exited rank 1 on n1: exit code 7",
+        ),
+        (
+            Fault(cause="exited", what="code 7", detail="at once"),
+            "exited rank 1 on n1: code 7 (at once)",
+        ),
+        (
+            Fault(
+                cause="hang_section",
+                what="section step",
+                detail="rank 1 (pid 7 on n1) section step open",
+            ),
+            "hang_section: rank 1 (pid 7 on n1) section step open",
+        ),
+    ],
+)
+def test_nothing_is_told_twice(fault: Fault, says: str) -> None:
+    """What the words of a fault or a restart say already is not said again beside them."""
+    story = Story().at(0, CycleStart(world_size=2, nodes="n1"), 0).at(5, fault, 0, rank=1)
+    story.at(6, CycleStart(world_size=2, nodes="n1", reason=fault.what), 1)
+    lines = render_text(build_timeline([story.file()]), width=300).splitlines()
+    (line,) = [line for line in lines if " cycle 0 " in line]
+    assert line.endswith(f" cycle 0 {says}, found by launcher")
+    (restart,) = [line for line in lines if "to cycle 1" in line]
+    assert restart.count("rank 1") == 1

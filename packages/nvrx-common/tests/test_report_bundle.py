@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from nvidia_resiliency_ext.shared_utils._bundle.archive import Archive
-from nvidia_resiliency_ext.shared_utils._bundle.redact import REDACTED, is_secret_name, redact
+from nvidia_resiliency_ext.shared_utils._bundle.names import is_secret_name
+from nvidia_resiliency_ext.shared_utils._bundle.redact import REDACTED, redact
 from nvidia_resiliency_ext.shared_utils.events import EventLog, Fault, JobEnd, JobStart
 from nvidia_resiliency_ext.shared_utils.report import main
 
@@ -43,6 +44,28 @@ _SECRET = "s3cr3tValue"
         "-----BEGIN RSA PRIVATE KEY-----\n{}\nmore\n-----END RSA PRIVATE KEY-----",
         "-----BEGIN PRIVATE KEY-----\n{} cut off",
         "passphrase={}",
+        "password: |\n  first\n  {}\n\n  last",
+        "db:\n  api_key: >- # folded\n    {}\n  port: 5",
+        "credentials:\n  user: bob\n  more:\n    - {}",
+        "tokens:\n- {}\n- second",
+        "'password': !!str &mark |-\r\n  {}\r",
+        "- token: |\n    {}\n- next: 1",
+        "password: first\n  {}",
+        'password: "first\n  {}"',
+        'password = """\n{}\n"""',
+        'tokens = [\n  "{}",\n  "second",\n]',
+        "[db]\npassword = first\n    {}",
+        'INFO config={{"credentials": {{"user": "u", "more": ["{}"]}}, "next": 1}} done',
+        'args "{{\\"secret\\": {{\\"a\\": \\"{}\\"}}}}"',
+        "Namespace(auth=('bob', '{}'), lr=1)",
+        'password: "quo\\"te {}"',
+        "auth: {{user: bob, note: it's, more: {}}}",
+        "curl -u bob:{} http://x",
+        "machine h login bob password {}",
+        "https://hooks.slack.com/services/T0AAAAAAA/B0BBBBBBB/{}",
+        "DB_PASS={}",
+        "encryption_key_hex: {}",
+        "API_KEY_1={}",
     ],
 )
 def test_secrets_go(text: str) -> None:
@@ -53,7 +76,8 @@ def test_secrets_go(text: str) -> None:
     assert REDACTED in kept
     assert count == 1
     assert kept.startswith("before\n")
-    assert kept.endswith("after") or "cut off" in text
+    assert kept.endswith("\nafter") or "cut off" in text
+    assert "last" not in kept
     assert redact(kept) == (kept, 0)
 
 
@@ -86,6 +110,10 @@ def test_known_forms_go(secret: str) -> None:
         "2026-01-02 03:04:05,678 [INFO] [n1] [workload:0(0) infra:?(?)] a.py:1 hello",
         '{"t":1.5,"m":2.5,"kind":"fault","cause":"killed","what":"signal 9"}',
         "commit 0123456789abcdef0123456789abcdef01234567",
+        "forward_pass: 12 ms, first pass: 3",
+        "docker run -u 1000:1000 image",
+        "max_tokens: 4096\nlayers:\n  - 1\n  - 2",
+        "note: |\n  two\n  lines",
     ],
 )
 def test_other_text_stays(text: str) -> None:
@@ -122,10 +150,16 @@ def test_hostile_text_is_quick() -> None:
         'token="',
         "://",
         "eyJ.",
+        "key:\n ",
+        "key: [",
+        "key: '{(",
+        '\n key: "a\n',
+        "-u a:",
+        "login ",
     ):
         redact(piece * (200_000 // len(piece)))
     randomly = random.Random(2)
-    redact("".join(randomly.choices("tokenpass=_-:'\"\\ \n", k=200_000)))
+    redact("".join(randomly.choices("tokenpass=_-:'\"\\ \n[{|>&!", k=200_000)))
     assert time.monotonic() - start < 30
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures for Prometheus and OpenTelemetry, and the live view of a running job."""
 
+import contextlib
 import fcntl
 import gzip
 import http.server
@@ -9,13 +10,14 @@ import pty
 import re
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -165,6 +167,68 @@ def test_otlp(status: int, directory: str, capsys: pytest.CaptureFixture[str]) -
         assert "did not take" in capsys.readouterr().err
 
 
+def _answer_without_end(peer: socket.socket) -> None:
+    peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 10000000000\r\n\r\n")
+    while True:
+        peer.sendall(b"x" * 65536)
+
+
+def _slow_header(peer: socket.socket) -> None:
+    peer.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+    while True:
+        peer.sendall(b"x")
+        time.sleep(0.05)  # how slowly this peer talks
+
+
+_IMPATIENT = """
+import sys
+from nvidia_resiliency_ext.shared_utils._report import otlp
+from nvidia_resiliency_ext.shared_utils.report import main
+otlp._WHOLE_TIMEOUT_S = 2.0
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("talk", "code"),
+    [
+        (_answer_without_end, 0),
+        (_slow_header, 2),
+        (lambda peer: peer.sendall(b"\xff\n" * 10_000), 2),
+    ],
+    ids=["endless", "slow", "garbage"],
+)
+def test_hostile_collector(
+    talk: Callable[[socket.socket], object], code: int, directory: str
+) -> None:
+    """Whatever a collector answers, the program ends in time with at most one line."""
+    pytest.importorskip(
+        "opentelemetry.exporter.otlp.proto.http", reason="the extra otel is missing"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    peer, _ = listener.accept()
+                    with peer, contextlib.suppress(OSError):
+                        peer.settimeout(10)
+                        peer.recv(65536)
+                        talk(peer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        # In a process of its own, as a thread is left behind.
+        command = [sys.executable, "-c", _IMPATIENT, directory, "--otlp", url]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(30)
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1 if code else 0)
+
+
 def test_otlp_without_the_extra(
     directory: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +287,28 @@ def test_follow_a_pipe(recorded: EventLog, directory: str, tmp_path: Path) -> No
         assert process.wait(_DEADLINE_S) == 0
     assert "ended: failed (exit code 1)" in rest
     assert "killed" in page.read_text()
+
+
+def test_follow_outlives_a_failing_export(
+    recorded: EventLog, directory: str, tmp_path: Path
+) -> None:
+    """A file that cannot be written for a while is said once, and written when it can be again."""
+    place = tmp_path / "later"
+    command = [*_COMMAND, directory, "--follow", "--prometheus", str(place / "x.prom")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert "cycle 0 begins" in process.stdout.readline()
+        recorded.record(Fault(cause="killed", what="signal 9"), cycle=0, rank=0)
+        assert "killed" in process.stdout.readline()
+        place.mkdir()
+        recorded.record(JobEnd(result="failed", exit_code=1), cycle=None)
+        assert "ended: failed" in process.stdout.read()
+        assert process.wait(_DEADLINE_S) == 0
+        assert process.stderr.read().count("\n") == 1
+    assert 'nvrx_faults_total{cause="killed"} 1' in (place / "x.prom").read_text()
 
 
 def _read_until(terminal: int, text: str) -> str:

@@ -129,3 +129,10 @@ def test_imports_little() -> None:
         capture_output=True, text=True, timeout=30, check=True,
     )  # fmt: skip
     assert done.stdout.splitlines()[-1] == "[] []"
+
+
+def test_help_beside_a_path_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--help` in front of a path does not make a check pass."""
+    assert storage_probe.main(["--help", "/nvrx/none"]) == 2
+    assert capsys.readouterr().out == ""
+    assert storage_probe.main(["--help"]) == 0

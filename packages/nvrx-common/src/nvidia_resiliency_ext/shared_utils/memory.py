@@ -75,4 +75,5 @@ class GPUMemoryLogger:
         return [int(value) for value in found]
 
 
+# Made here, so that two threads cannot make two.
 GPUMemoryLogger()

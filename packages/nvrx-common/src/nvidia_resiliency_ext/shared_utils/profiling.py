@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from dataclasses import asdict, dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -107,8 +108,9 @@ class FaultToleranceProfiler:
             cycle = self._cycle
             now, monotonic = time.time(), time.monotonic()
             subscribers = tuple(self._subscribers.values())
-        node = None if node_id is None else str(node_id)
+        node = None if node_id is None else _text(node_id)
         shown_node = "unknown" if node is None else node
+        rank = _whole(rank)
         shown_rank = "unknown" if rank is None else rank
         identity = f"{event.value}_{now}_{shown_node}_{shown_rank}"
         record = ProfilingRecord(identity, event.value, cycle, node, rank, now, monotonic)
@@ -146,9 +148,9 @@ class FaultToleranceProfiler:
             return
         import json
 
-        line = json.dumps(asdict(record)) + "\n"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
+            line = json.dumps(asdict(record)) + "\n"
             # Opened each time: events are rare, and the file may be moved away in between.
             descriptor = os.open(path, flags | os.O_NONBLOCK, 0o600)
             try:
@@ -198,3 +200,20 @@ def _shared() -> FaultToleranceProfiler:
 def _utc(wall_s: float) -> str:
     whole = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(wall_s))
     return f"{whole}.{int(wall_s * 1000) % 1000:03d}"
+
+
+def _whole(rank: object) -> int | None:
+    """Return a rank, which may be a number of an array library, as a number of Python's own."""
+    try:
+        return index(rank)  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001 - no event may raise into the caller
+        return None
+
+
+def _text(value: object) -> str:
+    """Return a name, which may be an object of anybody's, as one line."""
+    try:
+        text = str(value)
+    except Exception:  # noqa: BLE001 - no event may raise into the caller
+        text = f"<{type(value).__name__}>"
+    return "".join(char if char.isprintable() else "?" for char in text)

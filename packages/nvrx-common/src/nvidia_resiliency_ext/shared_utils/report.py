@@ -7,13 +7,17 @@ place from which other programs take ``build_timeline`` and the renderers.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ._events.read import EventFileError, read_events
+from nvidia_resiliency_ext import distribution_versions
+
+from ._events.read import EventFile, EventFileError, read_events
 from ._report.html import render_html
 from ._report.model import build_timeline
 from ._report.prometheus import render_prometheus
@@ -26,7 +30,6 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Sequence
 
-    from ._events.read import EventFile
     from ._report.timeline import Timeline
 
 __all__ = [
@@ -46,7 +49,7 @@ def load(paths: Sequence[str]) -> list[EventFile]:
     """Read event files, and all of them in directories.
 
     Raises:
-        EventFileError: A path is missing, holds no event files, or is not one.
+        EventFileError: A path is missing, is no event file, or holds none that can be read.
     """
     files: list[EventFile] = []
     for path in paths:
@@ -60,8 +63,26 @@ def load(paths: Sequence[str]) -> list[EventFile]:
         found = [name for name in names if name.startswith("events-") and name.endswith(".jsonl")]
         if not found:
             raise EventFileError(path, "no event files (events-*.jsonl) in this directory")
-        files.extend(read_events(os.path.join(path, name)) for name in found)
+        files.extend(_read_all([os.path.join(path, name) for name in found]))
     return files
+
+
+def _read_all(paths: Sequence[str]) -> list[EventFile]:
+    """Read the files of a directory; one that cannot be read must not hide the others.
+
+    Raises:
+        EventFileError: None of them can be read.
+    """
+    files: list[EventFile] = []
+    errors: list[EventFileError] = []
+    for path in paths:
+        try:
+            files.append(read_events(path))
+        except EventFileError as error:
+            errors.append(error)
+    if not files:
+        raise errors[0]
+    return files + [EventFile(error.path, {}, (), 0, error.why) for error in errors]
 
 
 def render_json(timeline: Timeline) -> str:
@@ -81,6 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return make_bundle(arguments[1:])
     options = _parse(arguments)
+    if options.version:
+        write_out(f"nvrx-report {distribution_versions().get('nvrx-common', 'of a source tree')}\n")
+        return 0
 
     def read() -> Timeline:
         return build_timeline(load(options.paths))
@@ -89,9 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.follow:
             from ._report.watch import follow
 
-            return follow(
-                options.paths, read, lambda timeline: _export(timeline, options), options.width or 0
-            )
+            return follow(options.paths, read, _Exports(options).keep_up, options.width or 0)
         timeline = read()
         _export(timeline, options)
     except (EventFileError, _NotWrittenError) as error:
@@ -105,6 +127,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 class _NotWrittenError(NvrxError):
     """A file or a collector did not take what was asked for."""
+
+
+class _Exports:
+    """Keeps what was asked for up to date while a job runs; says each trouble once."""
+
+    def __init__(self, options: Namespace) -> None:
+        self._options = options
+        self._complaint = ""
+
+    def keep_up(self, timeline: Timeline) -> None:
+        """Write and send the present state; a full disk or a collector that is away may pass."""
+        before, self._complaint = self._complaint, ""
+        try:
+            _export(timeline, self._options)
+        except _NotWrittenError as error:
+            self._complaint = str(error)
+            if self._complaint != before:
+                _complain(self._complaint)
 
 
 def _export(timeline: Timeline, options: Namespace) -> None:
@@ -137,7 +177,22 @@ def _write(path: str, text: str) -> None:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
         return
-    atomic_write(os.path.realpath(path), text.encode(), mode=0o644, fsync=False)
+    atomic_write(_followed(path), text.encode(), mode=0o644, fsync=False)
+
+
+def _followed(path: str) -> str:
+    """Return where a path leads, by the kernel's rule for links in folders such as /tmp.
+
+    Raises:
+        PermissionError: Somebody else put a link there.
+    """
+    folder = os.stat(os.path.dirname(path) or ".")
+    is_shared = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
+    if is_shared and os.path.islink(path):
+        owner = os.lstat(path).st_uid
+        if owner not in {os.geteuid(), folder.st_uid}:
+            raise PermissionError(errno.EACCES, f"a link of user {owner} is not followed", path)
+    return os.path.realpath(path)
 
 
 def _parse(argv: Sequence[str]) -> Namespace:
@@ -149,8 +204,12 @@ def _parse(argv: Sequence[str]) -> Namespace:
         epilog="nvrx-report bundle PATH ... makes an archive for a bug report; see its --help.",
     )
     parser.add_argument(
-        "paths", nargs="+", metavar="PATH", help="directory of event files, or an event file"
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="directory of event files, or an event file; default NVRX_EVENT_DIR",
     )
+    parser.add_argument("--version", action="store_true", help="print the version and leave")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
     parser.add_argument(
@@ -168,7 +227,11 @@ def _parse(argv: Sequence[str]) -> Namespace:
         " (needs the extra otel)",
     )
     parser.add_argument("--width", type=int, metavar="COLUMNS", help="width of the text")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.paths = options.paths or [path for path in (os.environ.get("NVRX_EVENT_DIR"),) if path]
+    if not options.paths and not options.version:
+        parser.error("a PATH is needed, as NVRX_EVENT_DIR is not set")
+    return options
 
 
 def _terminal_width() -> int:

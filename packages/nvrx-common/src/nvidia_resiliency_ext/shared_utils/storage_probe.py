@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         option = arguments.pop(0)
         if option == "--":
             break
-        if option in {"-h", "--help"}:
+        # Only alone: an unset variable before a path must not make a check pass.
+        if option in {"-h", "--help"} and not arguments:
             sys.stdout.write(_USAGE)
             return 0
         if option != "--write":

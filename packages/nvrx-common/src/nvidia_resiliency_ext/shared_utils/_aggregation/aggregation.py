@@ -106,6 +106,8 @@ class Aggregation:
             stack.callback(self._output.close)
             self._position = PositionFile(self.directory)
             stack.callback(self._position.close)
+            if self._position.is_damaged:
+                report(f"{job.temp_dir}: the position is damaged: all that is there is merged anew")
             self._sources = Sources(self.directory)
             stack.callback(self._sources.close)
             self._recover()

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from .position import STATE_NAME, decode, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .position import Position
 
 __all__ = ["PositionFile", "read_position"]
@@ -22,6 +24,7 @@ __all__ = ["PositionFile", "read_position"]
 _PLACES = 2
 _LARGEST_BYTES = 64 * 1024 * 1024
 _FIRST_BYTES = 64 * 1024
+_PAGE_BYTES = 4096
 _NEW_NAME = STATE_NAME + ".new"
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -57,9 +60,11 @@ class PositionFile:
         self._place_bytes = 0
         self._fd = -1
         self.last: Position | None = None
+        self.is_damaged = False
         try:
             self._fd = os.open(STATE_NAME, os.O_RDWR | _OPEN, dir_fd=directory)
             found = _latest(self._fd)
+            self.is_damaged = found is None
         except FileNotFoundError:
             found = None
         if found is not None:
@@ -94,21 +99,20 @@ class PositionFile:
 
     def _make(self, data: bytes) -> None:
         """Put a new file with enough room in the place of the old one."""
-        place_bytes = max(_FIRST_BYTES, self._place_bytes)
-        while place_bytes < 2 * len(data):
-            place_bytes *= 2
+        least = -(-len(data) // _PAGE_BYTES) * _PAGE_BYTES
         fd = self._open_new()
         before = self._place_bytes
         try:
-            self._place_bytes = place_bytes
-            os.posix_fallocate(fd, 0, place_bytes * _PLACES)
+            self._place_bytes = _reserve(
+                fd, [max(_FIRST_BYTES, self._place_bytes, 2 * least), least]
+            )
             self._put(fd, data)
             os.rename(_NEW_NAME, STATE_NAME, src_dir_fd=self._directory, dst_dir_fd=self._directory)
-        except OSError:
+        except OSError as error:
             self._place_bytes = before
             os.close(fd)
             os.unlink(_NEW_NAME, dir_fd=self._directory)
-            raise
+            raise OSError(error.errno, error.strerror, STATE_NAME) from error
         self.close()
         self._fd = fd
 
@@ -117,6 +121,21 @@ class PositionFile:
             os.unlink(_NEW_NAME, dir_fd=self._directory)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN
         return os.open(_NEW_NAME, flags, 0o600, dir_fd=self._directory)
+
+
+def _reserve(descriptor: int, sizes: Sequence[int]) -> int:
+    """Reserve room for all places and return the size of one: the first for which there is room.
+
+    Raises:
+        OSError: There is room for none.
+    """
+    *wishes, least = sizes
+    for place_bytes in wishes:
+        with contextlib.suppress(OSError):
+            os.posix_fallocate(descriptor, 0, place_bytes * _PLACES)
+            return place_bytes
+    os.posix_fallocate(descriptor, 0, least * _PLACES)
+    return least
 
 
 def _latest(descriptor: int) -> tuple[int, Position] | None:

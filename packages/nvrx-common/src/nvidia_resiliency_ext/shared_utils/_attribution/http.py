@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import socket
@@ -10,6 +11,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
+
+from .timed import timed_response
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -126,9 +129,14 @@ class JsonConnection:
         if body is not None:
             headers["Content-Type"] = "application/json"
         try:
+            if self._connection.sock is not None:
+                self._connection.sock.settimeout(self._timeout_s)
+            self._connection.response_class = functools.partial(  # type: ignore[assignment]
+                timed_response, deadline=deadline
+            )
             self._connection.request(method, self._endpoint.prefix + target, body, headers)
             response = self._connection.getresponse()
-            data = self._read(response, deadline)
+            data = self._read(response)
         except BaseException:
             self.close()
             raise
@@ -137,14 +145,12 @@ class JsonConnection:
         except (ValueError, RecursionError):
             return response.status, None
 
-    def _read(self, response: http.client.HTTPResponse, deadline: float) -> bytes:
+    def _read(self, response: http.client.HTTPResponse) -> bytes:
         data = bytearray()
         while chunk := response.read1(_CHUNK_BYTES):
             data += chunk
             if len(data) > _LIMIT_BYTES:
                 raise http.client.HTTPException(f"the answer is over {_LIMIT_BYTES} bytes")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the answer takes more than {self._timeout_s:g} s")
         if response.length:
             raise http.client.IncompleteRead(bytes(data), response.length)
         # Only then does the connection take another request: `read1` does not see the end.

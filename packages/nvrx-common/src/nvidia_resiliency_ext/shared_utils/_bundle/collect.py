@@ -13,7 +13,8 @@ import stat
 import sys
 from typing import TYPE_CHECKING
 
-from .redact import REDACTED, is_secret_name, redact
+from .names import is_secret_name
+from .redact import REDACTED, redact
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -10,19 +10,12 @@ from __future__ import annotations
 import json
 import re
 
-__all__ = ["REDACTED", "is_secret_name", "redact"]
+from .names import is_secret_name
+from .values import value_span
+
+__all__ = ["REDACTED", "redact"]
 
 REDACTED = "[redacted]"
-
-_PARTS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")
-_SECRET_ENDS = (
-    "token", "tokens", "secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd",
-    "credential", "credentials", "authorization", "apikey", "cookie", "cookies", "webhook",
-)  # fmt: skip
-_SECRET_PARTS = frozenset({"auth", "bearer", "dsn", "sas", "signature", "pat"})
-_SECRET_LAST = frozenset({"key", "keys"})
-_WHOLE_LINE = frozenset({"cookie", "authorization"})
-_LONGEST_VALUE = 8192
 
 # A name and what may stand between it and its value. A blank is enough after `--name` only.
 _NAMED = re.compile(
@@ -30,15 +23,20 @@ _NAMED = re.compile(
     r"(?:(?:\\{0,8}[\"'])?[ \t]{0,8}[=:][ \t]{0,8}"
     r"|(?<=[A-Za-z0-9])(?P<gap>(?:\\{0,8}[\"'],?)?[ \t]{1,8}))"
 )
-_QUOTE = re.compile(r"\\{0,8}[\"']")
-_SCHEME = re.compile(r"(?:bearer|basic|digest|token)[ \t]+(?=[^\s])", re.IGNORECASE)
-_BARE = re.compile(r"\[redacted\]|[^\s\"'\\,;&)}\]]{1,8192}")
 _IN_URL = re.compile(r"([a-z][a-z0-9+.-]{0,20}://)(?!\[redacted\])[^\s/@\"']{1,1024}(?=@)", re.I)  # noqa: FURB167 - fits the line
 _IN_QUERY = re.compile(r"([?&](?:sig|code|x-amz-[a-z-]{1,40})=)(?!\[redacted\])[^&\s\"']{1,8192}")
+_USER_AND_PASSWORD = re.compile(
+    r"((?:^|\s)(?:-u|--user|--proxy-user)[ =][\"']?[^\s:\"']{1,200}:)(?!\[redacted\]|\d+\b)"
+    r"[^\s\"']{1,1024}",
+    re.MULTILINE,
+)
+_NETRC = re.compile(
+    r"(\blogin[ \t]+\S{1,200}[ \t]+password[ \t]+)(?!\[redacted\])\S{1,1024}", re.IGNORECASE
+)
 _KNOWN = re.compile(
     r"\b()(?:hf_[A-Za-z0-9]{16,}|nvapi-[\w-]{16,}|sk-[\w-]{16,}|gh[opsur]_[A-Za-z0-9]{16,}"
     r"|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,}|A[KS]IA[0-9A-Z]{12,}"
-    r"|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
+    r"|hooks\.slack\.com/services/[\w/-]{10,}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
 )
 _KEY_BLOCK = re.compile(
     r"()-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----.*?"
@@ -48,26 +46,27 @@ _KEY_BLOCK = re.compile(
 _HARMLESS = frozenset({"", "null", "none", "true", "false", "yes", "no"})
 
 
-def is_secret_name(name: str) -> bool:
-    """Say whether something of this name may be a secret."""
-    parts = [part.lower() for part in _PARTS.findall(name)]
-    return bool(parts) and (
-        parts[-1] in _SECRET_LAST
-        or not _SECRET_PARTS.isdisjoint(parts)
-        or any(part.endswith(_SECRET_ENDS) for part in parts)
-    )
-
-
 def redact(text: str) -> tuple[str, int]:
     """Return the text without its secrets, and how many there were.
 
     Text or lines that are JSON stay JSON.
     """
     found = _Redaction()
-    if text.startswith("{") and (whole := found.document(text)) is not None:
+    if text.startswith(("{", "[")) and (whole := found.document(text)) is not None:
         return whole, found.count
-    blocks = found.blocks(text)
-    return "\n".join(found.line(line) for line in blocks.split("\n")), found.count
+    kept: list[str] = []
+    others: list[str] = []  # lines that are no JSON; a value may go on from one to the next
+    for line in [*found.blocks(text).split("\n"), None]:
+        document = found.document(line) if line is not None and line.startswith("{") else None
+        if document is None and line is not None:
+            others.append(line)
+            continue
+        if others:
+            kept.append(found.text("\n".join(others)))
+            others.clear()
+        if document is not None:
+            kept.append(document)
+    return "\n".join(kept), found.count
 
 
 class _Redaction:
@@ -77,23 +76,18 @@ class _Redaction:
         self.count = 0
 
     def document(self, text: str) -> str | None:
-        """Redact a JSON object; None when it is none."""
+        """Redact a JSON object or list; None when it is neither."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(value, dict):
+        if not isinstance(value, (dict, list)):
             return None
         before = self.count
         kept = self.value(value)
         if self.count == before:
             return text
         return json.dumps(kept, separators=(",", ":")) + ("\n" if text.endswith("\n") else "")
-
-    def line(self, line: str) -> str:
-        if line.startswith("{") and (kept := self.document(line)) is not None:
-            return kept
-        return self.text(line)
 
     def value(self, value: object) -> object:
         """Redact a JSON value."""
@@ -123,7 +117,8 @@ class _Redaction:
 
     def is_secret(self, name: str, value: str) -> bool:
         """Say whether the value of a secret name is one, and count it."""
-        is_count = "tokens" in name.lower() and value.replace(".", "", 1).isdigit()
+        may_count = "tokens" in name.lower() or name.lower() == "pass"
+        is_count = may_count and value.replace(".", "", 1).isdigit()
         if value.lower() in _HARMLESS or value == REDACTED or is_count:
             return False
         self.count += 1
@@ -133,8 +128,9 @@ class _Redaction:
         return self.replace(_KEY_BLOCK, text)
 
     def text(self, text: str) -> str:
-        """Redact a line of text."""
-        text = self.replace(_IN_URL, text)
+        """Redact text of any number of lines that is no JSON."""
+        for pattern in (_IN_URL, _USER_AND_PASSWORD, _NETRC):
+            text = self.replace(pattern, text)
         kept: list[str] = []
         at = 0
         for match in _NAMED.finditer(text):
@@ -142,9 +138,10 @@ class _Redaction:
             is_flag = name.startswith("-")
             if match.start() < at or (match["gap"] and not is_flag) or not is_secret_name(name):
                 continue
-            start, end = _value_at(text, match.end(), name.lower())
+            start, end = value_span(text, match.start(), match.end(), name.lower())
             if end > start and self.is_secret(name, text[start:end]):
-                kept += [text[at:start], REDACTED]
+                gap = " " if text[start - 1] == ":" and text[start] in "\r\n" else ""
+                kept += [text[at:start], gap, REDACTED]
                 at = end
         text = "".join([*kept, text[at:]])
         return self.replace(_KNOWN, self.replace(_IN_QUERY, text))
@@ -153,17 +150,3 @@ class _Redaction:
         text, count = pattern.subn(rf"\g<1>{REDACTED}", text)
         self.count += count
         return text
-
-
-def _value_at(text: str, start: int, name: str) -> tuple[int, int]:
-    """Return where the value that begins at ``start`` begins and ends, quotes aside."""
-    quote = _QUOTE.match(text, start)
-    if quote is not None:
-        end = text.find(quote[0], quote.end(), quote.end() + _LONGEST_VALUE)
-        return quote.end(), end if end >= 0 else min(len(text), quote.end() + _LONGEST_VALUE)
-    if name in _WHOLE_LINE:
-        ends = [at for at in (text.find(char, start) for char in "\"'") if at >= 0]
-        return start, min([*ends, len(text)])
-    scheme = _SCHEME.match(text, start)
-    bare = _BARE.match(text, scheme.end() if scheme else start)
-    return start, bare.end() if bare else start

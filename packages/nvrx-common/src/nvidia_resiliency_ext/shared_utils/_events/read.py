@@ -57,12 +57,16 @@ class EventRecord:
 
 @dataclass(frozen=True, slots=True)
 class EventFile:
-    """What one file says: its header (empty when it has none), its events in file order."""
+    """What one file says: its header (empty when it has none), its events in file order.
+
+    ``problem`` says why a file could not be read, where others beside it could.
+    """
 
     path: str
     header: Mapping[str, object]
     events: tuple[EventRecord, ...]
     bad_lines: int
+    problem: str = ""
 
     @property
     def host(self) -> str:
@@ -139,7 +143,7 @@ def _parse(line: bytes) -> EventRecord | Mapping[str, object] | None:
 
 def _parse_object(line: bytes) -> dict[str, object] | None:
     try:
-        value = json.loads(line, parse_constant=_refuse)
+        value = _DECODER.decode(line.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -147,6 +151,10 @@ def _parse_object(line: bytes) -> dict[str, object] | None:
 
 def _refuse(constant: str) -> None:
     raise ValueError(constant)
+
+
+# One for all lines: `json.loads` makes a decoder per call where it is given a parameter.
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _record(found: dict[str, object]) -> EventRecord | None:

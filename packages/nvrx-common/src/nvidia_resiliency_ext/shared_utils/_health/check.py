@@ -20,6 +20,8 @@ __all__ = ["Check", "PeriodicCheck", "log_once"]
 
 logger = logging.getLogger("nvrx")
 
+_LONGEST_REASON = 2000
+
 _logged: dict[str, object] = {}
 
 
@@ -34,6 +36,12 @@ def log_once(key: str, level: int, message: str) -> None:
 def forget_logged() -> None:
     """Let every line be logged anew; for tests."""
     _logged.clear()
+
+
+def _plain(text: str) -> str:
+    """Return one line that is fit for a log: it may quote paths, files and peers."""
+    kept = "".join(char if char.isprintable() else "?" for char in text[:_LONGEST_REASON])
+    return kept if len(text) <= _LONGEST_REASON else f"{kept}..."
 
 
 class Check:
@@ -65,16 +73,17 @@ class Check:
         return bool(self.check())
 
     def _result(self, finding: Finding, duration_s: float) -> HealthResult:
+        reason = _plain(finding.reason)
         if finding.status == "unhealthy":
-            for line in finding.warnings or (finding.reason,):
+            for line in map(_plain, finding.warnings or (finding.reason,)):
                 logger.warning("health check %s: %s", self.name, line)
         elif finding.status == "skipped":
-            message = f"health check {self.name} is skipped: {finding.reason}"
+            message = f"health check {self.name} is skipped: {reason}"
             log_once(f"skipped {self.name}", logging.INFO, message)
         return HealthResult(
             self.name,
             finding.status,
-            finding.reason,
+            reason,
             self.component,
             finding.evidence,
             duration_s,

@@ -14,7 +14,7 @@ from .visible import device_of_rank, full_uuid
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PynvmlMixin", "device_label", "resolve_device", "selected_devices"]
+__all__ = ["PynvmlMixin", "device_label", "resolve_device", "selected_devices", "whose"]
 
 _MIN_MIG_UUID_LENGTH = len("MIG-") + 36
 
@@ -52,6 +52,11 @@ def resolve_device(rank: int) -> int | str | None:
     if found is None:
         raise NvmlCallError("device", NvmlCallError.NOT_FOUND, f"no single device is {device!r}")
     return found
+
+
+def whose(device_index: int | None) -> str:
+    """Return whose devices are looked at, in words."""
+    return "all GPUs" if device_index is None else f"local rank {device_index}"
 
 
 def device_label(device: int | str) -> str:

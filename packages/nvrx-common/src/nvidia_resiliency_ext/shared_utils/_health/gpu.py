@@ -10,7 +10,7 @@ from . import settings, xid
 from .check import PeriodicCheck
 from .devices import PynvmlMixin, device_label, selected_devices
 from .gpu_judge import MIN_DRIVER_MAJOR, GpuReading, driver_major, judge_gpus
-from .nvml_errors import DriverHungError, NvmlCallError, NvmlError, NvmlUnavailableError
+from .nvml_errors import NvmlCallError, NvmlError, NvmlUnavailableError
 from .nvml_session import session
 from .pci_address import normal_bus_id
 from .result import Finding, skipped, unhealthy
@@ -128,8 +128,6 @@ def _read(device: int | str, known: dict[str, int]) -> GpuReading:
     try:
         bus_id = normal_bus_id(ask("bus_id", device))
         values = ask("fields", device, [[number, 0] for number in known.values()]) if known else []
-    except DriverHungError:
-        raise
     except NvmlCallError as error:
         return GpuReading(label, error=str(error))
     numbers: dict[str, int] = {}

@@ -42,7 +42,8 @@ def parse_mounts(text: str, kinds: Collection[str]) -> list[Mount]:
     Lines that make no sense are passed over.
     """
     found: dict[str, Mount] = {}
-    for line in text.splitlines():
+    # Not `splitlines`: a path may hold the other characters that end lines of a text.
+    for line in text.split("\n"):
         head, separator, tail = line.partition(" - ")
         before, behind = head.split(" "), tail.split(" ")
         if not separator or len(before) < _FIELDS_BEFORE or len(behind) < _FIELDS_BEHIND:
@@ -61,7 +62,7 @@ def read_mounts(kinds: Collection[str], path: str = MOUNTINFO) -> list[Mount]:
     Raises:
         OSError: The list cannot be read.
     """
-    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
         return parse_mounts(file.read(), kinds)
 
 

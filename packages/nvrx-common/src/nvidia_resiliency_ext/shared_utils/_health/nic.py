@@ -12,7 +12,7 @@ from . import nic_ports
 from .check import PeriodicCheck
 from .devices import PynvmlMixin, resolve_device
 from .left_behind import DeadlineCaller, StuckError
-from .nic_judge import grown, rebased, too_fast
+from .nic_judge import WINDOW_S, grown, rebased, too_fast
 from .nic_match import match_nics
 from .nvml_errors import NvmlError
 from .pci import PciMixin
@@ -28,6 +28,13 @@ __all__ = ["NicHealthCheck"]
 logger = logging.getLogger("nvrx")
 
 _READ_TIMEOUT_S = 10.0
+_EVIDENCE = (
+    "symbol_error",
+    "link_error_recovery",
+    "port_rcv_errors",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+)
 
 
 class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
@@ -41,7 +48,8 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         on_failure: Awaited by `async_check` after an unhealthy look.
         sysfs_root: Folder to take for /sys.
         counter_limits: Further counters that may not grow by more than this per minute, by the
-            name of their file, such as ``{"symbol_error": 10}``.
+            name of their file in ``counters`` or ``hw_counters``, such as ``{"symbol_error": 10}``.
+            Without a limit, the error counters that InfiniBand has are evidence.
     """
 
     name = "nic"
@@ -69,6 +77,7 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         self._baseline: dict[str, int] = {}
         self._limits = dict(counter_limits or {})
         self._sample: tuple[float, dict[str, int]] = (0.0, {})
+        self._was_there = False
         self._caller = DeadlineCaller()
         if device_index is not None:
             self.set_nic_device(device_index)
@@ -91,7 +100,7 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
     def set_nic_device(self, local_rank: int) -> None:
         """Find the adapter nearest to the GPU of a local rank, and take the baseline."""
         self._local_rank = local_rank
-        self.nic_name, self._baseline = None, {}
+        self.nic_name, self._baseline, self._was_there = None, {}, False
         mapping = self._gpu_to_nic()
         if not mapping:
             return
@@ -109,6 +118,7 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
             logger.warning("no baseline for adapter %s: %s", self.nic_name, error)
         else:
             self._sample = (time.monotonic(), counters)
+            self._was_there = bool(self._baseline or counters)
 
     def _examine(self) -> Finding:
         if self.nic_name is None:
@@ -118,24 +128,32 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         except StuckError as error:
             return unhealthy(f"{self.nic_name}: {error}")
         evidence: dict[str, Any] = {"nic": self.nic_name, "link_downed": now, **counters}
-        if not now:
-            if self._baseline and self._has_vanished():
+        is_judged = bool(now) or any(key.rpartition("/")[2] in self._limits for key in counters)
+        if not is_judged:
+            if self._was_there and self._has_vanished():
                 return unhealthy(f"{self.nic_name} has vanished", evidence)
-            return skipped(f"{self.nic_name} has no counter of broken links", evidence)
-        baseline, self._baseline = self._baseline, rebased(self._baseline, now)
-        (then, before), moment = self._sample, time.monotonic()
-        self._sample = (moment, counters)
-        problems = [
-            f"{self.nic_name}: {_port(port)} went down {count} more times"
-            for port, count in grown(baseline, now).items()
-        ]
-        problems += [
-            f"{self.nic_name}: {key} grew by {rate:g} per minute"
-            for key, rate in too_fast(before, counters, self._limits, moment - then).items()
-        ]
+            return skipped(f"{self.nic_name} has no counter that is judged", evidence)
+        self._was_there = True
+        problems = [*self._broken_links(now), *self._fast_counters(counters)]
         if problems:
             return unhealthy("; ".join(problems), evidence)
         return healthy(evidence=evidence)
+
+    def _broken_links(self, now: Mapping[str, int]) -> list[str]:
+        baseline, self._baseline = self._baseline, rebased(self._baseline, now)
+        return [
+            f"{self.nic_name}: {_port(port)} went down {count} more times"
+            for port, count in grown(baseline, now).items()
+        ]
+
+    def _fast_counters(self, counters: dict[str, int]) -> list[str]:
+        (since, before), now = self._sample, time.monotonic()
+        fast = too_fast(before, counters, self._limits, now - since)
+        if fast or now - since >= WINDOW_S:
+            self._sample = (now, counters)
+        else:
+            self._sample = (since, rebased(before, counters))
+        return [f"{self.nic_name}: {key} grew by {rate:g} per minute" for key, rate in fast.items()]
 
     def _has_vanished(self) -> bool:
         folder = f"{self._sysfs_root}/class/infiniband/{self.nic_name}"
@@ -151,11 +169,11 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         nic = self.nic_name or ""
         downed = {}
         for port, path in nic_ports.expand(self.link_down_path_template, nic).items():
-            try:
-                downed[port] = int(nic_ports.read_first(path))
-            except (OSError, ValueError):
-                continue
-        return downed, nic_ports.read_counters(self._sysfs_root, nic, list(self._limits))
+            count = nic_ports.read_count(path)
+            if count is not None:
+                downed[port] = count
+        wanted = list(dict.fromkeys([*_EVIDENCE, *self._limits]))
+        return downed, nic_ports.read_counters(self._sysfs_root, nic, wanted)
 
     def _gpu_of(self, local_rank: int) -> int:
         try:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["grown", "is_active", "rebased", "too_fast"]
+__all__ = ["WINDOW_S", "grown", "is_active", "rebased", "too_fast"]
 
-_SECONDS_PER_MINUTE = 60.0
+WINDOW_S = 60.0
+"""How long growth is watched before it is compared with a limit per minute anew."""
 
 
 def is_active(state: str) -> bool:
@@ -36,12 +37,13 @@ def rebased(baseline: Mapping[str, int], now: Mapping[str, int]) -> dict[str, in
 def too_fast(
     before: Mapping[str, int], now: Mapping[str, int], limits: Mapping[str, float], seconds: float
 ) -> dict[str, float]:
-    """Return the counters (`port/name`) that grew faster than allowed, with growth per minute."""
-    if seconds <= 0:
-        return {}
+    """Return the counters (`port/name`) that grew faster than allowed, with growth per minute.
+
+    Less than a minute counts as a whole one: two looks in a row would make a flood of one error.
+    """
     found = {}
     for key, growth in grown(before, now).items():
-        rate = growth * _SECONDS_PER_MINUTE / seconds
+        rate = growth * WINDOW_S / max(seconds, WINDOW_S)
         limit = limits.get(key.rpartition("/")[2])
         if limit is not None and rate > limit:
             found[key] = round(rate, 1)

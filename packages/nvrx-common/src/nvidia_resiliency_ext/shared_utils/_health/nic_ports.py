@@ -12,9 +12,18 @@ import re
 from .pci import adapters
 from .pci_address import natural_key
 
-__all__ = ["carriers", "expand", "link_downed_template", "names", "read_counters", "read_first"]
+__all__ = [
+    "carriers",
+    "expand",
+    "link_downed_template",
+    "names",
+    "read_count",
+    "read_counters",
+    "read_first",
+]
 
 _LIMIT_BYTES = 4096
+_LONGEST_COUNT = 20  # digits of 64 bits
 _ADAPTER = re.compile(r"\{nic\}|\{dev_name\}")
 _COUNTER_FOLDERS = ("counters", "hw_counters")
 
@@ -61,6 +70,16 @@ def read_first(path: str) -> str:
         os.close(descriptor)
 
 
+def read_count(path: str) -> int | None:
+    """Return the number in a counter's file; `None` when there is none."""
+    try:
+        text = read_first(path)
+    except OSError:
+        return None
+    is_count = text.isascii() and text.isdigit() and len(text) <= _LONGEST_COUNT
+    return int(text) if is_count else None
+
+
 def read_counters(sysfs_root: str, nic: str, wanted: list[str]) -> dict[str, int]:
     """Return the counters of these names of all ports that have them, as `port/name`."""
     found = {}
@@ -68,10 +87,9 @@ def read_counters(sysfs_root: str, nic: str, wanted: list[str]) -> dict[str, int
         template = f"{sysfs_root}/class/infiniband/{{nic}}/ports/{{port}}/{folder}"
         for port, path in expand(template, nic).items():
             for name in wanted:
-                try:
-                    found[f"{port}/{name}"] = int(read_first(f"{path}/{name}"))
-                except (OSError, ValueError):
-                    continue
+                count = read_count(f"{path}/{name}")
+                if count is not None:
+                    found[f"{port}/{name}"] = count
     return found
 
 

@@ -18,6 +18,7 @@ __all__ = ["NicLinkStateHealthCheck"]
 
 _READ_TIMEOUT_S = 10.0
 _GONE = "gone"
+_LONGEST_STATE = 40
 
 
 class NicLinkStateHealthCheck(Check):
@@ -91,7 +92,7 @@ class NicLinkStateHealthCheck(Check):
         for nic in nic_ports.names(self.link_state_path_template, self._sysfs_root):
             for port, path in nic_ports.expand(self.link_state_path_template, nic).items():
                 try:
-                    states[f"{nic} port {port or '1'}"] = nic_ports.read_first(path)
+                    states[f"{nic} port {port or '1'}"] = _plain(nic_ports.read_first(path))
                 except FileNotFoundError:
                     continue
                 except OSError as error:
@@ -100,3 +101,7 @@ class NicLinkStateHealthCheck(Check):
                 for device, has_carrier in nic_ports.carriers(self._sysfs_root, nic).items():
                     states[f"{nic} netdev {device}"] = "ACTIVE" if has_carrier else "NO CARRIER"
         return states
+
+
+def _plain(state: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in state[:_LONGEST_STATE])

@@ -72,8 +72,12 @@ class NodeHealthCheck(PeriodicCheck):
                 return skipped(f"{self.endpoint!r} is no Unix socket")
             return skipped("no daemon is given")
         problem = _why_not(path)
-        if problem is not None:
-            return self._unreachable(problem)
+        finding = self._unreachable(problem) if problem is not None else self._ask(path)
+        if finding.status == "healthy" and finding.reason:
+            log_once("daemon details", logging.WARNING, f"node health: {finding.reason}")
+        return finding
+
+    def _ask(self, path: str) -> Finding:
         try:
             import grpc
 
@@ -93,15 +97,12 @@ class NodeHealthCheck(PeriodicCheck):
                 answer = stub.RunHealthCheck(request, timeout=self.request_timeout_sec)
             except grpc.RpcError as error:
                 return self._refused(error)
-        finding = judge_answer(
+        return judge_answer(
             success=answer.success,
             exit_code=answer.exit_code,
             output=answer.output,
             error=answer.error,
         )
-        if finding.status == "healthy" and finding.reason:
-            log_once("daemon details", logging.WARNING, f"node health: {finding.reason}")
-        return finding
 
     def _unreachable(self, reason: str) -> Finding:
         if self.on_unreachable == "unhealthy":

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .check import PeriodicCheck
-from .devices import PynvmlMixin, device_label, selected_devices
-from .nvml_errors import DriverHungError, NvmlCallError, NvmlError, NvmlUnavailableError
+from .devices import PynvmlMixin, device_label, selected_devices, whose
+from .nvml_errors import NvmlCallError, NvmlError, NvmlUnavailableError
 from .nvml_session import session
 from .result import Finding, healthy, skipped, unhealthy
 
@@ -58,8 +58,7 @@ class NVLHealthCheck(PeriodicCheck, PynvmlMixin):
     @property
     def component(self) -> str:
         """What is looked at."""
-        where = "all GPUs" if self.device_index is None else f"local rank {self.device_index}"
-        return f"NVLinks of {where}"
+        return f"NVLinks of {whose(self.device_index)}"
 
     def _examine(self) -> Finding:
         problems: list[str] = []
@@ -87,8 +86,6 @@ def _look(device: int | str, problems: list[str], evidence: dict[str, Any]) -> N
             state = _state(device, link)
             if state is not None:
                 states[str(link)] = "up" if state else "disabled"
-    except DriverHungError:
-        raise
     except NvmlCallError as error:
         problems.append(f"{label}: {error}")
         return

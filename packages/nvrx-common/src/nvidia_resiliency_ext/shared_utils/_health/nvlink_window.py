@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .check import PeriodicCheck
-from .devices import PynvmlMixin, device_label, selected_devices
+from .devices import PynvmlMixin, device_label, selected_devices, whose
 from .nvlink import link_count
 from .nvlink_counters import CounterReader
-from .nvml_errors import DriverHungError, NvmlCallError, NvmlError, NvmlUnavailableError
+from .nvml_errors import NvmlCallError, NvmlError, NvmlUnavailableError
 from .result import Finding, healthy, skipped, unhealthy
 from .window_history import WindowHistory
 
@@ -56,8 +56,7 @@ class NVLinkWindowHealthCheck(PeriodicCheck, PynvmlMixin):
     @property
     def component(self) -> str:
         """What is looked at."""
-        where = "all GPUs" if self.device_index is None else f"local rank {self.device_index}"
-        return f"NVLinks of {where}"
+        return f"NVLinks of {whose(self.device_index)}"
 
     def _examine(self) -> Finding:
         problems: list[str] = []
@@ -69,8 +68,6 @@ class NVLinkWindowHealthCheck(PeriodicCheck, PynvmlMixin):
             for device in devices:
                 try:
                     has_data = self._look(device) or has_data
-                except DriverHungError:
-                    raise
                 except NvmlCallError as error:
                     if device in self._links or not error.is_unsupported:
                         problems.append(f"{device_label(device)}: {error}")

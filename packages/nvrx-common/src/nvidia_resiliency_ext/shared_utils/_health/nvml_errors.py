@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
+from .left_behind import StuckError
+
 __all__ = ["DriverHungError", "NvmlCallError", "NvmlError", "NvmlUnavailableError"]
 
 
@@ -49,18 +51,8 @@ class NvmlCallError(NvmlError):
         return self.code in {self.NOT_SUPPORTED, self.FUNCTION_NOT_FOUND}
 
 
-class DriverHungError(NvmlError):
-    """A driver call did not return in time.
-
-    Args:
-        query: The call that hangs.
-        seconds: For how long.
-    """
-
-    def __init__(self, query: str, seconds: float) -> None:
-        super().__init__(query, seconds)
-        self.query = query
-        self.seconds = seconds
+class DriverHungError(NvmlError, StuckError):
+    """A driver call did not return in time."""
 
     def __str__(self) -> str:
-        return f"hung driver: NVML {self.query} has not returned for {self.seconds:.1f} s"
+        return f"hung driver: NVML {StuckError.__str__(self)}"

@@ -134,7 +134,6 @@ def main() -> int:
             send_message(connection, _MESSAGES, _Absent(str(error)), None)
             return 0
         send_message(connection, _MESSAGES, _Value("ready"), None)
-        is_open = False
         while True:
             try:
                 question = receive_message(connection, _MESSAGES, None)
@@ -144,26 +143,12 @@ def main() -> int:
                 return 1
             reply: object
             try:
-                if not is_open:
-                    queries.open()
-                    is_open = True
-                reply = _Value(_answer(queries, question))
+                reply = _Value(queries.answer(question.query, question.arguments))
             except NvmlUnavailableError as error:
                 reply = _Absent(str(error))
             except NvmlCallError as error:
                 reply = _Refused(error.query, error.code, error.text)
             send_message(connection, _MESSAGES, reply, None)
-
-
-def _answer(queries: NvmlQueries, question: _Question) -> Any:
-    answer = getattr(queries, question.query)
-    try:
-        return answer(*question.arguments)
-    except NvmlCallError as error:
-        if not queries.needs_reopen(error):
-            raise
-    queries.reopen()
-    return answer(*question.arguments)
 
 
 if __name__ == "__main__":

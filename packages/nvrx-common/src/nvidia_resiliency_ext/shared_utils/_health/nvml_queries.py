@@ -11,10 +11,10 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from .nvml_errors import NvmlCallError, NvmlUnavailableError
+from .nvml_errors import NvmlCallError, NvmlError, NvmlUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
 __all__ = ["Answer", "FieldValue", "NvmlQueries", "load_binding"]
@@ -60,19 +60,38 @@ def load_binding() -> ModuleType:
 
 
 class NvmlQueries:
-    """Asks the binding; `open` comes first, and again after an error that `needs_reopen`."""
+    """Asks the binding; whoever asks by name, with `answer`, need not care for the session."""
 
     def __init__(self, binding: Any) -> None:
         self._nvml = binding
         self._was_open = False
 
-    def open(self) -> None:
-        """Initialise the library.
+    def answer(self, query: str, arguments: Sequence[Any]) -> Answer:
+        """Answer one question, by the name of a method below; open the session when it is needed.
 
         Raises:
-            NvmlUnavailableError: There is no driver, and has not been since we first looked.
-            NvmlCallError: There is one, and it does not work.
+            NvmlUnavailableError: There is no driver, or the binding cannot be used.
+            NvmlCallError: The driver says no.
         """
+        ask = getattr(self, query)
+        try:
+            if not self._was_open:
+                self._open()
+            try:
+                return ask(*arguments)
+            except NvmlCallError as error:
+                if error.code not in _RELOADED:
+                    raise
+            self._reopen()
+            return ask(*arguments)
+        except NvmlError:
+            raise
+        except Exception as error:
+            # An old or a broken binding: nothing that the hardware could help.
+            problem = f"the Python binding fails at {query}: {type(error).__name__}: {error}"
+            raise NvmlUnavailableError(problem) from error
+
+    def _open(self) -> None:
         try:
             self._call("nvmlInit")
         except NvmlCallError as error:
@@ -81,17 +100,12 @@ class NvmlQueries:
             raise
         self._was_open = True
 
-    def reopen(self) -> None:
+    def _reopen(self) -> None:
         """Give the session up and make a new one, as after a reload of the driver."""
         # It may be gone already; that is why we are here.
         with suppress(NvmlCallError):
             self._call("nvmlShutdown")
-        self.open()
-
-    @staticmethod
-    def needs_reopen(error: NvmlCallError) -> bool:
-        """Say whether the session, and not the hardware, is what failed."""
-        return error.code in _RELOADED
+        self._open()
 
     def driver_version(self) -> str:
         """Return the driver's version."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from . import settings
 from .left_behind import DeadlineCaller, StuckError
-from .nvml_errors import DriverHungError, NvmlCallError
+from .nvml_errors import DriverHungError
 from .nvml_queries import NvmlQueries, load_binding
 
 if TYPE_CHECKING:
@@ -94,16 +94,8 @@ class _ThreadAnswering:
 
     def _answer(self, query: str, arguments: tuple[Any, ...]) -> Any:
         if self._queries is None:
-            queries = NvmlQueries(self._load())
-            queries.open()
-            self._queries = queries
-        try:
-            return getattr(self._queries, query)(*arguments)
-        except NvmlCallError as error:
-            if not NvmlQueries.needs_reopen(error):
-                raise
-        self._queries.reopen()
-        return getattr(self._queries, query)(*arguments)
+            self._queries = NvmlQueries(self._load())
+        return self._queries.answer(query, arguments)
 
 
 class _State:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 
 from .check import Check, PeriodicCheck
-from .left_behind import DeadlineCaller, StuckError
+from .left_behind import DeadlineCaller
 from .mounts import MOUNTINFO, Mount, read_mounts
 from .nic_ports import read_first
 from .probes import Probe, abandoned_probes, kill_all, wait_for_any
@@ -20,6 +21,8 @@ from .storage_judge import Limits, judge_mount, judge_paths, parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
+
+    _Answers = dict[str, tuple[int, bytes] | str]
 
 __all__ = ["DistributedStorageHealthCheck", "StoragePathHealthCheck"]
 
@@ -33,35 +36,48 @@ _PATH_MODULE = "nvidia_resiliency_ext.shared_utils.storage_probe"
 
 
 class _Probes:
-    """Asks children about paths, all at once; one that hangs is not asked about again."""
+    """Asks children about paths, many at once; one that hangs is not asked about again."""
 
     def __init__(self, command: Callable[[str], list[str]], start: Callable[..., Probe]) -> None:
         self._command = command
         self._start = start
         self._hanging: dict[str, Probe] = {}
 
-    def ask(self, paths: Sequence[str], timeout_s: float) -> dict[str, tuple[int, bytes] | str]:
-        """Return each path's exit code and output, or why there is none."""
-        answers: dict[str, tuple[int, bytes] | str] = {}
+    def ask(self, paths: Sequence[str], each_s: float, all_s: float = math.inf) -> _Answers:
+        """Return each path's exit code and output, or why there is none.
+
+        Args:
+            paths: What to ask about.
+            each_s: Time for each of them, from the moment at which it is asked.
+            all_s: Time for all of them together.
+        """
+        answers: _Answers = {}
         running: dict[str, Probe] = {}
         waiting = [path for path in paths if not self._still_hangs(path, answers)]
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + all_s
         while waiting or running:
-            while waiting and len(running) < _AT_ONCE:
-                self._begin(waiting.pop(0), running, answers)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
+            while waiting and len(running) < _AT_ONCE:
+                self._begin(waiting.pop(0), running, answers)
             if running:
-                wait_for_any(list(running.values()), left_s)
+                oldest_s = max(probe.age_s() for probe in running.values())
+                wait_for_any(list(running.values()), max(0.0, min(left_s, each_s - oldest_s)))
             for path in [path for path, probe in running.items() if probe.is_over()]:
                 answers[path] = running.pop(path).result(0.0) or "the probe cannot be read"
-        kill_all(list(running.values()))
-        self._hanging |= {path: probe for path, probe in running.items() if not probe.has_ended()}
-        late = f"does not answer within {timeout_s:g} s"
-        return {**answers, **dict.fromkeys([*running, *waiting], late)}
+            late = {path: probe for path, probe in running.items() if probe.age_s() >= each_s}
+            running = {path: probe for path, probe in running.items() if path not in late}
+            answers |= self._give_up(late, each_s)
+        answers |= self._give_up(running, min(each_s, all_s))
+        return answers | dict.fromkeys(waiting, f"was not asked: {_AT_ONCE} others do not answer")
 
-    def _still_hangs(self, path: str, answers: dict[str, tuple[int, bytes] | str]) -> bool:
+    def _give_up(self, late: dict[str, Probe], limit_s: float) -> _Answers:
+        kill_all(list(late.values()))
+        self._hanging |= {path: probe for path, probe in late.items() if not probe.has_ended()}
+        return dict.fromkeys(late, f"does not answer within {limit_s:g} s")
+
+    def _still_hangs(self, path: str, answers: _Answers) -> bool:
         probe = self._hanging.get(path)
         if probe is None or probe.has_ended():
             self._hanging.pop(path, None)
@@ -69,12 +85,7 @@ class _Probes:
         answers[path] = f"has hung for {probe.age_s():.0f} s"
         return True
 
-    def _begin(
-        self,
-        path: str,
-        running: dict[str, Probe],
-        answers: dict[str, tuple[int, bytes] | str],
-    ) -> None:
+    def _begin(self, path: str, running: dict[str, Probe], answers: _Answers) -> None:
         try:
             running[path] = self._start(self._command(path))
         except ChildStartError as error:
@@ -149,7 +160,8 @@ class DistributedStorageHealthCheck(PeriodicCheck):
         return healthy(evidence=evidence)
 
     def _look(self, mounts: Sequence[Mount], problems: list[str], evidence: dict[str, Any]) -> None:
-        answers = self._probes.ask([mount.path for mount in mounts], self._timeout_s)
+        paths = [mount.path for mount in mounts]
+        answers = self._probes.ask(paths, self._timeout_s, self._timeout_s)
         for mount in mounts:
             answer = answers[mount.path]
             if isinstance(answer, str):
@@ -175,7 +187,7 @@ class DistributedStorageHealthCheck(PeriodicCheck):
             state: str = self._caller.run("Lustre's state", self._read_lustre, _FILE_TIMEOUT_S)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, StuckError) as error:
+        except OSError as error:  # or a `StuckError`, which is one
             return f"unreadable: {error}"
         return state
 
@@ -189,7 +201,7 @@ class StoragePathHealthCheck(Check):
     Args:
         paths: Absolute paths of files or folders; `None` and empty ones are passed over.
         on_failure: Kept for the caller.
-        timeout_s: Time for all paths together.
+        timeout_s: Time for each path; many are looked at at once.
         write: Also write, flush and delete a small file in each folder.
     """
 

@@ -25,7 +25,7 @@ def device_of_rank(rank: int, visible: str | None) -> int | str | None:
     entries = _entries(visible)
     if not entries:
         return None
-    return entries[rank] if rank < len(entries) else rank
+    return entries[rank] if 0 <= rank < len(entries) else rank
 
 
 def full_uuid(shortened: str, uuids: list[str]) -> str | None:

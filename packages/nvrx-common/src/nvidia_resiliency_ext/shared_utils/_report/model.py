@@ -17,6 +17,7 @@ from .gather import gather
 from .intervals import flatten, totals
 from .lanes import node_lanes, rank_lanes
 from .timeline import CATEGORIES, Checkpoints, Remark, Restart, Timeline, Workers
+from .words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +43,12 @@ def build_timeline(files: Sequence[EventFile]) -> Timeline:
     """Find out what happened to the job of these files and where its time went."""
     seen = gather(files)
     if not seen:
-        return _empty(files)
+        return Timeline(
+            job_id=_job_id(files),
+            hosts=_hosts(files),
+            bad_lines=sum(file.bad_lines for file in files),
+            notes=("Nothing has been recorded yet.", *_unread(files)),
+        )
     story = tell(seen)
     painted, lost_s = paint(story)
     spans = [each.span for each in painted]
@@ -55,7 +61,7 @@ def build_timeline(files: Sequence[EventFile]) -> Timeline:
     launches = {(event.host, event.launch) for event in seen}
     is_ended = {(event.host, event.launch) for event in ends} >= launches
     sizes = [cycle.world_size for cycle in story.cycles if cycle.world_size]
-    hosts = tuple(sorted({file.host for file in files}))
+    hosts = _hosts(files)
     lanes = rank_lanes(story, painted)
     return Timeline(
         job_id=_job_id(files),
@@ -77,43 +83,20 @@ def build_timeline(files: Sequence[EventFile]) -> Timeline:
         checkpoints=_checkpoints(story),
         workers=_workers(seen),
         remarks=tuple(_remarks(seen)),
-        steps=sum(
-            max(0, event.integer("steps") or 0) for event in seen if event.kind == "progress"
-        ),
-        dropped=sum(
-            max(0, event.integer("count") or 0) for event in seen if event.kind == "dropped"
-        ),
+        steps=_sum(story.of_kind("progress"), "steps"),
+        dropped=_sum(story.of_kind("dropped"), "count"),
         bad_lines=sum(file.bad_lines for file in files),
         notes=tuple(_notes(files, story, is_ended=is_ended)),
     )
 
 
-def _empty(files: Sequence[EventFile]) -> Timeline:
-    return Timeline(
-        job_id=_job_id(files),
-        start=0.0,
-        end=0.0,
-        is_ended=False,
-        result="",
-        exit_code=None,
-        hosts=tuple(sorted({file.host for file in files})),
-        ranks=0,
-        cycles=(),
-        faults=(),
-        restarts=(),
-        seconds=dict.fromkeys(CATEGORIES, 0.0),
-        goodput=None,
-        accounting=(),
-        nodes=(),
-        lanes=(),
-        checkpoints=Checkpoints(),
-        workers=Workers(),
-        remarks=(),
-        steps=0,
-        dropped=0,
-        bad_lines=sum(file.bad_lines for file in files),
-        notes=("Nothing has been recorded yet.",),
-    )
+def _hosts(files: Sequence[EventFile]) -> tuple[str, ...]:
+    return tuple(sorted({file.host for file in files if not file.problem}))
+
+
+def _unread(files: Sequence[EventFile]) -> list[str]:
+    """Return a note for each file that could not be read."""
+    return [f"Left out: {plain(file.path)}: {file.problem}" for file in files if file.problem]
 
 
 def _job_id(files: Sequence[EventFile]) -> str:
@@ -207,8 +190,13 @@ def _checkpoints(story: Story) -> Checkpoints:
         failed=len({event.shown("id") or event.at for event in written if not succeeded(event)}),
         loaded=len({event.shown("id") or event.at for event in story.of_kind("ckpt_load")}),
         stall_s=sum(stalls.values()),
-        bytes=sum(max(0, event.integer("bytes") or 0) for event in written),
+        bytes=_sum(written, "bytes"),
     )
+
+
+def _sum(events: Sequence[Seen], name: str) -> int:
+    """Return the sum of a field; what is negative or no number counts nothing."""
+    return sum(max(0, event.integer(name) or 0) for event in events)
 
 
 def _workers(seen: Sequence[Seen]) -> Workers:
@@ -261,4 +249,4 @@ def _notes(files: Sequence[EventFile], story: Story, *, is_ended: bool) -> list[
     bad_lines = sum(file.bad_lines for file in files)
     if bad_lines:
         notes.append(f"{bad_lines} lines could not be read and were skipped.")
-    return notes
+    return [*notes, *_unread(files)]

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.shared_utils._health.left_behind import DeadlineCaller, StuckError
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from .metrics import metrics_of
@@ -19,8 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportError", "export_otlp"]
 
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 10.0  # of the exporter, which counts from the last byte that came
+_WHOLE_TIMEOUT_S = 20.0
 _PATH = "/v1/metrics"
+
+_caller = DeadlineCaller()
 
 
 class ExportError(NvrxError, RuntimeError):
@@ -37,19 +42,31 @@ def export_otlp(timeline: Timeline, endpoint: str) -> None:
     Raises:
         ExportError: The extra is not installed, or the collector did not take them.
     """
+    address = endpoint if endpoint.endswith(_PATH) else endpoint.rstrip("/") + _PATH
+    try:
+        _caller.run(address, lambda: _export(timeline, address), _WHOLE_TIMEOUT_S)
+    except StuckError as error:
+        raise ExportError(str(error)) from error
+
+
+def _export(timeline: Timeline, address: str) -> None:
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricExportResult
         from opentelemetry.sdk.resources import Resource
+        from requests import Session
     except ImportError as error:
         message = f"{error.name} is missing: pip install 'nvrx-common[otel]'"
         raise ExportError(message) from error
-    address = endpoint if endpoint.endswith(_PATH) else endpoint.rstrip("/") + _PATH
+    # What it would print of a failure is in our error; handlers that a program has still get it.
+    logging.getLogger("opentelemetry").addHandler(logging.NullHandler())
     reader = InMemoryMetricReader()
     resource = Resource.create({"service.name": "nvrx", "nvrx.job_id": timeline.job_id})
     provider = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
-    exporter = OTLPMetricExporter(endpoint=address, timeout=_TIMEOUT_S)
+    session = Session()
+    session.stream = True  # the body of an answer says nothing and may be without end
+    exporter = OTLPMetricExporter(endpoint=address, timeout=_TIMEOUT_S, session=session)
     try:
         meter = provider.get_meter("nvrx-report")
         for metric in metrics_of(timeline):
@@ -59,6 +76,7 @@ def export_otlp(timeline: Timeline, endpoint: str) -> None:
             raise ExportError(f"{address}: the collector did not take the figures")
     finally:
         exporter.shutdown()
+        session.close()
         provider.shutdown()
 
 

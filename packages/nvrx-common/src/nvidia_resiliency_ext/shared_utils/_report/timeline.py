@@ -129,29 +129,29 @@ class Remark:
 class Timeline:
     """What happened to a job and where its time went. Times are seconds since the epoch."""
 
-    job_id: str
-    start: float
-    end: float
-    is_ended: bool
-    result: str
-    exit_code: int | None
-    hosts: tuple[str, ...]
-    ranks: int
-    cycles: tuple[Cycle, ...]
-    faults: tuple[FaultNote, ...]
-    restarts: tuple[Restart, ...]
-    seconds: dict[str, float]
-    goodput: float | None
-    accounting: tuple[Span, ...]
-    nodes: tuple[Lane, ...]
-    lanes: tuple[Lane, ...]
-    checkpoints: Checkpoints
-    workers: Workers
-    remarks: tuple[Remark, ...]
-    steps: int
-    dropped: int
-    bad_lines: int
-    notes: tuple[str, ...]
+    job_id: str = ""
+    start: float = 0.0
+    end: float = 0.0
+    is_ended: bool = False
+    result: str = ""
+    exit_code: int | None = None
+    hosts: tuple[str, ...] = ()
+    ranks: int = 0
+    cycles: tuple[Cycle, ...] = ()
+    faults: tuple[FaultNote, ...] = ()
+    restarts: tuple[Restart, ...] = ()
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
+    goodput: float | None = None
+    accounting: tuple[Span, ...] = ()
+    nodes: tuple[Lane, ...] = ()
+    lanes: tuple[Lane, ...] = ()
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    workers: Workers = field(default_factory=Workers)
+    remarks: tuple[Remark, ...] = ()
+    steps: int = 0
+    dropped: int = 0
+    bad_lines: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def wall_s(self) -> float:

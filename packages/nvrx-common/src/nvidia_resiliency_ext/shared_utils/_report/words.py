@@ -84,22 +84,36 @@ def ending(timeline: Timeline) -> str:
 
 def fault_line(fault: FaultNote) -> str:
     """Tell one fault in a sentence."""
+    told = plain(_both(fault.what, fault.detail))
     who = "" if fault.rank is None else f" rank {fault.rank}"
-    what = f": {plain(fault.what)}" if fault.what else ""
-    detail = f" ({plain(fault.detail)})" if fault.detail else ""
+    where = "" if _names_rank(told, fault.rank) else f"{who} on {plain(fault.host)}"
+    what = f": {told}" if told else ""
     late = "" if fault.late_s is None else f", {duration(max(0.0, fault.late_s))} late"
     found = f", found by {plain(fault.detected_by)}{late}" if fault.detected_by else late
-    return f"{plain(fault.cause)}{who} on {plain(fault.host)}{what}{detail}{found}"
+    return f"{plain(fault.cause)}{where}{what}{found}"
 
 
 def restart_line(restart: Restart) -> str:
     """Tell one restart in a sentence."""
     phases = ", ".join(f"{plain(name)} {duration(s)}" for name, s in restart.phases.items())
-    who = "" if restart.rank is None else f" (rank {restart.rank})"
+    cause = plain(restart.cause) or "no cause given"
+    is_told = restart.rank is None or _names_rank(cause, restart.rank)
+    who = "" if is_told else f" (rank {restart.rank})"
     down = (
         "down for an unknown time" if restart.down_s is None else f"down {duration(restart.down_s)}"
     )
     lost = f", lost work {duration(restart.lost_s)}" if restart.lost_s else ""
-    cause = plain(restart.cause) or "no cause given"
     spent = f" [{phases}]" if phases else ""
     return f"{restart.layer}, to cycle {restart.cycle}: {cause}{who}, {down}{spent}{lost}"
+
+
+def _both(what: str, detail: str) -> str:
+    """Return what happened with its detail, unless one of them holds the other."""
+    if not detail or detail in what:
+        return what
+    return detail if what in detail else f"{what} ({detail})"
+
+
+def _names_rank(text: str, rank: int | None) -> bool:
+    """Say whether a text begins with the rank, as the launcher's and the monitor's do."""
+    return rank is not None and text.startswith(f"rank {rank} ")

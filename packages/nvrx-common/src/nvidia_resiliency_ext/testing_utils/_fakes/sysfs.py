@@ -52,6 +52,14 @@ class FakeSysfs:
         if netdev is not None:
             self.set_carrier(name, netdev, has_carrier=True)
 
+    def add_efa(self, name: str, bridges: Sequence[str], bus_id: str) -> None:
+        """Add an Elastic Fabric Adapter: one active port, and counters in `hw_counters` alone."""
+        self.add_nic(name, bridges, bus_id)
+        os.unlink(f"{self.root}/class/infiniband/{name}/ports/1/counters/link_downed")
+        os.rmdir(f"{self.root}/class/infiniband/{name}/ports/1/counters")
+        for counter in ("rx_bytes", "rx_drops", "rx_pkts", "tx_bytes", "tx_pkts"):
+            self.set_counter(name, counter, 0, folder="hw_counters")
+
     def set_state(self, name: str, state: str, *, port: int = 1) -> None:
         """Set the state of a port."""
         self._write(f"class/infiniband/{name}/ports/{port}/state", state)
