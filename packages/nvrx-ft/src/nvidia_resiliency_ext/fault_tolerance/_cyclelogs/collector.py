@@ -59,6 +59,7 @@ class CycleLogs:
         self._own: Target | None = None
         self._streams: CapturedStreams | None = None
         self._world_size = 1
+        self._is_closed = False
 
     def file_of(self, cycle: int) -> str:
         """Return the path of a cycle's log."""
@@ -107,10 +108,13 @@ class CycleLogs:
         self._reader.add(fd, LineAssembler(drops_noise=False), self._own)
 
     def close(self, timeout_s: float = _FILE_CLOSE_S) -> bool:
-        """Read and write what is left; say whether every line is where it belongs.
+        """Read and write what is left, once; say whether every line is where it belongs.
 
         Pipes have 2 s; logs have `timeout_s`, those of a server that long once more.
         """
+        if self._is_closed:
+            return True
+        self._is_closed = True
         if self._streams is not None:
             self._streams.restore()
         if self._own is not None:

@@ -60,13 +60,15 @@ class _Pipe:
 
 
 class MultiplexingReaderThread(threading.Thread):
-    """Reads pipes until they end; `add`, `end` and `stop` may be called from any thread."""
+    """Reads pipes until they end; the methods that give orders may be called from any thread."""
 
     def __init__(self, outlet: Outlet, config: ReaderConfig | None = None) -> None:
         super().__init__(name="nvrx-log-reader", daemon=True)
         self._outlet = outlet
         self._config = config or ReaderConfig()
+        self._lock = threading.Lock()  # guards the two fields below
         self._orders: collections.deque[Callable[[], None]] = collections.deque()
+        self._is_over = False
         self._read_wake, self._write_wake = os.pipe()
         os.set_blocking(self._read_wake, False)
         os.set_blocking(self._write_wake, False)
@@ -83,7 +85,8 @@ class MultiplexingReaderThread(threading.Thread):
 
     def add(self, fd: int, lines: LineAssembler, target: Target) -> None:
         """Read a pipe from now on and close it at its end; it must never wait."""
-        self._order(lambda: self._add(fd, _Pipe(target, lines)))
+        if not self._order(lambda: self._add(fd, _Pipe(target, lines))):
+            os.close(fd)
 
     def end(self, target: Target) -> None:
         """No pipe will be added for a log: it is over when its pipes are, and soon in any case."""
@@ -101,10 +104,15 @@ class MultiplexingReaderThread(threading.Thread):
         self._order(lambda: self._stop_by(at))
         self.join(limit_s + 1.0)
 
-    def _order(self, order: Callable[[], None]) -> None:
-        self._orders.append(order)
-        with contextlib.suppress(BlockingIOError):  # It is awake already.
-            os.write(self._write_wake, b"\0")
+    def _order(self, order: Callable[[], None]) -> bool:
+        """Let the thread do something; False when it has ended."""
+        with self._lock:
+            if self._is_over:
+                return False
+            self._orders.append(order)
+            with contextlib.suppress(BlockingIOError):  # It is awake already.
+                os.write(self._write_wake, b"\0")
+        return True
 
     def _add(self, fd: int, pipe: _Pipe) -> None:
         self._pipes[fd] = pipe
@@ -137,6 +145,9 @@ class MultiplexingReaderThread(threading.Thread):
                 if 0 < count < self._config.quiet_bytes and self._stops_at is None:
                     self._pause.poll(self._config.pause_s * 1000)
         finally:
+            with self._lock:
+                self._is_over = True
+            self._obey()
             for fd in list(self._pipes):
                 self._finish(fd)
             self._epoll.close()
