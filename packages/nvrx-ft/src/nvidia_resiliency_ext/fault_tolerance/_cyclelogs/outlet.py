@@ -77,15 +77,15 @@ class Outlet:
             self._work.notify()
         return target
 
-    def put(self, target: Target, lines: bytes) -> None:
-        """Append whole lines to a log; waits for no log."""
-        if not lines:
-            return
+    def put(self, target: Target, lines: bytes) -> int:
+        """Append whole lines to a log, waiting for no log; return how much waits in memory."""
         with self._lock:
-            was_idle = not target.queue
-            self._backlog.put(target.queue, lines)
-            if was_idle:
-                self._work.notify()
+            if lines:
+                was_idle = not target.queue
+                self._backlog.put(target.queue, lines)
+                if was_idle:
+                    self._work.notify()
+            return self._backlog.memory_bytes
 
     def end(self, target: Target) -> None:
         """Nothing follows to a log: it is closed when all of it is written."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MultiplexingReaderThread", "ReaderConfig"]
 
-_FULL_PIPE_READS = 16
+_FULL_PIPE_READS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,22 @@ class ReaderConfig:
     """How pipes are read.
 
     Attributes:
-        read_bytes: The most that is read from a pipe before the next one has its turn.
+        read_bytes: The most that is read from a pipe before the next one has its turn. Larger
+            blocks take twice the time: fresh pages are mapped for each.
         quiet_bytes: A round of less than this is followed by a pause, so that a worker that
             writes line by line does not wake the launcher for each.
         pause_s: That pause.
+        behind_bytes: When so much waits to be written a round is followed by a moment for the
+            writer, which has the same processor or interpreter.
+        behind_s: That moment; short, for it slows workers down.
         drain_s: How long a pipe is read whose worker is dead but whose writing end somebody holds.
     """
 
-    read_bytes: int = 256 << 10
+    read_bytes: int = 64 << 10
     quiet_bytes: int = 16 << 10
-    pause_s: float = 0.005
+    pause_s: float = 0.01
+    behind_bytes: int = 8 << 20
+    behind_s: float = 0.002
     drain_s: float = 2.0
 
 
@@ -79,7 +85,7 @@ class MultiplexingReaderThread(threading.Thread):
         self._pipes: dict[int, _Pipe] = {}
         self._logs: dict[Target, _Log] = {}
         self._stops_at: float | None = None
-        self.bytes_read = 0
+        self._waiting_bytes = 0
 
     # Orders ----------------------------------------------------------------------------------
 
@@ -142,7 +148,11 @@ class MultiplexingReaderThread(threading.Thread):
         try:
             while self._stops_at is None or self._pipes:
                 count = self._round()
-                if 0 < count < self._config.quiet_bytes and self._stops_at is None:
+                if self._stops_at is not None:
+                    continue
+                if self._waiting_bytes > self._config.behind_bytes:
+                    self._pause.poll(self._config.behind_s * 1000)
+                elif 0 < count < self._config.quiet_bytes:
                     self._pause.poll(self._config.pause_s * 1000)
         finally:
             with self._lock:
@@ -163,7 +173,6 @@ class MultiplexingReaderThread(threading.Thread):
             elif fd in self._pipes:
                 count += self._read(fd)
         self._end_overdue()
-        self.bytes_read += count
         return count
 
     def _obey(self) -> None:
@@ -189,7 +198,7 @@ class MultiplexingReaderThread(threading.Thread):
             self._finish(fd)
             return 0
         try:
-            self._outlet.put(pipe.target, pipe.lines.feed(data))
+            self._waiting_bytes = self._outlet.put(pipe.target, pipe.lines.feed(data))
         except Exception as error:  # noqa: BLE001 - without this thread all workers would stop
             self._note(pipe, f"{len(data)} bytes were lost: {error!r}")
         return len(data)
