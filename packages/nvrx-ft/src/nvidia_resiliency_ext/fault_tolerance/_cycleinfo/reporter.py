@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class CycleInfoRoundSnapshot:
 
 
 class CycleInfoReporter:
-    """Reports the cycles of one job, one after another. One thread only.
+    """Reports the cycles of one job, one after another; from any thread.
 
     Args:
         cycle_info_dir: The directory of the files.
@@ -71,6 +72,7 @@ class CycleInfoReporter:
         self._attempt_index = attempt_of(restarts) if attempt_index is None else attempt_index
         self._cycle_log_prefix = cycle_log_prefix
         self._writer = writer if writer is not None else CycleInfoWriter(cycle_info_dir)
+        self._lock = threading.Lock()  # guards the next field
         self._open_cycle: int | None = None
 
     @staticmethod
@@ -89,7 +91,8 @@ class CycleInfoReporter:
         if not log_file and self._cycle_log_prefix:
             log_file = cycle_log_file(self._cycle_log_prefix, snapshot.cycle_number)
         nodes, ranks = _in_order(snapshot)
-        self._open_cycle = snapshot.cycle_number
+        with self._lock:
+            self._open_cycle = snapshot.cycle_number
         return self._writer.write_cycle_start(
             self._job_id,
             self._attempt_index,
@@ -103,7 +106,8 @@ class CycleInfoReporter:
 
     def report_cycle_end(self) -> bool:
         """Report that the present cycle is over; False when there is none."""
-        cycle, self._open_cycle = self._open_cycle, None
+        with self._lock:
+            cycle, self._open_cycle = self._open_cycle, None
         if cycle is None:
             return False
         return self._writer.update_cycle_end(
@@ -112,7 +116,8 @@ class CycleInfoReporter:
 
     def shutdown(self) -> None:
         """Write what waits, for 2 s at most; a cycle that is open ends."""
-        self._open_cycle = None
+        with self._lock:
+            self._open_cycle = None
         self._writer.shutdown()
 
 

@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from .backlog import Backlog, Queue
+from .sinks import NotYetError
 
 if TYPE_CHECKING:
     from .sinks import LogPlace, Sink
@@ -45,6 +46,7 @@ class Target:
         self.retry_at = 0.0
         self.retry_s = _FIRST_RETRY_S
         self.problem = ""
+        self.is_warned = False
 
     @property
     def has_work(self) -> bool:
@@ -170,13 +172,15 @@ class Outlet:
             logger.exception("%s cannot be written", target.path)
             self._failed(target, OSError(str(error)))
         else:
-            if target.problem:
+            if target.is_warned:
                 logger.info("%s can be written again", target.path)
-                target.problem, target.retry_s, target.retry_at = "", _FIRST_RETRY_S, 0.0
+            target.problem, target.is_warned = "", False
+            target.retry_s, target.retry_at = _FIRST_RETRY_S, 0.0
 
     def _failed(self, target: Target, error: OSError) -> None:
-        if not target.problem:
+        if not target.is_warned and not isinstance(error, NotYetError):
             logger.warning("%s cannot be written, its lines wait: %s", target.path, error)
+            target.is_warned = True
         target.problem = str(error)
         # Opened anew: after the loss of a network file system the old descriptor stays useless.
         _close(target)

@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils.grpc_log_client import LogFunnelClient, LogTarget
 
-__all__ = ["FilePlace", "FunnelAddress", "FunnelPlace", "LogPlace", "Sink"]
+__all__ = ["FilePlace", "FunnelAddress", "FunnelPlace", "LogPlace", "NotYetError", "Sink"]
 
 # Together with what waits before it this is the 64 MiB that a node may hold.
 FUNNEL_MEMORY_BYTES = 48 << 20
 _CLOSE_S = 30.0
 _FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
+
+
+class NotYetError(OSError):
+    """A log cannot be opened before something else has happened that is on its way."""
 
 
 class Sink(Protocol):
@@ -89,7 +93,7 @@ class FunnelAddress:
     Attributes:
         endpoint: `host:port`.
         node_id: What the server calls this node.
-        token_file: File with the job's token; None where the server asks for none.
+        token_file: File with the job's token, which may come later; None: none is asked for.
     """
 
     endpoint: str
@@ -135,6 +139,9 @@ class FunnelPlace:
         """Open a log on the server; it need not be there yet."""
         from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
+        token_file = self._address.token_file
+        if self._client is None and token_file is not None and not os.path.exists(token_file):
+            raise NotYetError(f"the token {token_file} is not there yet")
         try:
             if self._client is None:
                 self._client = self._connect()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
 
 from .decide import Assignment
 from .output import Target, WorkerOutput
@@ -46,12 +47,12 @@ class StoreHost:
     Attributes:
         is_here: Whether it is this one.
         address: Where its servers listen, as other nodes reach it.
-        token_file: File with the job's token; None makes one here, which serves this node only.
+        is_shared: Whether other nodes send to its servers.
     """
 
     is_here: bool = True
     address: str = "127.0.0.1"
-    token_file: str | None = None
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,12 @@ class CycleNodes:
 class CycleRecords:
     """Cycle logs, cycle information and log servers of one launch; `close` ends all of it.
 
+    Attributes:
+        log_token: What the log server here asks for, when other nodes must be told; else None.
+        lacks_log_token: Whether this node must be told.
+
     Raises:
-        NvrxError: A port is taken, or a token or a directory cannot be used.
+        NvrxError: A port is taken, or a directory cannot be used.
     """
 
     def __init__(
@@ -83,6 +88,8 @@ class CycleRecords:
         self._environ = environ
         self._place = place
         self._store_host = store_host or StoreHost()
+        self.log_token: str | None = None
+        self.lacks_log_token = False
         self._logs: CycleLogs | None = None
         self._reporter: CycleInfoReporter | None = None
         self._info_path: str | None = None
@@ -121,7 +128,10 @@ class CycleRecords:
         from nvidia_resiliency_ext.fault_tolerance._cyclelogs.sinks import FunnelAddress
 
         node_id = logs.node_id or self._place.host
-        given = host.token_file or self._environ.get(_env.LOG_FUNNEL_TOKEN_FILE)
+        given = (
+            self._environ.get(_env.LOG_FUNNEL_TOKEN_FILE)
+            or self._plan.fault_tolerance.rdzv_token_file
+        )
         if server is None:
             return FunnelAddress(str(logs.server_endpoint), node_id, given)
         from nvidia_resiliency_ext.fault_tolerance._cyclelogs.servers import (
@@ -130,9 +140,11 @@ class CycleRecords:
             endpoint_of,
         )
 
-        token_file = given
+        token_file = given or os.path.join(self._place.run_dir.path, "log_token")
+        self.lacks_log_token = given is None and not host.is_here
         if host.is_here:
-            token_file = given or self._make_token()
+            if given is None:
+                self._make_token()
             settings = ServerPlan(
                 ports=server.ports,
                 allowed_roots=logs.roots,
@@ -148,12 +160,17 @@ class CycleRecords:
         port = server.ports.client_connect_port()
         return FunnelAddress(endpoint_of(host.address, port), node_id, token_file)
 
-    def _make_token(self) -> str:
-        path = os.path.join(self._place.run_dir.path, "log_token")
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(os.urandom(_TOKEN_BYTES).hex())
-        return path
+    def _make_token(self) -> None:
+        """Make a token; of several nodes the others get it through the rendezvous."""
+        token = os.urandom(_TOKEN_BYTES).hex()
+        self.take_log_token(token)
+        if self._store_host.is_shared:
+            self.log_token = token
+            logger.info(
+                "the log server's token goes through the rendezvous, which guards against mistakes "
+                "and not against whoever reads the store; %s names a file on all nodes instead",
+                _env.LOG_FUNNEL_TOKEN_FILE,
+            )
 
     def _open_info(self) -> None:
         directory = self._plan.fault_tolerance.cycle_info_dir
@@ -176,19 +193,28 @@ class CycleRecords:
         """Return what workers are told of it; the same for all of them and all cycles."""
         return {} if self._info_path is None else {_env.CURRENT_CYCLE_INFO: self._info_path}
 
-    def begin(self, assignment: Assignment, nodes: CycleNodes | None = None) -> None:
-        """Take note that the workers of a cycle are about to start; `nodes` None: this one only."""
+    def take_log_token(self, token: str) -> None:
+        """Take the token of the log server; from any thread."""
+        atomic_write(os.path.join(self._place.run_dir.path, "log_token"), token.encode())
+
+    def begin(self, assignment: Assignment) -> None:
+        """Take note that the workers of a cycle are about to start on this node."""
         if self._logs is not None:
             self._logs.begin_cycle(assignment.cycle, assignment.world_size)
-        if self._reporter is not None:
-            from nvidia_resiliency_ext.fault_tolerance._cycleinfo.reporter import (
-                CycleInfoRoundSnapshot,
-            )
+        if not self._store_host.is_shared:
+            self.round_closed(assignment.cycle, CycleNodes([self._place.host], [0]))
 
-            of = nodes or CycleNodes([self._place.host], [assignment.group_rank])
-            self._reporter.report_cycle_start(
-                CycleInfoRoundSnapshot(assignment.cycle, of.active, of.standby, of.ranks)
-            )
+    def round_closed(self, cycle: int, nodes: CycleNodes) -> None:
+        """Take note of a cycle's nodes, on the store host; from any thread."""
+        if self._reporter is None:
+            return
+        from nvidia_resiliency_ext.fault_tolerance._cycleinfo.reporter import (
+            CycleInfoRoundSnapshot,
+        )
+
+        self._reporter.report_cycle_start(
+            CycleInfoRoundSnapshot(cycle, nodes.active, nodes.standby, nodes.ranks)
+        )
 
     def output(self, output: WorkerOutput, rank: int) -> WorkerOutput:
         """Return where a worker's streams go: into its pipe, if there are cycle logs."""

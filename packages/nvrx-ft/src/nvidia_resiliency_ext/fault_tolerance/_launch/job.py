@@ -106,7 +106,14 @@ class Job:
         meeting = self._find_meeting()
         self._is_store_host = meeting is None or meeting.is_here
         self._place = make_place(plan, self._environ, stack)
-        self._cycles = CycleRecords(plan, self._environ, self._place, self._loop, self._clock)
+        self._cycles = CycleRecords(
+            plan,
+            self._environ,
+            self._place,
+            self._loop,
+            self._clock,
+            meeting.store_host if meeting is not None else None,
+        )
         stack.callback(self._cycles.close)
         self._build_record()
         self._build_environment()
@@ -168,6 +175,7 @@ class Job:
             infra_rank=self._infra_rank,
             loop=self._loop,
             clock=self._clock,
+            records=self._cycles,
         )
 
     def _build_record(self) -> None:
