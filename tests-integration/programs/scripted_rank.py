@@ -93,6 +93,42 @@ def die(rank, value):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def last_words(rank, value):
+    """Write 1 MiB of lines to stdout and a word to stderr, then die: `kill` or `exit`."""
+    rank.say("dying", time.monotonic())
+    line = b"w" * 63 + b"\n"
+    left = memoryview(line * ((1 << 20) // len(line)))
+    while left:
+        left = left[os.write(1, left) :]
+    os.write(2, b"the last word")
+    if value == "exit":
+        os._exit(7)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_a_daemon(rank, value):
+    """Start a process that keeps our streams open and cannot be found by its group; then die."""
+    subprocess.Popen(["sleep", "300"], start_new_session=True)
+    os.write(1, b"no newline")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def talk(rank, value):
+    """Write so many bytes of lines to stdout once a file appears, and say when that is done."""
+    rank.say("waiting")
+    while not (rank.options.out / "talk").exists():
+        rank.step()
+    os.write(1, (b"t" * 63 + b"\n") * (int(value) // 64))
+    rank.say("talked")
+    rank.work()
+
+
+def print_variable(rank, value):
+    """Say the value of a variable; then work."""
+    rank.say("variable", os.environ.get(value, "-"))
+    rank.work()
+
+
 def die_together(rank, value):
     """Die by SIGKILL at the monotonic time that a file names, to the microsecond."""
     rank.say("waiting")
@@ -235,6 +271,10 @@ AFTER_CONNECT = {
     "leave-after": leave_after_file,
     "die": die,
     "die-together": die_together,
+    "last-words": last_words,
+    "leave-a-daemon": leave_a_daemon,
+    "talk": talk,
+    "print-variable": print_variable,
     "stop": stop,
     "hang": hang,
     "hang-outside": hang_outside,

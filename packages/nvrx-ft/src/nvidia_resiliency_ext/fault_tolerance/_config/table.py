@@ -337,7 +337,6 @@ OPTIONS: tuple[Option, ...] = (
         None,
         LOGGING,
         "Directory for one file about each cycle.",
-        later="cycle information files",
     ),
     Option(
         "prewarm",

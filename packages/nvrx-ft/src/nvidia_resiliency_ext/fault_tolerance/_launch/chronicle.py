@@ -8,7 +8,7 @@ nothing, and a record that cannot be written never stops the job.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import Steps
 from nvidia_resiliency_ext.shared_utils import events
@@ -36,12 +36,14 @@ class Chronicle:
         *,
         host: str,
         shows_stacks: bool,
+        on_cycle_ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._events = log
         self._failures = failures
         self._clock = clock
         self._host = host
         self._shows_stacks = shows_stacks
+        self._on_cycle_ended = on_cycle_ended
         self._cycle = 0
         self._rank_offset = 0
         self._started_at: float | None = None
@@ -194,6 +196,7 @@ class Chronicle:
     def cycle_ended(self, result: str) -> None:
         """Record the end of a cycle."""
         self._record(events.CycleEnd(result=result))
+        self._on_cycle_ended()
 
     def _restart_complete(self) -> None:
         if self._fault is None:

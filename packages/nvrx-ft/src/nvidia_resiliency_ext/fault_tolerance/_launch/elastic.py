@@ -13,6 +13,7 @@ import argparse
 import os
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
@@ -42,18 +43,23 @@ def config_from_args(
 
     Args:
         args: What `parse_args` returned.
-        launcher_pipe_read_fd: Must be None: the launcher's own output is not collected yet.
-        launcher_log_file: Must be None, likewise.
+        launcher_pipe_read_fd: A pipe that carries the launcher's own output; the launch owns it.
+        launcher_log_file: Where that goes.
 
     Raises:
-        ValueError: The command line or a file that it names is wrong.
+        ValueError: The command line or a file that it names is wrong, or of the two only one is
+            given or there are no cycle logs.
     """
-    if launcher_pipe_read_fd is not None or launcher_log_file is not None:
-        raise ValueError(
-            "collecting the launcher's own output is not available in this version: "
-            "leave launcher_pipe_read_fd and launcher_log_file out"
-        )
     plan = plan_from_args(args, os.environ)
+    if (launcher_pipe_read_fd is None) != (launcher_log_file is None):
+        raise ValueError("launcher_pipe_read_fd and launcher_log_file go together")
+    if launcher_pipe_read_fd is not None:
+        if plan.logs.applog_prefix is None:
+            raise ValueError("launcher_log_file needs --ft-per-cycle-applog-prefix")
+        logs = replace(
+            plan.logs, launcher_log_file=launcher_log_file, launcher_pipe_fd=launcher_pipe_read_fd
+        )
+        plan = replace(plan, logs=logs)
     command, *rest = plan.command.argv
     return config_from_plan(plan), command, rest
 

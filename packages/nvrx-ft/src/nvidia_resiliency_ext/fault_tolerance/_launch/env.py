@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nvidia_resiliency_ext.fault_tolerance._env import (
+    CURRENT_CYCLE_INFO,
     FT_LAUNCHER_IPC_SOCKET,
     FT_RANK_MONITOR_IPC_SOCKET,
     RUN_ID,
@@ -24,7 +25,12 @@ __all__ = [
 
 # A launcher that is itself a rank's child must not hand these on where it sets none of its own.
 OF_AN_OUTER_RANK = frozenset(
-    (FT_RANK_MONITOR_IPC_SOCKET, "NVRX_CYCLE_START_TIME", "NVRX_INFRA_RANK")
+    (
+        CURRENT_CYCLE_INFO,
+        FT_RANK_MONITOR_IPC_SOCKET,
+        "NVRX_CYCLE_START_TIME",
+        "NVRX_INFRA_RANK",
+    )
 )
 
 

@@ -21,8 +21,6 @@ TORCHRUN = "torchrun"
 DEPRECATED = "deprecated"
 GROUPS = (TORCHRUN, *table.GROUPS, DEPRECATED)
 
-_LOG_SERVER_LATER = "the log server"
-_CYCLE_LOGS_LATER = "one log file per cycle"
 _ATTRIBUTION_LATER = "the attribution service"
 
 
@@ -273,7 +271,6 @@ _OWN_FLAGS = (
         table.LOGGING,
         "Write the workers' output to one file per cycle.",
         env=True,
-        later=_CYCLE_LOGS_LATER,
     ),
     Flag(
         "ft-nvrx-logfile",
@@ -282,7 +279,6 @@ _OWN_FLAGS = (
         table.LOGGING,
         "Write the launchers' output to this file.",
         env=True,
-        later=_LOG_SERVER_LATER,
     ),
     Flag(
         "ft-enable-log-server",
@@ -291,7 +287,6 @@ _OWN_FLAGS = (
         table.LOGGING,
         "Collect the logs of all nodes on one.",
         env=True,
-        later=_LOG_SERVER_LATER,
     ),
     Flag(
         "ft-log-server-port",
@@ -300,7 +295,6 @@ _OWN_FLAGS = (
         table.LOGGING,
         "First port of the log server.",
         env=True,
-        later=_LOG_SERVER_LATER,
     ),
     Flag(
         "ft-log-aggregator-count",
@@ -309,7 +303,6 @@ _OWN_FLAGS = (
         table.LOGGING,
         "Log servers of the first level; 0 takes one per 1536 nodes.",
         env=True,
-        later=_LOG_SERVER_LATER,
     ),
     Flag(
         "ft-log-leaf-max-queue-chunks",
@@ -318,7 +311,6 @@ _OWN_FLAGS = (
         table.LOGGING,
         "Length of a log server's queue; -1 chooses it.",
         env=True,
-        later=_LOG_SERVER_LATER,
     ),
     Flag(
         "ft-log-server-log-prefix",
@@ -327,7 +319,6 @@ _OWN_FLAGS = (
         table.LOGGING,
         "Prefix of the log servers' own logs.",
         env=True,
-        later=_LOG_SERVER_LATER,
     ),
     Flag(
         "ft-log-server-graceful-shutdown-timeout",
@@ -336,7 +327,6 @@ _OWN_FLAGS = (
         table.LOGGING,
         "Longest wait for a log server to write what it has.",
         env=True,
-        later=_LOG_SERVER_LATER,
     ),
     Flag(
         "ft-attribution-startup-timeout",

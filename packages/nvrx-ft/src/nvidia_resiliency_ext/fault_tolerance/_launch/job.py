@@ -27,6 +27,7 @@ from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Parts, Result
 from .chronicle import Chronicle
+from .cycle_records import CycleRecords
 from .decide import Assignment, Policy, Signalled
 from .env import (
     OF_AN_OUTER_RANK,
@@ -106,6 +107,15 @@ class Job:
         meeting = self._find_meeting()
         self._is_store_host = meeting is None or meeting.is_here
         self._place = make_place(plan, self._environ, stack)
+        self._cycles = CycleRecords(
+            plan,
+            self._environ,
+            self._place,
+            self._loop,
+            self._clock,
+            meeting.store_host if meeting is not None else None,
+        )
+        stack.callback(self._cycles.close)
         self._build_record()
         self._build_environment()
         stack.callback(self._sweep)
@@ -167,6 +177,7 @@ class Job:
             loop=self._loop,
             clock=self._clock,
             on_lease=self._lease_held,
+            records=self._cycles,
         )
 
     def _build_record(self) -> None:
@@ -186,6 +197,7 @@ class Job:
             self._clock,
             host=place.host,
             shows_stacks=place.record_is_temporary,
+            on_cycle_ended=self._cycles.ended,
         )
 
     def _build_environment(self) -> None:
@@ -205,6 +217,7 @@ class Job:
             **inherited,
             **shared_variables(self._environment, self._environ),
             **self._event_log.environment(),
+            **self._cycles.environment(),
         }
 
     def _build_monitor(self) -> SharedMonitor | MonitorPerRank | NoMonitor:
@@ -368,6 +381,7 @@ class Job:
         logger.info("what happened (set --log-dir to keep the record):\n%s", text)
 
     def _specs(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
+        self._cycles.begin(assignment)
         stamp = CycleStamp(self._clock.wall(), cycle_start_time, self._infra_rank)
         return [
             self._spec(assignment, local_rank, stamp)
@@ -378,7 +392,7 @@ class Job:
         plan, place = self._plan, self._place
         rank = assignment.rank_offset + local_rank
         directory = place.files.worker_directory(assignment.cycle, local_rank)
-        output = worker_output(place.output, directory, local_rank)
+        output = self._cycles.output(worker_output(place.output, directory, local_rank), rank)
         variables = rank_variables(
             self._environment, assignment, local_rank, stamp, output.error_file
         )

@@ -17,6 +17,7 @@ from .command import WorkerCommand
 from .flags import FLAGS
 from .launch_config import LaunchConfig
 from .local_world import MOST_WORKERS
+from .log_plan import ORPHANS_NEED_NO_PIPES, LogPlan
 from .plan import LaunchPlan
 from .syntax import Std, parse_signals
 
@@ -29,6 +30,7 @@ class LogSettings:
     redirects: Mapping[int, Std] = field(default_factory=dict)
     tee: Mapping[int, Std] = field(default_factory=dict)
     local_ranks_filter: frozenset[int] | None = None
+    logs: LogPlan = field(default_factory=LogPlan)
 
 
 def config_from_plan(plan: LaunchPlan) -> LaunchConfig:
@@ -38,7 +40,9 @@ def config_from_plan(plan: LaunchPlan) -> LaunchConfig:
         max_nodes=plan.max_nodes,
         nproc_per_node=plan.nproc_per_node,
         fault_tol_cfg=plan.fault_tolerance,
-        logs_specs=LogSettings(plan.log_dir, plan.redirects, plan.tee, plan.local_ranks_filter),
+        logs_specs=LogSettings(
+            plan.log_dir, plan.redirects, plan.tee, plan.local_ranks_filter, plan.logs
+        ),
         run_id=plan.run_id,
         role=plan.role,
         rdzv_endpoint=plan.rdzv_endpoint,
@@ -74,12 +78,14 @@ def plan_from_config(
     fault_tolerance = FaultToleranceConfig() if given is None else given
     if given is None:
         fault_tolerance.log_level = surroundings.log_level(environ)
-    logs = config.logs_specs if config.logs_specs is not None else LogSettings()
+    logs = _log_settings(config.logs_specs)
     problems = _problems(config) + refused_options(fault_tolerance)
     problems += surroundings.refused_variables(environ)
-    if not isinstance(logs, LogSettings):
-        problems.append("logs_specs: not available in this version; leave it out")
-    if problems or not isinstance(logs, LogSettings):
+    if logs is None:
+        problems.append("logs_specs: takes what config_from_args returns, or a PipeBasedLogsSpecs")
+    elif logs.logs.applog_prefix is not None and fault_tolerance.orphan_workers == "keep":
+        problems.append(ORPHANS_NEED_NO_PIPES)
+    if problems or logs is None:
         raise FaultToleranceConfigError(problems)
     threads = surroundings.omp_rule(environ, config.nproc_per_node)
     return LaunchPlan(
@@ -114,8 +120,21 @@ def plan_from_config(
         no_restart_exit_code=DEFAULT_NO_RESTART_EXIT_CODE,
         monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
         fault_tolerance=fault_tolerance,
+        logs=logs.logs,
         warnings=(threads.warning,) if threads.warning else (),
     )
+
+
+def _log_settings(specs: object) -> LogSettings | None:
+    """Return what log specifications say; None for those of a kind that is not ours."""
+    if specs is None:
+        return LogSettings()
+    if isinstance(specs, LogSettings):
+        return specs
+    # By its method: importing the class would import torch.
+    plan_of = getattr(specs, "log_plan", None)
+    plan = plan_of() if plan_of is not None else None
+    return LogSettings(logs=plan) if isinstance(plan, LogPlan) else None
 
 
 def _problems(config: LaunchConfig) -> list[str]:

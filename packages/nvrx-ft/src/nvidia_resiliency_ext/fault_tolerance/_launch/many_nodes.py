@@ -26,7 +26,11 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, validate
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
+    Placement,
+    PlacementRules,
+    validate,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.rules import (
     MIN_HEALTHY,
     is_elastic,
@@ -48,6 +52,7 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 
 from . import surroundings, syntax
+from .cycle_records import CycleNodes, CycleRecords, StoreHost
 from .loop import EventLoop
 from .plan import LaunchPlan
 from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address
@@ -59,6 +64,7 @@ CONNECT_WAIT_S = 120.0
 LAST_CALL_S = 1.0
 LEGACY_LAST_CALL_S = 30.0
 RETRY_S = 0.5
+LOG_TOKEN_WAIT_S = 2.0
 
 # Options that may differ from node to node: paths, and what a node does for itself.
 _OWN_AFFAIRS = frozenset(
@@ -83,6 +89,11 @@ class Meeting:
     def is_here(self) -> bool:
         """Whether this launcher serves the store."""
         return self.listener is not None
+
+    @property
+    def store_host(self) -> StoreHost:
+        """Where the job's servers run."""
+        return StoreHost(self.is_here, self.host, is_shared=True)
 
 
 def find_meeting(plan: LaunchPlan) -> Meeting:
@@ -160,6 +171,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     loop: EventLoop,
     clock: Clock,
     on_lease: Callable[[float], None],
+    records: CycleRecords,
 ) -> StoreRendezvous:
     """Start this node's part of the rendezvous, and the store where it is to be.
 
@@ -184,7 +196,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     way = _Way(meeting, prefix, secret, limit_s)
     host: _HostThread | None = None
     if meeting.listener is not None:
-        host = _HostThread(way, rules, node, clock)
+        host = _HostThread(way, rules, node, clock, records)
         host.start()
     if environ.get(_env.REPLACEMENT_GROUP_ID) and not rules.placement.group_size:
         logger.warning(
@@ -209,7 +221,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     )
     return StoreRendezvous(
         settings,
-        lambda refused: _connect(way, clock, stop, refused),
+        lambda refused: _with_log_token(_connect(way, clock, stop, refused), records),
         loop=loop,
         clock=clock,
         host=host,
@@ -258,6 +270,31 @@ def _connect(
                 raise
 
 
+def _with_log_token(store: JobStore, records: CycleRecords) -> JobStore:
+    """Fetch what the log server asks for; the host leaves it before it decides anything."""
+    if records.lacks_log_token:
+        token = store.wait_for(keys.LOG_TOKEN, LOG_TOKEN_WAIT_S)
+        if token is None:
+            logger.warning("the store host runs no log server: output waits on this node")
+        else:
+            records.take_log_token(token)
+    return store
+
+
+def _nodes_of(placement: Placement, hosts: Mapping[str, str]) -> CycleNodes:
+    """Return the nodes of a closed round by their hosts' names."""
+    return CycleNodes(
+        active=[hosts.get(one.node, one.addr) for one in placement.active],
+        ranks=[
+            one.infra_rank if one.infra_rank >= 0 else rank
+            for rank, one in enumerate(placement.active)
+        ],
+        standby=[
+            hosts.get(one.node, one.addr) for one in (*placement.standby, *placement.excluded)
+        ],
+    )
+
+
 class _HostThread(threading.Thread):
     """Serves the store and decides the job's rounds; it ends when the job is over for all."""
 
@@ -267,8 +304,10 @@ class _HostThread(threading.Thread):
         rules: HostRules,
         node: str,
         clock: Clock,
+        records: CycleRecords,
     ) -> None:
         super().__init__(name="nvrx-store-host", daemon=True)
+        self._records = records
         self._way = way
         self._rules = rules
         self._node = node
@@ -282,12 +321,17 @@ class _HostThread(threading.Thread):
             server = serve(listener, self._way.meeting.host)
             secret = self._way.secret or share_secret(server, self._way.prefix)
             own = self._way.connect(secret, self._way.timeout_s)
+            if self._records.log_token is not None:
+                own.put(keys.LOG_TOKEN, self._records.log_token)
             host = Host(
                 own,
                 self._rules,
                 me=self._node,
                 epoch=os.urandom(8).hex(),
                 clock=self._clock,
+                on_closed=lambda entry, placement, hosts: self._records.round_closed(
+                    entry.round, _nodes_of(placement, hosts)
+                ),
             )
             host.run()
             del server

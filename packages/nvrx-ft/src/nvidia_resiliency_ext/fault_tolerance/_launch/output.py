@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where workers' stdout and stderr go: files per cycle and rank, and copies on the console.
 
-A worker always writes into a file or into what it inherited, never into a pipe of the launcher:
-a launcher that is stopped or gone must not block a rank. The console copy (`--tee`) follows the
+A worker writes into a file or into what it inherited, and into a pipe of the launcher only where
+the user asked for cycle logs: a launcher that is stopped blocks a rank whose pipe is full. The
+console copy (`--tee`) follows the
 files; the kernel says when they grow (inotify), and where it cannot, a timer looks.
 """
 
@@ -13,7 +14,7 @@ import enum
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -50,10 +51,17 @@ class Stream(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where one stream goes: inherited (path None), a file, or a file with a console copy."""
+    """Where one stream goes: inherited (path None), a file, or a file with a console copy.
+
+    Attributes:
+        path: The file; None for the launcher's own stream or a pipe.
+        tee: Whether it is copied to the console.
+        open_pipe: Makes a new pipe and returns its writing end.
+    """
 
     path: str | None = None
     tee: bool = False
+    open_pipe: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +171,10 @@ def open_target(target: Target) -> int | None:
 
     Raises:
         LogDirectoryError: when the file cannot be made.
+        OSError: when there are no descriptors for a pipe.
     """
+    if target.open_pipe is not None:
+        return target.open_pipe()
     if target.path is None:
         return None
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC

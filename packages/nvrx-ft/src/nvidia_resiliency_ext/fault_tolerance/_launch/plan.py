@@ -10,7 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance import _env
@@ -24,6 +24,7 @@ from .command import WorkerCommand, missing_program, missing_script, worker_comm
 from .flags import FLAGS
 from .launch_config import get_rdzv_endpoint
 from .local_world import local_world_size
+from .log_plan import ORPHANS_NEED_NO_PIPES, LogPlan, log_notes, log_plan, log_problems
 
 if TYPE_CHECKING:
     import argparse
@@ -83,6 +84,7 @@ class LaunchPlan:
         no_restart_exit_code: Exit code of a job that must not be started again.
         monitors_enabled: Whether ranks are watched.
         fault_tolerance: How faults are noticed and handled.
+        logs: Cycle logs, the launcher's own log and log servers.
         warnings: What the launcher should log once, at WARNING.
     """
 
@@ -118,6 +120,7 @@ class LaunchPlan:
     monitors_enabled: bool
     fault_tolerance: FaultToleranceConfig
     warnings: tuple[str, ...]
+    logs: LogPlan = field(default_factory=LogPlan)
 
     @property
     def prewarm(self) -> PrewarmSettings:
@@ -146,6 +149,7 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
     surroundings.check_one_launcher_per_node(environ)
     layers = _layers(args)
     problems = layers.problems + _refused(args, layers) + surroundings.refused_variables(environ)
+    problems += log_problems(args, environ)
     command = _command(args, environ, problems)
     try:
         nproc = local_world_size(args.nproc_per_node, environ)
@@ -156,6 +160,9 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
     config = layers.config()
     min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
     check_segment(config.segment, min_nodes, max_nodes)
+    logs = log_plan(args)
+    if logs.applog_prefix is not None and config.orphan_workers == "keep":
+        raise FaultToleranceConfigError([ORPHANS_NEED_NO_PIPES])
     if "log_level" not in layers.given:
         config.log_level = surroundings.log_level(environ)
     for text in surroundings.deprecated_variables(environ):
@@ -166,6 +173,7 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         *layers.warnings,
         *([threads.warning] if threads.warning else []),
         *surroundings.monitor_notes(environ),
+        *log_notes(logs, args),
     ]
     policy = layers.restart_policy()
     return LaunchPlan(
@@ -200,6 +208,7 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         no_restart_exit_code=args.ft_no_restart_exit_code,
         monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
         fault_tolerance=config,
+        logs=logs,
         warnings=tuple(notes),
     )
 

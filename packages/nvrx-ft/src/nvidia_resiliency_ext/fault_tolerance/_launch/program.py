@@ -50,11 +50,12 @@ def run_plan(plan: LaunchPlan) -> int:
     try:
         with Job(plan, os.environ) as job:
             result = job.run()
+            # Within the job: its own streams may lead into a log until it ends.
+            show_failures(plan.command.entry, result)
     except ConfigError as error:
         usage_error(error)
     except NvrxError as error:
         text = " ".join(str(error).split())
         write_err(f"{PROGRAM}: error: {text}\n")
         return EXIT_FAILURE
-    show_failures(plan.command.entry, result)
     return result.exit_code

@@ -21,6 +21,7 @@ from nvidia_resiliency_ext.fault_tolerance._prewarm.conditions import (
 )
 from nvidia_resiliency_ext.fault_tolerance._prewarm.firstcycle import should_hold_first_cycle
 from nvidia_resiliency_ext.fault_tolerance._prewarm.standby import (
+    PIPED,
     Begun,
     Failed,
     GoOrder,
@@ -74,6 +75,7 @@ class StandbyStarter:
         self._clock = clock
         self._chronicle = chronicle
         self._output = OutputSettings(plan.redirects, plan.tee, plan.local_ranks_filter)
+        self._is_piped = plan.logs.applog_prefix is not None
         self._running_pids = running_pids
         self._imports = plan.prewarm.modules
         self._cold = ColdStarter(die_with_parent=plan.fault_tolerance.orphan_workers == "kill")
@@ -177,12 +179,13 @@ class StandbyStarter:
 
     def _start_standby(self, slot: int) -> None:
         output = worker_output(self._output, "", slot)
+        streams = Stdio(output.stdout.path, output.stderr.path)
         try:
             standby = Standby.start(
                 self._plan.command,
                 self._base_env,
                 slot,
-                Stdio(output.stdout.path, output.stderr.path),
+                PIPED if self._is_piped else streams,
                 argv=self._plan.command.for_local_rank(slot),
                 imports=self._imports,
             )

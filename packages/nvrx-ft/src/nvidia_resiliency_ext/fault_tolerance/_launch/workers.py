@@ -333,4 +333,8 @@ def _open_streams(opened: contextlib.ExitStack, spec: WorkerSpec) -> tuple[int |
             opened.callback(os.close, fd)
         return fd
 
-    return open_one(spec.output.stdout), open_one(spec.output.stderr)
+    stdout, stderr = spec.output.stdout, spec.output.stderr
+    stdout_fd = open_one(stdout)
+    # Both streams of a piped worker share one pipe, or their lines would not be in order.
+    is_shared = stdout.open_pipe is not None and stdout == stderr
+    return stdout_fd, stdout_fd if is_shared else open_one(stderr)

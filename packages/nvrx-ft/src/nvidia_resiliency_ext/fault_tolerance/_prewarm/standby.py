@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -123,14 +124,16 @@ class Stdio:
     """What the worker's output will be; None means the launcher's own stream.
 
     Python chooses buffers when a stream is opened, so a standby gets another file of the same
-    kind until "go": a file in memory for a path, the null device for that.
+    kind until "go": a file in memory for a path, the null device for that, a pipe for a pipe.
     """
 
     stdout: str | None = None
     stderr: str | None = None
+    is_piped: bool = False
 
 
 INHERITED = Stdio()
+PIPED = Stdio(is_piped=True)
 
 
 class Standby:
@@ -188,16 +191,25 @@ class Standby:
         """
         words = tuple(argv) if argv is not None else command.for_local_rank(slot)
         outputs: list[int | None] = []
+        kept: list[int] = []
         with contextlib.ExitStack() as on_failure:
             try:
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 on_failure.callback(ours.close)
                 on_failure.callback(theirs.close)
-                for path in (stdio.stdout, stdio.stderr):
-                    fd = _placeholder(path)
-                    outputs.append(fd)
-                    if fd is not None:
-                        on_failure.callback(os.close, fd)
+                if stdio.is_piped:
+                    reading, writing = _placeholder_pipe()
+                    on_failure.callback(os.close, reading)
+                    on_failure.callback(os.close, writing)
+                    outputs += (writing, writing)
+                    kept.append(reading)
+                else:
+                    for path in (stdio.stdout, stdio.stderr):
+                        fd = _placeholder(path)
+                        outputs.append(fd)
+                        if fd is not None:
+                            on_failure.callback(os.close, fd)
+                            kept.append(fd)
             except (OSError, AttributeError) as error:  # the latter: a libc without memfd
                 raise StandbyError(f"it cannot be prepared: {error}") from error
             ours.setblocking(False)
@@ -213,7 +225,9 @@ class Standby:
             )
             on_failure.pop_all()
         theirs.close()
-        return cls(slot, env, child, ours, tuple(fd for fd in outputs if fd is not None))
+        if stdio.is_piped:
+            os.close(writing)
+        return cls(slot, env, child, ours, tuple(kept))
 
     def fileno(self) -> int:
         """Return the socket, readable when `receive` has something to say."""
@@ -296,9 +310,9 @@ class Standby:
     def _log_output(self) -> None:
         for fd in self._outputs:
             try:
-                text = os.pread(fd, _LARGEST_OUTPUT_BYTES, 0).decode(errors="replace").strip()
+                text = _read_start(fd).decode(errors="replace").strip()
             except OSError:
-                continue  # The null device of some sandboxes cannot be read.
+                continue  # Nothing is in the pipe; or a null device that cannot be read.
             if text:
                 logger.info("standby %d wrote while it imported: %s", self.slot, text)
 
@@ -355,6 +369,21 @@ def _placeholder(path: str | None) -> int | None:
     if path == os.devnull:
         return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     return os.memfd_create("nvrx-standby", os.MFD_CLOEXEC)
+
+
+def _placeholder_pipe() -> tuple[int, int]:
+    """Return a pipe of which neither end ever waits: too much output fails the import."""
+    from nvidia_resiliency_ext.fault_tolerance._cyclelogs.pipes import open_pipe
+
+    reading, writing = open_pipe()
+    os.set_blocking(writing, False)
+    return reading, writing
+
+
+def _read_start(fd: int) -> bytes:
+    if stat.S_ISFIFO(os.fstat(fd).st_mode):
+        return os.read(fd, _LARGEST_OUTPUT_BYTES)
+    return os.pread(fd, _LARGEST_OUTPUT_BYTES, 0)
 
 
 def _send(door: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:

@@ -50,7 +50,7 @@ class Host:
         epoch: Which life of the store this is.
         clock: Where the time is read.
         is_controlled: Whether the store outlives the nodes.
-        on_closed: Called with each closed round; for records.
+        on_closed: Called with each closed round and the names of its nodes' hosts; for records.
         stop: Makes `run` return soon; for a host that goes before the job is over.
     """
 
@@ -63,7 +63,7 @@ class Host:
         epoch: str,
         clock: Clock,
         is_controlled: bool = False,
-        on_closed: Callable[[Entry, Placement], None] | None = None,
+        on_closed: Callable[[Entry, Placement, Mapping[str, str]], None] | None = None,
         stop: threading.Event | None = None,
     ) -> None:
         self._store = store
@@ -332,7 +332,8 @@ class Host:
                 node: self._leases[node][0] // keys.ACKNOWLEDGED for node in active
             }
             if self._on_closed is not None:
-                self._on_closed(closed, placement)
+                hosts = {node: arrival.host or arrival.addr for node, arrival in there.items()}
+                self._on_closed(closed, placement, hosts)
 
     def _place_all(
         self, decided: Placement, there: Mapping[str, Arrival], bad_groups: frozenset[str]

@@ -8,6 +8,8 @@ BELL = "bell"
 # What the first launcher was started with, and what the control plane was, where there is one.
 SETTINGS = "settings"
 CONTROL_SETTINGS = "control-settings"
+# What the log server asks for, where no file on all nodes says it.
+LOG_TOKEN = "log-token"  # noqa: S105 - the name of a key
 # Added to the counter of arrivals by the host when it closes a round: whoever counts itself after
 # that reads a number beyond it and knows, without asking, that it came too late.
 SEAL = 1 << 40

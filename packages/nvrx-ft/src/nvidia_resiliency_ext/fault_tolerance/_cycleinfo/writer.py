@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the files about cycles and the thread that writes them: a dead file system stops no job."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
+
+from .record import CycleInfo, current_name, file_name, iso_utc
+
+__all__ = ["CycleInfoWriter"]
+
+logger = logging.getLogger("nvrx")
+
+SHUTDOWN_S = 2.0
+_MOST_WAITING = 256
+_LARGEST_FILE_BYTES = 1 << 20
+
+
+class CycleInfoWriter:
+    """Writes `cycle_info.<job>.<attempt>.<cycle>` and the link `cycle_info.<job>.current`.
+
+    A file appears and changes as a whole. What cannot be written is said once and left out. All
+    methods but `shutdown` return at once.
+
+    Args:
+        cycle_info_dir: The directory; it is made when needed.
+    """
+
+    def __init__(self, cycle_info_dir: str) -> None:
+        self._directory = os.path.abspath(cycle_info_dir)
+        self._work = threading.Condition()  # guards the two fields below
+        self._jobs: collections.deque[Callable[[], None]] = collections.deque()
+        self._is_ending = False
+        self._open: CycleInfo | None = None  # the thread's
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._run, name="nvrx-cycle-info", daemon=True)
+        self._thread.start()
+
+    def get_cycle_info_dir(self) -> str:
+        """Return the directory."""
+        return self._directory
+
+    def get_current_cycle_info_path(self, job_id: str) -> str:
+        """Return the path of the link to the present cycle's file."""
+        return os.path.join(self._directory, current_name(job_id))
+
+    def write_cycle_start(  # noqa: PLR0913, PLR0917 - the fields of the file
+        self,
+        job_id: str,
+        attempt_index: int,
+        cycle_number: int,
+        cycle_start_time: str,
+        cycle_log_file: str,
+        active_nodes: str,
+        standby_nodes: str = "",
+        active_ranks: str = "",
+    ) -> bool:
+        """Write the file of a cycle that begins and let the link lead to it.
+
+        A cycle that is still open here ends with it.
+
+        Returns:
+            Whether it was taken over: not after `shutdown`, nor when the file system has hung.
+        """
+        info = CycleInfo(
+            job_id=job_id,
+            attempt_index=attempt_index,
+            cycle_number=cycle_number,
+            cycle_start_time=cycle_start_time,
+            cycle_log_file=cycle_log_file,
+            active_nodes=active_nodes,
+            standby_nodes=standby_nodes,
+            active_ranks=active_ranks,
+        )
+        file_name(job_id, attempt_index, cycle_number)  # a bad name is the caller's error
+        return self._hand_over(lambda: self._begin(info))
+
+    def update_cycle_end(
+        self, job_id: str, attempt_index: int, cycle_number: int, cycle_end_time: str
+    ) -> bool:
+        """Write into a cycle's file when it ended; see `write_cycle_start` for the answer."""
+        name = file_name(job_id, attempt_index, cycle_number)
+        return self._hand_over(lambda: self._end(name, cycle_end_time))
+
+    def shutdown(self) -> None:
+        """End an open cycle and write what waits, for 2 s at most; harmless when repeated."""
+        now = iso_utc(time.time())
+        with self._work:
+            if not self._is_ending:
+                self._jobs.append(lambda: self._end_open(now))
+                self._is_ending = True
+                self._work.notify()
+        self._thread.join(SHUTDOWN_S)
+        if self._thread.is_alive():
+            logger.warning("%s does not answer: cycle information is left out", self._directory)
+
+    def _hand_over(self, job: Callable[[], None]) -> bool:
+        with self._work:
+            if self._is_ending or len(self._jobs) >= _MOST_WAITING:
+                return False
+            self._jobs.append(job)
+            self._work.notify()
+        return True
+
+    # The thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._work:
+                while not self._jobs:
+                    if self._is_ending:
+                        return
+                    self._work.wait()
+                job = self._jobs.popleft()
+            try:
+                job()
+            except (OSError, ValueError) as error:
+                self._complain(error)
+
+    def _complain(self, error: Exception) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            logger.warning("cycle information cannot be written, the job goes on: %s", error)
+
+    def _begin(self, info: CycleInfo) -> None:
+        if self._open is not None:
+            self._end_open(info.cycle_start_time)
+        self._open = info
+        os.makedirs(self._directory, exist_ok=True)
+        self._write(info)
+        name = file_name(info.job_id, info.attempt_index, info.cycle_number)
+        _replace_link(name, os.path.join(self._directory, current_name(info.job_id)))
+
+    def _end(self, name: str, at: str) -> None:
+        present = self._open
+        if present is None or _name_of(present) != name:
+            path = os.path.join(self._directory, name)
+            self._write(CycleInfo.from_json(read_regular_file(path, _LARGEST_FILE_BYTES)).ended(at))
+        else:
+            self._end_open(at)
+
+    def _end_open(self, at: str) -> None:
+        present, self._open = self._open, None
+        if present is not None:
+            self._write(present.ended(at))
+
+    def _write(self, info: CycleInfo) -> None:
+        atomic_write(os.path.join(self._directory, _name_of(info)), info.to_json(), mode=0o644)
+
+
+def _name_of(info: CycleInfo) -> str:
+    return file_name(info.job_id, info.attempt_index, info.cycle_number)
+
+
+def _replace_link(target: str, path: str) -> None:
+    """Let a link lead to a file beside it; whoever follows it finds the old one or the new one."""
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.{os.urandom(4).hex()}")
+    os.symlink(target, temporary)
+    try:
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Public names of cycle logs: workers' output in one file per cycle. Loaded when first used.
+
+`ft_launcher --ft-per-cycle-applog-prefix` needs none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ._cyclelogs.grpc_writer import GrpcWriterThread
+    from ._cyclelogs.reader import MultiplexingReaderThread, ReaderConfig
+    from ._cyclelogs.torch_specs import PipeBasedLogsSpecs, PipeSubprocessHandler
+
+__all__ = [
+    "GrpcWriterThread",
+    "MultiplexingReaderThread",
+    "PipeBasedLogsSpecs",
+    "PipeSubprocessHandler",
+    "ReaderConfig",
+]
+
+_ROOMS = {
+    "GrpcWriterThread": "grpc_writer",
+    "MultiplexingReaderThread": "reader",
+    "PipeBasedLogsSpecs": "torch_specs",
+    "PipeSubprocessHandler": "torch_specs",
+    "ReaderConfig": "reader",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name from its room on first use."""
+    room = _ROOMS.get(name)
+    if room is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    package = "nvidia_resiliency_ext.fault_tolerance._cyclelogs"
+    value = getattr(importlib.import_module(f"{package}.{room}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
