@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._ipc.refusals import RefusalLog
+from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
 from . import control, rank_messages, session
 from .doorway import Doorway, Watcher
-from .evidence import Evidence, SlowThread, inspect_process, save_evidence
+from .evidence import Evidence, inspect_process, save_evidence
 from .limits import change_limits, policy_of
 from .report import describe, hang_report
 from .slot import SlotError, SlotLayout, SlotMemory, SlotView, read_slot

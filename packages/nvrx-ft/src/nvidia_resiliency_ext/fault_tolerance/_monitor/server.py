@@ -11,9 +11,10 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
+
 from . import control
 from .channel import Channel
-from .evidence import SlowThread
 from .port import RankPort
 from .report import fault_fields
 from .restart_lines import RestartLines
