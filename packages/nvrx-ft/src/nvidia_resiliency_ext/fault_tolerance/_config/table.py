@@ -416,7 +416,7 @@ OPTIONS: tuple[Option, ...] = (
         v.COUNT,
         3,
         HEALTH,
-        "A node whose failures caused so many restarts works only when there is no spare; 0: never.",
+        "A node that caused so many restarts works only where there is no spare; 0: no such rule.",
     ),
     Option(
         "node_blame_window",

@@ -105,7 +105,7 @@ class BadNodeHook:
         deadline_s: How long the command may take.
     """
 
-    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
+    def __init__(
         self,
         command: str,
         environ: Mapping[str, str],
@@ -142,8 +142,10 @@ class BadNodeHook:
                     )
                     thread.start()
                     self._thread = thread
-            except (queue.Full, RuntimeError) as error:
-                logger.warning("bad node %s is not reported: %s", node.node, error or "too many")
+            except queue.Full:
+                logger.warning("bad node %s is not reported: too many are waiting", node.node)
+            except RuntimeError as error:
+                logger.warning("bad node %s is not reported: %s", node.node, error)
 
     def close(self) -> None:
         """Finish what was reported, within the command's deadline for all of it."""

@@ -78,7 +78,7 @@ class NodeGate:
         chronicle: Where results of checks, and waits, are recorded.
     """
 
-    def __init__(  # noqa: PLR0913 - named, and each of them a part of its own
+    def __init__(
         self,
         settings: GateSettings,
         check: Callable[[], list[HealthResult]],

@@ -17,7 +17,7 @@ from .command import WorkerCommand
 from .flags import FLAGS
 from .launch_config import LaunchConfig
 from .local_world import MOST_WORKERS
-from .plan import LaunchPlan
+from .plan import LaunchPlan, missing_hook
 from .syntax import Std, parse_signals
 
 
@@ -76,7 +76,7 @@ def plan_from_config(
         fault_tolerance.log_level = surroundings.log_level(environ)
     logs = config.logs_specs if config.logs_specs is not None else LogSettings()
     problems = _problems(config) + refused_options(fault_tolerance)
-    problems += surroundings.refused_variables(environ)
+    problems += missing_hook(fault_tolerance.bad_node_hook, environ)
     if not isinstance(logs, LogSettings):
         problems.append("logs_specs: not available in this version; leave it out")
     if problems or not isinstance(logs, LogSettings):
@@ -113,6 +113,7 @@ def plan_from_config(
         omp_num_threads=threads.omp_num_threads,
         no_restart_exit_code=DEFAULT_NO_RESTART_EXIT_CODE,
         monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
+        node_health_check_endpoint=None,
         fault_tolerance=fault_tolerance,
         warnings=(threads.warning,) if threads.warning else (),
     )

@@ -17,6 +17,7 @@ from nvidia_resiliency_ext.fault_tolerance._infra.replacement import (
     replacement_group_id,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.blame import BlameRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     DEFAULT_PORT,
@@ -48,6 +49,8 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 
 from . import surroundings, syntax
+from .decide import Cause
+from .fitness import injected_failure
 from .loop import EventLoop
 from .plan import LaunchPlan
 from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address
@@ -66,7 +69,7 @@ _OWN_AFFAIRS = frozenset(
         "log_level", "rdzv_token_file", "checkpoint_iteration_file", "pci_topo_file",
         "link_down_path_template", "link_state_path_template", "storage_healthcheck_path",
         "cycle_info_dir", "attribution_endpoint", "attribution_export_url", "prewarm",
-        "prewarm_import", "numa_bind_strict",
+        "prewarm_import", "numa_bind_strict", "bad_node_hook",
     }
 )  # fmt: skip
 
@@ -131,6 +134,7 @@ def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> HostRules:
     return HostRules(
         placement=placement,
         budget=Budget(plan.max_restarts, config.restart_budget_window),
+        blame=BlameRules(config.node_blame_limit, config.node_blame_window),
         lease_s=config.lease,
         last_call_s=last_call_s,
         min_healthy=plan.restart_policy == MIN_HEALTHY,
@@ -160,6 +164,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     loop: EventLoop,
     clock: Clock,
     on_lease: Callable[[float], None],
+    on_bad_node: Callable[[Cause], None],
 ) -> StoreRendezvous:
     """Start this node's part of the rendezvous, and the store where it is to be.
 
@@ -184,7 +189,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     way = _Way(meeting, prefix, secret, limit_s)
     host: _HostThread | None = None
     if meeting.listener is not None:
-        host = _HostThread(way, rules, node, clock)
+        host = _HostThread(way, rules, node, clock, on_bad_node)
         host.start()
     if environ.get(_env.REPLACEMENT_GROUP_ID) and not rules.placement.group_size:
         logger.warning(
@@ -204,6 +209,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         join_timeout_s=join_s if join_s is not None else JOIN_TIMEOUT_S,
         connect_timeout_s=limit_s,
         domain=_domain if segment else _no_domain,
+        unfit_in=lambda round_: injected_failure(round_, infra_rank, host_name, environ),
         group=replacement_group_id(environ) if rules.placement.group_size else None,
         must_agree=agreed,
     )
@@ -267,12 +273,14 @@ class _HostThread(threading.Thread):
         rules: HostRules,
         node: str,
         clock: Clock,
+        on_bad_node: Callable[[Cause], None],
     ) -> None:
         super().__init__(name="nvrx-store-host", daemon=True)
         self._way = way
         self._rules = rules
         self._node = node
         self._clock = clock
+        self._on_bad_node = on_bad_node
 
     def run(self) -> None:
         """Serve until the job is over. A failure is seen by all nodes: their store is gone."""
@@ -288,6 +296,7 @@ class _HostThread(threading.Thread):
                 me=self._node,
                 epoch=os.urandom(8).hex(),
                 clock=self._clock,
+                on_bad_node=self._on_bad_node,
             )
             host.run()
             del server

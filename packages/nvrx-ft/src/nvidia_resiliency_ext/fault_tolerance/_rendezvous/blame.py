@@ -50,7 +50,5 @@ def blamed(failures: Failures, now: float, rules: BlameRules) -> frozenset[str]:
         return frozenset()
     since = now - rules.window_s
     return frozenset(
-        host
-        for host, times in failures.items()
-        if sum(at > since for at in times) >= rules.limit
+        host for host, times in failures.items() if sum(at > since for at in times) >= rules.limit
     )
