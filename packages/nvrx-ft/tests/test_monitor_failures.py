@@ -24,11 +24,11 @@ from nvidia_resiliency_ext.fault_tolerance._monitor import control, rank_message
 from nvidia_resiliency_ext.fault_tolerance._monitor.boot import LineHandler
 from nvidia_resiliency_ext.fault_tolerance._monitor.channel import Channel
 from nvidia_resiliency_ext.fault_tolerance._monitor.doorway import Doorway
-from nvidia_resiliency_ext.fault_tolerance._monitor.evidence import SlowThread
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, MonitorStartError
 from nvidia_resiliency_ext.fault_tolerance._monitor.link import LinkError, RankLink
 from nvidia_resiliency_ext.fault_tolerance._monitor.server import MonitorServer, _Order
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout, SlotMemory, read_slot
+from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.wire import (

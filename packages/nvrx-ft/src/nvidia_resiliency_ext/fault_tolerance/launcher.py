@@ -28,6 +28,11 @@ if TYPE_CHECKING:
         TerminalWorkerGroupFailure,
         UnhealthyNodeException,
     )
+    from ._launch.fitness import (
+        ensure_node_is_healthy,
+        get_node_health_check,
+        init_node_health_check,
+    )
     from ._launch.launch_config import (
         LaunchConfig,
         LogFunnelPorts,
@@ -49,9 +54,12 @@ __all__ = [
     "config_from_args",
     "determine_local_world_size",
     "elastic_launch",
+    "ensure_node_is_healthy",
     "get_args_parser",
+    "get_node_health_check",
     "get_rdzv_endpoint",
     "get_use_env",
+    "init_node_health_check",
     "launch_agent",
     "main",
     "parse_args",
@@ -69,9 +77,12 @@ _ROOMS = {
     "config_from_args": "elastic",
     "determine_local_world_size": "local_world",
     "elastic_launch": "elastic",
+    "ensure_node_is_healthy": "fitness",
     "get_args_parser": "parser",
+    "get_node_health_check": "fitness",
     "get_rdzv_endpoint": "launch_config",
     "get_use_env": "launch_config",
+    "init_node_health_check": "fitness",
     "launch_agent": "elastic",
     "parse_args": "parser",
     "parse_min_max_nnodes": "syntax",

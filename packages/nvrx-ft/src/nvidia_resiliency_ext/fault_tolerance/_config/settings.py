@@ -83,6 +83,10 @@ class FaultToleranceConfig:
     restart_budget_window: float | None = None
     rdzv_token_file: str | None = None
     attribution_node_action: str = "log"
+    restart_backoff: float = 30.0
+    node_blame_limit: int = 3
+    node_blame_window: float = 3600.0
+    bad_node_hook: str | None = None
 
     def __post_init__(self) -> None:
         problems = []

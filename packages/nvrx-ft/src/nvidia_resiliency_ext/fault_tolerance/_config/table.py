@@ -128,7 +128,6 @@ OPTIONS: tuple[Option, ...] = (
         5.0,
         HEALTH,
         "Time between two health checks of the node while the job runs.",
-        later="periodic health checks",
     ),
     Option(
         "safety_factor",
@@ -164,7 +163,6 @@ OPTIONS: tuple[Option, ...] = (
         False,
         HEALTH,
         "Watch the links of the network cards while the job runs.",
-        later="watching network cards",
     ),
     Option(
         "enable_nic_healthcheck",
@@ -172,8 +170,6 @@ OPTIONS: tuple[Option, ...] = (
         True,
         HEALTH,
         "Check the links of the network cards before a node joins a rendezvous.",
-        later="checking network cards",
-        harmless=(False,),
     ),
     Option(
         "enable_dist_storage_healthcheck",
@@ -181,7 +177,6 @@ OPTIONS: tuple[Option, ...] = (
         False,
         HEALTH,
         "Check distributed storage before a node joins a rendezvous.",
-        later="checking distributed storage",
     ),
     Option(
         "storage_healthcheck_path",
@@ -190,7 +185,6 @@ OPTIONS: tuple[Option, ...] = (
         HEALTH,
         "Paths that must be readable before a node joins a rendezvous.",
         flag_aliases=("ft-storage-health-check-path",),
-        later="checking storage paths",
     ),
     Option(
         "pci_topo_file",
@@ -198,7 +192,6 @@ OPTIONS: tuple[Option, ...] = (
         None,
         HEALTH,
         "File that says which network card belongs to which GPU.",
-        later="checking network cards",
     ),
     Option(
         "link_down_path_template",
@@ -206,7 +199,6 @@ OPTIONS: tuple[Option, ...] = (
         None,
         HEALTH,
         "Path of a card's counter of lost links; {nic} stands for its name.",
-        later="checking network cards",
     ),
     Option(
         "link_state_path_template",
@@ -214,7 +206,6 @@ OPTIONS: tuple[Option, ...] = (
         None,
         HEALTH,
         "Path of a card's link state; {nic} stands for its name.",
-        later="checking network cards",
     ),
     Option(
         "skip_section_response",
@@ -236,7 +227,6 @@ OPTIONS: tuple[Option, ...] = (
         True,
         FAULT_TOLERANCE,
         "Bind a worker's memory to its NUMA node, instead of only preferring it.",
-        later="binding to NUMA nodes",
     ),
     Option(
         "gpu_memory_reclaim_timeout",
@@ -244,8 +234,6 @@ OPTIONS: tuple[Option, ...] = (
         50.0,
         HEALTH,
         "Longest wait for a stopped worker's GPU memory to come back; 0 does not wait.",
-        later="waiting for GPU memory",
-        harmless=(50.0, 0.0),
     ),
     Option(
         "gpu_memory_tolerance_mb",
@@ -253,7 +241,6 @@ OPTIONS: tuple[Option, ...] = (
         512.0,
         HEALTH,
         "GPU memory in use that counts as free.",
-        later="waiting for GPU memory",
     ),
     Option(
         "gpu_memory_poll_interval",
@@ -261,7 +248,6 @@ OPTIONS: tuple[Option, ...] = (
         2.0,
         HEALTH,
         "Time between two looks at GPU memory.",
-        later="waiting for GPU memory",
     ),
     Option(
         "check_remaining_processes",
@@ -416,6 +402,34 @@ OPTIONS: tuple[Option, ...] = (
         ATTRIBUTION,
         "What follows when attribution names a faulty node.",
         later="the attribution service",
+    ),
+    Option(
+        "restart_backoff",
+        v.SECONDS,
+        30.0,
+        FAULT_TOLERANCE,
+        "Longest wait before a restart when cycles fail within 10 s without a step; 0 never waits.",
+    ),
+    Option(
+        "node_blame_limit",
+        v.COUNT,
+        3,
+        HEALTH,
+        "A node that caused so many restarts works only where there is no spare; 0: no such rule.",
+    ),
+    Option(
+        "node_blame_window",
+        v.INTERVAL,
+        3600.0,
+        HEALTH,
+        "How long a failure counts against its node.",
+    ),
+    Option(
+        "bad_node_hook",
+        v.or_none(v.COMMAND),
+        None,
+        HEALTH,
+        "Command that is told of a bad node, as JSON on its standard input; no shell runs it.",
     ),
 )
 

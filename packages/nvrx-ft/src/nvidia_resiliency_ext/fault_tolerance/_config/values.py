@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "BOOL",
+    "COMMAND",
     "COUNT",
     "FACTOR",
     "INTEGER",
@@ -161,6 +162,15 @@ def _text(raw: Any) -> str:
     return raw
 
 
+def _command(raw: Any) -> str:
+    import shlex
+
+    text = _text(raw)
+    if not shlex.split(text):  # ValueError for a quote that is not closed
+        raise ValueError
+    return text
+
+
 def _signal(raw: Any) -> signal.Signals:
     if isinstance(raw, str) and not raw.strip().isdigit():
         name = raw.strip().upper()
@@ -292,6 +302,7 @@ COUNT = Kind("int", "an integer >= 0 and < 2**63", "N", _count)
 INTEGER = Kind("int", "an integer of 64 bits", "N", _integer)
 BOOL = Kind("bool", "one of true, false, yes, no, 1, 0", "BOOL", _bool)
 TEXT = Kind("str", "a text that is not empty", "TEXT", _text)
+COMMAND = Kind("str", "a command with its arguments, quotes as in a shell", "COMMAND", _command)
 SIGNAL = Kind("signal.Signals", "the name or number of a signal", "SIGNAL", _signal)
 SIGNAL_OR_NONE = or_none(SIGNAL)
 LOG_LEVEL = Kind(

@@ -53,6 +53,28 @@ class MonitorLink(Protocol):
         """Return how far local rank 0 has come."""
 
 
+class Gate(Protocol):
+    """What the agent needs of `gate.NodeGate`."""
+
+    def prepare(self) -> None:
+        """Begin the health checks for the next round."""
+
+    def admit(self, cycle: int, answer: Callable[[Cause | None], None]) -> None:
+        """Answer with why this node must not join, or None."""
+
+    def cycle_failed(self, kind: str, lived_s: float, *, has_stepped: bool) -> None:
+        """Take note of how a cycle ended."""
+
+    def workers_gone(self) -> None:
+        """Begin to wait for what stopped workers still hold."""
+
+    def start(self, begin: Callable[[], None]) -> None:
+        """Call `begin` when workers may start."""
+
+    def shut(self) -> None:
+        """Forget who wants to start."""
+
+
 class ProgressTracker(Protocol):
     """What the agent needs of `progress_tracker.TrainingProgressTracker`."""
 
@@ -86,11 +108,14 @@ class Result:
         reason: str,
         failures: Sequence[Failure],
         stop_signal: int | None = None,
+        *,
+        is_unfit: bool = False,
     ) -> None:
         self.exit_code = exit_code
         self.reason = reason
         self.failures = list(failures)
         self.stop_signal = stop_signal
+        self.is_unfit = is_unfit
 
     @property
     def root_cause(self) -> Failure:
@@ -106,6 +131,8 @@ class Parts:
     loop: EventLoop
     clock: Clock
     rendezvous: Rendezvous
+    gate: Gate
+    on_bad_node: Callable[[Cause], None]
     starter: Starter
     specs: Specs
     monitor: MonitorLink
@@ -128,6 +155,8 @@ class NodeAgent:
         self._loop = parts.loop
         self._clock = parts.clock
         self._rendezvous = rendezvous = parts.rendezvous
+        self._gate = parts.gate
+        self._on_bad_node = parts.on_bad_node
         self._starter = parts.starter
         self._specs = parts.specs
         self._monitor = parts.monitor
@@ -148,10 +177,12 @@ class NodeAgent:
         self._assignment: Assignment | None = None
         self._error_files: dict[int, str] = {}
         self._cycle_start_time: float | None = None
+        self._started_at: float | None = None
         self._steps_recorded = NO_STEPS
         self._finish: decide.Finish | None = None
         self._barrier: Timer | None = None
         self._refill: Timer | None = None
+        self._is_unfit = False
         self._perform: dict[type, Callable[..., None]] = {
             decide.Join: self._join,
             decide.StartWorkers: self._start_workers,
@@ -164,7 +195,7 @@ class NodeAgent:
             decide.ReportBroken: lambda effect: rendezvous.broken(
                 effect.cause, all_gone=effect.all_gone
             ),
-            decide.LeaveRendezvous: lambda effect: rendezvous.leave(effect.cause),
+            decide.LeaveRendezvous: self._leave,
             decide.Finish: self._note_finish,
         }
 
@@ -209,7 +240,11 @@ class NodeAgent:
         self._chronicle.cycle_ended(self._finish.reason)
         self._stay()
         return Result(
-            self._finish.exit_code, self._finish.reason, self._failures, self._node.stop_signal
+            self._finish.exit_code,
+            self._finish.reason,
+            self._failures,
+            self._node.stop_signal,
+            is_unfit=self._is_unfit,
         )
 
     def _stay(self) -> None:
@@ -237,10 +272,23 @@ class NodeAgent:
         self._node, effects = decide.decide(self._node, event)
         if before is Phase.RUNNING and self._node.phase is not Phase.RUNNING:
             self._record_progress()
+            self._note_end()
+        if isinstance(event, decide.NodeUnfit):
+            # What its workers did before is not why it leaves.
+            self._is_unfit, self._failures = True, []
         if before is Phase.STOPPING and isinstance(event, decide.GroupStopped):
             self._chronicle.workers_stopped()
         for effect in effects:
             self._apply(effect)
+
+    def _note_end(self) -> None:
+        """Tell the gate how the cycle ended that nobody works in any more."""
+        cause, started_at = self._node.cause, self._started_at
+        self._started_at = None
+        if cause is not None and started_at is not None:
+            lived_s = self._clock.monotonic() - started_at
+            has_stepped = self._monitor.steps_of_rank0().count > 0
+            self._gate.cycle_failed(cause.kind, lived_s, has_stepped=has_stepped)
 
     def _apply(self, effect: Effect) -> None:
         self._perform[type(effect)](effect)
@@ -298,8 +346,16 @@ class NodeAgent:
         if effect.cause is not None:
             self._chronicle.cycle_ended(effect.cause.what)
             self._cycle_start_time = self._clock.wall()
-        self._rendezvous.join(effect.cycle)
-        self._poll_rendezvous()
+        if self._workers.started:
+            self._gate.workers_gone()
+        self._gate.admit(effect.cycle, lambda unfit: self._admitted(effect.cycle, unfit))
+
+    def _admitted(self, cycle: int, unfit: Cause | None) -> None:
+        if unfit is not None:
+            self.post(decide.NodeUnfit(unfit))
+        elif self._node.phase is Phase.JOINING:  # It may have been told to end meanwhile.
+            self._rendezvous.join(cycle)
+            self._poll_rendezvous()
 
     def _poll_rendezvous(self) -> None:
         self._events.extend(self._rendezvous.poll())
@@ -313,6 +369,9 @@ class NodeAgent:
         self._chronicle.round_joined(assignment)
         self._failures = []
         self._steps_recorded = Steps(None, 0, self._clock.monotonic())
+        self._gate.start(lambda: self._start_now(assignment))
+
+    def _start_now(self, assignment: Assignment) -> None:
         try:
             specs = self._specs(assignment, self._cycle_start_time)
             self._error_files = {spec.local_rank: spec.output.error_file for spec in specs}
@@ -321,6 +380,7 @@ class NodeAgent:
         except (NvrxError, OSError) as error:
             self.post(decide.StartFailed(Cause("start", str(error), host=self._host)))
             return
+        self._started_at = self._clock.monotonic()
         self._tell_monitor()
         self._chronicle.workers_started(self._workers.started)
 
@@ -342,6 +402,9 @@ class NodeAgent:
         self._chronicle.worker_started(local_rank, self._workers.started[local_rank])
 
     def _stop_workers(self, effect: decide.StopWorkers) -> None:
+        self._gate.shut()
+        if self._node.outcome is decide.Outcome.RESTART:
+            self._gate.prepare()
         self._workers.stop(effect.signum, effect.grace_s)
 
     def _kill_workers(self, _effect: decide.KillWorkers) -> None:
@@ -356,6 +419,11 @@ class NodeAgent:
             failures=self._failures,
             last_iteration=self._monitor.last_iteration(),
         )
+
+    def _leave(self, effect: decide.LeaveRendezvous) -> None:
+        self._rendezvous.leave(effect.cause)
+        if effect.cause.kind != "drained":
+            self._on_bad_node(effect.cause)
 
     def _report_success(self, _effect: decide.ReportSuccess) -> None:
         self._rendezvous.succeeded()

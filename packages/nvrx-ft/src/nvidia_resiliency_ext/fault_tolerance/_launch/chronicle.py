@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import Steps
 from nvidia_resiliency_ext.shared_utils import events
@@ -20,9 +21,13 @@ from .faults import Failure
 from .records import FailureLog, FailureRecord, RestartTimes
 from .workers import Started
 
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
+
 logger = logging.getLogger("nvrx")
 
 MAX_SHOWN_STACKS = 16_384
+_HEALTH_WORDS = {"healthy": "pass", "unhealthy": "fail", "skipped": "skipped"}
 
 
 class Chronicle:
@@ -50,6 +55,7 @@ class Chronicle:
         self._first_steps: set[int] = set()
         self._fault: tuple[Cause, Outcome, int | None] | None = None
         self._also_failed: list[str] = []
+        self._health: dict[str, str] = {}
         self._times = RestartTimes()
         self.restarts = 0
         self.faults = 0
@@ -192,6 +198,20 @@ class Chronicle:
         now = self._times.stopped = self._clock.monotonic()
         if self._times.fault is not None:
             self._record(events.Phase(name="stop", dur_s=round(now - self._times.fault, 6)))
+
+    def node_checked(self, results: Iterable[HealthResult]) -> None:
+        """Record what health checks found: failures, and what differs from the time before."""
+        for result in results:
+            word = _HEALTH_WORDS[result.status]
+            if result and self._health.get(result.name) == word:
+                continue
+            self._health[result.name] = word
+            said = result.reason or None
+            self._record(events.Health(check=result.name, result=word, evidence=said))
+
+    def memory_reclaimed(self, seconds: float) -> None:
+        """Record how long GPU memory was waited for."""
+        self._record(events.Phase(name="reclaim", dur_s=round(seconds, 6)))
 
     def cycle_ended(self, result: str) -> None:
         """Record the end of a cycle."""

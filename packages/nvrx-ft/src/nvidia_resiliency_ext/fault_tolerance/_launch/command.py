@@ -14,7 +14,16 @@ from dataclasses import dataclass
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 
-__all__ = ["WorkerCommand", "missing_program", "missing_script", "worker_command"]
+from .numa import NUMACTL, NumaBinding
+
+__all__ = [
+    "WorkerCommand",
+    "find_program",
+    "missing_program",
+    "missing_script",
+    "numa_binding",
+    "worker_command",
+]
 
 _RUN_PATH_MODULE = "nvidia_resiliency_ext.fault_tolerance._launch.run_path"
 
@@ -28,18 +37,25 @@ class WorkerCommand:
         entry: The script's path, the module's name or the program.
         is_module: Whether `entry` is a module run with `-m`.
         is_python: Whether a Python interpreter runs it.
+        numa: How the worker is bound to a NUMA node; None binds nothing.
     """
 
     argv: tuple[str, ...]
     entry: str
     is_module: bool
     is_python: bool
+    numa: NumaBinding | None = None
 
     def for_local_rank(self, local_rank: int) -> tuple[str, ...]:
         """Return the command of one worker, as torchrun substitutes the macro.
 
-        The interpreter is left alone. As in torchrun, `$$` becomes `$`.
+        The interpreter is left alone. As in torchrun, `$$` becomes `$`. What binds the worker to
+        its NUMA node goes before all.
         """
+        own = self._own_words(local_rank)
+        return own if self.numa is None else (*self.numa.words(local_rank), *own)
+
+    def _own_words(self, local_rank: int) -> tuple[str, ...]:
         if not any("$" in word for word in self.argv[1:]):
             return self.argv
         from string import Template
@@ -69,6 +85,26 @@ def worker_command(
     return WorkerCommand(argv, script, is_module=is_module, is_python=True)
 
 
+def numa_binding(environ: Mapping[str, str], *, is_strict: bool) -> NumaBinding | None:
+    """Return how workers are bound to NUMA nodes, or None where nobody asks for it.
+
+    Raises:
+        ValueError: They cannot be bound as asked; the message says why.
+    """
+    raw = environ.get(_env.GPUS_PER_NUMA, "").strip()
+    if not raw:
+        return None
+    if not raw.isascii() or not raw.isdigit() or int(raw) < 1:
+        raise ValueError(f"{_env.GPUS_PER_NUMA}: {raw!r} is not a number of GPUs >= 1")
+    program = find_program(NUMACTL, environ)
+    if program is None:
+        raise ValueError(
+            f"{_env.GPUS_PER_NUMA}={raw} needs the program {NUMACTL!r}, which is not on PATH; "
+            "install it, or unset the variable"
+        )
+    return NumaBinding(program, int(raw), is_strict)
+
+
 def missing_script(path: str) -> str:
     """Return what keeps Python from running the file `path`, or an empty text."""
     if not os.path.exists(path):
@@ -83,16 +119,23 @@ def missing_script(path: str) -> str:
     return ""
 
 
+def find_program(name: str, environ: Mapping[str, str]) -> str | None:
+    """Return the path of a program that can be executed, or None."""
+    paths = _paths_of(name, environ)
+    return next((path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)), None)
+
+
+def _paths_of(name: str, environ: Mapping[str, str]) -> list[str]:
+    if "/" in name:
+        return [name]
+    folders = (environ.get("PATH") or os.defpath).split(os.pathsep)
+    return [os.path.join(folder or ".", name) for folder in folders]
+
+
 def missing_program(name: str, environ: Mapping[str, str]) -> str:
     """Return what keeps `name` from being executed, or an empty text."""
-    if "/" in name:
-        candidates = [name]
-    else:
-        folders = (environ.get("PATH") or os.defpath).split(os.pathsep)
-        candidates = [os.path.join(folder or ".", name) for folder in folders]
-    files = [path for path in candidates if os.path.isfile(path)]
-    if any(os.access(path, os.X_OK) for path in files):
+    if find_program(name, environ) is not None:
         return ""
-    if files:
+    if any(os.path.isfile(path) for path in _paths_of(name, environ)):
         return f"program {name!r} is not executable; change its permissions"
     return f"program {name!r} does not exist or is not on PATH"

@@ -8,6 +8,7 @@ events and performs the effects; nothing here reads a clock, a file or a process
     JOINING    RoundReady                RUNNING    StartWorkers
     JOINING    RoundClosed               FINISHED   Finish
     JOINING    Signalled                 FINISHED   CloseRendezvous, Finish
+    JOINING    NodeUnfit                 FINISHED   ReportFault, LeaveRendezvous, Finish(1)
     JOINING    NextRoundOpened           JOINING    Join          (a spare tries again)
     RUNNING    WorkerExited (0, last)    FINISHED   CloseRendezvous, Finish(0)   (one node)
     RUNNING    WorkerExited (0, last)    WAITING    ReportSuccess (others may still work)
@@ -175,6 +176,13 @@ class JoinTimedOut:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeUnfit:
+    """This node failed its health check before it joined a round."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
 class BarrierTimedOut:
     """The other nodes did not end in time after this one succeeded."""
 
@@ -247,6 +255,7 @@ Event = (
     | NextRoundOpened
     | StoreLost
     | JoinTimedOut
+    | NodeUnfit
     | BarrierTimedOut
     | WorkerExited
     | WorkerStuck
@@ -407,6 +416,11 @@ def _while_joining(node: Node, event: Event) -> Decision:
         return node, (Join(node.cycle + 1, event.cause),)
     if isinstance(event, (StoreLost, JoinTimedOut)):
         return _finished(node), (Finish(EXIT_FAILURE, event.what),)
+    if isinstance(event, NodeUnfit):
+        cause = event.cause
+        report = ReportFault(cause, Outcome.LEAVE, 0)
+        leaves = LeaveRendezvous(cause)
+        return _finished(node), (report, leaves, Finish(EXIT_FAILURE, cause.what))
     if isinstance(event, Signalled):
         name = signal.Signals(event.signum).name
         goes = _goes(node, name, RDZV_SHUTDOWN_REASON_GRACEFUL)

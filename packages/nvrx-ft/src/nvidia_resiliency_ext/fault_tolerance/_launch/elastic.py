@@ -14,7 +14,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_NO_PROGRESS,
@@ -22,14 +22,17 @@ from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 
 from .agent import Result
-from .command import WorkerCommand
+from .command import WorkerCommand, numa_binding
 from .decide import EXIT_OK
-from .errors import NoRestartRequested
+from .errors import NoRestartRequested, UnhealthyNodeException
 from .function_worker import FunctionCall
 from .job import Job
 from .launch_config import LaunchConfig
 from .library_plan import config_from_plan, plan_from_config
 from .plan import LaunchPlan, log_warnings, plan_from_args
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 
 Entrypoint = Callable[..., Any] | str
 
@@ -107,11 +110,14 @@ def launch_agent(
         ValueError: The configuration asks for what this version does not offer.
         ChildFailedError: Workers failed and no restart was left (torch's class).
         NoRestartRequested: The job makes no progress and must not be queued again.
+        UnhealthyNodeException: This node failed its health check.
         SignalException: The launcher was asked to end (torch's class).
     """
     if isinstance(entrypoint, str):
         argv = (entrypoint, *(str(arg) for arg in args))
-        command = WorkerCommand(argv=argv, entry=entrypoint, is_module=False, is_python=False)
+        given: FaultToleranceConfig | None = config.fault_tol_cfg
+        numa = numa_binding(os.environ, is_strict=given is None or given.numa_bind_strict)
+        command = WorkerCommand(argv, entrypoint, is_module=False, is_python=False, numa=numa)
         plan = plan_from_config(config, command, os.environ)
         _run_plan(plan)
         return dict.fromkeys(range(plan.nproc_per_node))
@@ -152,6 +158,8 @@ def _raise(plan: LaunchPlan, result: Result) -> None:
         )
         for failure in result.failures
     }
+    if result.is_unfit:
+        raise UnhealthyNodeException(result.reason)
     if not failures:
         raise RuntimeError(result.reason)
     raise ChildFailedError(plan.command.entry, failures)

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nvidia_resiliency_ext.fault_tolerance._monitor.report import cause_kind
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
@@ -113,9 +114,11 @@ def cause_of(failure: Failure) -> Cause:
     kind, what, detected_by = "exited", "", "launcher"
     detail: dict[str, object] = {"pid": failure.pid}
     if failure.hang:
-        rule = str(failure.hang.get("rule", ""))
-        kind = "hang_heartbeat" if "heartbeat" in rule else "hang_section"
-        what = f"{where} hung: {_hang_words(failure.hang)}"
+        kind = cause_kind(str(failure.hang.get("rule", "")))
+        if kind == "unhealthy":
+            what = f"{where} was ended: {failure.hang.get('reason')}"
+        else:
+            what = f"{where} hung: {_hang_words(failure.hang)}"
         detected_by = "monitor"
         detail.update(failure.hang)
     elif failure.status.signal is not None:
@@ -150,6 +153,8 @@ _HANGS = {
 
 def _hang_words(hang: Mapping[str, object]) -> str:
     elapsed, limit = hang.get("elapsed"), hang.get("limit")
+    if hang.get("reason"):
+        return str(hang["reason"])
     rule = str(hang.get("rule"))
     subject = f"section {hang['section']!r}" if hang.get("section") else _HANGS.get(rule, rule)
     if isinstance(elapsed, (int, float)) and isinstance(limit, (int, float)):

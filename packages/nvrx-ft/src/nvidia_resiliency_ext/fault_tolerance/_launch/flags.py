@@ -262,7 +262,6 @@ _OWN_FLAGS = (
         None,
         table.HEALTH,
         "Unix socket of a service that judges this node's health.",
-        later="an external health check",
     ),
     Flag(
         "ft-per-cycle-applog-prefix",

@@ -28,7 +28,7 @@ from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 from .agent import NodeAgent, Parts, Result
 from .chronicle import Chronicle
 from .cycle_records import CycleRecords
-from .decide import Assignment, Policy, Signalled
+from .decide import Assignment, Cause, Policy, Signalled
 from .env import (
     OF_AN_OUTER_RANK,
     CycleStamp,
@@ -36,6 +36,7 @@ from .env import (
     rank_variables,
     shared_variables,
 )
+from .gate import make_gate
 from .loop import EventLoop, Timer
 from .monitor_link import MonitorPerRank, NoMonitor, SharedMonitor
 from .output import LOOK_INTERVAL_S, Tee, line_prefix, worker_output
@@ -50,6 +51,7 @@ from .standbys import StandbyStarter
 from .workers import WorkerSpec
 
 if TYPE_CHECKING:
+    from .bad_node import BadNodeHook
     from .many_nodes import Meeting
 
 logger = logging.getLogger("nvrx")
@@ -117,6 +119,18 @@ class Job:
         )
         stack.callback(self._cycles.close)
         self._build_record()
+        self._bad_node_hook = self._build_bad_node_hook()
+        self._gate = make_gate(
+            plan,
+            self._environ,
+            host=self._place.host,
+            infra_rank=self._infra_rank,
+            loop=self._loop,
+            clock=self._clock,
+            chronicle=self._chronicle,
+        )
+        stack.callback(self._gate.close)
+        self._gate.prepare()
         self._build_environment()
         stack.callback(self._sweep)
         self._standbys = StandbyStarter(
@@ -178,6 +192,7 @@ class Job:
             clock=self._clock,
             on_lease=self._lease_held,
             records=self._cycles,
+            on_bad_node=self._bad_node,
         )
 
     def _build_record(self) -> None:
@@ -199,6 +214,26 @@ class Job:
             shows_stacks=place.record_is_temporary,
             on_cycle_ended=self._cycles.ended,
         )
+
+    def _build_bad_node_hook(self) -> BadNodeHook | None:
+        command = self._plan.fault_tolerance.bad_node_hook
+        if command is None:
+            return None
+        from .bad_node import BadNodeHook
+
+        hook = BadNodeHook(
+            command,
+            self._environ,
+            job=self._plan.run_id,
+            host=self._place.host,
+            clock=self._clock,
+        )
+        self._stack.callback(hook.close)
+        return hook
+
+    def _bad_node(self, cause: Cause) -> None:
+        if self._bad_node_hook is not None:
+            self._bad_node_hook.report(cause)
 
     def _build_environment(self) -> None:
         plan, place = self._plan, self._place
@@ -279,6 +314,8 @@ class Job:
                 loop=self._loop,
                 clock=self._clock,
                 rendezvous=self._rendezvous,
+                gate=self._gate,
+                on_bad_node=self._bad_node,
                 starter=self._standbys,
                 specs=self._specs,
                 monitor=self._monitor,

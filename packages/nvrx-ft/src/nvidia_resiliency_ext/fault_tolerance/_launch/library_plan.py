@@ -18,7 +18,7 @@ from .flags import FLAGS
 from .launch_config import LaunchConfig
 from .local_world import MOST_WORKERS
 from .log_plan import ORPHANS_NEED_NO_PIPES, LogPlan
-from .plan import LaunchPlan
+from .plan import LaunchPlan, missing_hook
 from .syntax import Std, parse_signals
 
 
@@ -80,7 +80,7 @@ def plan_from_config(
         fault_tolerance.log_level = surroundings.log_level(environ)
     logs = _log_settings(config.logs_specs)
     problems = _problems(config) + refused_options(fault_tolerance)
-    problems += surroundings.refused_variables(environ)
+    problems += missing_hook(fault_tolerance.bad_node_hook, environ)
     if logs is None:
         problems.append("logs_specs: takes what config_from_args returns, or a PipeBasedLogsSpecs")
     elif logs.logs.applog_prefix is not None and fault_tolerance.orphan_workers == "keep":
@@ -119,6 +119,7 @@ def plan_from_config(
         omp_num_threads=threads.omp_num_threads,
         no_restart_exit_code=DEFAULT_NO_RESTART_EXIT_CODE,
         monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
+        node_health_check_endpoint=None,
         fault_tolerance=fault_tolerance,
         logs=logs.logs,
         warnings=(threads.warning,) if threads.warning else (),

@@ -15,6 +15,7 @@ __all__ = [
     "MOST_WORKERS",
     "count_cpus",
     "count_gpus",
+    "count_visible",
     "determine_local_world_size",
     "local_world_size",
 ]
@@ -68,7 +69,11 @@ def count_gpus(environ: Mapping[str, str], root: str = "/") -> int:
         environ: Holds CUDA_VISIBLE_DEVICES, if it is set.
         root: Where the file tree with dev and proc begins.
     """
-    present = _present_gpus(root)
+    return count_visible(environ, _present_gpus(root))
+
+
+def count_visible(environ: Mapping[str, str], present: int) -> int:
+    """Return how many of the GPUs that are present a worker would see."""
     visible = environ.get(_env.CUDA_VISIBLE_DEVICES)
     if visible is None or present == 0:
         return present

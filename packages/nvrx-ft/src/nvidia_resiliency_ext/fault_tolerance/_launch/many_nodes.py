@@ -17,6 +17,7 @@ from nvidia_resiliency_ext.fault_tolerance._infra.replacement import (
     replacement_group_id,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.blame import BlameRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     DEFAULT_PORT,
@@ -53,6 +54,8 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 
 from . import surroundings, syntax
 from .cycle_records import CycleNodes, CycleRecords, StoreHost
+from .decide import Cause
+from .fitness import injected_failure
 from .loop import EventLoop
 from .plan import LaunchPlan
 from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address
@@ -72,7 +75,7 @@ _OWN_AFFAIRS = frozenset(
         "log_level", "rdzv_token_file", "checkpoint_iteration_file", "pci_topo_file",
         "link_down_path_template", "link_state_path_template", "storage_healthcheck_path",
         "cycle_info_dir", "attribution_endpoint", "attribution_export_url", "prewarm",
-        "prewarm_import", "numa_bind_strict",
+        "prewarm_import", "numa_bind_strict", "bad_node_hook",
     }
 )  # fmt: skip
 
@@ -142,6 +145,7 @@ def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> HostRules:
     return HostRules(
         placement=placement,
         budget=Budget(plan.max_restarts, config.restart_budget_window),
+        blame=BlameRules(config.node_blame_limit, config.node_blame_window),
         lease_s=config.lease,
         last_call_s=last_call_s,
         min_healthy=plan.restart_policy == MIN_HEALTHY,
@@ -172,6 +176,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     clock: Clock,
     on_lease: Callable[[float], None],
     records: CycleRecords,
+    on_bad_node: Callable[[Cause], None],
 ) -> StoreRendezvous:
     """Start this node's part of the rendezvous, and the store where it is to be.
 
@@ -196,7 +201,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     way = _Way(meeting, prefix, secret, limit_s)
     host: _HostThread | None = None
     if meeting.listener is not None:
-        host = _HostThread(way, rules, node, clock, records)
+        host = _HostThread(way, rules, node, clock, records, on_bad_node)
         host.start()
     if environ.get(_env.REPLACEMENT_GROUP_ID) and not rules.placement.group_size:
         logger.warning(
@@ -216,6 +221,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         join_timeout_s=join_s if join_s is not None else JOIN_TIMEOUT_S,
         connect_timeout_s=limit_s,
         domain=_domain if segment else _no_domain,
+        unfit_in=lambda round_: injected_failure(round_, infra_rank, host_name, environ),
         group=replacement_group_id(environ) if rules.placement.group_size else None,
         must_agree=agreed,
     )
@@ -305,6 +311,7 @@ class _HostThread(threading.Thread):
         node: str,
         clock: Clock,
         records: CycleRecords,
+        on_bad_node: Callable[[Cause], None],
     ) -> None:
         super().__init__(name="nvrx-store-host", daemon=True)
         self._records = records
@@ -312,6 +319,7 @@ class _HostThread(threading.Thread):
         self._rules = rules
         self._node = node
         self._clock = clock
+        self._on_bad_node = on_bad_node
 
     def run(self) -> None:
         """Serve until the job is over. A failure is seen by all nodes: their store is gone."""
@@ -332,6 +340,7 @@ class _HostThread(threading.Thread):
                 on_closed=lambda entry, placement, hosts: self._records.round_closed(
                     entry.round, _nodes_of(placement, hosts)
                 ),
+                on_bad_node=self._on_bad_node,
             )
             host.run()
             del server

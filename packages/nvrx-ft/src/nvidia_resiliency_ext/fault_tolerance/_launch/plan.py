@@ -6,6 +6,7 @@ Reads the configuration file and looks whether script and GPUs exist; starts and
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import warnings
@@ -20,7 +21,13 @@ from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
 from nvidia_resiliency_ext.fault_tolerance._prewarm.imports import import_list
 
 from . import surroundings, syntax
-from .command import WorkerCommand, missing_program, missing_script, worker_command
+from .command import (
+    WorkerCommand,
+    missing_program,
+    missing_script,
+    numa_binding,
+    worker_command,
+)
 from .flags import FLAGS
 from .launch_config import get_rdzv_endpoint
 from .local_world import local_world_size
@@ -83,6 +90,7 @@ class LaunchPlan:
         omp_num_threads: OMP_NUM_THREADS of the workers; None leaves it as it is.
         no_restart_exit_code: Exit code of a job that must not be started again.
         monitors_enabled: Whether ranks are watched.
+        node_health_check_endpoint: Socket of a service that judges this node's health.
         fault_tolerance: How faults are noticed and handled.
         logs: Cycle logs, the launcher's own log and log servers.
         warnings: What the launcher should log once, at WARNING.
@@ -118,6 +126,7 @@ class LaunchPlan:
     omp_num_threads: str | None
     no_restart_exit_code: int
     monitors_enabled: bool
+    node_health_check_endpoint: str | None
     fault_tolerance: FaultToleranceConfig
     warnings: tuple[str, ...]
     logs: LogPlan = field(default_factory=LogPlan)
@@ -148,8 +157,7 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
     """
     surroundings.check_one_launcher_per_node(environ)
     layers = _layers(args)
-    problems = layers.problems + _refused(args, layers) + surroundings.refused_variables(environ)
-    problems += log_problems(args, environ)
+    problems = layers.problems + _refused(args, layers) + log_problems(args, environ)
     command = _command(args, environ, problems)
     try:
         nproc = local_world_size(args.nproc_per_node, environ)
@@ -158,6 +166,7 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
     if problems:
         raise FaultToleranceConfigError(problems)
     config = layers.config()
+    command = _bound(command, config, environ)
     min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
     check_segment(config.segment, min_nodes, max_nodes)
     logs = log_plan(args)
@@ -207,6 +216,7 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         omp_num_threads=threads.omp_num_threads,
         no_restart_exit_code=args.ft_no_restart_exit_code,
         monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
+        node_health_check_endpoint=args.ft_node_health_check_endpoint,
         fault_tolerance=config,
         logs=logs,
         warnings=tuple(notes),
@@ -289,6 +299,30 @@ def _command(
         )
         problems += [missing] if missing else []
     return command
+
+
+def _bound(
+    command: WorkerCommand, config: FaultToleranceConfig, environ: Mapping[str, str]
+) -> WorkerCommand:
+    """Return the command with what it needs of other programs, which must be there."""
+    problems = missing_hook(config.bad_node_hook, environ)
+    try:
+        numa = numa_binding(environ, is_strict=config.numa_bind_strict)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise FaultToleranceConfigError(problems)
+    return dataclasses.replace(command, numa=numa)
+
+
+def missing_hook(command: str | None, environ: Mapping[str, str]) -> list[str]:
+    """Return what keeps the command that is told of bad nodes from running."""
+    if command is None:
+        return []
+    import shlex
+
+    missing = missing_program(shlex.split(command)[0], environ)
+    return [f"--ft-bad-node-hook: {missing}"] if missing else []
 
 
 def _workers_stop_timeout_s(args: argparse.Namespace) -> float:

@@ -15,13 +15,14 @@ from .decide import (
     Cause,
     JoinTimedOut,
     NextRoundOpened,
+    NodeUnfit,
     RoundClosed,
     RoundReady,
     StoreLost,
 )
 from .ports import PortReservation
 
-RoundEvent = RoundReady | NextRoundOpened | RoundClosed | StoreLost | JoinTimedOut
+RoundEvent = RoundReady | NextRoundOpened | RoundClosed | StoreLost | JoinTimedOut | NodeUnfit
 
 
 class Rendezvous(Protocol):

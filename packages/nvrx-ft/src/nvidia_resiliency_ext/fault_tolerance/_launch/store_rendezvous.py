@@ -42,6 +42,7 @@ from .decide import (
     Cause,
     JoinTimedOut,
     NextRoundOpened,
+    NodeUnfit,
     RoundClosed,
     RoundReady,
     StoreLost,
@@ -76,6 +77,7 @@ class NodeSettings:
     join_timeout_s: float
     connect_timeout_s: float
     domain: Callable[[], str]
+    unfit_in: Callable[[int], Cause | None] = lambda _round: None
     group: str | None
     must_agree: Mapping[str, str]
 
@@ -193,7 +195,10 @@ class StoreRendezvous:
         """Say that this node takes part no longer."""
         self._has_left = True
         kind = Kind.UNHEALTHY if cause.kind == "unhealthy" else Kind.LEFT
-        self._threads.submit(lambda session: session.tell(kind, cause=cause))
+        # It says which replacement group goes with this node, which may not have arrived yet.
+        s = self._settings
+        me = Arrival(node=s.node, addr=s.addr, host=s.host, group=s.group)
+        self._threads.submit(lambda session: session.tell(kind, cause=cause, arrival=me))
 
     @property
     def must_stay(self) -> bool:
@@ -225,6 +230,12 @@ class StoreRendezvous:
         entry = session.entry
         if entry is not None and entry.phase is Phase.OVER:
             self._push(Over(entry))
+            return
+        unfit = None
+        if entry is not None and entry.phase is Phase.OPEN:
+            unfit = self._settings.unfit_in(entry.round)
+        if unfit is not None:
+            self._push(NodeUnfit(unfit))
         elif not session.arrive(arrival):
             logger.info("this node came after the round was closed: it waits as a spare")
 

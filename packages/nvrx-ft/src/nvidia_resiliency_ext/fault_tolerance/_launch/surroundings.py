@@ -23,7 +23,6 @@ __all__ = [
     "log_level",
     "monitor_notes",
     "omp_rule",
-    "refused_variables",
 ]
 
 
@@ -92,15 +91,6 @@ def log_level(environ: Mapping[str, str]) -> int:
     from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
     return LogConfig.get_log_level(environ)
-
-
-def refused_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable that asks for what this version cannot do."""
-    if environ.get(_env.GPUS_PER_NUMA):
-        return [
-            f"{_env.GPUS_PER_NUMA}: not available in this version (binding to NUMA nodes); unset it"
-        ]
-    return []
 
 
 def monitor_notes(environ: Mapping[str, str]) -> list[str]:

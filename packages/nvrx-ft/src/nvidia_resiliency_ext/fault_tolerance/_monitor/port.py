@@ -11,21 +11,23 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._ipc.refusals import RefusalLog
+from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
 from . import control, rank_messages, session
 from .doorway import Doorway, Watcher
-from .evidence import Evidence, SlowThread, inspect_process, save_evidence
+from .evidence import Evidence, inspect_process, save_evidence
 from .limits import change_limits, policy_of
+from .node_watch import Unfit
 from .report import describe, hang_report
 from .slot import SlotError, SlotLayout, SlotMemory, SlotView, read_slot
+from .verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from .doorway import Connection
     from .restart_lines import RestartLines
-    from .verdict import Verdict
 
 __all__ = ["PortHost", "RankPort"]
 
@@ -130,6 +132,20 @@ class RankPort:
         self._renew_policy()
         self._look_now()
         return problem
+
+    def condemn(self, unfit: Unfit) -> None:
+        """End the rank because its device is unfit; nothing happens without a session."""
+        if self._holder is None:
+            return
+        verdict = Verdict(
+            rule=unfit.rule,
+            section=None,
+            since=time.monotonic() - unfit.interval_s,
+            limit_s=unfit.interval_s,
+            iteration=self._look().iteration,
+            reason=unfit.reason,
+        )
+        self._feed(session.Condemned(verdict))
 
     def close(self) -> None:
         """End the session without touching the process, and stop listening."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .evidence import Evidence
     from .verdict import Verdict
 
-__all__ = ["describe", "fault_fields", "hang_report"]
+__all__ = ["HEALTH_RULES", "cause_kind", "describe", "fault_fields", "hang_report"]
 
 _RULES = {
     "initial_heartbeat": "sent no first heartbeat",
@@ -20,6 +20,8 @@ _RULES = {
     "section": "was in section {section!r}",
     "out_of_section": "was outside all sections",
 }
+HEALTH_RULES = frozenset({"gpu_health", "nic_health"})
+"""Rules that a rank breaks through no fault of its own."""
 
 
 def hang_report(
@@ -45,29 +47,40 @@ def hang_report(
         "state": evidence.state,
         "wchan": evidence.wchan,
         "rss_bytes": evidence.rss_bytes,
+        "reason": verdict.reason,
         **identity,
     }
 
 
 def describe(report: Mapping[str, Any]) -> str:
     """Return a report as one line for the log."""
-    what = _RULES[report["rule"]].format(section=report["section"])
+    if report["rule"] in HEALTH_RULES:
+        what = f"cannot go on: {report['reason']}; found within {report['limit']:g} s"
+    else:
+        rule = _RULES[report["rule"]].format(section=report["section"])
+        what = f"{rule} for {report['elapsed']:.2f} s, limit {report['limit']:.2f} s"
     iteration = "" if report["iteration"] is None else f", iteration {report['iteration']}"
     stacks = report["stacks"] or "none"
     return (
-        f"rank {report['rank']} (pid {report['pid']} on {report['host']}) {what} for "
-        f"{report['elapsed']:.2f} s, limit {report['limit']:.2f} s, cycle {report['cycle']}"
+        f"rank {report['rank']} (pid {report['pid']} on {report['host']}) {what}"
+        f", cycle {report['cycle']}"
         f"{iteration}; state {report['state']}, wchan {report['wchan'] or '-'}, stacks: {stacks}; "
         f"ending it with {signal.Signals(report['signal']).name}"
     )
 
 
+def cause_kind(rule: str) -> str:
+    """Return what a fault is called in which a rank broke this rule."""
+    if rule in HEALTH_RULES:
+        return "unhealthy"
+    return "hang_heartbeat" if "heartbeat" in rule else "hang_section"
+
+
 def fault_fields(report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the `fault` event for a report."""
-    by_heartbeat = report["rule"] in ("initial_heartbeat", "heartbeat")
     section = report["section"]
     return {
-        "cause": "hang_heartbeat" if by_heartbeat else "hang_section",
+        "cause": cause_kind(report["rule"]),
         "what": report["rule"] if section is None else f"{report['rule']} {section}",
         "detail": describe(report),
         "detected_by": "monitor",

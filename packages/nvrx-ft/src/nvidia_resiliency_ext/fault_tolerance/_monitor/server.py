@@ -9,11 +9,14 @@ import selectors
 import time
 from enum import Enum
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
 
 from . import control
 from .channel import Channel
-from .evidence import SlowThread
+from .node_watch import NodeWatch, Unfit
 from .port import RankPort
 from .report import fault_fields
 from .restart_lines import RestartLines
@@ -22,7 +25,6 @@ from .sweep import sweep
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Mapping, Sequence
-    from queue import SimpleQueue
 
     from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
         RestarterEventLogger,
@@ -83,12 +85,14 @@ class MonitorServer:
         self._watched: dict[HasFileno | int, int] = {}
         self.slow = SlowThread()
         self.watch(self.slow, self.slow.collect)
+        self._unfit: SimpleQueue[Unfit] = SimpleQueue()
         self._launcher = None if launcher is None else Channel(launcher, control.LAUNCHER_MESSAGES)
         local_ranks = start.local_ranks or list(range(len(start.socket_paths)))
         self.ports = [
             RankPort(self, local_rank, path, start.config, self._restart_lines(local_rank))
             for local_rank, path in zip(local_ranks, start.socket_paths, strict=True)
         ]
+        self._node_watch = NodeWatch(local_ranks, start.config, self._note_unfit)
 
     @property
     def is_dismissed(self) -> bool:
@@ -106,6 +110,7 @@ class MonitorServer:
 
         Whoever gets an exception out of this has a monitor that is gone and ranks that live on.
         """
+        self._node_watch.start()
         try:
             while not self._is_leaving:
                 for key, _ in self._selector.select(self._pause()):
@@ -114,9 +119,21 @@ class MonitorServer:
                 for port in self.ports:
                     self._guard(partial(port.tick, time.monotonic()))
                 self._guard(self._judge_lease)
+                while not self._unfit.empty():
+                    self._guard(partial(self._condemn, self._unfit.get()))
                 self._pass_on_lines()
         finally:
             self._close()
+
+    def _note_unfit(self, unfit: Unfit) -> None:
+        """Take a finding of the node watch, in its thread."""
+        self._unfit.put(unfit)
+        self.slow.wake()
+
+    def _condemn(self, unfit: Unfit) -> None:
+        for port in self.ports:
+            if port.local_rank == unfit.local_rank:
+                port.condemn(unfit)
 
     def leave(self) -> None:
         """End `run` soon; from any thread and from a signal handler."""
@@ -256,6 +273,7 @@ class MonitorServer:
             logger.error("still there after SIGKILL: %s", left)
 
     def _close(self) -> None:
+        self._node_watch.close()
         for port in self.ports:
             self._guard(port.close)  # whatever happens there, the sweep follows
         if self._is_to_sweep():

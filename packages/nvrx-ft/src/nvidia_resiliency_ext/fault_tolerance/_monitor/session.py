@@ -9,6 +9,7 @@
 | not IDLE | Joined, holder alive | same | Refuse |
 | not IDLE | Joined, holder dead | LIVE | End, Accept |
 | LIVE, SUSPECT | Woke | same | Look |
+| LIVE, SUSPECT | Condemned | ASKING | Inspect |
 | LIVE | Looked, a rule is broken | SUSPECT | |
 | SUSPECT | Looked, the same rule still broken | ASKING | Inspect |
 | SUSPECT | Looked, no rule broken | LIVE | |
@@ -39,6 +40,7 @@ __all__ = [
     "Accept",
     "AskStacks",
     "Closed",
+    "Condemned",
     "Died",
     "Dumped",
     "Effect",
@@ -147,6 +149,13 @@ class Looked:
 
 
 @dataclass(frozen=True, slots=True)
+class Condemned:
+    """The rank must end for a reason that is not in its slot: its device is unfit."""
+
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
 class Inspected:
     """The kernel was asked about the process; whether it can dump its stacks."""
 
@@ -230,7 +239,7 @@ class End:
     """Close the session's connection and forget the rank."""
 
 
-Event: TypeAlias = Joined | Closed | Died | Woke | Looked | Inspected | Dumped | Saved
+Event: TypeAlias = Joined | Closed | Died | Woke | Looked | Condemned | Inspected | Dumped | Saved
 Effect: TypeAlias = (
     Accept
     | Refuse
@@ -269,6 +278,8 @@ def step(  # noqa: PLR0911 - one return per row of the table
             return _wake(state, now, policy)
         case Looked(view):
             return _look(state, view, now, policy)
+        case Condemned(verdict) if state.phase in (Phase.LIVE, Phase.SUSPECT):
+            return replace(state, phase=Phase.ASKING, verdict=verdict, wake_at=None), (Inspect(),)
         case Inspected(can_dump) if state.phase is Phase.ASKING:
             if not can_dump or policy.evidence_timeout_s <= 0:
                 return _save(state, now)

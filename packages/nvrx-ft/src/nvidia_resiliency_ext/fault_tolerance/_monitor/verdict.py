@@ -60,13 +60,14 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A rule that a rank broke, and since when."""
+    """A rule that a rank broke, and since when; `reason` is what a health check said."""
 
     rule: str
     section: str | None
     since: float
     limit_s: float
     iteration: int | None
+    reason: str = ""
 
     @property
     def deadline(self) -> float:

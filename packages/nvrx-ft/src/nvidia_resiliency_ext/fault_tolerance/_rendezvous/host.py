@@ -25,6 +25,8 @@ from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
 )
 from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
 
+from . import blame
+from .blame import BlameRules, Failures
 from .budget import Budget
 from .placement import (
     Candidate,
@@ -53,6 +55,7 @@ class HostRules:
     placement: PlacementRules
     budget: Budget
     lease_s: float
+    blame: BlameRules = field(default_factory=BlameRules)
     last_call_s: float = 1.0
     min_healthy: bool = False
     counts_unhealthy: bool = True
@@ -74,6 +77,7 @@ class Memory:
     spares: frozenset[str] = frozenset()
     unhealthy: frozenset[str] = frozenset()
     gone: frozenset[str] = frozenset()
+    failures: Failures = field(default_factory=dict)
     enough_since: float | None = None
 
 
@@ -189,11 +193,7 @@ def _while_open(rules: HostRules, memory: Memory, view: View, now: float) -> Dec
         )
     there = present(rules, view)
     try:
-        result = place(
-            [candidate_of(arrival) for arrival in there.values()],
-            rules.placement,
-            unhealthy_groups(view.notes),
-        )
+        result = place_all(rules, memory, there, unhealthy_groups(view.notes), now)
     except PlacementError as error:
         # One of them may be dead, and its place be taken by the launcher that follows it.
         if any(
@@ -220,6 +220,33 @@ def _while_open(rules: HostRules, memory: Memory, view: View, now: float) -> Dec
 def nodes_gone(notes: tuple[Note, ...]) -> frozenset[str]:
     """Return the nodes that said that they take part no longer."""
     return frozenset(n.node for n in notes if n.kind in (Kind.LEFT, Kind.UNHEALTHY))
+
+
+def place_all(
+    rules: HostRules,
+    memory: Memory,
+    there: Mapping[str, Arrival],
+    bad_groups: frozenset[str],
+    now: float,
+) -> Placement | NotEnough:
+    """Return who works; hosts that failed again and again only where others are not enough.
+
+    Raises:
+        PlacementError: these nodes cannot work together.
+    """
+    candidates = [candidate_of(arrival) for arrival in there.values()]
+    result = place(candidates, rules.placement, bad_groups)
+    blamed = blame.blamed(memory.failures, now, rules.blame)
+    if isinstance(result, NotEnough) or not blamed:
+        return result
+    bad = [c for c in candidates if there[c.node].host in blamed]
+    try:
+        better = place([c for c in candidates if c not in bad], rules.placement, bad_groups)
+    except PlacementError:
+        return result
+    if isinstance(better, NotEnough) or len(better.active) < len(result.active):
+        return result
+    return better.without(bad, "failed again and again") if bad else result
 
 
 def unhealthy_groups(notes: tuple[Note, ...]) -> frozenset[str]:

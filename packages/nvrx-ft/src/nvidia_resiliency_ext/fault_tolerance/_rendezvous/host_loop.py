@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-from . import host, keys
+from . import blame, host, keys
 from .host import Close, Decision, End, HostRules, Member, Memory, Open, View, Wait
-from .placement import NotEnough, Placement, PlacementError, place, summary
+from .placement import NotEnough, Placement, PlacementError, summary
 from .records import (
     Arrival,
     Entry,
@@ -51,6 +51,7 @@ class Host:
         clock: Where the time is read.
         is_controlled: Whether the store outlives the nodes.
         on_closed: Called with each closed round and the names of its nodes' hosts; for records.
+        on_bad_node: Called with a node that is lost, or that failed again and again.
         stop: Makes `run` return soon; for a host that goes before the job is over.
     """
 
@@ -64,6 +65,7 @@ class Host:
         clock: Clock,
         is_controlled: bool = False,
         on_closed: Callable[[Entry, Placement, Mapping[str, str]], None] | None = None,
+        on_bad_node: Callable[[Cause], None] | None = None,
         stop: threading.Event | None = None,
     ) -> None:
         self._store = store
@@ -71,6 +73,7 @@ class Host:
         self._me = me
         self._clock = clock
         self._on_closed = on_closed
+        self._on_bad_node = on_bad_node
         self._memory = Memory()
         self._stop = threading.Event() if stop is None else stop
         self._notes: list[Note] = []
@@ -146,9 +149,33 @@ class Host:
             gone = self._memory.gone | host.nodes_gone(tuple(self._notes))
             self._notes, self._read_to = [], 0
             self._memory = dataclasses.replace(self._memory, enough_since=None, gone=gone)
+            self._note_blame(entry)
             if entry.round > 1:
                 for key in (keys.inbox, keys.arrivals, keys.successes):
                     self._store.delete(key(entry.round - 2))
+
+    def _note_blame(self, entry: Entry) -> None:
+        """Count a restart against the host that caused it."""
+        cause, rules, now = entry.cause, self._rules.blame, self._clock.monotonic()
+        if cause is None or not cause.host or not blame.is_of_the_node(cause.kind):
+            return
+        if cause.kind == "node_lost":
+            self._report_bad_node(cause)
+        before = blame.blamed(self._memory.failures, now, rules)
+        failures = blame.note(self._memory.failures, cause.host, now, rules)
+        self._memory = dataclasses.replace(self._memory, failures=failures)
+        if cause.host in blame.blamed(failures, now, rules) - before:
+            what = (
+                f"host {cause.host} caused {rules.limit} restarts within {rules.window_s:g} s: "
+                "it works only where there is no spare"
+            )
+            logger.warning("%s; the last one: %s", what, cause.what)
+            detail = {"last": cause.what, "failures": rules.limit, "window_s": rules.window_s}
+            self._report_bad_node(Cause("blamed", what, host=cause.host, detail=detail))
+
+    def _report_bad_node(self, cause: Cause) -> None:
+        if self._on_bad_node is not None:
+            self._on_bad_node(cause)
 
     def _read_inbox(self) -> None:
         self._read_inbox_of(self._entry.round)
@@ -324,6 +351,7 @@ class Host:
                 gone=self._memory.gone - there.keys(),
                 unhealthy=self._memory.unhealthy
                 | {n.node for n in notes if n.kind is Kind.UNHEALTHY},
+                failures=self._memory.failures,
             )
             logger.info("round %d: %s", entry.round, summary(placement))
             self._is_last_call = False
@@ -339,9 +367,9 @@ class Host:
         self, decided: Placement, there: Mapping[str, Arrival], bad_groups: frozenset[str]
     ) -> Placement:
         """Place those who came before the seal; where they spoil the round, they are spares."""
-        candidates = [host.candidate_of(arrival) for arrival in there.values()]
+        now = self._clock.monotonic()
         try:
-            again = place(candidates, self._rules.placement, bad_groups)
+            again = host.place_all(self._rules, self._memory, there, bad_groups, now)
         except PlacementError:
             return decided
         return decided if isinstance(again, NotEnough) else again

@@ -13,6 +13,7 @@ the order of arrival.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -130,6 +131,13 @@ class Placement:
     standby: tuple[Candidate, ...]
     excluded: tuple[Candidate, ...]
     why_excluded: str = ""
+
+    def without(self, nodes: Collection[Candidate], why: str) -> Placement:
+        """Return the same with further nodes that are excluded."""
+        reasons = [text for text in (self.why_excluded, f"{len(nodes)} {why}") if text]
+        return dataclasses.replace(
+            self, excluded=(*self.excluded, *nodes), why_excluded=", ".join(reasons)
+        )
 
 
 @dataclass(frozen=True, slots=True)

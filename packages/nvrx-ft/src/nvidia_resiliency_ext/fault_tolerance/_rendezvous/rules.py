@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
+from .blame import BlameRules
 from .budget import Budget
 from .host import HostRules
 from .placement import PlacementRules, validate
@@ -20,6 +21,8 @@ POLICY = "--ft-restart-policy"
 IMPLEMENTATION = "--ft-rdzv-impl"
 LEASE = "--ft-lease"
 WINDOW = "--ft-restart-budget-window"
+BLAME_LIMIT = "--ft-node-blame-limit"
+BLAME_WINDOW = "--ft-node-blame-window"
 SEGMENT = "--ft-segment"
 GROUP_SIZE = "rdzv_conf replacement_group_size"
 LAST_CALL = "rdzv_conf last_call_timeout"
@@ -41,6 +44,8 @@ def settings_of(rules: HostRules, policy: str, implementation: str) -> dict[str,
         IMPLEMENTATION: implementation,
         LEASE: str(rules.lease_s),
         WINDOW: str(rules.budget.window_s),
+        BLAME_LIMIT: str(rules.blame.limit),
+        BLAME_WINDOW: str(rules.blame.window_s),
         SEGMENT: str(placement.segment),
         GROUP_SIZE: str(placement.group_size),
         LAST_CALL: str(rules.last_call_s),
@@ -71,6 +76,7 @@ def rules_from_settings(settings: Mapping[str, str]) -> HostRules:
         return HostRules(
             placement=placement,
             budget=Budget(int(settings[MAX_RESTARTS]), _seconds(settings[WINDOW])),
+            blame=BlameRules(int(settings[BLAME_LIMIT]), float(settings[BLAME_WINDOW])),
             lease_s=float(settings[LEASE]),
             last_call_s=float(settings[LAST_CALL]),
             min_healthy=settings[POLICY] == MIN_HEALTHY,

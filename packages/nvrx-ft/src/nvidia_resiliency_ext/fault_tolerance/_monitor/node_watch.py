@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the checks of GPUs and network cards while ranks work: which, how often, what they found.
+
+They run in a thread of their own, because a driver call may hang; what they find is handed to the
+monitor's loop. A machine that has neither is looked at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.fault_tolerance._infra.hardware import has_adapters, has_gpu_driver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from nvidia_resiliency_ext.shared_utils.health_check import (
+        GPUHealthCheck,
+        HealthResult,
+        NicHealthCheck,
+    )
+
+__all__ = ["NodeWatch", "Unfit"]
+
+logger = logging.getLogger("nvrx")
+
+STOP_WAIT_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """The device of a local rank failed its check: `rule` is `gpu_health` or `nic_health`."""
+
+    local_rank: int
+    rule: str
+    reason: str
+    interval_s: float
+
+
+class NodeWatch:
+    """Checks the devices of local ranks again and again.
+
+    Args:
+        local_ranks: Whose devices.
+        config: The configuration in its plain form.
+        found: Called with each finding that is bad, in the thread of the checks.
+    """
+
+    def __init__(
+        self,
+        local_ranks: Sequence[int],
+        config: Mapping[str, Any],
+        found: Callable[[Unfit], None],
+    ) -> None:
+        self._local_ranks = tuple(local_ranks)
+        self._interval_s = float(config["node_health_check_interval"])
+        self._watches_nics = bool(config["enable_nic_monitor"])
+        self._topology = config["pci_topo_file"]
+        self._template = config["link_down_path_template"]
+        self._found = found
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="nvrx-node-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin; the first check follows after one interval."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            logger.warning("GPUs and network cards are not watched: %s", error)
+
+    def close(self) -> None:
+        """End soon; a check that hangs is left behind."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(STOP_WAIT_S)
+
+    def _work(self) -> None:
+        # Not at once: the ranks import now, and a node was checked before it joined.
+        if self._stopped.wait(self._interval_s):
+            return
+        gpus = self._gpu_checks() if has_gpu_driver() else {}
+        nics = self._nic_checks()
+        while (gpus or nics) and not self._stopped.wait(self._interval_s):
+            for rank, check in gpus.items():
+                self._judge(rank, "gpu_health", check.check())
+            for rank, nic in nics.items():
+                result = nic.check()
+                self._judge(rank, "nic_health", result)
+                if not result:
+                    # Dealt with: the ranks of the next cycle start from the counters of now.
+                    nic.acknowledge()
+
+    def _gpu_checks(self) -> dict[int, GPUHealthCheck]:
+        from nvidia_resiliency_ext.shared_utils.health_check import GPUHealthCheck
+
+        first = GPUHealthCheck(device_index=self._local_ranks[0])
+        if not first.enabled:
+            return {}
+        rest = {rank: GPUHealthCheck(device_index=rank) for rank in self._local_ranks[1:]}
+        return {self._local_ranks[0]: first, **rest}
+
+    def _nic_checks(self) -> dict[int, NicHealthCheck]:
+        if not self._watches_nics or not (self._template or has_adapters()):
+            return {}
+        from nvidia_resiliency_ext.shared_utils.health_check import NicHealthCheck
+
+        checks = {}
+        for rank in self._local_ranks:
+            check = NicHealthCheck(
+                pci_topo_file=self._topology, link_down_path_template=self._template
+            )
+            check.set_nic_device(rank)
+            if check.nic_name is not None:
+                checks[rank] = check
+        return checks
+
+    def _judge(self, local_rank: int, rule: str, result: HealthResult) -> None:
+        if not result and not self._stopped.is_set():
+            self._found(Unfit(local_rank, rule, result.reason, self._interval_s))

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a node waits for before it joins, and before its workers start; nothing blocks the loop."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.gate import GateSettings, NodeGate
+from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._launch.reclaim import MemoryRules
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
+
+LIMIT_S = 30.0
+BAD = HealthResult("gpu", "unhealthy", "GPU 3: the driver asks to reset the GPU")
+
+
+class FakeMemory:
+    """GPU memory by local rank, as a test sets it."""
+
+    def __init__(self):
+        self.used = {}
+
+    def ranks(self):
+        return list(self.used or {})
+
+    def used_mb(self, ranks):
+        return None if self.used is None else {rank: self.used[rank] for rank in ranks}
+
+
+class Bench:
+    """A gate on a loop of its own."""
+
+    def __init__(self, check, *, backoff_s=30.0, timeout_s=LIMIT_S, injected=lambda _: None):
+        self.clock = SystemClock()
+        self.loop = EventLoop(self.clock)
+        self.memory = FakeMemory()
+        self.recorded = []
+        chronicle = SimpleNamespace(
+            node_checked=lambda results: self.recorded.append([r.status for r in results]),
+            memory_reclaimed=lambda seconds: self.recorded.append(seconds),
+        )
+        settings = GateSettings(
+            host="h",
+            backoff_limit_s=backoff_s,
+            memory=MemoryRules(timeout_s, 512.0, 0.01),
+            injected=injected,
+        )
+        self.gate = NodeGate(
+            settings, check, self.memory, loop=self.loop, clock=self.clock, chronicle=chronicle
+        )
+
+    def run_until(self, condition):
+        deadline = self.clock.monotonic() + LIMIT_S
+        while not condition():
+            assert self.clock.monotonic() < deadline
+            self.loop.run_once(until=deadline)
+
+    def admit(self, cycle=0):
+        """Return a list that gets the answer."""
+        answers = []
+        self.gate.admit(cycle, answers.append)
+        return answers
+
+    def start(self):
+        """Return a list that gets a word when workers start."""
+        started = []
+        self.gate.start(lambda: started.append("started"))
+        return started
+
+
+@pytest.fixture
+def benches():
+    made = []
+
+    def make(check=list, **settings):
+        made.append(Bench(check, **settings))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.gate.close()
+        bench.loop.close()
+
+
+def test_a_fit_node_is_admitted(benches):
+    """Without a finding the answer is None, and it comes through the loop."""
+    bench = benches()
+    answers = bench.admit()
+    assert answers == []
+    bench.run_until(lambda: answers)
+    assert answers == [None]
+
+
+def test_an_unfit_node_is_told_why(benches):
+    """A failed check is the cause, with the host and the evidence, and is recorded."""
+    bench = benches(lambda: [BAD])
+    answers = bench.admit()
+    bench.run_until(lambda: answers)
+    (cause,) = answers
+    assert cause.kind == "unhealthy"
+    assert cause.host == "h"
+    assert "GPU 3: the driver asks to reset" in cause.what
+    assert bench.recorded == [["unhealthy"]]
+
+
+def test_checks_that_began_early_are_not_repeated(benches):
+    """Checks begin while workers stop; the join takes their answer, the next one asks anew."""
+    calls = []
+    bench = benches(lambda: calls.append(1) or [])
+    for cycle in range(2):
+        bench.gate.prepare()
+        bench.gate.prepare()
+        bench.run_until(lambda cycle=cycle: len(bench.recorded) == cycle + 1)
+        assert bench.admit(cycle) == [None]
+    assert len(calls) == 2
+
+
+def test_a_check_that_hangs_does_not_hold_the_loop(benches):
+    """The loop goes on while a check runs, and a second question does not start a second one."""
+    release, calls = threading.Event(), []
+
+    def hang():
+        calls.append(1)
+        release.wait(LIMIT_S)
+        return []
+
+    bench = benches(hang)
+    first, fired = bench.admit(1), []
+    bench.loop.call_at(bench.clock.monotonic(), lambda: fired.append("timer"))
+    bench.run_until(lambda: fired)
+    second = bench.admit(2)
+    release.set()
+    bench.run_until(lambda: second)
+    assert (first, second, calls) == ([], [None], [1])
+
+
+def test_an_injected_failure_hits_its_cycle(benches):
+    """A failure that a test wants in a cycle comes then, and only then."""
+    wanted = Cause("unhealthy", "on purpose")
+    bench = benches(injected=lambda cycle: wanted if cycle == 1 else None)
+    for cycle, expected in ((0, None), (1, wanted)):
+        answers = bench.admit(cycle)
+        bench.run_until(lambda answers=answers: answers)
+        assert answers == [expected]
+
+
+def test_workers_start_at_once_when_nothing_is_waited_for(benches):
+    """Where no GPU is and no crash loop, a start is not delayed by a turn of the loop."""
+    assert benches().start() == ["started"]
+
+
+def test_workers_wait_for_the_memory_of_those_before(benches):
+    """New workers start when every GPU is free, and the wait is recorded."""
+    bench = benches()
+    bench.memory.used = {0: 100.0, 1: 40_000.0}
+    bench.gate.workers_gone()
+    started = bench.start()
+    bench.loop.run_once(until=bench.clock.monotonic() + 0.05)
+    assert started == []
+    bench.memory.used = {0: 100.0, 1: 512.0}
+    bench.run_until(lambda: started)
+    assert len(bench.recorded) == 1
+    assert bench.recorded[0] > 0
+
+
+def test_memory_that_stays_in_use_is_an_error_and_no_obstacle(benches, caplog):
+    """After the timeout the workers start all the same, with one ERROR line."""
+    bench = benches(timeout_s=0.05)
+    bench.memory.used = {0: 40_000.0}
+    bench.gate.workers_gone()
+    started = bench.start()
+    bench.run_until(lambda: started)
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "rank 0: 40000 MB" in line.getMessage()
+
+
+def test_a_timeout_of_zero_does_not_look(benches):
+    """The wait can be switched off."""
+    bench = benches(timeout_s=0.0)
+    bench.memory.used = {0: 40_000.0}
+    bench.gate.workers_gone()
+    assert bench.start() == ["started"]
+
+
+def test_a_crash_loop_holds_the_start_back(benches):
+    """The second short cycle in a row delays the next start, the first does not."""
+    bench = benches(backoff_s=0.05)
+    bench.gate.cycle_failed("exited", 0.1, has_stepped=False)
+    assert bench.start() == ["started"]
+    bench.gate.cycle_failed("exited", 0.1, has_stepped=False)
+    before = bench.clock.monotonic()
+    started = bench.start()
+    assert started == []
+    bench.run_until(lambda: started)
+    assert bench.clock.monotonic() - before >= 0.05
+
+
+def test_a_stop_takes_a_held_start_back(benches):
+    """Workers that were about to start do not, when the node decides otherwise meanwhile."""
+    bench = benches(backoff_s=0.03)
+    for _ in range(2):
+        bench.gate.cycle_failed("exited", 0.1, has_stepped=False)
+    first = bench.start()
+    bench.gate.shut()
+    second = bench.start()
+    bench.run_until(lambda: second)
+    assert first == []
