@@ -11,6 +11,7 @@ import socket
 import stat
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
@@ -18,9 +19,16 @@ from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
 DEFAULT_PORT = 29400
 FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 1.0
-PROBE_TIMEOUT_S = 5.0
 BACKLOG = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Probing:
+    """How an endpoint is tried: seconds for one try, between two at most, and their spread."""
+
+    timeout_s: float = 5.0
+    longest_pause_s: float = 1.0
+    spread: float = 0.2
 
 
 class EndpointError(NvrxError):
@@ -72,17 +80,19 @@ def _listen(family: int, address: tuple[str, int]) -> socket.socket:
     return listener
 
 
-def wait_until_reachable(
+def wait_until_reachable(  # noqa: PLR0913 - named, and each of them a fact of its own
     host: str,
     port: int,
     timeout_s: float,
     clock: Clock,
     stop: threading.Event,
     refused: Callable[[], None] = lambda: None,
+    *,
+    probing: Probing = Probing(),
 ) -> str:
     """Wait until somebody listens at the endpoint; return the address that answered.
 
-    Tries at first every 50 ms, later every second. `refused` is called whenever the machine answers
+    Tries at first every 50 ms, later less often. `refused` is called whenever the machine answers
     that nobody listens, which is proof that nobody serves a store there.
 
     Raises:
@@ -92,7 +102,7 @@ def wait_until_reachable(
     pause_s, problem = FIRST_PAUSE_S, "nobody listens"
     while not stop.is_set():
         try:
-            with socket.create_connection((host, port), PROBE_TIMEOUT_S) as probe:
+            with socket.create_connection((host, port), probing.timeout_s) as probe:
                 return str(probe.getpeername()[0])
         except ConnectionRefusedError as error:
             refused()
@@ -102,9 +112,9 @@ def wait_until_reachable(
         left_s = deadline - clock.monotonic()
         if left_s <= 0:
             break
-        spread = random.uniform(0.8, 1.2)  # noqa: S311 - only to spread the load
+        spread = random.uniform(1 - probing.spread, 1 + probing.spread)  # noqa: S311 - spreads load
         stop.wait(min(left_s, pause_s * spread))
-        pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+        pause_s = min(probing.longest_pause_s, 2 * pause_s)
     raise EndpointError(
         f"--rdzv-endpoint {host}:{port} is not reachable after {timeout_s:.0f} s: {problem};"
         " is the launcher of the first node running, and is the port open?"
