@@ -40,7 +40,7 @@ class Bench:
         self.recorded = []
         chronicle = SimpleNamespace(
             node_checked=lambda results: self.recorded.append([r.status for r in results]),
-            memory_reclaimed=lambda seconds: self.recorded.append(seconds),
+            memory_reclaimed=self.recorded.append,
         )
         settings = GateSettings(
             host="h",

@@ -31,7 +31,7 @@ from .workers import Listener, Starter, WorkerGroup, WorkerSpec
 logger = logging.getLogger("nvrx")
 
 PROGRESS_INTERVAL_S = 10.0
-EXIT_BARRIER_S = 300.0
+BARRIER_S = 300.0
 
 
 class MonitorLink(Protocol):
@@ -427,7 +427,7 @@ class NodeAgent:
 
     def _report_success(self, _effect: decide.ReportSuccess) -> None:
         self._rendezvous.succeeded()
-        at = self._clock.monotonic() + EXIT_BARRIER_S
+        at = self._clock.monotonic() + BARRIER_S
         self._barrier = self._loop.call_at(at, lambda: self.post(decide.BarrierTimedOut()))
         logger.info("all workers of this node ended well; waiting for the other nodes")
 
