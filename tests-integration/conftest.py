@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
 from fault_jobs import Job
 from hosts import Network, why_not
 from many_nodes import LAUNCHER, NodesJob
+from slurm_cluster import why_no_slurm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,7 +40,9 @@ def job() -> Iterator[Job]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs hosts made of namespaces where they cannot be made."""
+    """Skip what needs hosts made of namespaces, or Slurm, where these cannot be had."""
+    if item.get_closest_marker("slurm") and (reason := why_no_slurm()):
+        pytest.skip(reason)
     if item.get_closest_marker("netns") and (reason := why_not()):
         pytest.skip(reason)
 

@@ -38,6 +38,7 @@ COMMANDS = {
     "proto": "generate the protobuf modules again",
     "api": "compare the public names with the recorded ones; --write records them",
     "gpu": "the tests and scenarios that need a GPU",
+    "slurm": "the scenarios that need Slurm (tools/slurm.sh install; as root)",
     "release": "--plan, or a distribution and major, minor, patch or a version",
     "ci": "check, docs, alone, test: what the pipeline runs",
 }
@@ -56,6 +57,7 @@ def tasks_of(command: str, args: list[str]) -> list[Task]:
             ("serial", "-m", "gpu", str(ROOT / "packages")),
             ("integration", "-m", "gpu", str(ROOT / "tests-integration")),
         ],
+        "slurm": [("integration", "-m", "slurm", str(ROOT / "tests-integration"))],
         "check": [
             ("lint:check",),
             ("boundaries",),
@@ -164,8 +166,7 @@ def not_covered() -> list[str]:
     missing.append(f"processors other than {os.uname().machine}")
     if not Path("/dev/nvidiactl").exists():
         missing.append("GPUs")
-    if shutil.which("slurmctld") is None:
-        missing.append("Slurm")
+    missing.append("Slurm (python3 tools/dev.py slurm)")
     return [*missing, "tests marked slow"]
 
 

@@ -124,6 +124,7 @@ class NodesJob:
         for path in (self.shared, self.events_folder):
             path.mkdir(parents=True)
         self.launchers: dict[str, HostProcess] = {}
+        self._accepted: set[str] = set()
         self.others: list[HostProcess] = []
 
     # --- start ---------------------------------------------------------------------------------
@@ -146,34 +147,44 @@ class NodesJob:
                 environment[name] = value
         return environment
 
-    def start(  # noqa: PLR0913 - all of them have defaults
+    def command(
         self,
         *arguments: str,
-        hosts: Sequence[Host] | None = None,
         nnodes: str | int = "",
         nproc: int | str = 1,
         max_restarts: int = 3,
         endpoint: str = "",
         flags: Sequence[str] = (),
         program: Path = COUNTING_RANK,
-        environment: Mapping[str, str | None] | None = None,
-        prefix: Sequence[str] = (),
-    ) -> NodesJob:
-        """Start a launcher on each of the hosts, all by default; programs get the shared folder.
+    ) -> list[str]:
+        """Return a launcher's command line; programs get the shared folder and the arguments.
 
-        The rendezvous is at the first host unless an endpoint is given. May be called again for
-        hosts that come late or with other flags; a host's earlier launcher must have ended.
+        The rendezvous is at the first host unless an endpoint is given.
         """
-        chosen = list(self.network if hosts is None else hosts)
-        command = [
-            *(*prefix, sys.executable, "-m", self.launcher),
+        return [
+            *(sys.executable, "-m", self.launcher),
             *("--nnodes", str(nnodes or len(self.network)), "--nproc-per-node", str(nproc)),
             *("--max-restarts", str(max_restarts)),
             *("--rdzv-backend", "c10d", "--rdzv-id", self.id),
             *("--rdzv-endpoint", endpoint or f"{self.network[0].name}:{PORT}"),
             *(*flags, str(program), str(self.shared), *arguments),
         ]
-        for host in chosen:
+
+    def start(
+        self,
+        *arguments: str,
+        hosts: Sequence[Host] | None = None,
+        environment: Mapping[str, str | None] | None = None,
+        prefix: Sequence[str] = (),
+        **more: Any,
+    ) -> NodesJob:
+        """Start a launcher on each of the hosts, all by default; the rest is for `command`.
+
+        May be called again for hosts that come late or with other flags; a host's earlier launcher
+        must have ended.
+        """
+        command = [*prefix, *self.command(*arguments, **more)]
+        for host in self.network if hosts is None else hosts:
             known = self.launchers.get(host.name)
             assert known is None or known.poll() is not None, f"{host} has a launcher"
             self.launchers[host.name] = host.start(
@@ -310,7 +321,11 @@ class NodesJob:
         for host in self.network:
             if host.is_up:
                 left += [f"{host.name}: {line}" for line in _left_on(host, self.network.kept)]
-        return left
+        return [line for line in left if line not in self._accepted]
+
+    def accept_present(self) -> None:
+        """Take what is on the hosts now, such as Slurm's daemons, for theirs and not the job's."""
+        self._accepted |= set(self.leftovers())
 
     def assert_nothing_left(self, limit_s: float = GONE_WITHIN_S) -> None:
         """Check that nothing of the job is left on any host, within a time."""
