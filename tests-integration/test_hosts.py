@@ -218,6 +218,7 @@ def test_a_host_that_loses_power_says_nothing(network: Network) -> None:
         f"listener = socket.create_server(('', {PORT}))\n"
         "print('ready', flush=True)\n"
         "peer, _ = listener.accept()\n"
+        "print('accepted', flush=True)\n"
         "peer.recv(1)\n"
     )
     for deed, heard in ((network[1].kill_all, True), (network[2].power_off, False)):
@@ -225,11 +226,11 @@ def test_a_host_that_loses_power_says_nothing(network: Network) -> None:
         read, write = os.pipe()
         host.start([sys.executable, "-c", code], stdout=write)
         os.close(write)
-        with os.fdopen(read) as said:
+        with os.fdopen(read) as said, network[0].socket() as client:
             assert said.readline() == "ready\n"
-        with network[0].socket() as client:
             client.settimeout(LIMIT_S)
             client.connect((host.address, PORT))
+            assert said.readline() == "accepted\n"
             deed()
             client.settimeout(LIMIT_S if heard else STALLED_S)
             if heard:
