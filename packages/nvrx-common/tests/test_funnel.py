@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bad_files import PREFIX_BYTES, Hung, largest_file, make_large
 
 from nvidia_resiliency_ext.shared_utils._funnel import log_file
 from nvidia_resiliency_ext.shared_utils._funnel.chunks import Chunk
 from nvidia_resiliency_ext.shared_utils._funnel.funnel import Funnel
 from nvidia_resiliency_ext.shared_utils._funnel.ledger import ledger_name
-from nvidia_resiliency_ext.shared_utils._funnel.log_file import LogFile
 from nvidia_resiliency_ext.shared_utils._funnel.options import FunnelOptions
-from nvidia_resiliency_ext.shared_utils._funnel.places import Roots
+from nvidia_resiliency_ext.shared_utils._funnel.places import Place, Roots
 from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.streams import Source
 from nvidia_resiliency_ext.shared_utils._funnel.target import Target
@@ -379,7 +379,63 @@ def test_removed_log_is_made_again(rigs, tmp_path: Path) -> None:
 # --- trouble
 
 
-def test_small_chunks_without_numbers_wait_as_one(rigs, hung: threading.Event) -> None:
+class HungLogs:
+    """Logs `hung*.log` whose writing hangs in the kernel until `release`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._fifos: dict[str, Hung] = {}
+
+    def open(self, name: str) -> int:
+        self._fifos[name] = Hung(self._directory / name)
+        return self._fifos[name].writer
+
+    def release(self) -> None:
+        for fifo in self._fifos.values():
+            fifo.release()
+
+    def close(self) -> dict[str, bytes]:
+        """Return what was written to each, once nobody has them open."""
+        found = {name: fifo.close() for name, fifo in self._fifos.items()}
+        self._fifos.clear()
+        return found
+
+
+@pytest.fixture
+def hung(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[HungLogs]:
+    """Put full FIFOs in the place of files `hung*.log`, as on a dead network file system."""
+    logs = HungLogs(tmp_path_factory.mktemp("hung"))
+    original = Roots.open
+
+    def opened(roots: Roots, place: Place) -> tuple[int, int]:
+        if not place.names[-1].startswith("hung"):
+            return original(roots, place)
+        return os.open(place.root, os.O_RDONLY | os.O_DIRECTORY), logs.open(place.names[-1])
+
+    monkeypatch.setattr(Roots, "open", opened)
+    yield logs
+    logs.close()
+
+
+def test_hanging_files_hold_up_no_other(hung: HungLogs, rigs) -> None:
+    """With more hanging writes than usual threads, a healthy file is written, then they are too."""
+    rig = rigs(stall_s=0.1)
+    sick = [rig.source() for _ in range(5)]
+    for number, source in enumerate(sick):
+        rig.offer(source, f"hung{number}.log", b"x\n")
+    good = rig.source()
+    for number in range(50):
+        rig.offer(good, "good.log", b"%d\n" % number)
+        assert rig.settle(good)
+    assert not any(source.is_settled for source in sick)
+    hung.release()
+    for source in sick:
+        assert rig.settle(source)
+
+
+def test_small_chunks_without_numbers_wait_as_one(hung: HungLogs, rigs) -> None:
     """What one stream sends in small chunks is one piece; streams and large chunks keep order."""
     rig = rigs()
     rig.offer(rig.source(), "hung.log", b"first\n")
@@ -397,49 +453,18 @@ def test_small_chunks_without_numbers_wait_as_one(rigs, hung: threading.Event) -
         rig.offer(numbered, "hung.log", b"%d\n" % seq, seq)
         expected.append(b"%d\n" % seq)
     assert len(target.waiting) == 1 + 4 + 2
-    hung.set()
+    hung.release()
     for source in (one, other, numbered):
         assert rig.settle(source)
-    assert rig.read("hung.log") == b"".join(expected)
     assert one.written_bytes == 200 + len(large) + 2
     assert numbered.committed_seq == 2
     assert rig.funnel.stats().buffered_bytes == 0
     assert rig.funnel.stats().received_chunks == 106
+    rig.funnel.close(Deadline.after(WAIT_S))
+    assert hung.close() == {"hung.log": b"".join(expected)}
 
 
-@pytest.fixture
-def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Make writes to `hung*.log` wait for an event, as a dead network file system does."""
-    event = threading.Event()
-    original = LogFile._write
-
-    def write(self: LogFile, buffers, size) -> None:
-        if self._name.startswith(".hung"):
-            event.wait(WAIT_S)
-        original(self, buffers, size)
-
-    monkeypatch.setattr(LogFile, "_write", write)
-    yield event
-    event.set()
-
-
-def test_hanging_files_hold_up_no_other(rigs, hung: threading.Event) -> None:
-    """With more hanging writes than usual threads, a healthy file is written, then they are too."""
-    rig = rigs(stall_s=0.1)
-    sick = [rig.source() for _ in range(5)]
-    for number, source in enumerate(sick):
-        rig.offer(source, f"hung{number}.log", b"x\n")
-    good = rig.source()
-    for number in range(50):
-        rig.offer(good, "good.log", b"%d\n" % number)
-        assert rig.settle(good)
-    assert not any(source.is_settled for source in sick)
-    hung.set()
-    for source in sick:
-        assert rig.settle(source)
-
-
-def test_memory_stays_within_the_budget(rigs, hung: threading.Event) -> None:
+def test_memory_stays_within_the_budget(hung: HungLogs, rigs) -> None:
     """However much comes for a file that hangs, its sender waits, and others have room."""
     rig = rigs(max_buffered_bytes=1 << 20, stall_s=0.1)
     source, data = rig.source("s"), b"z" * 9999 + b"\n"
@@ -460,51 +485,37 @@ def test_memory_stays_within_the_budget(rigs, hung: threading.Event) -> None:
         pass
     assert shared.refusal is not None
     assert shared.refusal.code == "UNAVAILABLE"
-    hung.set()
+    hung.release()
     rig.told.until(lambda: source.waiting is None)
     assert rig.settle(source)
     assert source.committed_seq == seq
-    assert rig.read("hung.log") == data * seq
     assert rig.funnel.stats().buffered_bytes_peak <= 1 << 20
-
-
-def _failing(monkeypatch: pytest.MonkeyPatch, error: int, prefix: str = "bad") -> dict[str, object]:
-    """Let writes to some logs fail half-way, as on a full disk."""
-    state: dict[str, object] = {"fails": True, "count": 0}
-    original = LogFile._write
-
-    def write(self: LogFile, buffers, size) -> None:
-        if self._name.startswith("." + prefix) and state["fails"]:
-            state["count"] = int(str(state["count"])) + 1
-            os.write(self._log, b"".join(buffers)[: size // 2])
-            raise OSError(error, os.strerror(error))
-        original(self, buffers, size)
-
-    monkeypatch.setattr(LogFile, "_write", write)
-    return state
+    rig.funnel.close(Deadline.after(WAIT_S))
+    assert hung.close() == {"hung.log": data * seq}
 
 
 @pytest.mark.parametrize("stream", ["", "s"])
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 def test_file_that_fails_is_tried_again(
-    rigs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int, stream: str
+    rigs, tmp_path: Path, caplog: pytest.LogCaptureFixture, stream: str
 ) -> None:
     """Others go on, the data waits, and once writing works it is there whole and once."""
     caplog.set_level(logging.INFO)
-    state = _failing(monkeypatch, error)
+    make_large(tmp_path / "bad.log")
     rig = rigs()
     bad, good = rig.source(stream), rig.source()
-    for seq in range(1, 11):
-        rig.offer(bad, "bad.log", b"line %d\n" % seq, seq)
-    rig.offer(good, "good.log", b"fine\n")
-    assert rig.settle(good)
-    assert not rig.settle(bad, 0.3)
-    trouble = rig.funnel.trouble_of(bad)
-    assert trouble is not None
-    assert trouble.errno == error
-    state["fails"] = False
+    # Room for two lines and a half.
+    with largest_file(PREFIX_BYTES + 17):
+        for seq in range(1, 11):
+            rig.offer(bad, "bad.log", b"line %d\n" % seq, seq)
+        rig.offer(good, "good.log", b"fine\n")
+        assert rig.settle(good)
+        assert not rig.settle(bad, 0.3)
+        trouble = rig.funnel.trouble_of(bad)
+        assert trouble is not None
+        assert trouble.errno == errno.EFBIG
     assert rig.settle(bad)
-    assert rig.read("bad.log") == b"".join(b"line %d\n" % i for i in range(1, 11))
+    written = rig.read("bad.log")[PREFIX_BYTES:]
+    assert written == b"".join(b"line %d\n" % i for i in range(1, 11))
     assert rig.funnel.trouble_of(bad) is None
     rig.funnel.close(Deadline.after(5))
     said = [r.message for r in caplog.records if "bad.log" in r.message]
@@ -514,19 +525,18 @@ def test_file_that_fails_is_tried_again(
     ]
 
 
-def test_sender_is_told_when_a_failing_file_has_no_more_room(
-    rigs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sender_is_told_when_a_failing_file_has_no_more_room(rigs, tmp_path: Path) -> None:
     """Data for a file that fails is kept up to its share; then its sender gets an error."""
-    _failing(monkeypatch, errno.ENOSPC)
+    make_large(tmp_path / "bad.log")
     rig = rigs(max_buffered_bytes=1 << 20)
     source, data = rig.source("s"), b"z" * 9999 + b"\n"
-    rig.offer(source, "bad.log", data, 1)
-    end = Deadline.after(WAIT_S)
-    while rig.funnel.stats().failing_files == 0 and not end.expired():
-        threading.Event().wait(0.01)
-    with pytest.raises(Refusal, match="No space left") as caught:
-        _offer_all(rig, source, [("bad.log", data)] * 100)
+    with largest_file(PREFIX_BYTES):
+        rig.offer(source, "bad.log", data, 1)
+        end = Deadline.after(WAIT_S)
+        while rig.funnel.stats().failing_files == 0 and not end.expired():
+            threading.Event().wait(0.01)
+        with pytest.raises(Refusal, match="File too large") as caught:
+            _offer_all(rig, source, [("bad.log", data)] * 100)
     assert caught.value.code == "RESOURCE_EXHAUSTED"
 
 
@@ -564,7 +574,11 @@ def test_number_of_files(rigs) -> None:
         rig.offer(rig.source(), "one-more.log", b"x\n")
     assert caught.value.code == "RESOURCE_EXHAUSTED"
     assert rig.read("0.log") == b"x\ny\n"
-    assert rig.funnel.stats().open_files <= 3
+    # Files over the number are closed by writers, soon.
+    end = Deadline.after(WAIT_S)
+    while rig.funnel.stats().open_files > 2:
+        assert not end.expired()
+        threading.Event().wait(0.01)
 
 
 def test_files_and_bytes_of_a_stream(rigs) -> None:
@@ -637,12 +651,13 @@ def test_close_writes_everything(rigs) -> None:
         rig.offer(rig.source(), "x.log", b"x\n")
 
 
-def test_close_tells_what_could_not_be_written(rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_tells_what_could_not_be_written(rigs, tmp_path: Path) -> None:
     """A disk that stays full does not keep the server from ending, and the loss is counted."""
-    _failing(monkeypatch, errno.ENOSPC)
+    make_large(tmp_path / "bad.log")
     rig = rigs()
-    rig.offer(rig.source(), "bad.log", b"x\n")
-    assert rig.funnel.close(Deadline.after(0.3)) > 0
+    with largest_file(PREFIX_BYTES):
+        rig.offer(rig.source(), "bad.log", b"x\n")
+        assert rig.funnel.close(Deadline.after(0.3)) > 0
 
 
 @pytest.mark.parametrize("policy", ["never", "interval", "commit"])

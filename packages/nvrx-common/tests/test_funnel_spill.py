@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files in which log lines wait: limits, damage, full disks, taking over from ended processes."""
 
-import errno
 import os
 import stat
 import subprocess
@@ -10,15 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bad_files import largest_file
 
 from nvidia_resiliency_ext.shared_utils._funnel_client.chunks import Chunk, Gap
 from nvidia_resiliency_ext.shared_utils._funnel_client.room import Room
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill import (
-    Identity,
-    Spill,
-    adopt,
-    left_behind,
-)
+from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill, adopt
+from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity, left_behind
 from nvidia_resiliency_ext.shared_utils._funnel_client.stream import Stream
 
 KIB = 1024
@@ -161,25 +157,17 @@ def test_gap_survives_the_process(story: Story) -> None:
     assert rest[0] == first.seq + 1
 
 
-def test_full_disk(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk(story: Story) -> None:
     """A disk that fills in the middle of a record counts as full, and is used again later."""
     spill = story.make()
     assert spill.append(chunk(1), Gap())
-    write = os.pwritev
-    failing = True
-
-    def write_a_part(fd: int, buffers: list[bytes], offset: int) -> int:
-        if failing:
-            write(fd, [b"".join(buffers)[:50]], offset)
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "pwritev", write_a_part)
+    (file,) = Path(spill.path).glob("*.lines")
     before = story.room.spill_bytes
-    assert not spill.append(chunk(2), Gap())
-    assert not spill.append(chunk(2), Gap())
-    assert story.room.spill_bytes == before
-    failing = False
+    with largest_file(file.stat().st_size + 50):
+        assert not spill.append(chunk(2), Gap())
+        assert not spill.append(chunk(2), Gap())
+        assert story.room.spill_bytes == before
+        assert file.stat().st_size > before, "a part of the record was written"
     assert spill.append(chunk(2), Gap())
     assert read_all(spill) == [1, 2]
     assert [line.partition(" wait in")[0] for line in story.said[1:]] == [
@@ -210,7 +198,8 @@ def test_lock_ends_with_the_process(story: Story) -> None:
 import os, subprocess, sys
 from nvidia_resiliency_ext.shared_utils._funnel_client.chunks import Chunk, Gap
 from nvidia_resiliency_ext.shared_utils._funnel_client.room import Room
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Identity, Spill
+from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill
+from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity
 spill = Spill({str(story.directory)!r}, Identity("job", "node", "/logs/a.log", "s"),
               Room(1 << 20, 1 << 20), print)
 assert spill.append(Chunk(1, b"a\\n", 1), Gap())

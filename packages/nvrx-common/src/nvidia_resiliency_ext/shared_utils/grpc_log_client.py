@@ -7,10 +7,7 @@ It needs the extra `grpc`, and says so when a client is made. The rooms are in `
 from __future__ import annotations
 
 from nvidia_resiliency_ext.shared_utils._funnel_client.access import FunnelTls
-from nvidia_resiliency_ext.shared_utils._funnel_client.client import (
-    FunnelStats,
-    LogFunnelClient,
-    LogTarget,
-)
+from nvidia_resiliency_ext.shared_utils._funnel_client.client import LogFunnelClient
+from nvidia_resiliency_ext.shared_utils._funnel_client.target import FunnelStats, LogTarget
 
 __all__ = ["FunnelStats", "FunnelTls", "LogFunnelClient", "LogTarget"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Iterable
 
 __all__ = ["main", "serve"]
@@ -41,50 +40,32 @@ def serve(  # noqa: PLR0913 - the signature is given
         ValueError: A setting makes no sense.
         OSError: It cannot listen there, or there is no healthy root.
     """
-    from nvidia_resiliency_ext.shared_utils._funnel import edge, leaf
+    from nvidia_resiliency_ext.shared_utils._funnel import leaf
     from nvidia_resiliency_ext.shared_utils._funnel.access import Access
 
     del max_workers
     if allowed_roots is None:
         raise ValueError("serve() needs allowed_roots")
-    access = Access.from_environment()
-    access.check_reach(host)
-    config = leaf.LeafConfig(
-        host=host,
-        port=port,
-        upstream=upstream,
-        grace_s=graceful_shutdown_timeout,
-        access=access,
-        allowed_roots=tuple(allowed_roots),
-        max_chunks=max_queue_chunks,
+    leaf.run(
+        leaf.LeafConfig(
+            host=host,
+            port=port,
+            upstream=upstream,
+            grace_s=graceful_shutdown_timeout,
+            access=Access.for_server(host),
+            allowed_roots=tuple(allowed_roots),
+            max_chunks=max_queue_chunks,
+        )
     )
-    try:
-        leaf.run(config)
-    except edge.AddressError as error:
-        raise OSError(str(error)) from error
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the server as the command line says; return the exit code."""
-    from nvidia_resiliency_ext.shared_utils._funnel import command
-
-    return command.run_program(command.leaf_parser(), _serve, arguments)
-
-
-def _serve(options: argparse.Namespace) -> int:
     from nvidia_resiliency_ext.shared_utils._funnel import command, leaf
 
-    config = leaf.LeafConfig(
-        host=options.host,
-        port=options.port,
-        upstream=options.upstream,
-        grace_s=options.graceful_shutdown_timeout,
-        access=command.access_of(options),
-        allowed_roots=tuple(options.allowed_root),
-        max_chunks=options.max_queue_chunks,
-        max_bytes=options.max_buffered_bytes,
+    return command.run_program(
+        command.leaf_parser(), lambda options: leaf.run(command.leaf_config(options)), arguments
     )
-    return leaf.run(config)
 
 
 if __name__ == "__main__":

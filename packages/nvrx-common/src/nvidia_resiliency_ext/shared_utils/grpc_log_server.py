@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.shared_utils._funnel.servicer import LogAggregationServicer
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Iterable
 
 __all__ = ["LogAggregationServicer", "main", "serve"]
@@ -42,48 +41,33 @@ def serve(
         ValueError: A setting makes no sense, or there is no root.
         OSError: It cannot listen there.
     """
-    from nvidia_resiliency_ext.shared_utils._funnel import edge, root
+    from nvidia_resiliency_ext.shared_utils._funnel import root
     from nvidia_resiliency_ext.shared_utils._funnel.access import Access
     from nvidia_resiliency_ext.shared_utils._funnel.options import FunnelOptions
 
     del max_workers
     if allowed_roots is None:
         raise ValueError("serve() needs allowed_roots")
-    access = Access.from_environment()
-    access.check_reach(host)
-    config = root.RootConfig(
-        host=host,
-        port=port,
-        grace_s=graceful_shutdown_timeout,
-        access=access,
-        funnel=FunnelOptions(
-            allowed_roots=tuple(allowed_roots), completion_idle_s=completion_idle_timeout
-        ),
+    root.run(
+        root.RootConfig(
+            host=host,
+            port=port,
+            grace_s=graceful_shutdown_timeout,
+            access=Access.for_server(host),
+            funnel=FunnelOptions(
+                allowed_roots=tuple(allowed_roots), completion_idle_s=completion_idle_timeout
+            ),
+        )
     )
-    try:
-        root.run(config)
-    except edge.AddressError as error:
-        raise OSError(str(error)) from error
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the server as the command line says; return the exit code."""
-    from nvidia_resiliency_ext.shared_utils._funnel import command
-
-    return command.run_program(command.root_parser(), _serve, arguments)
-
-
-def _serve(options: argparse.Namespace) -> int:
     from nvidia_resiliency_ext.shared_utils._funnel import command, root
 
-    config = root.RootConfig(
-        host=options.host,
-        port=options.port,
-        grace_s=options.graceful_shutdown_timeout,
-        access=command.access_of(options),
-        funnel=command.funnel_options_of(options),
+    return command.run_program(
+        command.root_parser(), lambda options: root.run(command.root_config(options)), arguments
     )
-    return root.run(config)
 
 
 if __name__ == "__main__":

@@ -81,14 +81,22 @@ class Access:
             raise ConfigError("--tls-cert and --tls-key belong together")
 
     @classmethod
-    def from_environment(cls, **files: str | None) -> Access:
+    def for_server(cls, host: str, *, insecure: bool = False, **files: str | None) -> Access:
         """Take the token from the file that NVRX_LOG_FUNNEL_TOKEN_FILE names, if it is set.
 
+        Args:
+            host: Where the server will listen.
+            insecure: Anybody who reaches it may write.
+            files: Certificate, key and authority.
+
         Raises:
-            ConfigError: The token or a file is unusable.
+            ConfigError: The token or a certificate is unusable, or anybody could write and nobody
+                said that this is meant.
         """
         path = os.environ.get("NVRX_LOG_FUNNEL_TOKEN_FILE")
-        return cls(token=read_token(path) if path else None, **files)
+        access = cls(token=read_token(path) if path else None, **files)
+        access.check_reach(host, insecure=insecure)
+        return access
 
     @property
     def is_open(self) -> bool:

@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.shared_utils import console
 from nvidia_resiliency_ext.shared_utils._funnel.access import Access
 from nvidia_resiliency_ext.shared_utils._funnel.edge import AddressError
+from nvidia_resiliency_ext.shared_utils._funnel.leaf import LeafConfig
 from nvidia_resiliency_ext.shared_utils._funnel.options import FSYNC_POLICIES, FunnelOptions
 from nvidia_resiliency_ext.shared_utils._funnel.process import log_to_stderr, raise_file_limit
+from nvidia_resiliency_ext.shared_utils._funnel.root import RootConfig
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 __all__ = [
-    "access_of",
-    "base_parser",
-    "funnel_options_of",
+    "leaf_config",
     "leaf_parser",
     "leave",
+    "root_config",
     "root_parser",
     "run_program",
 ]
@@ -33,7 +34,7 @@ _MAX_PORT = 65535
 _EXIT_CONFIG = 2
 
 
-def base_parser(program: str, description: str) -> argparse.ArgumentParser:
+def _base_parser(program: str, description: str) -> argparse.ArgumentParser:
     """Return a parser with the flags of both servers."""
     parser = argparse.ArgumentParser(
         prog=f"python -m nvidia_resiliency_ext.shared_utils.{program}",
@@ -76,7 +77,7 @@ def base_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 def root_parser() -> argparse.ArgumentParser:
     """Return the root's parser."""
-    parser = base_parser(
+    parser = _base_parser(
         "grpc_log_server", "Collects log lines of all nodes and appends them to files."
     )
     parser.add_argument("--port", type=_port, default=50051, help="port to listen on (%(default)s)")
@@ -109,7 +110,7 @@ def root_parser() -> argparse.ArgumentParser:
 
 def leaf_parser() -> argparse.ArgumentParser:
     """Return the leaf's parser."""
-    parser = base_parser(
+    parser = _base_parser(
         "grpc_log_leaf_server", "Collects log lines of some nodes and passes them to the root."
     )
     parser.add_argument("--port", type=_port, required=True, help="port to listen on")
@@ -123,31 +124,52 @@ def leaf_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def funnel_options_of(options: argparse.Namespace) -> FunnelOptions:
-    """Return the root's settings."""
-    return FunnelOptions(
-        allowed_roots=tuple(options.allowed_root),
-        completion_idle_s=options.completion_idle_timeout,
-        max_buffered_bytes=options.max_buffered_bytes,
-        max_files=options.max_files,
-        max_stream_files=options.max_stream_files,
-        max_stream_bytes=options.max_stream_bytes,
-        verify_node_prefix=options.verify_node_prefix,
-        fsync=options.fsync,
-    )
-
-
-def access_of(options: argparse.Namespace) -> Access:
-    """Return who may call.
+def root_config(options: argparse.Namespace) -> RootConfig:
+    """Return what a command line of the root says.
 
     Raises:
         ConfigError: The token or a certificate is unusable, or anybody in the network could call.
     """
-    access = Access.from_environment(
-        certificate=options.tls_cert, key=options.tls_key, authority=options.tls_ca
+    return RootConfig(
+        host=options.host,
+        port=options.port,
+        grace_s=options.graceful_shutdown_timeout,
+        access=_access_of(options),
+        funnel=FunnelOptions(
+            allowed_roots=tuple(options.allowed_root),
+            completion_idle_s=options.completion_idle_timeout,
+            max_buffered_bytes=options.max_buffered_bytes,
+            max_files=options.max_files,
+            max_stream_files=options.max_stream_files,
+            max_stream_bytes=options.max_stream_bytes,
+            verify_node_prefix=options.verify_node_prefix,
+            fsync=options.fsync,
+        ),
     )
-    access.check_reach(options.host, insecure=options.insecure_no_auth)
-    return access
+
+
+def leaf_config(options: argparse.Namespace) -> LeafConfig:
+    """Return what a command line of a leaf says; it raises what `root_config` does."""
+    return LeafConfig(
+        host=options.host,
+        port=options.port,
+        upstream=options.upstream,
+        grace_s=options.graceful_shutdown_timeout,
+        access=_access_of(options),
+        allowed_roots=tuple(options.allowed_root),
+        max_chunks=options.max_queue_chunks,
+        max_bytes=options.max_buffered_bytes,
+    )
+
+
+def _access_of(options: argparse.Namespace) -> Access:
+    return Access.for_server(
+        options.host,
+        insecure=options.insecure_no_auth,
+        certificate=options.tls_cert,
+        key=options.tls_key,
+        authority=options.tls_ca,
+    )
 
 
 def run_program(

@@ -30,7 +30,7 @@ _WINDOW_BYTES = 256 << 10
 _MAX_PENDING = 100_000
 
 
-class AddressError(Exception):
+class AddressError(OSError):
     """The server cannot listen at its address."""
 
 

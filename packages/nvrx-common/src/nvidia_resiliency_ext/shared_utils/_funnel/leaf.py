@@ -64,7 +64,7 @@ def run(config: LeafConfig) -> int:
         ConfigError: A root directory or a certificate is unusable.
     """
     leaf = _Leaf(config)
-    process.run_until_complete(leaf.serve())
+    process.run_until_complete(leaf.serve)
     return 1 if leaf.lost_chunks else 0
 
 

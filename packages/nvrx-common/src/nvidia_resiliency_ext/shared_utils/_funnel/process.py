@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Coroutine, Iterator
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator
 
 __all__ = ["CUT_OFF_S", "happened", "raise_file_limit", "run_until_complete", "stop_event"]
 
@@ -22,13 +22,13 @@ _COLLECT_AFTER = 10_000
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def run_until_complete(main: Coroutine[Any, Any, None]) -> None:
-    """Run the program's coroutine in a fresh event loop."""
+def run_until_complete(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run the program's coroutine function in a fresh event loop."""
     # Now, so that the collector leaves it alone.
     import grpc.aio  # noqa: F401
 
     with _calm_collector():
-        asyncio.run(main)
+        asyncio.run(main())
 
 
 def stop_event() -> asyncio.Event:

@@ -47,7 +47,7 @@ def run(config: RootConfig) -> int:
         graceful_shutdown_timeout=config.grace_s, options=config.funnel
     )
     try:
-        process.run_until_complete(_serve(config, servicer))
+        process.run_until_complete(lambda: _serve(config, servicer))
     finally:
         # Also after an error: the threads must end.
         servicer.shutdown()

@@ -11,7 +11,6 @@ import socket
 import tempfile
 import threading
 import weakref
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, NamedTuple, final
 
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
@@ -29,14 +28,15 @@ from .lane import Lane
 from .link import Link
 from .notices import Notices
 from .room import Room
-from .spill import Identity, Spill, adopt, left_behind
+from .spill import Spill, adopt
+from .spill_place import Identity, left_behind
 from .stream import Stream
+from .target import FunnelStats, LogTarget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
 
-__all__ = ["FunnelStats", "LogFunnelClient", "LogTarget"]
+__all__ = ["LogFunnelClient"]
 
 DEFAULT_MEMORY_LIMIT_BYTES = 64 * 1024 * 1024
 DEFAULT_SPILL_LIMIT_BYTES = 1024 * 1024 * 1024
@@ -49,109 +49,6 @@ _AT_EXIT_S = 5.0
 _LAST_CALL_S = 2.0
 
 _clients: weakref.WeakSet[LogFunnelClient] = weakref.WeakSet()
-
-
-@dataclass(frozen=True, slots=True)
-class FunnelStats:
-    """Counters of a target, or of all targets of a client.
-
-    Attributes:
-        lines_taken: Lines cut into chunks so far; the newest 64 KiB may not be counted yet.
-        bytes_taken: Their bytes.
-        lines_confirmed: Lines that the server has in the file, with those of earlier processes
-            and notices of dropped ones.
-        bytes_confirmed: Their bytes.
-        lines_dropped: Lines given up.
-        bytes_dropped: Their bytes.
-        lines_broken: Lines of more than 1 MiB, which go on in a new line.
-        chunks_resent: Chunks sent again after a broken connection.
-        reconnects: Calls to the server that failed or ended early.
-        nonsense_answers: Confirmations of lines that were never sent.
-        bytes_in_memory: Held in memory now.
-        bytes_in_spill: Held in files now, of all targets of the client.
-    """
-
-    lines_taken: int = 0
-    bytes_taken: int = 0
-    lines_confirmed: int = 0
-    bytes_confirmed: int = 0
-    lines_dropped: int = 0
-    bytes_dropped: int = 0
-    lines_broken: int = 0
-    chunks_resent: int = 0
-    reconnects: int = 0
-    nonsense_answers: int = 0
-    bytes_in_memory: int = 0
-    bytes_in_spill: int = 0
-
-
-@final
-class LogTarget:
-    """One file on the log server, to append lines to; made by `LogFunnelClient.open`.
-
-    All methods may be called from any thread, but not from a signal handler.
-
-    Attributes:
-        path: The file, as the server names it.
-    """
-
-    def __init__(self, feed: Feed, room: Room, close: Callable[[Feed, Deadline], bool]) -> None:
-        """Use `LogFunnelClient.open`."""
-        self.path = feed.path
-        self._feed = feed
-        self._room = room
-        self._close = close
-        self._take = feed.write
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Take whole lines or parts of lines; they leave together as whole lines.
-
-        A part without a newline waits for the rest of its line. Data of one call stays together; of
-        two threads each should write whole lines. When there is no room, it waits or drops, as the
-        client's `when_full` says.
-
-        Raises:
-            DeadlineExceededError: No room within the client's `write_timeout_s`. Of data up to
-                64 KiB nothing was taken.
-            LogTargetRefusedError: The server refuses this file; with `when_full="drop-oldest"` the
-                lines are dropped and counted instead.
-            LogFunnelClosedError: It is closed, or was opened before a fork.
-        """
-        self._take(data)
-
-    def flush(self, deadline_s: float | None = 30.0) -> None:
-        """Wait until the server has all whole lines written before in the file, or dropped ones.
-
-        Raises:
-            DeadlineExceededError: It does not within that time; the lines stay.
-            LogTargetRefusedError: It never will.
-            LogFunnelClosedError: It is closed, or was opened before a fork.
-        """
-        self._feed.flush(Deadline.after(deadline_s))
-
-    def close(self, deadline_s: float | None = 30.0) -> bool:
-        """End the last line, wait for all confirmations and end the stream; harmless if repeated.
-
-        What is not confirmed at the deadline is left in files for a later client of the same name
-        that opens the same path, and one warning says where.
-
-        Returns:
-            Whether everything was confirmed.
-        """
-        return self._close(self._feed, Deadline.after(deadline_s))
-
-    @property
-    def stats(self) -> FunnelStats:
-        """Counters as they are now."""
-        return FunnelStats(**self._feed.snapshot(), bytes_in_spill=self._room.spill_bytes)
-
-    def __enter__(self) -> LogTarget:
-        """Return itself; leaving the block closes it."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close it."""
-        self.close()
 
 
 class _Opened(NamedTuple):
@@ -310,8 +207,8 @@ class LogFunnelClient:
             feeds = [opened.feed for opened in self._opened.values()]
             total = self._past
         for feed in feeds:
-            total = _sum(total, FunnelStats(**feed.snapshot()))
-        return _sum(total, FunnelStats(bytes_in_spill=self._room.spill_bytes))
+            total += FunnelStats(**feed.snapshot())
+        return total + FunnelStats(bytes_in_spill=self._room.spill_bytes)
 
     def _make_target(self, path: str) -> _Opened:
         spill, first_seq = None, 1
@@ -366,7 +263,7 @@ class LogFunnelClient:
             if self._opened.pop(feed.path, None) is None:
                 return True
             leftover = feed.leave()
-            self._past = _sum(self._past, FunnelStats(**feed.snapshot()))
+            self._past += FunnelStats(**feed.snapshot())
         is_confirmed = self._tell(feed, leftover)
         self._notices.emit()
         return is_confirmed
@@ -421,11 +318,6 @@ def _check_path(path: str) -> None:
         problem = "it holds characters that cannot be printed"
     if problem:
         raise ConfigError(f"the log target {path[:200]!r}: {problem}")
-
-
-def _sum(one: FunnelStats, other: FunnelStats) -> FunnelStats:
-    names = [field.name for field in fields(FunnelStats)]
-    return FunnelStats(**{name: getattr(one, name) + getattr(other, name) for name in names})
 
 
 def _abandon_all() -> None:

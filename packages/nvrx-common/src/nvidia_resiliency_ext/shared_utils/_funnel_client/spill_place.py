@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the directories that spills lie in: whose each is, its lock, and what ended processes left.
+
+A lock on `stream.json` says that the owner lives; the kernel ends it with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.os_utils import (
+    private_dir,
+    read_regular_file,
+    remove_tree_at,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Identity", "left_behind", "make_place", "ownerless", "remove_place"]
+
+_OWNER = "stream.json"
+_LARGEST_OWNER_BYTES = 64 * 1024
+_RANDOM_BYTES = 6
+_KEY_DIGITS = 32
+
+
+class Identity:
+    """Whose lines a spill holds.
+
+    Args:
+        name: The client's name for what it leaves behind.
+        node_id: The node that the lines are from.
+        path: The target.
+        stream_id: Under which the server counts them.
+    """
+
+    def __init__(self, name: str, node_id: str, path: str, stream_id: str) -> None:
+        self.name = name
+        self.node_id = node_id
+        self.path = path
+        self.stream_id = stream_id
+
+    @property
+    def key(self) -> str:
+        """What the directory's name begins with."""
+        text = f"{self.name}\0{self.node_id}\0{self.path}"
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_KEY_DIGITS]
+
+
+def make_place(spill_dir: str, identity: Identity) -> tuple[str, int]:
+    """Make a directory for a spill.
+
+    Returns:
+        The directory, and the descriptor whose lock says that its owner lives.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    name = f"{identity.key}-{os.urandom(_RANDOM_BYTES).hex()}"
+    path = os.path.join(private_dir(spill_dir), name)
+    try:
+        os.mkdir(path, 0o700)
+    except FileNotFoundError:
+        # Somebody else left it at this moment and it was empty.
+        private_dir(spill_dir)
+        os.mkdir(path, 0o700)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(os.path.join(path, _OWNER), flags, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(fd, json.dumps(vars(identity)).encode())
+    except OSError:
+        os.close(fd)
+        raise
+    return path, fd
+
+
+def remove_place(path: str, owner_fd: int) -> None:
+    """Remove a directory of our own, and the one above when nobody else has files there."""
+    parent, name = os.path.split(path)
+    with contextlib.suppress(OSError):
+        directory = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            remove_tree_at(name, directory)
+        finally:
+            os.close(directory)
+    with contextlib.suppress(OSError):
+        os.rmdir(parent)
+    # Last: as long as the lock is held nobody takes the directory over.
+    os.close(owner_fd)
+
+
+def ownerless(spill_dir: str, identity: Identity) -> Iterator[tuple[str, int, Identity]]:
+    """Yield what ended processes left for a target, the oldest first.
+
+    Each is its directory, a descriptor with the lock on it, which the caller owns, and whose it is.
+    """
+    for path in _directories(spill_dir, identity.key):
+        fd = _lock_owner(path)
+        if fd is None:
+            continue
+        found = _read_owner(path)
+        if found is None or found.key != identity.key:
+            os.close(fd)
+            continue
+        yield path, fd, found
+
+
+def left_behind(spill_dir: str, name: str, node_id: str) -> list[str]:
+    """Return the targets for which ended processes of this name left lines, in no other hands."""
+    paths = set()
+    for path in _directories(spill_dir, ""):
+        found = _read_owner(path)
+        if found is None or (found.name, found.node_id) != (name, node_id):
+            continue
+        fd = _lock_owner(path)
+        if fd is not None:
+            os.close(fd)
+            paths.add(found.path)
+    return sorted(paths)
+
+
+def _directories(spill_dir: str, key: str) -> list[str]:
+    """Return directories of spills of our own, oldest first."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(spill_dir) as entries:
+        for entry in entries:
+            if not entry.name.startswith(key) or "-" not in entry.name:
+                continue
+            status = entry.stat(follow_symlinks=False)
+            ours = status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
+            if stat.S_ISDIR(status.st_mode) and ours:
+                found.append((status.st_ctime_ns, entry.path))
+    return [path for _, path in sorted(found)]
+
+
+def _lock_owner(path: str) -> int | None:
+    """Return a locked descriptor of the owner file; None when its owner lives or it is gone."""
+    owner = os.path.join(path, _OWNER)
+    try:
+        fd = os.open(owner, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Its last owner may have removed it between the two calls.
+        if os.fstat(fd).st_nlink:
+            return fd
+    except OSError:
+        pass
+    os.close(fd)
+    return None
+
+
+def _read_owner(path: str) -> Identity | None:
+    try:
+        found = json.loads(read_regular_file(os.path.join(path, _OWNER), _LARGEST_OWNER_BYTES))
+        values = [found[name] for name in ("name", "node_id", "path", "stream_id")]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return Identity(*values) if all(isinstance(value, str) for value in values) else None
