@@ -152,3 +152,33 @@ def test_other_programs_follow_the_cycles(job: Job) -> None:
         assert said["cycle_log_file"] == str(log_of(job, cycle))
         assert (said["active_nodes"], said["standby_nodes"]) == (socket.gethostname(), "")
     assert os.readlink(link) == "cycle_info.31.2.1"
+
+
+def test_two_nodes_write_one_log_and_one_description(job: Job) -> None:
+    """Both launchers send to the store host's server, with the token that it made."""
+    second = type(job)(job.folder / "second")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    directory = job.folder / "info"
+    both = (
+        *server_flags(job),
+        *("--nnodes", "2", "--rdzv-endpoint", endpoint, "--ft-cycle-info-dir", str(directory)),
+    )
+    several = {"NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE": "1"}
+    deed = ("--last-cycle", "1", "0:1:last-words=kill")
+    try:
+        job.start(*deed, nproc=1, flags=both, environment=several)
+        second.out = job.out
+        second.start(*deed, nproc=1, flags=both, environment=several)
+        assert job.wait() == 0, job.log()
+        assert second.wait() == 0, second.log()
+        second.assert_nothing_left()
+    finally:
+        second.close()
+    assert lines_of(job, 0, 1) == [*MEGABYTE_LINES, b"the last word"]
+    own = (job.folder / "logs" / "nvrx.log").read_text()
+    assert own.count("job ended with exit code 0") == 2
+    for cycle in range(2):
+        said = json.loads((directory / f"cycle_info..0.{cycle}").read_text())
+        assert (said["active_ranks"], said["generation"]) == ("0-1", "1")

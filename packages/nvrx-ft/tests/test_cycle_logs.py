@@ -385,6 +385,18 @@ def test_a_log_server_that_dies_starts_again_and_nothing_is_lost(
     assert file.read_text() == "0: before\n0: between\n0: after\n"
 
 
+def test_without_a_log_server_the_lines_go_into_files_here(logs: Logs, tmp_path: Path) -> None:
+    """Lines wait for a token that is to come, and are written here when there is no server."""
+    made = logs(funnel=sinks.FunnelAddress("127.0.0.1:1", "node", str(tmp_path / "no-token")))
+    made.begin_cycle(0, 1)
+    run_writer(made, 0, "print('a')").wait(DEADLINE_S)
+    wait_until(lambda: not made._reader._pipes, "the pipe's end")
+    assert not (tmp_path / "job_cycle0.log").exists()
+    made.write_files_instead()
+    assert made.close()
+    assert (tmp_path / "job_cycle0.log").read_text() == "0: a\n"
+
+
 def test_a_taken_port_is_an_error_in_one_sentence(tmp_path: Path) -> None:
     """Nothing is started where a port is in use, and the message names the flag."""
     with socket.socket() as other:

@@ -242,8 +242,11 @@ def test_giving_a_default_is_never_refused(script: str, tmp_path: Path) -> None:
 
 def test_all_that_is_refused_is_said_at_once(script: str) -> None:
     """Several things asked for that cannot be had are in one message."""
-    with pytest.raises(ValueError, match=r"nic-monitor.*--ft-nvrx-logfile"):
-        plan("--ft-enable-nic-monitor=1", "--ft-nvrx-logfile=/a", script)
+    with pytest.raises(
+        ValueError,
+        match=r"virtual-local-rank.*--ft-nvrx-logfile|--ft-nvrx-logfile.*virtual-local-rank",
+    ):
+        plan("--virtual-local-rank", "--ft-nvrx-logfile=/a", script)
 
 
 def test_a_restart_policy_in_a_file_is_taken(script: str, tmp_path: Path) -> None:

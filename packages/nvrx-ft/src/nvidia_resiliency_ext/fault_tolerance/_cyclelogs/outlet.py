@@ -186,7 +186,7 @@ class Outlet:
         _close(target)
         target.retry_at = time.monotonic() + target.retry_s
         target.retry_s = min(2 * target.retry_s, _LAST_RETRY_S)
-        if self._closes_at is not None:
+        if self._closes_at is not None or isinstance(error, NotYetError):
             target.retry_at = time.monotonic() + _FIRST_RETRY_S
 
 

@@ -128,16 +128,24 @@ class _Remote:
 
 
 class FunnelPlace:
-    """Logs are files that a log server keeps; opened by the first line. One thread only."""
+    """Logs are files that a log server keeps. One thread only, but for `write_files_instead`."""
 
     def __init__(self, address: FunnelAddress) -> None:
         self._address = address
         self._client: LogFunnelClient | None = None
         self._closing: list[threading.Thread] = []
+        self._instead: FilePlace | None = None
+
+    def write_files_instead(self) -> None:
+        """Open all further logs on this node: there is no server after all."""
+        self._instead = FilePlace()
 
     def open(self, path: str) -> Sink:
         """Open a log on the server; it need not be there yet."""
         from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+        if self._instead is not None:
+            return self._instead.open(path)
 
         token_file = self._address.token_file
         if self._client is None and token_file is not None and not os.path.exists(token_file):

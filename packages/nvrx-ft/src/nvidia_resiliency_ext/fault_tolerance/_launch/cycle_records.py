@@ -197,6 +197,12 @@ class CycleRecords:
         """Take the token of the log server; from any thread."""
         atomic_write(os.path.join(self._place.run_dir.path, "log_token"), token.encode())
 
+    def no_log_server(self) -> None:
+        """Take note that nobody serves logs in this job; from any thread."""
+        logger.warning("the store host runs no log server: this node writes its logs itself")
+        if self._logs is not None:
+            self._logs.write_files_instead()
+
     def begin(self, assignment: Assignment) -> None:
         """Take note that the workers of a cycle are about to start on this node."""
         if self._logs is not None:

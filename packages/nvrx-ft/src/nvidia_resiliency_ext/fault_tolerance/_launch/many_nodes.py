@@ -281,7 +281,7 @@ def _with_log_token(store: JobStore, records: CycleRecords) -> JobStore:
     if records.lacks_log_token:
         token = store.wait_for(keys.LOG_TOKEN, LOG_TOKEN_WAIT_S)
         if token is None:
-            logger.warning("the store host runs no log server: output waits on this node")
+            records.no_log_server()
         else:
             records.take_log_token(token)
     return store
