@@ -48,11 +48,15 @@ def test_prewarm_is_what_the_configuration_says() -> None:
     ("config", "problem"),
     [
         (
-            describe(FaultToleranceConfig(cycle_info_dir="/a", attribution_endpoint="localhost")),
-            "cycle_info_dir",
+            describe(
+                FaultToleranceConfig(preempt_signal="SIGUSR1", attribution_endpoint="localhost")
+            ),
+            "preempt_signal",
         ),
         (
-            describe(FaultToleranceConfig(cycle_info_dir="/a", attribution_endpoint="localhost")),
+            describe(
+                FaultToleranceConfig(preempt_signal="SIGUSR1", attribution_endpoint="localhost")
+            ),
             "attribution_endpoint",
         ),
         (describe(nproc_per_node=0), "nproc_per_node=0: is not from 1 to 65536"),

@@ -229,8 +229,8 @@ def test_giving_a_default_is_never_refused(script: str, tmp_path: Path) -> None:
 
 def test_all_that_is_refused_is_said_at_once(script: str) -> None:
     """Several things asked for that cannot be had are in one message."""
-    with pytest.raises(ValueError, match=r"cycle-info-dir.*--ft-nvrx-logfile"):
-        plan("--ft-cycle-info-dir=/a", "--ft-nvrx-logfile=/a", script)
+    with pytest.raises(ValueError, match=r"attribution-endpoint.*--ft-attribution-llm-model"):
+        plan("--ft-attribution-endpoint=localhost", "--ft-attribution-llm-model=m", script)
 
 
 def test_a_restart_policy_in_a_file_is_taken(script: str, tmp_path: Path) -> None:
