@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher's decisions, event by event."""
 
+import dataclasses
 import random
 import signal
 
@@ -245,3 +246,23 @@ def test_any_order_of_events_ends_once_and_stays_ended():
             if finishes:
                 assert node.phase is Phase.FINISHED
         assert starts <= POLICY.max_restarts + 1
+
+
+@pytest.mark.parametrize("many_nodes", [False, True])
+def test_an_unfit_node_leaves_with_1_and_closes_nothing(many_nodes):
+    """A failed health check before joining ends this launcher only; the others are told why."""
+    cause = Cause("unhealthy", "host h is unhealthy: health check gpu: reset", host="h")
+    node = Node(dataclasses.replace(POLICY, many_nodes=many_nodes, is_store_host=many_nodes))
+    node, done = play(node, decide.NodeUnfit(cause))
+    assert node.phase is Phase.FINISHED
+    assert done == [
+        ReportFault(cause, Outcome.LEAVE, 0),
+        decide.LeaveRendezvous(cause),
+        Finish(1, cause.what),
+    ]
+
+
+def test_a_finding_that_comes_late_changes_nothing():
+    """A node that runs, or is over, is not judged by a check that was for its next round."""
+    cause = Cause("unhealthy", "too late")
+    assert play(running(), decide.NodeUnfit(cause)) == (running(), [])

@@ -48,12 +48,16 @@ def test_prewarm_is_what_the_configuration_says() -> None:
     ("config", "problem"),
     [
         (
-            describe(FaultToleranceConfig(numa_bind_strict=False, enable_nic_monitor=True)),
-            "numa_bind",
+            describe(
+                FaultToleranceConfig(preempt_signal="SIGUSR1", attribution_endpoint="localhost")
+            ),
+            "preempt_signal",
         ),
         (
-            describe(FaultToleranceConfig(numa_bind_strict=False, enable_nic_monitor=True)),
-            "enable_nic_monitor",
+            describe(
+                FaultToleranceConfig(preempt_signal="SIGUSR1", attribution_endpoint="localhost")
+            ),
+            "attribution_endpoint",
         ),
         (describe(nproc_per_node=0), "nproc_per_node=0: is not from 1 to 65536"),
         (describe(nproc_per_node=10**11), "nproc_per_node=100000000000: is not from"),
@@ -63,18 +67,13 @@ def test_prewarm_is_what_the_configuration_says() -> None:
         (describe(restart_policy="min-healthy"), "restart_policy='min-healthy'"),
         (describe(rank_monitors={0: object()}), "rank_monitors"),
         (describe(logs_specs=object()), "logs_specs"),
+        (describe(FaultToleranceConfig(bad_node_hook="/no/such")), "--ft-bad-node-hook"),
     ],
 )
 def test_what_cannot_be_had_is_refused(config: LaunchConfig, problem: str) -> None:
     """A library call refuses what the command line refuses, as a ValueError that names it."""
     with pytest.raises(ValueError, match=problem):
         plan(config)
-
-
-def test_variables_of_later_versions_are_refused() -> None:
-    """A variable that asks for a missing feature is not ignored in a library call either."""
-    with pytest.raises(ValueError, match="NVRX_GPUS_PER_NUMA"):
-        plan(describe(), {**ENVIRON, "NVRX_GPUS_PER_NUMA": "4"})
 
 
 def test_variables_of_the_command_line_have_no_part_in_it(

@@ -156,25 +156,12 @@ REFUSED_VALUES: dict[str, str] = {
     "duplicate_stdout_filters": "a",
     "duplicate_stderr_filters": "a",
     "numa_binding": "node",
-    "ft_node_health_check_endpoint": "/run/x",
     "ft_attribution_startup_timeout": "1",
     "ft_attribution_llm_api_key_file": "x",
     "ft_attribution_llm_base_url": "x",
     "ft_attribution_llm_model": "x",
     "ft_attribution_analysis_backend": "lib",
     "ft_attribution_log_level": "INFO",
-    "ft_node_health_check_interval": "1",
-    "ft_enable_nic_monitor": "1",
-    "ft_enable_nic_healthcheck": "1",
-    "ft_enable_dist_storage_healthcheck": "1",
-    "ft_storage_healthcheck_path": "/a",
-    "ft_pci_topo_file": "x",
-    "ft_link_down_path_template": "/{nic}",
-    "ft_link_state_path_template": "/{nic}",
-    "ft_numa_bind_strict": "0",
-    "ft_gpu_memory_reclaim_timeout": "1",
-    "ft_gpu_memory_tolerance_mb": "1",
-    "ft_gpu_memory_poll_interval": "1",
     "ft_attribution_endpoint": "localhost",
     "ft_attribution_stop_action": "no-restart",
     "ft_attribution_export_url": "x",
@@ -268,10 +255,58 @@ def test_the_older_address_of_attribution_is_refused_too(script: str) -> None:
         plan("--ft-attrsvc-host=h", script)
 
 
-def test_binding_to_numa_nodes_is_refused(script: str) -> None:
-    """The variable that asks for NUMA binding is not ignored."""
-    with pytest.raises(ValueError, match="NVRX_GPUS_PER_NUMA: not available"):
-        plan(script, environ=ENVIRON | {"NVRX_GPUS_PER_NUMA": "4"})
+@pytest.fixture
+def numactl(tmp_path: Path) -> str:
+    """Give the path of a program that stands in for numactl; it is alone in its folder."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    program = folder / "numactl"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def numa(numactl: str, gpus: str = "2") -> dict[str, str]:
+    return {**ENVIRON, "PATH": os.path.dirname(numactl), "NVRX_GPUS_PER_NUMA": gpus}
+
+
+def test_workers_are_bound_to_the_numa_node_of_their_gpu(script: str, numactl: str) -> None:
+    """Each worker runs under numactl, which names the node of its local rank for CPU and memory."""
+    made = plan("--nproc-per-node=4", script, environ=numa(numactl))
+    node = "--cpunodebind", "1", "--membind", "1"
+    assert made.command.for_local_rank(3) == (numactl, *node, sys.executable, "-u", script)
+    assert made.command.for_local_rank(0)[1:5] == ("--cpunodebind", "0", "--membind", "0")
+
+
+def test_memory_may_come_from_elsewhere(script: str, numactl: str) -> None:
+    """Without strictness memory is only preferred where the worker runs."""
+    made = plan("--ft-numa-bind-strict=0", script, environ=numa(numactl))
+    assert made.command.for_local_rank(1)[1:4] == ("--cpunodebind", "0", "--localalloc")
+
+
+def test_a_macro_is_replaced_behind_numactl_only(script: str, numactl: str) -> None:
+    """What torchrun substitutes in a command is substituted in a bound one too."""
+    made = plan(script, "${local_rank}", environ=numa(numactl))
+    assert made.command.for_local_rank(1)[-1] == "1"
+
+
+def test_binding_without_numactl_is_said_at_the_start(script: str, tmp_path: Path) -> None:
+    """A missing numactl, or a number that is none, ends the launch before anything starts."""
+    environ = {**ENVIRON, "PATH": str(tmp_path), "NVRX_GPUS_PER_NUMA": "4"}
+    with pytest.raises(ValueError, match="needs the program 'numactl', which is not on PATH"):
+        plan(script, environ=environ)
+    for wrong in ("0", "-1", "two", "1.5"):
+        with pytest.raises(ValueError, match="is not a number of GPUs >= 1"):
+            plan(script, environ=environ | {"NVRX_GPUS_PER_NUMA": wrong})
+
+
+def test_a_hook_that_cannot_run_is_said_at_the_start(script: str) -> None:
+    """The command that is told of bad nodes must exist, and be a command."""
+    assert plan("--ft-bad-node-hook=sh -c 'exit 0'", script).fault_tolerance.bad_node_hook
+    with pytest.raises(ValueError, match="--ft-bad-node-hook: program '/no/such' does not exist"):
+        plan("--ft-bad-node-hook=/no/such thing", script)
+    with pytest.raises(SystemExit):
+        plan("--ft-bad-node-hook=sh 'open", script)
 
 
 def test_monitors_can_be_switched_off(script: str) -> None:

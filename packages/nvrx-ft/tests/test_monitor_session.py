@@ -8,7 +8,7 @@ import pytest
 from nvidia_resiliency_ext.fault_tolerance._monitor import session as s
 from nvidia_resiliency_ext.fault_tolerance._monitor.session import Phase, SessionState, step
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout, SlotWriter, read_slot
-from nvidia_resiliency_ext.fault_tolerance._monitor.verdict import Timeouts
+from nvidia_resiliency_ext.fault_tolerance._monitor.verdict import Timeouts, Verdict
 
 LAYOUT = SlotLayout(("step",))
 T0 = 100.0
@@ -216,3 +216,27 @@ def test_idle_does_nothing(event):
 def test_late_answers_change_nothing(event):
     """An answer that belongs to an earlier phase is ignored."""
     assert run(live(), (event, T0 + 1)) == (live(), [])
+
+
+def condemned():
+    """Return the verdict of a health check."""
+    return Verdict(
+        rule="gpu_health", section=None, since=T0, limit_s=5.0, iteration=7, reason="GPU 0: reset"
+    )
+
+
+@pytest.mark.parametrize("state", [live(), suspected()], ids=["live", "suspected"])
+def test_a_rank_whose_device_is_unfit_is_ended_like_a_hung_one(state):
+    """Evidence, report, then the signal: as for a hang, and without a second look."""
+    verdict = condemned()
+    state, effects = run(state, (s.Condemned(verdict), T0 + 6))
+    assert (state.phase, effects) == (Phase.ASKING, [s.Inspect()])
+    state, effects = run(state, (s.Inspected(can_dump=False), T0 + 6), (s.Saved(), T0 + 6.1))
+    assert effects == [s.SaveEvidence(verdict), s.Report(verdict), s.Terminate()]
+
+
+def test_a_rank_that_is_being_ended_is_not_condemned_again():
+    """One report per rank, whatever else is found."""
+    state, _ = run(live(), (s.Condemned(condemned()), T0 + 6))
+    assert run(state, (s.Condemned(condemned()), T0 + 7)) == (state, [])
+    assert run(SessionState(), (s.Condemned(condemned()), T0)) == (SessionState(), [])

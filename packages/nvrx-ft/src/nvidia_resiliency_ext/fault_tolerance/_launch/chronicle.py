@@ -149,6 +149,9 @@ class Chronicle:
         last_iteration: int | None,
     ) -> None:
         """Record why a cycle ends and what follows."""
+        if self._fault is not None and self._fault[1] is Outcome.RESTART:
+            # The restart it promised does not come: this is what comes instead.
+            self._write_failure(self._cycle)
         self.faults += 1
         self._fault = (cause, outcome, last_iteration)
         self._also_failed = [

@@ -47,6 +47,7 @@ class NodeWatch:
         local_ranks: Whose devices.
         config: The configuration in its plain form.
         found: Called with each finding that is bad, in the thread of the checks.
+        sysfs_root: Folder to take for /sys.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class NodeWatch:
         local_ranks: Sequence[int],
         config: Mapping[str, Any],
         found: Callable[[Unfit], None],
+        *,
+        sysfs_root: str = "/sys",
     ) -> None:
         self._local_ranks = tuple(local_ranks)
         self._interval_s = float(config["node_health_check_interval"])
@@ -61,6 +64,7 @@ class NodeWatch:
         self._topology = config["pci_topo_file"]
         self._template = config["link_down_path_template"]
         self._found = found
+        self._sysfs_root = sysfs_root
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="nvrx-node-watch", daemon=True)
 
@@ -103,14 +107,16 @@ class NodeWatch:
         return {self._local_ranks[0]: first, **rest}
 
     def _nic_checks(self) -> dict[int, NicHealthCheck]:
-        if not self._watches_nics or not (self._template or has_adapters()):
+        if not self._watches_nics or not (self._template or has_adapters(self._sysfs_root)):
             return {}
         from nvidia_resiliency_ext.shared_utils.health_check import NicHealthCheck
 
         checks = {}
         for rank in self._local_ranks:
             check = NicHealthCheck(
-                pci_topo_file=self._topology, link_down_path_template=self._template
+                pci_topo_file=self._topology,
+                link_down_path_template=self._template,
+                sysfs_root=self._sysfs_root,
             )
             check.set_nic_device(rank)
             if check.nic_name is not None:

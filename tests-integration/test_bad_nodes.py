@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenarios of several hosts: one is unhealthy, or causes one restart after the other."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+from fault_jobs import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from many_nodes import NodesJob
+
+pytestmark = pytest.mark.netns
+STEPS = 400
+
+
+def hosts_of(job: NodesJob, cycle: int) -> set[str]:
+    """Return the hosts on which a cycle's ranks were started."""
+    return {entry["host"] for entry in job.entries("start", cycle)}
+
+
+def test_an_unhealthy_node_is_replaced_by_the_spare(nodes_job: Callable[..., NodesJob]) -> None:
+    """A node that fails its health check leaves with 1 and says why; the others go on."""
+    job = nodes_job(3)
+    report = job.folder / "report.json"
+    first, second, third = job.network
+    flags = ["--ft-lease", "1", "--ft-bad-node-hook", f"sh -c 'cat > {report}'"]
+    for rank, host in enumerate((first, second, third)):
+        job.start(
+            *("--steps", str(STEPS), "--step-ms", "20"),
+            hosts=[host],
+            nnodes="2:3",
+            flags=[*flags, "--node-rank", str(rank)],
+            environment={"NVRX_INJECT_GPU_FAILURE": "1:1"},
+        )
+        if rank == 1:
+            job.wait_for_step(0, 2, ranks=2)
+    wait_until(
+        lambda: "it is a spare" in job.log(third) or "as a spare" in job.log(third), job.tails
+    )
+    job.signal_rank(0, 0)
+    codes = job.wait()
+    assert codes == {first.name: 0, second.name: 1, third.name: 0}, job.tails()
+    assert hosts_of(job, 1) == {first.name, third.name}
+    assert "this node leaves the job" in job.log(second)
+    told = json.loads(report.read_text())
+    assert (told["node"], told["reason"]) == (second.name, "unhealthy")
+    job.assert_counted(STEPS)
+    job.assert_fenced()
+
+
+def test_a_node_that_fails_again_and_again_makes_room(nodes_job: Callable[..., NodesJob]) -> None:
+    """After its third failure a node works no more while there is a spare; nobody is sent away."""
+    job = nodes_job(3)
+    first, second, third = job.network
+    steps = ("--steps", str(STEPS), "--step-ms", "20", "--save-every", "5")
+    job.start(
+        *steps, nnodes="2:3", hosts=[first, second], max_restarts=5, flags=["--ft-lease", "1"]
+    )
+    job.wait_for_step(0, 2, ranks=2)
+    job.start(*steps, nnodes="2:3", hosts=[third], max_restarts=5, flags=["--ft-lease", "1"])
+    wait_until(lambda: "as a spare" in job.log(third), job.tails)
+    for cycle in range(3):
+        job.wait_for_step(cycle, 2, ranks=2)
+        assert hosts_of(job, cycle) == {first.name, second.name}
+        rank = next(e["rank"] for e in job.entries("start", cycle) if e["host"] == second.name)
+        job.signal_rank(cycle, rank, signal.SIGKILL)
+    job.wait_for_step(3, 2, ranks=2)
+    assert hosts_of(job, 3) == {first.name, third.name}
+    assert f"host {second.name} caused 3 restarts" in job.log(first)
+    assert set(job.wait().values()) == {0}, job.tails()
+    job.assert_counted(STEPS)
+    job.assert_fenced()
