@@ -22,6 +22,7 @@ __all__ = [
     "INTERVAL_OR_NONE",
     "LOG_LEVEL",
     "MODULES",
+    "MOMENT_OR_NONE",
     "PATHS",
     "PATH_TEMPLATE",
     "SECONDS",
@@ -255,6 +256,13 @@ def _path_template(raw: Any) -> str:
     return text
 
 
+def _moment(raw: Any) -> str:
+    text = str(raw).strip()
+    if isinstance(raw, bool) or (text.lower() != "slurm" and _above_zero(text) <= 0):
+        raise ValueError
+    return text.lower()
+
+
 def or_none(kind: Kind) -> Kind:
     """Return the kind that also takes `None`, "none", "null" and the empty text."""
 
@@ -305,6 +313,9 @@ TEXT = Kind("str", "a text that is not empty", "TEXT", _text)
 COMMAND = Kind("str", "a command with its arguments, quotes as in a shell", "COMMAND", _command)
 SIGNAL = Kind("signal.Signals", "the name or number of a signal", "SIGNAL", _signal)
 SIGNAL_OR_NONE = or_none(SIGNAL)
+MOMENT_OR_NONE = or_none(
+    Kind("str", "slurm, +SECONDS or a number of seconds since 1970", "WHEN", _moment)
+)
 LOG_LEVEL = Kind(
     "int", "a number from 10 to 50 or one of " + ", ".join(_LOG_LEVELS), "LEVEL", _log_level
 )
