@@ -375,7 +375,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "preempt_signal",
-        v.SIGNAL_OR_NONE,
+        v.HANDLED_SIGNAL_OR_NONE,
         None,
         FAULT_TOLERANCE,
         "Signal that announces to a launcher that its node must go: ranks save and leave.",

@@ -17,6 +17,7 @@ __all__ = [
     "COMMAND",
     "COUNT",
     "FACTOR",
+    "HANDLED_SIGNAL_OR_NONE",
     "INTEGER",
     "INTERVAL",
     "INTERVAL_OR_NONE",
@@ -29,7 +30,6 @@ __all__ = [
     "SECONDS_OR_NONE",
     "SECTIONS",
     "SIGNAL",
-    "SIGNAL_OR_NONE",
     "SIZE_MB",
     "TEXT",
     "Kind",
@@ -182,6 +182,13 @@ def _signal(raw: Any) -> signal.Signals:
     return signal.Signals(_integer(raw))
 
 
+def _handled_signal(raw: Any) -> signal.Signals:
+    found = _signal(raw)
+    if found in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError
+    return found
+
+
 def _log_level(raw: Any) -> int:
     if isinstance(raw, str) and raw.strip().upper() in _LOG_LEVELS:
         return _LOG_LEVELS[raw.strip().upper()]
@@ -312,7 +319,14 @@ BOOL = Kind("bool", "one of true, false, yes, no, 1, 0", "BOOL", _bool)
 TEXT = Kind("str", "a text that is not empty", "TEXT", _text)
 COMMAND = Kind("str", "a command with its arguments, quotes as in a shell", "COMMAND", _command)
 SIGNAL = Kind("signal.Signals", "the name or number of a signal", "SIGNAL", _signal)
-SIGNAL_OR_NONE = or_none(SIGNAL)
+HANDLED_SIGNAL_OR_NONE = or_none(
+    Kind(
+        "signal.Signals",
+        "the name or number of a signal that can be handled",
+        "SIGNAL",
+        _handled_signal,
+    )
+)
 MOMENT_OR_NONE = or_none(
     Kind("str", "slurm, +SECONDS or a number of seconds since 1970", "WHEN", _moment)
 )
