@@ -182,11 +182,8 @@ def test_a_node_that_drains_is_replaced_and_no_work_is_lost(job: Job) -> None:
             if rank == 0:
                 wait_until(lambda: "waits" in nodes.log() or "round 0" in nodes.log(), nodes.log)
         nodes.wait_for("works_0_*", 2)
-        drained = next(
-            launcher
-            for launcher in nodes.launchers[1:]
-            if (works := job.out / "works_0_1").exists() and _is_parent(launcher.pid, works)
-        )
+        at_work = {_parent_of(path.read_text()) for path in job.out.glob("works_0_*")}
+        drained = next(one for one in nodes.launchers[1:] if one.pid in at_work)
         drained.send_signal(signal.SIGUSR1)
         assert drained.wait(60.0) == 0, nodes.log()
         nodes.wait_for("works_1_*", 2)
@@ -201,6 +198,6 @@ def test_a_node_that_drains_is_replaced_and_no_work_is_lost(job: Job) -> None:
         assert len(set(saved(job.out, 1))) == 1
 
 
-def _is_parent(pid: int, works: Path) -> bool:
-    stat = Path(f"/proc/{works.read_text()}/stat").read_text()
-    return int(stat.rpartition(")")[2].split()[1]) == pid
+def _parent_of(pid: str) -> int:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])

@@ -157,7 +157,7 @@ WANTS_TO_GO = Note(Kind.PREEMPTED, A, cause=GOES)
 def judge(entry, *notes, successes=0, me=B, min_nodes=2, memory=MEMORY, restarts=3):
     """Return what the store host decides."""
     rules = host.HostRules(PlacementRules(min_nodes, 3), Budget(restarts, None), lease_s=5.0)
-    view = host.View(entry, notes, successes, dict.fromkeys((A, B, C), 0.0), me)
+    view = host.View(entry, notes, successes, dict.fromkeys((A, B, C), 0.0), me=me)
     return host.decide(rules, memory, view, 100.0)
 
 

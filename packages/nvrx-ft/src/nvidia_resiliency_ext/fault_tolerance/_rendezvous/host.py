@@ -351,7 +351,11 @@ def _leave(memory: Memory, view: View) -> Leave | None:
 def _goes_on_without(rules: HostRules, memory: Memory, view: View) -> Cause | None:
     """Return why the job goes on without nodes that had to go, or None when it is over."""
     going = _must_go(view)
-    if not view.entry.is_leaving or view.me in going or rules.budget.left(view.entry) <= 0:
+    if (
+        not view.entry.is_leaving
+        or view.me in going
+        or rules.budget.left(view.entry, view.entry_age_s) <= 0
+    ):
         return None
     limit = expiry_s(rules)
     gone = {n.node for n in view.notes if n.kind in (Kind.LEFT, Kind.UNHEALTHY)} | going.keys()
