@@ -179,8 +179,7 @@ def test_a_node_that_drains_is_replaced_and_no_work_is_lost(job: Job) -> None:
     with nodes_of(job, "2:3") as nodes:
         for rank in range(3):
             nodes.start(rank)
-            if rank == 0:
-                wait_until(lambda: "waits" in nodes.log() or "round 0" in nodes.log(), nodes.log)
+        wait_until(lambda: "a spare" in nodes.log(), nodes.log)
         nodes.wait_for("works_0_*", 2)
         at_work = {_parent_of(path.read_text()) for path in job.out.glob("works_0_*")}
         drained = next(one for one in nodes.launchers[1:] if one.pid in at_work)
