@@ -82,6 +82,9 @@ def measure(directory: str, *, is_one_way: bool) -> dict[str, float]:
             if pause_s:
                 cost = (cpu_seconds(monitor.pid) - used) / CALLS
                 found[f"{mode} {name}, monitor's cpu per call us"] = cost * 1e6
+    if is_one_way and hasattr(client, "should_checkpoint"):
+        for part, value in latencies(client.should_checkpoint, 0.0).items():
+            found[f"should_checkpoint, nothing announced, {part} us"] = value
     client.shutdown_workload_monitoring()
     monitor.terminate()
     monitor.join()

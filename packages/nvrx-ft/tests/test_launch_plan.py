@@ -165,7 +165,6 @@ REFUSED_VALUES: dict[str, str] = {
     "ft_attribution_endpoint": "localhost",
     "ft_attribution_stop_action": "no-restart",
     "ft_attribution_export_url": "x",
-    "ft_preempt_signal": "SIGUSR1",
     "ft_attribution_node_action": "exclude",
 }
 LATER = [flag for flag in FLAGS if flag.later]

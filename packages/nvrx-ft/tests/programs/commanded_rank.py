@@ -4,7 +4,7 @@
 Lines: `init`, `shutdown`, `beat`, `open NAME`, `close NAME`, `close_all`, `cycle NAME PERIOD_S`
 (cycle a section until the end of input or death), `iteration N` (as Megatron's), `handler` (write
 `terminated` at SIGTERM and stay), `child` (a grandchild in a session of its own that ignores
-SIGTERM), `fork_call NAME` (call it in a forked child), `load JSON`, `dump_off`, `dump_own`.
+SIGTERM), `fork_call NAME` (call it in a forked child), `load JSON`, `dump_off`, `dump_own`, `save`.
 """
 
 import json
@@ -89,6 +89,7 @@ CALLS = {
     "handler": survive_sigterm,
     "child": start_grandchild,
     "fork_call": call_in_fork,
+    "save": client.should_checkpoint,
     "load": lambda text: client.load_state_dict(json.loads(text)),
     "dump_own": keep_dump_signal,
     "dump_off": lambda: signal.signal(signal.SIGRTMIN + 5, signal.SIG_IGN),

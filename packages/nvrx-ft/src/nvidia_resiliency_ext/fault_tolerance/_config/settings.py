@@ -87,6 +87,8 @@ class FaultToleranceConfig:
     node_blame_limit: int = 3
     node_blame_window: float = 3600.0
     bad_node_hook: str | None = None
+    preempt_deadline: str | None = None
+    preempt_grace: float = 120.0
 
     def __post_init__(self) -> None:
         problems = []

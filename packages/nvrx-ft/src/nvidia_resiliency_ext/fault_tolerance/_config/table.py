@@ -375,11 +375,10 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "preempt_signal",
-        v.SIGNAL_OR_NONE,
+        v.HANDLED_SIGNAL_OR_NONE,
         None,
         FAULT_TOLERANCE,
-        "Signal of the scheduler that is passed to the workers before they are stopped.",
-        later="announced preemption",
+        "Signal that announces to a launcher that its node must go: ranks save and leave.",
     ),
     Option(
         "restart_budget_window",
@@ -430,6 +429,20 @@ OPTIONS: tuple[Option, ...] = (
         None,
         HEALTH,
         "Command that is told of a bad node, as JSON on its standard input; no shell runs it.",
+    ),
+    Option(
+        "preempt_deadline",
+        v.MOMENT_OR_NONE,
+        None,
+        FAULT_TOLERANCE,
+        "When the job's time is over: slurm, +SECONDS from the launcher's start, or unix seconds.",
+    ),
+    Option(
+        "preempt_grace",
+        v.INTERVAL,
+        120.0,
+        FAULT_TOLERANCE,
+        "Time that ranks have to save and leave; with a deadline it begins so long before it.",
     ),
 )
 

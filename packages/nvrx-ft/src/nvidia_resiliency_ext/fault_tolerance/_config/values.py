@@ -17,18 +17,19 @@ __all__ = [
     "COMMAND",
     "COUNT",
     "FACTOR",
+    "HANDLED_SIGNAL_OR_NONE",
     "INTEGER",
     "INTERVAL",
     "INTERVAL_OR_NONE",
     "LOG_LEVEL",
     "MODULES",
+    "MOMENT_OR_NONE",
     "PATHS",
     "PATH_TEMPLATE",
     "SECONDS",
     "SECONDS_OR_NONE",
     "SECTIONS",
     "SIGNAL",
-    "SIGNAL_OR_NONE",
     "SIZE_MB",
     "TEXT",
     "Kind",
@@ -181,6 +182,13 @@ def _signal(raw: Any) -> signal.Signals:
     return signal.Signals(_integer(raw))
 
 
+def _handled_signal(raw: Any) -> signal.Signals:
+    found = _signal(raw)
+    if found in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError
+    return found
+
+
 def _log_level(raw: Any) -> int:
     if isinstance(raw, str) and raw.strip().upper() in _LOG_LEVELS:
         return _LOG_LEVELS[raw.strip().upper()]
@@ -255,6 +263,13 @@ def _path_template(raw: Any) -> str:
     return text
 
 
+def _moment(raw: Any) -> str:
+    text = str(raw).strip()
+    if isinstance(raw, bool) or (text.lower() != "slurm" and _above_zero(text) <= 0):
+        raise ValueError
+    return text.lower()
+
+
 def or_none(kind: Kind) -> Kind:
     """Return the kind that also takes `None`, "none", "null" and the empty text."""
 
@@ -304,7 +319,17 @@ BOOL = Kind("bool", "one of true, false, yes, no, 1, 0", "BOOL", _bool)
 TEXT = Kind("str", "a text that is not empty", "TEXT", _text)
 COMMAND = Kind("str", "a command with its arguments, quotes as in a shell", "COMMAND", _command)
 SIGNAL = Kind("signal.Signals", "the name or number of a signal", "SIGNAL", _signal)
-SIGNAL_OR_NONE = or_none(SIGNAL)
+HANDLED_SIGNAL_OR_NONE = or_none(
+    Kind(
+        "signal.Signals",
+        "the name or number of a signal that can be handled",
+        "SIGNAL",
+        _handled_signal,
+    )
+)
+MOMENT_OR_NONE = or_none(
+    Kind("str", "slurm, +SECONDS or a number of seconds since 1970", "WHEN", _moment)
+)
 LOG_LEVEL = Kind(
     "int", "a number from 10 to 50 or one of " + ", ".join(_LOG_LEVELS), "LEVEL", _log_level
 )

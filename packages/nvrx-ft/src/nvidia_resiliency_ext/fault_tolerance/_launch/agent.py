@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
+from nvidia_resiliency_ext.fault_tolerance._preempt.desk import PreemptionDesk
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from . import decide
+from . import decide, leaving
 from .chronicle import Chronicle
 from .decide import Assignment, Cause, Effect, Event, Node, Phase, Policy
 from .faults import Failure, cause_of, read_error_file, root_cause
@@ -139,6 +140,7 @@ class Parts:
     tracker: ProgressTracker
     chronicle: Chronicle
     tee: Tee
+    desk: PreemptionDesk
     host: str
     reports_leftovers: bool
     budget: RefillingBudget | None = None
@@ -162,6 +164,7 @@ class NodeAgent:
         self._monitor = parts.monitor
         self._tracker = parts.tracker
         self._chronicle = parts.chronicle
+        self._desk = desk = parts.desk
         self._host = parts.host
         self._budget = parts.budget
         self._workers = WorkerGroup(
@@ -197,6 +200,11 @@ class NodeAgent:
             ),
             decide.LeaveRendezvous: self._leave,
             decide.Finish: self._note_finish,
+            leaving.TellPreempted: self._tell_preempted,
+            leaving.StartGrace: lambda _: desk.start_grace(),
+            leaving.AskToSave: lambda effect: desk.ask(effect.cause),
+            leaving.ReportHeld: self._report_held,
+            leaving.ReleaseRanks: lambda effect: desk.release(effect.at),
         }
 
     @property
@@ -375,6 +383,7 @@ class NodeAgent:
         try:
             specs = self._specs(assignment, self._cycle_start_time)
             self._error_files = {spec.local_rank: spec.output.error_file for spec in specs}
+            self._desk.cycle_begins()
             self._monitor.prepare(assignment.cycle)
             self._workers.start(specs, self._starter)
         except (NvrxError, OSError) as error:
@@ -430,6 +439,14 @@ class NodeAgent:
         at = self._clock.monotonic() + BARRIER_S
         self._barrier = self._loop.call_at(at, lambda: self.post(decide.BarrierTimedOut()))
         logger.info("all workers of this node ended well; waiting for the other nodes")
+
+    def _tell_preempted(self, effect: leaving.TellPreempted) -> None:
+        self._rendezvous.preempted(effect.cause)
+        self._poll_rendezvous()
+
+    def _report_held(self, effect: leaving.ReportHeld) -> None:
+        self._rendezvous.held(effect.calls)
+        self._poll_rendezvous()
 
     def _note_finish(self, effect: decide.Finish) -> None:
         self._finish = effect

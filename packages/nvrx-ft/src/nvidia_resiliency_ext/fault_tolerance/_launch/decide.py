@@ -18,6 +18,11 @@ events and performs the effects; nothing here reads a clock, a file or a process
     RUNNING    Signalled                 STOPPING   StopWorkers (the same signal)
     RUNNING    WorkerStuck               STOPPING   ReportFault, [OpenNextRound], StopWorkers
     RUNNING    RoundClosed               STOPPING   StopWorkers
+    RUNNING    Preempted                 RUNNING    TellPreempted, StartGrace (leaving.py)
+    RUNNING    RoundLeaves               RUNNING    AskToSave     (at some node's request)
+    RUNNING    RanksHeld                 RUNNING    ReportHeld
+    RUNNING    SaveAgreed                RUNNING    ReleaseRanks
+    RUNNING    GraceOver                 STOPPING   StopWorkers
     any        StoreLost                 STOPPING   StopWorkers, then Finish(1)
     WAITING    RoundClosed               FINISHED   Finish
     WAITING    NextRoundOpened           JOINING    Join          (a peer failed: all again)
@@ -42,6 +47,20 @@ from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_NO_PROGRESS,
 )
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
+
+from .leaving import (
+    AskToSave,
+    GraceOver,
+    Leaving,
+    Preempted,
+    RanksHeld,
+    ReleaseRanks,
+    ReportHeld,
+    RoundLeaves,
+    SaveAgreed,
+    StartGrace,
+    TellPreempted,
+)
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -135,6 +154,12 @@ class Node:
     group_world_size: int = 1
     over: RoundClosed | None = None
     budget: int | None = None
+    leaving: Leaving | None = None
+
+    @property
+    def must_go(self) -> bool:
+        """Whether this node itself was told to leave: it takes part in no further round."""
+        return self.leaving is not None and self.leaving.is_own
 
 
 # Events ---------------------------------------------------------------------------------------
@@ -264,6 +289,11 @@ Event = (
     | Signalled
     | BudgetChanged
     | RequestReceived
+    | Preempted
+    | RoundLeaves
+    | RanksHeld
+    | SaveAgreed
+    | GraceOver
 )
 
 
@@ -362,6 +392,11 @@ Effect = (
     | ReportBroken
     | LeaveRendezvous
     | Finish
+    | TellPreempted
+    | StartGrace
+    | AskToSave
+    | ReportHeld
+    | ReleaseRanks
 )
 Decision = tuple[Node, tuple[Effect, ...]]
 
@@ -408,8 +443,11 @@ def _while_joining(node: Node, event: Event) -> Decision:
             outcome=None,
             cause=None,
             group_world_size=event.assignment.group_world_size,
+            leaving=None,
         )
         return started, (StartWorkers(event.assignment),)
+    if isinstance(event, Preempted):
+        return _gone(dataclasses.replace(node, leaving=Leaving(event.cause, is_own=True)))
     if isinstance(event, RoundClosed):
         return _finished(node), (_finish_over(node, event),)
     if isinstance(event, NextRoundOpened):
@@ -434,6 +472,8 @@ def _goes(node: Node, name: str, reason: str) -> tuple[Effect, ...]:
         return (CloseRendezvous(reason),)
     what = f"the launcher on host {node.policy.host} was ended by {name}"
     cause = Cause("drained", what, host=node.policy.host)
+    if node.leaving is not None and node.leaving.is_own:
+        cause = node.leaving.cause
     if node.policy.is_store_host:
         return (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause),)
     return (LeaveRendezvous(cause),)
@@ -452,6 +492,10 @@ def _finish_over(node: Node, over: RoundClosed) -> Finish:
 def _while_waiting(node: Node, event: Event) -> Decision:
     if isinstance(event, RoundClosed):
         return _finished(node), (_finish_over(node, event),)
+    if isinstance(event, Preempted):
+        return _preempted(node, event)
+    if node.must_go and isinstance(event, (NextRoundOpened, GraceOver)):
+        return _gone(node)
     if isinstance(event, NextRoundOpened):
         joining = dataclasses.replace(node, phase=Phase.JOINING, outcome=None)
         left = restarts_left(node)
@@ -474,10 +518,10 @@ def _while_running(node: Node, event: Event) -> Decision:
         return _exited(node, event)
     if isinstance(event, (WorkerStuck, StartFailed)):
         return _machine_fails(node, event)
+    if isinstance(event, (Preempted, RoundLeaves, RanksHeld, SaveAgreed, GraceOver)):
+        return _while_leaving(node, event)
     if isinstance(event, NextRoundOpened):
-        if event.no_restart:
-            return _stop(node, event.cause, Outcome.NO_RESTART)
-        return _fault(node, event.cause, no_progress=event.no_progress, opens=False)
+        return _restarts(node, event)
     if isinstance(event, RoundClosed):
         return _over(node, event)
     if isinstance(event, StoreLost):
@@ -485,6 +529,53 @@ def _while_running(node: Node, event: Event) -> Decision:
     if isinstance(event, Signalled):
         return _signalled(node, event.signum)
     return node, ()
+
+
+def _restarts(node: Node, event: NextRoundOpened) -> Decision:
+    if node.must_go:
+        return _out_of_time(node)
+    if event.no_restart:
+        return _stop(node, event.cause, Outcome.NO_RESTART)
+    return _fault(node, event.cause, no_progress=event.no_progress, opens=False)
+
+
+def _while_leaving(
+    node: Node, event: Preempted | RoundLeaves | RanksHeld | SaveAgreed | GraceOver
+) -> Decision:
+    if isinstance(event, Preempted):
+        return _preempted(node, event)
+    if isinstance(event, RoundLeaves):
+        leaving = node.leaving or Leaving(event.cause, is_own=False)
+        return dataclasses.replace(node, leaving=leaving), (AskToSave(event.cause),)
+    if isinstance(event, RanksHeld):
+        return node, (ReportHeld(event.calls),)
+    if isinstance(event, SaveAgreed):
+        return node, (ReleaseRanks(event.at),)
+    return _out_of_time(node)
+
+
+def _preempted(node: Node, event: Preempted) -> Decision:
+    """This node was told to go: its workers may save first, and its time begins."""
+    if node.must_go:
+        return node, ()
+    node = dataclasses.replace(node, leaving=Leaving(event.cause, is_own=True))
+    return node, (TellPreempted(event.cause), StartGrace())
+
+
+def _out_of_time(node: Node) -> Decision:
+    """Stop workers that are still there although this node must go."""
+    stopping = dataclasses.replace(
+        node, phase=Phase.STOPPING, outcome=Outcome.SIGNALLED, stop_signal=signal.SIGTERM
+    )
+    return stopping, (StopWorkers(signal.SIGTERM, node.policy.stop_grace_s),)
+
+
+def _gone(node: Node) -> Decision:
+    """Leave, after the last worker: the others hear of it, and may go on without this node."""
+    assert node.leaving is not None
+    code = EXIT_FAILURE if node.unclean else EXIT_OK
+    goes = _goes(node, "", RDZV_SHUTDOWN_REASON_GRACEFUL)
+    return _finished(node), (*goes, Finish(code, node.leaving.cause.what))
 
 
 def _machine_fails(node: Node, event: WorkerStuck | StartFailed) -> Decision:
@@ -522,6 +613,9 @@ def _lost(node: Node, event: StoreLost) -> Decision:
 
 def _exited(node: Node, event: WorkerExited) -> Decision:
     node = _without(node, event)
+    if event.cause is not None and node.must_go:
+        node, stop = _out_of_time(dataclasses.replace(node, cause=event.cause))
+        return node, (ReportFault(event.cause, Outcome.SIGNALLED, 0), *stop)
     if event.cause is not None and node.policy.min_healthy and node.group_world_size > 1:
         return _tolerated(node, event.cause)
     if event.cause is not None:
@@ -534,9 +628,10 @@ def _exited(node: Node, event: WorkerExited) -> Decision:
             return waiting, (ReportBroken(node.cause, all_gone=True),)
         return waiting, (ReportSuccess(),)
     done = _finished(node)
+    why = f", after: {node.leaving.cause.what}" if node.leaving is not None else ""
     return done, (
         CloseRendezvous(RDZV_SHUTDOWN_REASON_GRACEFUL),
-        Finish(EXIT_OK, "all workers succeeded"),
+        Finish(EXIT_OK, f"all workers succeeded{why}"),
     )
 
 
@@ -558,6 +653,9 @@ def _while_stopping(node: Node, event: Event) -> Decision:
         return _lost(node, event)
     if isinstance(event, RoundClosed) and node.outcome is Outcome.RESTART:
         return dataclasses.replace(node, outcome=Outcome.OVER, over=event), ()
+    if isinstance(event, Preempted) and node.outcome is Outcome.RESTART:
+        leaving = Leaving(event.cause, is_own=True)
+        return _out_of_time(dataclasses.replace(node, leaving=leaving))
     if isinstance(event, Signalled):
         if node.stop_signal is not None:
             again = event.signum == signal.SIGINT
@@ -619,11 +717,7 @@ def _signalled(node: Node, signum: int) -> Decision:
 def _after_stop(node: Node, event: GroupStopped) -> Decision:
     finished = _finished(node)
     if node.outcome is Outcome.SIGNALLED:
-        clean = not node.unclean and not event.unkillable
-        name = signal.Signals(node.stop_signal or signal.SIGTERM).name
-        code = EXIT_OK if clean else EXIT_FAILURE
-        goes = _goes(node, name, RDZV_SHUTDOWN_REASON_GRACEFUL)
-        return finished, (*goes, Finish(code, f"ended by {name}"))
+        return finished, _after_signal(node, clean=not node.unclean and not event.unkillable)
     if node.outcome is Outcome.OVER and node.over is not None:
         return finished, (_finish_over(node, node.over),)
     if event.unkillable:
@@ -642,6 +736,16 @@ def _after_stop(node: Node, event: GroupStopped) -> Decision:
         return finished, (Finish(EXIT_FAILURE, what),)
     closes = CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, node.cause)
     return finished, (closes, Finish(EXIT_FAILURE, what))
+
+
+def _after_signal(node: Node, *, clean: bool) -> tuple[Effect, ...]:
+    name = signal.Signals(node.stop_signal or signal.SIGTERM).name
+    goes = _goes(node, name, RDZV_SHUTDOWN_REASON_GRACEFUL)
+    reason = f"ended by {name}"
+    if node.leaving is not None and node.leaving.is_own:
+        ends = "the last ranks left with 0" if clean else "not all ranks ended well"
+        reason = f"{node.leaving.cause.what}; {ends}"
+    return *goes, Finish(EXIT_OK if clean else EXIT_FAILURE, reason)
 
 
 def _as_requested(node: Node) -> tuple[Effect, ...]:

@@ -18,6 +18,8 @@ from nvidia_resiliency_ext.fault_tolerance._infra.rank import infrastructure_ran
 from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
 from nvidia_resiliency_ext.fault_tolerance._monitor.sweep import sweep
+from nvidia_resiliency_ext.fault_tolerance._preempt.deadline import end_of_job
+from nvidia_resiliency_ext.fault_tolerance._preempt.desk import PreemptionDesk
 from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
 from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
@@ -101,7 +103,9 @@ class Job:
     def _build(self) -> None:
         plan, stack = self._plan, self._stack
         self._infra_rank = self._ask_infra_rank()
-        self._inbox = SignalInbox(plan.signals_to_handle)
+        announcing = plan.fault_tolerance.preempt_signal
+        extra = () if announcing is None else (announcing,)
+        self._inbox = SignalInbox(dict.fromkeys((*plan.signals_to_handle, *extra)))
         stack.callback(self._inbox.close)
         stack.enter_context(self._inbox.installed())
         self._loop = EventLoop(self._clock)
@@ -145,11 +149,13 @@ class Job:
         self._standbys.hold_first_cycle()
         self._rendezvous = self._build_rendezvous(meeting)
         stack.callback(self._rendezvous.shutdown)
+        self._desk = self._build_desk()
         self._monitor = self._build_monitor()
         self._mailbox = stack.enter_context(Mailbox(self._place.launcher_socket))
         self._tee = Tee()
         stack.callback(self._tee.close)
         self._agent = self._build_agent()
+        self._desk.open(self._agent.post, self._monitor, self._running_pids)
         stack.callback(self._agent.workers.close)
         stack.callback(self._standbys.close)
         self._watch()
@@ -255,6 +261,17 @@ class Job:
             **self._cycles.environment(),
         }
 
+    def _build_desk(self) -> PreemptionDesk:
+        config = self._plan.fault_tolerance
+        return PreemptionDesk(
+            self._loop,
+            self._clock,
+            host=self._place.host,
+            signum=config.preempt_signal,
+            grace_s=config.preempt_grace,
+            end=end_of_job(config.preempt_deadline, self._environ, self._clock.wall()),
+        )
+
     def _build_monitor(self) -> SharedMonitor | MonitorPerRank | NoMonitor:
         if not self._plan.monitors_enabled:
             return NoMonitor()
@@ -287,6 +304,7 @@ class Job:
             self._clock,
             on_first_step=self._first_step,
             on_stuck=self._rank_stuck,
+            on_save_known=self._desk.known,
         )
         self._stack.callback(monitor.close)
         return monitor
@@ -322,6 +340,7 @@ class Job:
                 tracker=tracker,
                 chronicle=self._chronicle,
                 tee=self._tee,
+                desk=self._desk,
                 host=self._place.host,
                 reports_leftovers=config.check_remaining_processes,
                 budget=self._budget(),
@@ -348,7 +367,10 @@ class Job:
     def _receive_signals(self) -> None:
         for signum in self._inbox.receive():
             logger.warning("received %s", signal.Signals(signum).name)
-            self._agent.post(Signalled(signum))
+            if self._desk.is_announcement(signum):
+                self._desk.announced(signum)
+            else:
+                self._agent.post(Signalled(signum))
 
     def _receive_mail(self) -> None:
         for message in self._mailbox.receive():

@@ -54,6 +54,18 @@ class NoMonitor:
         """Nobody counts."""
         return NO_STEPS
 
+    def save(self, word: int) -> None:
+        """Nobody asks."""
+
+    @property
+    def is_save_known(self) -> bool:
+        """Nobody is to know."""
+        return True
+
+    def save_calls(self) -> dict[int, int]:
+        """Nobody asks."""
+        return {}
+
 
 class SharedMonitor:
     """One monitor process for all local ranks of this node.
@@ -64,6 +76,7 @@ class SharedMonitor:
         clock: The clock of the loop.
         on_first_step: Called with (local rank, monotonic s) at a rank's first sign of work.
         on_stuck: Called with (local rank, where in the kernel) for a rank that survived SIGKILL.
+        on_save_known: Called when the slots hold the last word for `should_checkpoint`.
     """
 
     def __init__(
@@ -74,12 +87,15 @@ class SharedMonitor:
         *,
         on_first_step: Callable[[int, float], None],
         on_stuck: Callable[[int, str], None],
+        on_save_known: Callable[[], None] = lambda: None,
     ) -> None:
         self._start = start
         self._loop = loop
         self._clock = clock
         self._on_first_step = on_first_step
         self._on_stuck = on_stuck
+        self._on_save_known = on_save_known
+        self._save_word = self._known_word = 0
         self._prepared_at = 0.0
         self._cycle = 0
         self._pgids: list[int] = []
@@ -146,6 +162,21 @@ class SharedMonitor:
             return NO_STEPS
         return view.steps
 
+    def save(self, word: int) -> None:
+        """Put the word for `should_checkpoint` into the slots; a new monitor gets it, too."""
+        self._save_word = word
+        self._handle.send(control.Save(word))
+
+    @property
+    def is_save_known(self) -> bool:
+        """Whether the slots hold it."""
+        return self._known_word == self._save_word
+
+    def save_calls(self) -> dict[int, int]:
+        """Return how often each rank has called `should_checkpoint`, by place in this monitor."""
+        views = {index: self._view(index) for index in range(len(self._handle.slots))}
+        return {index: view.save_calls for index, view in views.items() if view is not None}
+
     def _view(self, index: int) -> SlotView | None:
         """Return what a slot shows, or None before this cycle's rank opened its session.
 
@@ -201,6 +232,9 @@ class SharedMonitor:
             local_rank = message.report.get("local_rank")
             if isinstance(local_rank, int):
                 self._hangs[local_rank] = message.report
+        elif isinstance(message, control.SaveKnown):
+            self._known_word = message.word
+            self._on_save_known()
         elif isinstance(message, control.RankUnkillable):
             where = f"state {message.state} in {message.wchan or 'an unknown call'}"
             self._on_stuck(message.local_rank, where)
@@ -238,6 +272,8 @@ class SharedMonitor:
             self._handle.send(control.WorkersChanged(self._cycle, self._pgids))
         if self._lease_until is not None:
             self._handle.send(control.LeaseHeld(self._lease_until))
+        if self._save_word:
+            self._handle.send(control.Save(self._save_word))
 
     def close(self) -> None:
         """Let the monitor sweep the run's processes and leave; kill it if it does not.
@@ -289,3 +325,21 @@ class MonitorPerRank:
     def steps_of_rank0(self) -> Steps:
         """Return how far local rank 0 has come."""
         return self._monitors[0].steps_of_rank0()
+
+    def save(self, word: int) -> None:
+        """Tell all of them."""
+        for monitor in self._monitors:
+            monitor.save(word)
+
+    @property
+    def is_save_known(self) -> bool:
+        """Whether all of them know it."""
+        return all(monitor.is_save_known for monitor in self._monitors)
+
+    def save_calls(self) -> dict[int, int]:
+        """Return how often each local rank has called `should_checkpoint`."""
+        return {
+            rank: calls
+            for rank, monitor in enumerate(self._monitors)
+            for calls in monitor.save_calls().values()
+        }

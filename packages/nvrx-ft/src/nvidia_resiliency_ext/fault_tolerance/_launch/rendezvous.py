@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from nvidia_resiliency_ext.fault_tolerance._preempt.agreement import agreed_call
+
 from .decide import (
     Assignment,
     Cause,
@@ -20,9 +22,19 @@ from .decide import (
     RoundReady,
     StoreLost,
 )
+from .leaving import RoundLeaves, SaveAgreed
 from .ports import PortReservation
 
-RoundEvent = RoundReady | NextRoundOpened | RoundClosed | StoreLost | JoinTimedOut | NodeUnfit
+RoundEvent = (
+    RoundReady
+    | NextRoundOpened
+    | RoundClosed
+    | StoreLost
+    | JoinTimedOut
+    | NodeUnfit
+    | RoundLeaves
+    | SaveAgreed
+)
 
 
 class Rendezvous(Protocol):
@@ -51,6 +63,12 @@ class Rendezvous(Protocol):
 
     def leave(self, cause: Cause) -> None:
         """Tell the others that this node takes part no longer."""
+
+    def preempted(self, cause: Cause) -> None:
+        """Tell the others that this node must go; `poll` tells when ranks are to save."""
+
+    def held(self, calls: int) -> None:
+        """Tell how far this node's ranks are, which wait; `poll` tells at which call they save."""
 
     @property
     def must_stay(self) -> bool:
@@ -135,6 +153,14 @@ class LocalRendezvous:
 
     def leave(self, cause: Cause) -> None:
         """Nobody else is there to go on."""
+
+    def preempted(self, cause: Cause) -> None:
+        """Nobody else is to be asked."""
+        self._events.append(RoundLeaves(cause))
+
+    def held(self, calls: int) -> None:
+        """Nobody else is to be waited for."""
+        self._events.append(SaveAgreed(agreed_call([calls])))
 
     @property
     def must_stay(self) -> bool:

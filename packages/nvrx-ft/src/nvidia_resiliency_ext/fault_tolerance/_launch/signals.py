@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from types import FrameType
 
 
@@ -22,7 +22,7 @@ class SignalInbox:
     the inbox stays silent and the program keeps its own handlers.
     """
 
-    def __init__(self, signums: Sequence[signal.Signals]) -> None:
+    def __init__(self, signums: Iterable[signal.Signals]) -> None:
         self._signums = tuple(signums)
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)

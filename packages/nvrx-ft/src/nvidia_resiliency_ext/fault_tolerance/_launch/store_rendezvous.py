@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import (
+    Leaves,
     Lost,
     News,
     NodeSession,
@@ -47,6 +48,7 @@ from .decide import (
     RoundReady,
     StoreLost,
 )
+from .leaving import RoundLeaves, SaveAgreed
 from .loop import EventLoop, Timer
 from .ports import PortReservation
 from .rendezvous import RoundEvent
@@ -200,6 +202,14 @@ class StoreRendezvous:
         me = Arrival(node=s.node, addr=s.addr, host=s.host, group=s.group)
         self._threads.submit(lambda session: session.tell(kind, cause=cause, arrival=me))
 
+    def preempted(self, cause: Cause) -> None:
+        """Say that this node must go, and why."""
+        self._threads.submit(lambda session: session.tell(Kind.PREEMPTED, cause=cause))
+
+    def held(self, calls: int) -> None:
+        """Say how far this node's ranks are, which wait."""
+        self._threads.submit(lambda session: session.tell(Kind.HELD, calls=calls))
+
     @property
     def must_stay(self) -> bool:
         """Whether the job goes on and its store is here."""
@@ -256,6 +266,10 @@ class StoreRendezvous:
         if isinstance(news, Opened):
             cause = news.entry.cause or Cause("opened", "a new round was opened")
             return NextRoundOpened(cause)
+        if isinstance(news, Leaves):
+            entry = news.entry
+            cause = entry.cause or Cause("preempted", "a node must go")
+            return SaveAgreed(entry.save_at) if entry.save_at else RoundLeaves(cause)
         if isinstance(news, Over):
             self._is_over = True
             return RoundClosed(news.entry.reason, news.no_restart, news.entry.cause)

@@ -28,7 +28,16 @@ from nvidia_resiliency_ext.fault_tolerance.data import (
 from .client_timeouts import ANSWER_LIMIT_S, ClientTimeouts
 from .errors import RankMonitorClientError
 from .hotpath import training_iteration
-from .slot import NO_ITERATION, W_SESSION_ID, SlotError, SlotLayout, SlotMemory, SlotWriter
+from .slot import (
+    NO_ITERATION,
+    SAVE_ASKED,
+    W_SAVE,
+    W_SESSION_ID,
+    SlotError,
+    SlotLayout,
+    SlotMemory,
+    SlotWriter,
+)
 
 if TYPE_CHECKING:
     import socket
@@ -175,6 +184,33 @@ class RankMonitorClient(ClientTimeouts):
         link = self._link
         if link is not None and link.request(Ask, ANSWER_LIMIT_S) is None and self._words is None:
             self._refuse()
+
+    def _should_save(self, calls: int) -> bool:
+        """Return whether this is the agreed call or a later one; waits until that is agreed."""
+        words = self._words
+        if words is not None and words[W_SAVE] == SAVE_ASKED:
+            words = self._wait_for_agreement()
+        return words is not None and 0 < words[W_SAVE] <= calls
+
+    def _wait_for_agreement(self) -> memoryview | None:
+        from nvidia_resiliency_ext.shared_utils.clock import Deadline
+
+        from .rank_messages import HeldForSave
+
+        assert self.cfg is not None
+        # Once the node's time is over the launcher ends the workers anyway.
+        deadline = Deadline.after(self.cfg.preempt_grace)
+        while not deadline.expired():
+            link, words = self._link, self._words
+            if link is None or words is None:
+                self._refuse()
+            if words[W_SAVE] != SAVE_ASKED:
+                return words
+            answer = link.request(HeldForSave, deadline.remaining())
+            if answer is None:
+                link.wait_connected(deadline.remaining())
+        self.logger.error("no agreement at which step to save; going on without")
+        return None
 
     def _post(self, message: object) -> None:
         if self._link is not None:

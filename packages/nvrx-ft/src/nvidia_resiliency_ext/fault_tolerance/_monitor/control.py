@@ -25,6 +25,8 @@ __all__ = [
     "RankLeft",
     "RankUnkillable",
     "Ready",
+    "Save",
+    "SaveKnown",
     "SlotReplaced",
     "Start",
     "WorkersChanged",
@@ -81,6 +83,20 @@ class LeaseHeld:
     """
 
     until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Launcher to monitor: the word for `should_checkpoint` of all ranks; answered."""
+
+    word: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveKnown:
+    """Monitor to launcher: the word is in the slots, and will be in those of new sessions."""
+
+    word: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +184,8 @@ LAUNCHER_MESSAGES = MessageSet(
     CycleKnown,
     WorkersChanged,
     LeaseHeld,
+    Save,
+    SaveKnown,
     Leave,
     Ready,
     FirstStep,

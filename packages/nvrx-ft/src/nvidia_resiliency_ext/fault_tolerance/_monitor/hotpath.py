@@ -40,6 +40,8 @@ _HEARTBEAT_COUNT = slot.W_HEARTBEAT_COUNT
 _ITERATION = slot.W_ITERATION
 _OUT_OF_SECTION_START = slot.W_OUT_OF_SECTION_START
 _STEP_COUNT = slot.W_STEP_COUNT
+_SAVE_CALLS = slot.W_SAVE_CALLS
+_SAVE = slot.W_SAVE
 
 
 def training_iteration() -> int | None:
@@ -72,6 +74,7 @@ class HotPath:
     _outside_since: int
     _outside_longest: int
     _never_opened: set[int]
+    _save_calls: int
 
     def __init__(self) -> None:
         """Refuse every call until `_begin`."""
@@ -173,6 +176,26 @@ class HotPath:
         if self._is_answered:
             self._ask()
 
+    def should_checkpoint(self) -> bool:
+        """Say whether to save a checkpoint now and leave: this job, or this node, is about to go.
+
+        All ranks get True at the same call, counted from the session's start, without a collective:
+        every rank calls it at the same places of the program, such as once at the end of each
+        step, from one thread. While nothing is announced a call is two words of shared memory.
+        The first call after an announcement waits until all ranks have come as far.
+
+        Raises:
+            RankMonitorClientError: Not initialised.
+        """
+        words = self._words
+        if words is None:
+            self._refuse()
+        self._save_calls = calls = self._save_calls + 1
+        words[_SAVE_CALLS] = calls
+        if not words[_SAVE]:
+            return False
+        return self._should_save(calls)
+
     @contextmanager
     def section(self, section: str) -> Iterator[None]:
         """Open a section for the length of a block; it is closed when the block fails, too."""
@@ -197,6 +220,9 @@ class HotPath:
         raise RankMonitorClientError("the rank monitor client is not initialised")
 
     def _ask(self) -> None:
+        raise NotImplementedError
+
+    def _should_save(self, calls: int) -> bool:
         raise NotImplementedError
 
     def _post(self, message: object) -> None:
@@ -228,7 +254,7 @@ class HotPath:
             old = self._words
             if old is None:
                 return
-            for at in range(slot.W_SESSION_ID, slot.HEADER_WORDS):
+            for at in range(slot.W_SESSION_ID, slot.W_SAVE):
                 words[at] = old[at]
             self._words = words
             for section, at in self._index.items():
@@ -252,6 +278,7 @@ class HotPath:
         self._outside_longest = -1
         self._has_closed = False
         self._steps = 0
+        self._save_calls = 0
         self._step_at = self._index.get(slot.STEP, 0)
         self._never_opened = set(self._index.values())
         self._is_first_step_due = True

@@ -141,6 +141,11 @@ class RankLink:
             with self._changed:
                 del self._answers[number]
 
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Wait until there is a monitor; return whether there is one."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._sock is not None, timeout_s)
+
     def close(self) -> None:
         """End the session and the thread; waits for neither peers nor the monitor."""
         self._closing.set()
@@ -256,6 +261,7 @@ class RankLink:
                 continue
             with self._changed:
                 self._sock = sock
+                self._changed.notify_all()
                 if self._closing.is_set():
                     _shut_down(sock)
             self._on_restored()

@@ -20,7 +20,15 @@ from .evidence import Evidence, inspect_process, save_evidence
 from .limits import change_limits, policy_of
 from .node_watch import Unfit
 from .report import describe, hang_report
-from .slot import SlotError, SlotLayout, SlotMemory, SlotView, read_slot
+from .slot import (
+    SAVE_ASKED,
+    W_SAVE,
+    SlotError,
+    SlotLayout,
+    SlotMemory,
+    SlotView,
+    read_slot,
+)
 from .verdict import Verdict
 
 if TYPE_CHECKING:
@@ -66,6 +74,7 @@ class _Holder:
     signalled_at: float | None = None
     has_told_life: bool = False
     has_told_step: bool = False
+    held_request: int | None = None
 
 
 class RankPort:
@@ -100,6 +109,7 @@ class RankPort:
         self._policy = policy_of(self._config)
         self._holder: _Holder | None = None
         self._newcomer: _Holder | None = None
+        self._save_word = 0
         self._refusals = RefusalLog(f"the socket of local rank {local_rank}")
         self._doorway = Doorway(path, host, self._welcome, self._note_refusal)
 
@@ -197,12 +207,28 @@ class RankPort:
             case rank_messages.Ask(request):
                 self._look_now()
                 channel.send(rank_messages.Answer(request))
+            case rank_messages.HeldForSave(request):
+                self._hold(holder, request)
             case rank_messages.StepBegun(t):
                 self._tell_step(holder, t)
             case rank_messages.FirstActivity():
                 self._tell_life(holder)
             case _:
                 channel.is_over = True  # a second hello, or a message of the other direction
+
+    def save(self, word: int) -> None:
+        """Put the word for `should_checkpoint` into the slot; a rank that waits for it goes on."""
+        self._save_word = self.memory.words[W_SAVE] = word
+        holder = self._holder
+        if word != SAVE_ASKED and holder is not None and holder.held_request is not None:
+            holder.connection.channel.send(rank_messages.Answer(holder.held_request))
+            holder.held_request = None
+
+    def _hold(self, holder: _Holder, request: int) -> None:
+        if self._save_word == SAVE_ASKED:
+            holder.held_request = request
+        else:
+            holder.connection.channel.send(rank_messages.Answer(request))
 
     def _feed(self, event: session.Event) -> None:
         self._state, effects = session.step(self._state, event, time.monotonic(), self._policy)
@@ -261,6 +287,7 @@ class RankPort:
         try:
             os.set_blocking(holder.dump_fd, False)
             self._take_slot(holder)
+            self.memory.words[W_SAVE] = self._save_word
             accepted = rank_messages.Accepted(session_id, self._config, list(self._layout.sections))
             channel = holder.connection.channel
             channel.send(accepted, [self.memory.fd, dump_write_fd])

@@ -18,6 +18,7 @@ __all__ = [
     "Answer",
     "Ask",
     "FirstActivity",
+    "HeldForSave",
     "Hello",
     "Refused",
     "SetTimeouts",
@@ -71,6 +72,13 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldForSave:
+    """Rank to monitor: waits in `should_checkpoint`; answered when it is agreed where to save."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """Monitor to rank: the request was carried out, or why not."""
 
@@ -96,6 +104,7 @@ RANK_MESSAGES = MessageSet(
     Refused,
     SetTimeouts,
     Ask,
+    HeldForSave,
     Answer,
     FirstActivity,
     StepBegun,

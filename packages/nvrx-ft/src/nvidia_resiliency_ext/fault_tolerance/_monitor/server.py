@@ -254,6 +254,10 @@ class MonitorServer:
                 self._pgids = set(pgids)
             case control.LeaseHeld(until):
                 self._lease_until = until
+            case control.Save(word):
+                for port in self.ports:
+                    port.save(word)
+                self.tell(control.SaveKnown(word))
             case control.Leave():
                 self._is_leaving = True
                 self._last_order = _Order.LEAVE

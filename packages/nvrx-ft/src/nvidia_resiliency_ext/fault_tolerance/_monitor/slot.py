@@ -19,6 +19,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 __all__ = [
     "NO_ITERATION",
     "NO_STEPS",
+    "SAVE_ASKED",
     "SlotError",
     "SlotLayout",
     "SlotMemory",
@@ -31,7 +32,7 @@ __all__ = [
 STEP = "step"
 """The section whose first end shows that training goes on."""
 
-MAGIC = 0x4E56_5258_0000_0001
+MAGIC = 0x4E56_5258_0000_0002
 """Identifies a slot and the version of this layout."""
 
 W_MAGIC = 0
@@ -46,11 +47,17 @@ W_OUT_OF_SECTION_START = 8
 W_STEP_FIRST_OPEN = 9
 W_STEP_FIRST_CLOSE = 10
 W_STEP_COUNT = 11
-HEADER_WORDS = 12
+W_SAVE_CALLS = 12
+# Belongs to the monitor, also while a session begins or moves; the words before it to the rank.
+W_SAVE = 13
+HEADER_WORDS = 14
 
 WORD_BYTES = 8
 NO_ITERATION = -1
 """Value of the iteration words while the rank has not told an iteration."""
+
+SAVE_ASKED = -1
+"""Value of `W_SAVE` while it is being agreed at which call ranks save: a number of 1 or more."""
 
 FORCE_NO_MEMFD = "NVRX_FORCE_NO_MEMFD"
 """Set to 1, this variable makes slots files, as on systems without memfd."""
@@ -117,6 +124,7 @@ class SlotView:
     step_first_close: float | None
     step_count: int
     open_sections: dict[str, float]
+    save_calls: int = 0
 
     @property
     def is_active(self) -> bool:
@@ -155,6 +163,7 @@ def read_slot(buffer: memoryview, layout: SlotLayout) -> SlotView:
         step_first_close=_seconds(words[W_STEP_FIRST_CLOSE]),
         step_count=words[W_STEP_COUNT],
         open_sections=opened,
+        save_calls=words[W_SAVE_CALLS],
     )
 
 
@@ -175,7 +184,8 @@ class SlotWriter:
         words = self.words
         words[W_MAGIC] = MAGIC
         for at in range(W_SESSION_ID, self.layout.words):
-            words[at] = 0
+            if at != W_SAVE:
+                words[at] = 0
         words[W_ITERATION] = words[W_FIRST_ITERATION] = first_iteration
         words[W_SESSION_START] = words[W_OUT_OF_SECTION_START] = now_ns
         words[W_SESSION_ID] = session_id

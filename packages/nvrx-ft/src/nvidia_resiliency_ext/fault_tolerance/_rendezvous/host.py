@@ -11,6 +11,8 @@ asked again whenever something may have changed, so no single event can be misse
     OPEN     more unhealthy nodes than may be missing          End(failure)
     CLOSED   every node with a place succeeded                 End(graceful)
     CLOSED   a node with a place is lost or has left           Open(cause), or End without budget
+    CLOSED   a node that must go                               Leave, and agree where ranks save
+    CLOSED   all left, and enough without those that must go   Open(cause)
     CLOSED   min-healthy: too few nodes healthy or done        Open(cause), or End without budget
 """
 
@@ -24,6 +26,7 @@ from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_GRACEFUL,
 )
 from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._preempt.agreement import agreed_call
 
 from . import blame
 from .blame import BlameRules, Failures
@@ -86,7 +89,7 @@ class View:
     """What the store says at one moment.
 
     `quiet_s` is how long a node's lease did not move; `acknowledged` are nodes that know that the
-    present round is open.
+    present round is open; `me` is who looks.
     """
 
     entry: Entry
@@ -95,6 +98,7 @@ class View:
     quiet_s: Mapping[str, float] = field(default_factory=dict)
     acknowledged: frozenset[str] = frozenset()
     entry_age_s: float = 0.0
+    me: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,14 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
+class Leave:
+    """The round's ranks save and leave: at call `at`, once that is agreed (0 before)."""
+
+    cause: Cause
+    at: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """There is no further round."""
 
@@ -131,7 +143,7 @@ class End:
     cause: Cause | None = None
 
 
-Decision = Wait | Close | Open | End
+Decision = Wait | Close | Open | Leave | End
 
 
 def candidate_of(arrival: Arrival) -> Candidate:
@@ -296,11 +308,12 @@ def _last_call(
 
 def _while_closed(rules: HostRules, memory: Memory, view: View, now: float) -> Decision:
     if view.entry.active and view.successes >= view.entry.active:
-        return End(RDZV_SHUTDOWN_REASON_GRACEFUL)
+        drained = _goes_on_without(rules, memory, view)
+        return Open(drained) if drained else End(RDZV_SHUTDOWN_REASON_GRACEFUL)
     states = _states(rules, memory, view)
     broken = [member for member in memory.active if states[member.candidate.node][0] in _BROKEN]
     if not broken:
-        return Wait(now + rules.lease_s / 4)
+        return _leave(memory, view) or Wait(now + rules.lease_s / 4)
     cause = _first_cause(view.notes, states) or _lost(broken[0])
     done = sum(states[member.candidate.node][0] in _DONE for member in memory.active)
     healthy = len(memory.active) - done - len(broken)
@@ -312,6 +325,46 @@ def _while_closed(rules: HostRules, memory: Memory, view: View, now: float) -> D
     if rules.budget.left(view.entry, view.entry_age_s) > 0:
         return Open(cause)
     return End(RDZV_SHUTDOWN_REASON_FAILURE, cause)
+
+
+def _must_go(view: View) -> dict[str, Cause]:
+    """Return the nodes that were told to go, and why."""
+    unknown = Cause("preempted", "a node must go")
+    return {n.node: n.cause or unknown for n in view.notes if n.kind is Kind.PREEMPTED}
+
+
+def _leave(memory: Memory, view: View) -> Leave | None:
+    """Return the next step of a round that a node must leave."""
+    active = {member.candidate.node for member in memory.active}
+    causes = [cause for node, cause in _must_go(view).items() if node in active]
+    if not causes or view.entry.save_at:
+        return None
+    if not view.entry.is_leaving:
+        return Leave(causes[0])
+    held = {note.node: note.calls for note in view.notes if note.kind is Kind.HELD}
+    done = {n.node for n in view.notes if n.state is WorkerState.SUCCEEDED}
+    if not active - done <= held.keys():
+        return None
+    return Leave(causes[0], agreed_call(held.values()))
+
+
+def _goes_on_without(rules: HostRules, memory: Memory, view: View) -> Cause | None:
+    """Return why the job goes on without nodes that had to go, or None when it is over."""
+    going = _must_go(view)
+    if (
+        not view.entry.is_leaving
+        or view.me in going
+        or rules.budget.left(view.entry, view.entry_age_s) <= 0
+    ):
+        return None
+    limit = expiry_s(rules)
+    gone = {n.node for n in view.notes if n.kind in (Kind.LEFT, Kind.UNHEALTHY)} | going.keys()
+    there = {member.candidate.node for member in memory.active} | memory.spares
+    there |= {note.node for note in view.notes if note.kind is Kind.ARRIVED}
+    left = [node for node in there - gone if view.quiet_s.get(node, 0.0) <= limit]
+    if len(left) < rules.placement.min_nodes:
+        return None
+    return next(iter(going.values()), None)
 
 
 def _states(

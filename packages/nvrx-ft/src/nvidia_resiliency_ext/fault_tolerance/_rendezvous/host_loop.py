@@ -16,7 +16,7 @@ from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
 from . import blame, host, keys
-from .host import Close, Decision, End, HostRules, Member, Memory, Open, View, Wait
+from .host import Close, Decision, End, HostRules, Leave, Member, Memory, Open, View, Wait
 from .placement import NotEnough, Placement, PlacementError, summary
 from .records import (
     Arrival,
@@ -267,6 +267,7 @@ class Host:
             quiet_s=self._quiet_s(),
             acknowledged=self._acknowledged(),
             entry_age_s=now - self._entry_at,
+            me=self._me,
         )
         decision = host.decide(self._rules, self._memory, view, now)
         if isinstance(decision, Wait):
@@ -307,6 +308,18 @@ class Host:
             self._close_round(decision.placement)
         elif isinstance(decision, Open):
             self._create(self._next(Phase.OPEN, self._entry.round + 1, cause=decision.cause))
+        elif isinstance(decision, Leave):
+            entry = self._entry
+            self._create(
+                dataclasses.replace(
+                    entry,
+                    seq=entry.seq + 1,
+                    by=self._me,
+                    cause=decision.cause,
+                    is_leaving=True,
+                    save_at=decision.at,
+                )
+            )
         elif isinstance(decision, End):
             self._create(
                 self._next(
@@ -393,6 +406,8 @@ class Host:
                 "world_size": 0,
                 "master_addr": "",
                 "master_port": 0,
+                "is_leaving": False,
+                "save_at": 0,
                 "restart_ages_s": ages,
                 **fields,
             },  # type: ignore[arg-type]

@@ -73,6 +73,13 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaves:
+    """Ranks of the present round are to save and leave, at an agreed call once there is one."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
 class Over:
     """The job is over for everybody."""
 
@@ -91,7 +98,7 @@ class Lost:
     what: str
 
 
-News = Placed | Spare | Opened | Over | Lost
+News = Placed | Spare | Opened | Leaves | Over | Lost
 
 
 class NodeSession:
@@ -195,6 +202,9 @@ class NodeSession:
         if entry.phase is Phase.OPEN:
             self.acknowledge()
             return Opened(entry)
+        if entry.is_leaving:
+            works = self._place is not None and self._place.round == entry.round
+            return Leaves(entry) if works else None
         if self._arrived_in != entry.round:
             return Spare(entry)
         text = self._store.peek(keys.place(self.node))
@@ -232,9 +242,12 @@ class NodeSession:
         cause: Cause | None = None,
         text: str = "",
         arrival: Arrival | None = None,
+        calls: int = 0,
     ) -> None:
         """Leave a note for the host."""
-        note = Note(kind, self.node, state=state, cause=cause, text=text, arrival=arrival)
+        note = Note(
+            kind, self.node, state=state, cause=cause, text=text, arrival=arrival, calls=calls
+        )
         self._send(note, self._present().round)
         self.ring()
 
@@ -278,7 +291,15 @@ class NodeSession:
 def _blank(entry: Entry) -> Entry:
     """Return an entry without what holds for one decision only."""
     return dataclasses.replace(
-        entry, cause=None, reason="", active=0, world_size=0, master_addr="", master_port=0
+        entry,
+        cause=None,
+        reason="",
+        active=0,
+        world_size=0,
+        master_addr="",
+        master_port=0,
+        is_leaving=False,
+        save_at=0,
     )
 
 

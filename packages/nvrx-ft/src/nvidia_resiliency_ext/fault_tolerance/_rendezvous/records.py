@@ -51,6 +51,8 @@ class Kind(enum.Enum):
     STATE = "state"
     LEFT = "left"
     UNHEALTHY = "unhealthy"
+    PREEMPTED = "preempted"
+    HELD = "held"
     MISMATCH = "mismatch"
     GOODBYE = "goodbye"
     RESUMED = "resumed"
@@ -89,6 +91,8 @@ class Entry:
         master_addr: Address of rank 0, when closed.
         master_port: Port of rank 0, when closed.
         restart_ages_s: How long ago each restart was, for a budget with a window.
+        is_leaving: Whether the ranks of the closed round are to save and leave.
+        save_at: At which call of `should_checkpoint` they do, once that is agreed.
         is_controlled: Whether the store outlives the nodes: it is not in a launcher.
     """
 
@@ -106,6 +110,8 @@ class Entry:
     master_port: int = 0
     restart_ages_s: tuple[float, ...] = ()
     is_controlled: bool = False
+    is_leaving: bool = False
+    save_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +135,7 @@ class Note:
     text: str = ""
     entry: Entry | None = None
     place: Place | None = None
+    calls: int = 0
 
 
 _Record = TypeVar("_Record", Arrival, Note, Entry, Place, Cause)
@@ -262,13 +269,14 @@ _READERS: Mapping[type, Mapping[str, Any]] = {
     },
     Note: {
         "kind": Kind, "node": _text, "arrival": _arrival, "state": WorkerState, "cause": _cause,
-        "text": _text, "entry": _entry, "place": _place,
+        "text": _text, "entry": _entry, "place": _place, "calls": _whole,
     },
     Entry: {
         "seq": _whole, "phase": Phase, "round": _whole, "epoch": _text, "by": _text,
         "cause": _cause, "reason": _text, "bell_from": _whole, "active": _whole,
         "world_size": _whole, "master_addr": _text, "master_port": _whole,
-        "restart_ages_s": _ages, "is_controlled": _flag,
+        "restart_ages_s": _ages, "is_controlled": _flag, "is_leaving": _flag,
+        "save_at": _whole,
     },
     Place: {"round": _whole, "group_rank": _whole, "rank_offset": _whole},
     Cause: {

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Announced preemption: what a node does about it, and what the store host decides."""
+
+import signal
+
+import pytest
+
+from nvidia_resiliency_ext.fault_tolerance._launch import decide
+from nvidia_resiliency_ext.fault_tolerance._launch.decide import (
+    Assignment,
+    Cause,
+    CloseRendezvous,
+    Finish,
+    GroupStopped,
+    Join,
+    LeaveRendezvous,
+    NextRoundOpened,
+    Node,
+    OpenNextRound,
+    Outcome,
+    Phase,
+    Policy,
+    ReportFault,
+    ReportSuccess,
+    RoundReady,
+    StopWorkers,
+    WorkerExited,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.leaving import (
+    AskToSave,
+    GraceOver,
+    Preempted,
+    RanksHeld,
+    ReleaseRanks,
+    ReportHeld,
+    RoundLeaves,
+    SaveAgreed,
+    StartGrace,
+    TellPreempted,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, records
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
+    Candidate,
+    PlacementRules,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
+    Entry,
+    Kind,
+    Note,
+    WorkerState,
+)
+from nvidia_resiliency_ext.shared_utils.children import ExitStatus
+
+GOES = Cause("preempted", "host a must go: SIGUSR1 was received", host="a")
+DEAD = Cause("killed", "rank 1 died by SIGKILL", rank=1, local_rank=1)
+CLEAN, KILLED = ExitStatus(0), ExitStatus(None, 9)
+
+
+def running(nodes=1):
+    """Return a node whose two workers run."""
+    policy = Policy(2, 15.0, 1800.0, 93, many_nodes=nodes > 1, host="a")
+    assignment = Assignment(0, 0, nodes, 0, 2 * nodes, "127.0.0.1", 29500)
+    return decide.decide(Node(policy), RoundReady(assignment, (0, 1)))[0]
+
+
+def play(node, *events):
+    """Feed events; return the node and all effects."""
+    done = []
+    for event in events:
+        node, effects = decide.decide(node, event)
+        done += effects
+    return node, done
+
+
+def test_an_announcement_asks_ranks_and_starts_the_time():
+    """The signal is told to the others, ranks are asked once the round leaves, and work goes on."""
+    node, done = play(running(), Preempted(GOES), RoundLeaves(GOES), RanksHeld(7), SaveAgreed(8))
+    assert done == [
+        TellPreempted(GOES),
+        StartGrace(),
+        AskToSave(GOES),
+        ReportHeld(7),
+        ReleaseRanks(8),
+    ]
+    assert node.phase is Phase.RUNNING
+    assert play(node, Preempted(GOES))[1] == []
+
+
+def test_ranks_that_leave_with_0_end_the_job_with_0():
+    """On one node the job is over when its ranks have left."""
+    node, _ = play(running(), Preempted(GOES), RoundLeaves(GOES))
+    _, done = play(node, WorkerExited(0, CLEAN), WorkerExited(1, CLEAN))
+    assert done == [
+        CloseRendezvous("graceful"),
+        Finish(0, f"all workers succeeded, after: {GOES.what}"),
+    ]
+
+
+@pytest.mark.parametrize(("status", "code"), [(CLEAN, 0), (KILLED, 1)])
+def test_ranks_that_stay_are_stopped_when_the_time_is_over(status, code):
+    """After the grace time SIGTERM with the ordinary stop time; 0 only if all end cleanly."""
+    node, done = play(running(), Preempted(GOES), GraceOver())
+    assert done[-1] == StopWorkers(signal.SIGTERM, 15.0)
+    _, done = play(node, WorkerExited(0, CLEAN), WorkerExited(1, status), GroupStopped())
+    assert done[-1].exit_code == code
+
+
+def test_a_failure_on_a_node_that_must_go_is_no_restart():
+    """Its other workers are stopped; with many nodes the others hear that it leaves."""
+    node, _ = play(running(nodes=2), Preempted(GOES), RoundLeaves(GOES))
+    node, done = play(node, WorkerExited(1, KILLED, DEAD))
+    assert done == [ReportFault(DEAD, Outcome.SIGNALLED, 0), StopWorkers(signal.SIGTERM, 15.0)]
+    assert not any(isinstance(effect, OpenNextRound) for effect in done)
+    _, done = play(node, WorkerExited(0, CLEAN), GroupStopped())
+    assert LeaveRendezvous(GOES) in done
+    assert done[-1].exit_code == 1
+
+
+def test_the_node_that_must_go_leaves_and_the_others_join_again():
+    """When all have left and a round opens without it: exit 0 here, the next round there."""
+    left = (WorkerExited(0, CLEAN), WorkerExited(1, CLEAN))
+    there, done = play(running(nodes=2), RoundLeaves(GOES), SaveAgreed(3), *left)
+    assert done[-1] == ReportSuccess()
+    _, done = play(there, NextRoundOpened(GOES))
+    assert done[-1] == Join(1, GOES)
+    here, _ = play(running(nodes=2), Preempted(GOES), RoundLeaves(GOES), *left)
+    _, done = play(here, NextRoundOpened(GOES))
+    assert done == [LeaveRendezvous(GOES), Finish(0, GOES.what)]
+
+
+def test_a_spare_that_must_go_leaves_at_once():
+    """A node without workers has nothing to save."""
+    policy = Policy(2, 15.0, 1800.0, 93, many_nodes=True, host="a")
+    _, done = play(Node(policy), Preempted(GOES))
+    assert done == [LeaveRendezvous(GOES), Finish(0, GOES.what)]
+
+
+# --- the store host ------------------------------------------------------------------------------
+
+
+A, B, C = "a_1_0", "b_1_0", "c_1_0"
+
+
+def closed(**fields):
+    """Return the entry of a closed round of two nodes."""
+    return Entry(5, records.Phase.CLOSED, 0, active=2, world_size=2, **fields)
+
+
+MEMORY = host.Memory(
+    active=tuple(host.Member(Candidate(n, f"10.0.0.{i}", i), n) for i, n in enumerate((A, B))),
+    spares=frozenset({C}),
+)
+WANTS_TO_GO = Note(Kind.PREEMPTED, A, cause=GOES)
+
+
+def judge(entry, *notes, successes=0, me=B, min_nodes=2, memory=MEMORY, restarts=3):
+    """Return what the store host decides."""
+    rules = host.HostRules(PlacementRules(min_nodes, 3), Budget(restarts, None), lease_s=5.0)
+    view = host.View(entry, notes, successes, dict.fromkeys((A, B, C), 0.0), me=me)
+    return host.decide(rules, memory, view, 100.0)
+
+
+def test_the_round_leaves_when_a_node_must_go():
+    """The host says so once; then it waits until every node has told how far its ranks are."""
+    assert judge(closed(), WANTS_TO_GO) == host.Leave(GOES)
+    asked = closed(is_leaving=True)
+    held = (Note(Kind.HELD, A, calls=7), Note(Kind.HELD, B, calls=9))
+    assert isinstance(judge(asked, WANTS_TO_GO, held[0]), host.Wait)
+    assert judge(asked, WANTS_TO_GO, *held) == host.Leave(GOES, 10)
+    agreed = closed(is_leaving=True, save_at=10)
+    assert isinstance(judge(agreed, WANTS_TO_GO, *held), host.Wait)
+
+
+def test_a_node_that_is_done_or_a_spare_is_not_waited_for():
+    """Only nodes that still work have ranks to ask; a spare that must go concerns nobody."""
+    done = Note(Kind.STATE, B, state=WorkerState.SUCCEEDED)
+    asked = closed(is_leaving=True)
+    told = Note(Kind.HELD, A, calls=4)
+    assert judge(asked, WANTS_TO_GO, done, told, successes=1) == host.Leave(GOES, 5)
+    assert isinstance(judge(closed(), Note(Kind.PREEMPTED, C, cause=GOES)), host.Wait)
+
+
+def test_the_job_goes_on_without_the_node_when_enough_others_are_there():
+    """With a spare the next round opens; with none, or without restarts left, the job is over."""
+    left = closed(is_leaving=True, save_at=10)
+    assert judge(left, WANTS_TO_GO, successes=2) == host.Open(GOES)
+    alone = host.Memory(active=MEMORY.active)
+    over = host.End("graceful")
+    assert judge(left, WANTS_TO_GO, successes=2, memory=alone) == over
+    assert judge(left, WANTS_TO_GO, successes=2, memory=alone, min_nodes=1) == host.Open(GOES)
+    assert judge(left, WANTS_TO_GO, successes=2, restarts=0) == over
+    gone = Note(Kind.LEFT, C)
+    assert judge(left, WANTS_TO_GO, gone, successes=2) == over
+
+
+def test_the_job_ends_when_all_nodes_or_the_store_host_must_go():
+    """A job that is preempted as a whole is over when its ranks have left."""
+    left = closed(is_leaving=True, save_at=10)
+    both = (WANTS_TO_GO, Note(Kind.PREEMPTED, B, cause=GOES))
+    assert judge(left, *both, successes=2) == host.End("graceful")
+    assert judge(left, WANTS_TO_GO, successes=2, me=A) == host.End("graceful")
+
+
+def test_new_fields_pass_through_the_store():
+    """What nodes and host write about leaving is read as it was written."""
+    entry = closed(is_leaving=True, save_at=12, cause=GOES)
+    assert records.decode(Entry, records.encode(entry)) == entry
+    note = Note(Kind.HELD, A, calls=0)
+    assert records.decode(Note, records.encode(note)) == note
