@@ -47,18 +47,7 @@ def test_prewarm_is_what_the_configuration_says() -> None:
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        (
-            describe(
-                FaultToleranceConfig(preempt_signal="SIGUSR1", attribution_endpoint="localhost")
-            ),
-            "preempt_signal",
-        ),
-        (
-            describe(
-                FaultToleranceConfig(preempt_signal="SIGUSR1", attribution_endpoint="localhost")
-            ),
-            "attribution_endpoint",
-        ),
+        (describe(FaultToleranceConfig(attribution_endpoint="localhost")), "attribution_endpoint"),
         (describe(nproc_per_node=0), "nproc_per_node=0: is not from 1 to 65536"),
         (describe(nproc_per_node=10**11), "nproc_per_node=100000000000: is not from"),
         (describe(max_nodes=2), "max_nodes=2: more than one node"),

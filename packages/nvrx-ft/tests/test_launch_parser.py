@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("clean_launch_environment")
 SAMPLES = {
     values.SECTIONS: "step:10",
     values.SIGNAL: "SIGINT",
-    values.SIGNAL_OR_NONE: "SIGINT",
+    values.HANDLED_SIGNAL_OR_NONE: "SIGUSR1",
     values.LOG_LEVEL: "DEBUG",
     values.BOOL: "no",
     syntax.STREAMS: "0:3",
