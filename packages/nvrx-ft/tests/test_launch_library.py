@@ -21,10 +21,12 @@ from nvidia_resiliency_ext.fault_tolerance._launch.library_plan import (
 )
 from nvidia_resiliency_ext.fault_tolerance._launch.parser import parse_args
 from nvidia_resiliency_ext.fault_tolerance._launch.plan import LaunchPlan, plan_from_args
+from nvidia_resiliency_ext.fault_tolerance._launch.ports import PortReservation
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance.launcher import LaunchConfig, launch_agent
 
 PROGRAM = Path(__file__).parent / "programs" / "library_job.py"
+NODE_PROGRAM = PROGRAM.with_name("library_node.py")
 COMMAND = WorkerCommand(argv=("/bin/true",), entry="/bin/true", is_module=False, is_python=False)
 ENVIRON = {"OMP_NUM_THREADS": "1"}
 
@@ -32,6 +34,10 @@ ENVIRON = {"OMP_NUM_THREADS": "1"}
 def describe(fault_tolerance: FaultToleranceConfig | None = None, **more: Any) -> LaunchConfig:
     fields = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, **more}
     return LaunchConfig(fault_tol_cfg=fault_tolerance, **fields)
+
+
+def nodes(**more: Any) -> LaunchConfig:
+    return describe(max_nodes=2, rdzv_backend="c10d", rdzv_endpoint="host:1", **more)
 
 
 def plan(config: LaunchConfig, environ: dict[str, str] = ENVIRON) -> LaunchPlan:
@@ -50,10 +56,14 @@ def test_prewarm_is_what_the_configuration_says() -> None:
         (describe(FaultToleranceConfig(attribution_endpoint="localhost")), "attribution_endpoint"),
         (describe(nproc_per_node=0), "nproc_per_node=0: is not from 1 to 65536"),
         (describe(nproc_per_node=10**11), "nproc_per_node=100000000000: is not from"),
-        (describe(max_nodes=2), "max_nodes=2: more than one node"),
+        (describe(max_nodes=0), "max_nodes=0: 1 <= min_nodes <= max_nodes"),
+        (describe(max_nodes=2, rdzv_backend="c10d"), "rdzv_endpoint: say where"),
+        (describe(max_nodes=2, rdzv_endpoint="a:1"), "rdzv_backend='etcd'"),
+        (nodes(rdzv_configs={"rdzv_impl": "other"}), "rdzv_impl='other': use barrier or legacy"),
+        (nodes(rdzv_configs={"use_infra_group_rank": "perhaps"}), "use_infra_group_rank"),
         (describe(max_restarts=-1), "max_restarts=-1: must not"),
         (describe(term_timeout=-1), "term_timeout=-1: must not"),
-        (describe(restart_policy="min-healthy"), "restart_policy='min-healthy'"),
+        (describe(restart_policy="sometimes"), "restart_policy='sometimes': use any-failed or"),
         (describe(rank_monitors={0: object()}), "rank_monitors"),
         (describe(logs_specs=object()), "logs_specs"),
         (describe(FaultToleranceConfig(bad_node_hook="/no/such")), "--ft-bad-node-hook"),
@@ -93,6 +103,65 @@ def test_a_command_line_survives_the_way_through_a_configuration(tmp_path: Path)
     again = plan_from_config(config_from_plan(first), first.command, ENVIRON)
     # Settings of the rendezvous that nobody gave are filled in; they only describe.
     assert dataclasses.replace(again, rdzv_configuration=first.rdzv_configuration) == first
+
+
+def test_a_command_line_of_many_nodes_survives_too(tmp_path: Path) -> None:
+    """What a `LaunchConfig` has no field for travels in the settings of the rendezvous."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+    words = (
+        "--nnodes=2:3", "--rdzv-endpoint=host:1", "--rdzv-conf=is_host=0,join_timeout=7",
+        "--ft-rdzv-impl=legacy", "--ft-use-infra-group-rank=false", str(script),
+    )  # fmt: skip
+    first = plan_from_args(parse_args(words), ENVIRON)
+    config = config_from_plan(first)
+    again = plan_from_config(config, first.command, ENVIRON)
+    same = {"rdzv_configuration": first.rdzv_configuration, "warnings": first.warnings}
+    assert dataclasses.replace(again, **same) == first
+    assert again.rdzv_configuration.items() >= first.rdzv_configuration.items()
+
+
+@pytest.mark.parametrize(
+    ("more", "last_call"),
+    [
+        ({}, 1),
+        ({"restart_policy": "min-healthy"}, 30),
+        ({"rdzv_configs": {"rdzv_impl": "legacy"}}, 30),
+        ({"rdzv_configs": {"rdzv_impl": "legacy", "last_call_timeout": 5}}, 5),
+    ],
+)
+def test_where_all_nodes_work_more_of_them_are_waited_for(
+    more: dict[str, Any], last_call: int
+) -> None:
+    """The last call is 30 s where every node that comes works, 1 s elsewhere, or as given."""
+    assert nodes(**more).rdzv_configs["last_call_timeout"] == last_call
+
+
+@pytest.mark.slow
+def test_functions_run_on_many_nodes(tmp_path: Path) -> None:
+    """Two of three nodes run a function, over a restart; each returns its rank's value only."""
+    reserved = PortReservation()
+    environ = {**os.environ, "NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE": "1", "TMPDIR": str(tmp_path)}
+    words = [sys.executable, str(NODE_PROGRAM), f"127.0.0.1:{reserved.port}", "2", "3"]
+    started = [
+        subprocess.Popen(
+            [*words, str(tmp_path)],
+            env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    try:
+        done = [process.communicate(timeout=50) for process in started]
+    finally:
+        reserved.release()
+        for process in started:
+            process.kill()
+            process.wait()
+    said = "\n".join(err for _, err in done)
+    assert [process.returncode for process in started] == [0, 0, 0], said
+    results = [json.loads(out.partition("RESULT ")[2]) for out, _ in done]
+    assert sorted(results, key=str) == [{"0": "0 of 2 in 1"}, {"1": "1 of 2 in 1"}, {}]
+    assert {path.name for path in tmp_path.glob("rank*")} == {"rank0", "rank1"}
 
 
 def test_an_impossible_configuration_is_an_error_and_no_exit() -> None:

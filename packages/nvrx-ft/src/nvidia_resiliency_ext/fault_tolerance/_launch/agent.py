@@ -208,6 +208,15 @@ class NodeAgent:
         }
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of the last cycle here, by local rank; none of a spare."""
+        if self._assignment is None:
+            return ()
+        return tuple(
+            self._assignment.rank_offset + local for local in sorted(self._workers.started)
+        )
+
+    @property
     def workers(self) -> WorkerGroup:
         """The worker processes of the present cycle."""
         return self._workers
@@ -354,6 +363,7 @@ class NodeAgent:
         if effect.cause is not None:
             self._chronicle.cycle_ended(effect.cause.what)
             self._cycle_start_time = self._clock.wall()
+        self._assignment = None
         if self._workers.started:
             self._gate.workers_gone()
         self._gate.admit(effect.cycle, lambda unfit: self._admitted(effect.cycle, unfit))

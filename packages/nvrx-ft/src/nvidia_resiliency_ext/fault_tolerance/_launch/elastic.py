@@ -97,14 +97,16 @@ class elastic_launch:  # noqa: N801  # torch's name, which users import
         self._entrypoint: Entrypoint = entrypoint
 
     def __call__(self, *args: object) -> dict[int, Any]:
-        """Run the job; return what each global rank returned (None for programs)."""
+        """Run the job; return what each global rank of this node returned (None for programs)."""
         return launch_agent(self._config, self._entrypoint, list(args))
 
 
 def launch_agent(
     config: LaunchConfig, entrypoint: Entrypoint, args: Sequence[object]
 ) -> dict[int, Any]:
-    """Run a job on this node and return what each rank returned.
+    """Run this node's part of a job and return what each of its ranks returned, by global rank.
+
+    A node that stood by to the end returns nothing: an empty dictionary.
 
     Raises:
         ValueError: The configuration asks for what this version does not offer.
@@ -119,26 +121,27 @@ def launch_agent(
         numa = numa_binding(os.environ, is_strict=given is None or given.numa_bind_strict)
         command = WorkerCommand(argv, entrypoint, is_module=False, is_python=False, numa=numa)
         plan = plan_from_config(config, command, os.environ)
-        _run_plan(plan)
-        return dict.fromkeys(range(plan.nproc_per_node))
+        return dict.fromkeys(_run_plan(plan))
     run_dir = RunDir.create("call")
     try:
         call = FunctionCall(run_dir.path, entrypoint, args)
         name = getattr(entrypoint, "__qualname__", repr(entrypoint))
         command = WorkerCommand(argv=call.argv, entry=name, is_module=False, is_python=False)
-        plan = plan_from_config(config, command, os.environ)
-        _run_plan(plan)
-        return {rank: call.result(rank) for rank in range(plan.nproc_per_node)}
+        ranks = _run_plan(plan_from_config(config, command, os.environ))
+        return {rank: call.result(rank) for rank in ranks}
     finally:
         run_dir.remove()
 
 
-def _run_plan(plan: LaunchPlan) -> None:
+def _run_plan(plan: LaunchPlan) -> tuple[int, ...]:
+    """Run a plan and return the global ranks that ended well here."""
     log_warnings(plan)
     with Job(plan, os.environ) as job:
         result = job.run()
+        ranks = job.ranks
     if result.exit_code != EXIT_OK:
         _raise(plan, result)
+    return ranks
 
 
 def _raise(plan: LaunchPlan, result: Result) -> None:

@@ -401,6 +401,11 @@ class Job:
     def _running_pids(self) -> list[int]:
         return self._agent.workers.running_pids
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that ran here in the last cycle, by local rank; none of a spare."""
+        return self._agent.ranks
+
     # The run ---------------------------------------------------------------------------------
 
     def run(self) -> Result:

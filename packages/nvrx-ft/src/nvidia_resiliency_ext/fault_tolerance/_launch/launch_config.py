@@ -25,6 +25,10 @@ __all__ = [
     "get_use_env",
 ]
 
+# Settings of the rendezvous that stand for `--ft-rdzv-impl` and `--ft-use-infra-group-rank`.
+RDZV_IMPL = "rdzv_impl"
+USE_INFRA_GROUP_RANK = "use_infra_group_rank"
+
 _HIGHEST_PORT = 65535
 _NODES_PER_LOG_SERVER = 1536
 _RDZV_DEFAULTS: Mapping[str, int] = {
@@ -35,6 +39,7 @@ _RDZV_DEFAULTS: Mapping[str, int] = {
     "read_timeout": 60,
     "store_connect_wait_seconds": 120,
 }
+_LAST_CALL_WHERE_ALL_WORK_S = 30
 
 
 @dataclass
@@ -50,7 +55,7 @@ class LaunchConfig:
         run_id: The job's name.
         role: The workers' role.
         rdzv_endpoint: Where nodes meet; without effect on one node, as all of `rdzv_*`.
-        rdzv_backend: How they meet.
+        rdzv_backend: How they meet: `c10d`, where there are several.
         rdzv_configs: Settings of the rendezvous; those left out are filled in.
         rdzv_timeout: Seconds for a whole rendezvous; -1 takes it from `rdzv_configs`.
         max_restarts: Restarts before the job fails.
@@ -88,7 +93,10 @@ class LaunchConfig:
     rank_monitors: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rdzv_configs = {**_RDZV_DEFAULTS, **self.rdzv_configs}
+        defaults = dict(_RDZV_DEFAULTS)
+        if self.restart_policy == "min-healthy" or self.rdzv_configs.get(RDZV_IMPL) == "legacy":
+            defaults["last_call_timeout"] = _LAST_CALL_WHERE_ALL_WORK_S
+        self.rdzv_configs = {**defaults, **self.rdzv_configs}
         if self.rdzv_timeout != -1:
             self.rdzv_configs["timeout"] = self.rdzv_timeout
 

@@ -11,15 +11,19 @@ from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceC
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._config.sources import refused_options
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import DEFAULT_NO_RESTART_EXIT_CODE
+from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
 
 from . import surroundings
 from .command import WorkerCommand
 from .flags import FLAGS
-from .launch_config import LaunchConfig
+from .launch_config import RDZV_IMPL, USE_INFRA_GROUP_RANK, LaunchConfig
 from .local_world import MOST_WORKERS
 from .log_plan import ORPHANS_NEED_NO_PIPES, LogPlan
 from .plan import LaunchPlan, missing_hook
 from .syntax import Std, parse_signals
+
+POLICIES = ("any-failed", "min-healthy")
+IMPLEMENTATIONS = ("barrier", "legacy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ def config_from_plan(plan: LaunchPlan) -> LaunchConfig:
         role=plan.role,
         rdzv_endpoint=plan.rdzv_endpoint,
         rdzv_backend=plan.rdzv_backend,
-        rdzv_configs=dict(plan.rdzv_configuration),
+        rdzv_configs={**plan.rdzv_configuration, **_rdzv_flags(plan)},
         max_restarts=plan.max_restarts,
         restart_policy=plan.restart_policy,
         term_timeout=plan.term_timeout_s,
@@ -59,14 +63,24 @@ def config_from_plan(plan: LaunchPlan) -> LaunchConfig:
     )
 
 
+def _rdzv_flags(plan: LaunchPlan) -> dict[str, str]:
+    """Return the flags of the rendezvous that a `LaunchConfig` has no field for, if given."""
+    flags = {}
+    if plan.rdzv_impl != IMPLEMENTATIONS[0]:
+        flags[RDZV_IMPL] = plan.rdzv_impl
+    if not plan.use_infra_group_rank:
+        flags[USE_INFRA_GROUP_RANK] = "false"
+    return flags
+
+
 def plan_from_config(
     config: LaunchConfig, command: WorkerCommand, environ: Mapping[str, str]
 ) -> LaunchPlan:
     """Return the plan of a job that a program describes.
 
     Nothing of the command line's world has a part in it, neither flags nor `PET_` variables. What
-    `LaunchConfig` does not know has the launcher's default. Taken without any effect: `rdzv_*`
-    (one node meets nobody), `metrics_cfg`, `monitor_interval` (a death is noticed at once) and
+    `LaunchConfig` does not know has the launcher's default. Taken without any effect: `rdzv_*` of
+    one node (it meets nobody), `metrics_cfg`, `monitor_interval` (a death is noticed at once) and
     `start_method` (functions always start in fresh interpreters).
 
     Raises:
@@ -106,9 +120,16 @@ def plan_from_config(
         local_addr=config.local_addr,
         rdzv_backend=config.rdzv_backend,
         rdzv_endpoint=config.rdzv_endpoint,
-        rdzv_configuration={key: str(value) for key, value in config.rdzv_configs.items()},
-        rdzv_impl="barrier",
-        use_infra_group_rank=True,
+        rdzv_configuration={
+            key: str(value)
+            for key, value in config.rdzv_configs.items()
+            if key not in {RDZV_IMPL, USE_INFRA_GROUP_RANK} and value is not None
+        },
+        rdzv_impl=str(config.rdzv_configs.get(RDZV_IMPL, IMPLEMENTATIONS[0])),
+        use_infra_group_rank=rdzv_config_get_as_bool(
+            config.rdzv_configs, USE_INFRA_GROUP_RANK, True
+        )
+        is not False,
         node_rank=None,
         log_dir=logs.log_dir,
         redirects=logs.redirects,
@@ -141,21 +162,40 @@ def _log_settings(specs: object) -> LogSettings | None:
 def _problems(config: LaunchConfig) -> list[str]:
     """Return a sentence for each field that asks for what cannot be had."""
     problems = []
-    if (config.min_nodes, config.max_nodes) != (1, 1):
+    if not 1 <= config.min_nodes <= config.max_nodes:
         problems.append(
             f"min_nodes={config.min_nodes}, max_nodes={config.max_nodes}: "
-            f"more than one node is not available in this version"
+            f"1 <= min_nodes <= max_nodes must hold"
         )
+    if config.max_nodes > 1:
+        problems += _problems_of_meeting(config)
     if not 1 <= config.nproc_per_node <= MOST_WORKERS:
         problems.append(f"nproc_per_node={config.nproc_per_node}: is not from 1 to {MOST_WORKERS}")
     for name in ("max_restarts", "term_timeout", "workers_stop_timeout"):
         value = getattr(config, name)
         if value < 0:
             problems.append(f"{name}={value}: must not be negative")
-    if config.restart_policy != "any-failed":
-        problems.append(f"restart_policy={config.restart_policy!r}: use 'any-failed'")
+    if config.restart_policy not in POLICIES:
+        problems.append(f"restart_policy={config.restart_policy!r}: use {' or '.join(POLICIES)}")
     if config.rank_monitors:
         problems.append("rank_monitors: the launcher starts its own; leave it out")
+    return problems
+
+
+def _problems_of_meeting(config: LaunchConfig) -> list[str]:
+    """Return a sentence for each field that keeps several nodes from meeting."""
+    problems = []
+    if not config.rdzv_endpoint:
+        problems.append("rdzv_endpoint: say where the nodes meet, as host:port")
+    if config.rdzv_backend != "c10d":
+        problems.append(f"rdzv_backend={config.rdzv_backend!r}: nodes meet over 'c10d' only")
+    implementation = config.rdzv_configs.get(RDZV_IMPL, IMPLEMENTATIONS[0])
+    if implementation not in IMPLEMENTATIONS:
+        problems.append(f"{RDZV_IMPL}={implementation!r}: use {' or '.join(IMPLEMENTATIONS)}")
+    try:
+        rdzv_config_get_as_bool(config.rdzv_configs, USE_INFRA_GROUP_RANK)
+    except ValueError as error:
+        problems.append(str(error))
     return problems
 
 
