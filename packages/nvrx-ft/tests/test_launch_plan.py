@@ -156,15 +156,6 @@ REFUSED_VALUES: dict[str, str] = {
     "duplicate_stdout_filters": "a",
     "duplicate_stderr_filters": "a",
     "numa_binding": "node",
-    "ft_attribution_startup_timeout": "1",
-    "ft_attribution_llm_api_key_file": "x",
-    "ft_attribution_llm_base_url": "x",
-    "ft_attribution_llm_model": "x",
-    "ft_attribution_analysis_backend": "lib",
-    "ft_attribution_log_level": "INFO",
-    "ft_attribution_endpoint": "localhost",
-    "ft_attribution_stop_action": "no-restart",
-    "ft_attribution_export_url": "x",
     "ft_attribution_node_action": "exclude",
 }
 LATER = [flag for flag in FLAGS if flag.later]
@@ -246,10 +237,8 @@ def test_a_restart_policy_in_a_file_is_taken(script: str, tmp_path: Path) -> Non
     assert made.restart_policy == "any-failed"
 
 
-def test_the_older_address_of_attribution_is_refused_too(script: str) -> None:
-    """Host and port of an earlier release ask for the same missing feature."""
-    with pytest.raises(ValueError, match=r"attrsvc-host.*not available"):
-        plan("--ft-attrsvc-host=h", "--ft-attrsvc-port=80", script)
+def test_the_older_address_of_attribution_needs_both_parts(script: str) -> None:
+    """Host and port of an earlier release make one address."""
     with pytest.raises(ValueError, match="needs both a host and a port"):
         plan("--ft-attrsvc-host=h", script)
 
@@ -437,8 +426,8 @@ def test_a_plan_needs_no_record_of_who_gave_what(script: str) -> None:
     assert plan_from_args(args, ENVIRON) == plan(script)
     args.master_port = 2000
     assert plan_from_args(args, ENVIRON).master_port == 2000
-    args.ft_attribution_endpoint = "localhost"
-    with pytest.raises(ValueError, match="--ft-attribution-endpoint: not available"):
+    args.ft_attribution_node_action = "exclude"
+    with pytest.raises(ValueError, match="--ft-attribution-node-action: not available"):
         plan_from_args(args, ENVIRON)
 
 
@@ -477,6 +466,6 @@ def test_host_and_port_may_come_from_two_places(script: str, tmp_path: Path) -> 
     """Half of the older address in a file and half in a flag are one address."""
     path = tmp_path / "job.yaml"
     path.write_text("fault_tolerance: {attrsvc_host: h}\n")
-    with pytest.raises(ValueError, match="not available") as caught:
-        plan(f"--ft-cfg-path={path}", "--ft-attrsvc-port=80", script)
-    assert "needs both" not in str(caught.value)
+    words = (f"--ft-cfg-path={path}", "--ft-per-cycle-applog-prefix=/logs/job.log")
+    made = plan(*words, "--ft-attrsvc-port=80", script)
+    assert made.attribution.endpoint == "http://h:80"

@@ -23,6 +23,8 @@ from .attribution_wire import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ._attribution.http import JsonConnection
 
 __all__ = ["AttributionService"]
@@ -47,9 +49,10 @@ class AttributionService:
         ca_file: Certificates to trust in place of the system's.
         trust_candidate: Take a STOP that the service's rules give while its analysis still runs.
         poll_interval_s: Seconds between two questions for a verdict.
+        on_verdict: Called with action, log and reason of each verdict, in the client's thread.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
         self,
         endpoint: str,
         *,
@@ -58,6 +61,7 @@ class AttributionService:
         ca_file: str | None = None,
         trust_candidate: bool = False,
         poll_interval_s: float = _POLL_INTERVAL_S,
+        on_verdict: Callable[[str, str, str], None] | None = None,
     ) -> None:
         from ._attribution.http import parse_endpoint
 
@@ -69,6 +73,7 @@ class AttributionService:
         self._token_file = token_file or os.environ.get("NVRX_ATTRSVC_TOKEN_FILE") or None
         self._ca_file = ca_file
         self._poll_interval_s = poll_interval_s
+        self._on_verdict = on_verdict
         self._node_id: str | None = None
         # Guards what follows; waited on by the thread.
         self._changed = threading.Condition()
@@ -239,6 +244,8 @@ class AttributionService:
                 reason = f": {verdict.reason[:500]}" if verdict.reason else ""
                 logger.info(text, verdict.action, log_path, reason)
                 self._record("ATTRIBUTION_GET_COMPLETED")
+                if self._on_verdict is not None:
+                    self._on_verdict(verdict.action, log_path, verdict.reason[:500])
             return
         with self._changed:
             is_given_up = self._state.poll_failed(is_unknown=status == _HTTP_NOT_FOUND)

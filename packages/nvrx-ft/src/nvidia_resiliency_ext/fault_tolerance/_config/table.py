@@ -298,7 +298,6 @@ OPTIONS: tuple[Option, ...] = (
         None,
         ATTRIBUTION,
         "Service that reads logs and says why a cycle ended: localhost, or its address.",
-        later="the attribution service",
     ),
     Option(
         "attribution_stop_action",
@@ -306,8 +305,6 @@ OPTIONS: tuple[Option, ...] = (
         None,
         ATTRIBUTION,
         "What follows when attribution says that a restart is useless.",
-        later="the attribution service",
-        harmless=(None, "log"),
     ),
     Option(
         "attribution_export_url",
@@ -315,7 +312,6 @@ OPTIONS: tuple[Option, ...] = (
         None,
         ATTRIBUTION,
         "Address that results of attribution are sent to.",
-        later="the attribution service",
     ),
     Option(
         "cycle_info_dir",
@@ -400,7 +396,7 @@ OPTIONS: tuple[Option, ...] = (
         "log",
         ATTRIBUTION,
         "What follows when attribution names a faulty node.",
-        later="the attribution service",
+        later="taking a node out of the job at the word of attribution",
     ),
     Option(
         "restart_backoff",

@@ -176,7 +176,8 @@ class Chronicle:
         elif outcome is Outcome.TOLERATED:
             logger.warning("going on as long as enough nodes are healthy: %s", cause.what)
         elif outcome is Outcome.NO_RESTART:
-            logger.error("stopping for good, no progress: %s", cause.what)
+            why = "" if cause.kind == "attribution" else "no progress: "
+            logger.error("stopping for good, %s%s", why, cause.what)
         elif cause.kind == "start":
             logger.error("stopping for good, the workers cannot be started: %s", cause.what)
         else:

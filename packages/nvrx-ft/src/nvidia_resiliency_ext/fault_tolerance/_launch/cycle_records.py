@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.shared_utils.clock import Clock
@@ -64,6 +64,16 @@ class CycleNodes:
     standby: Sequence[str] = ()
 
 
+class CycleObserver(Protocol):
+    """Who is told of cycles, on the store host and from any thread."""
+
+    def begin(self, cycle: int) -> None:
+        """Take note that a cycle begins; told again when this node starts its workers."""
+
+    def ended(self) -> None:
+        """Take note that the present cycle is over."""
+
+
 class CycleRecords:
     """Cycle logs, cycle information and log servers of one launch; `close` ends all of it.
 
@@ -93,6 +103,7 @@ class CycleRecords:
         self._logs: CycleLogs | None = None
         self._reporter: CycleInfoReporter | None = None
         self._info_path: str | None = None
+        self._observer: CycleObserver | None = None
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._stack.close)
@@ -187,6 +198,10 @@ class CycleRecords:
             self._reporter = CycleInfoReporter(directory, self._plan.logs.applog_prefix, job_id)
             self._stack.callback(self._reporter.shutdown)
 
+    def tell(self, observer: CycleObserver) -> None:
+        """Let somebody follow the cycles from now on."""
+        self._observer = observer
+
     # While the job runs ------------------------------------------------------------------------
 
     def environment(self) -> dict[str, str]:
@@ -212,6 +227,8 @@ class CycleRecords:
 
     def round_closed(self, cycle: int, nodes: CycleNodes) -> None:
         """Take note of a cycle's nodes, on the store host; from any thread."""
+        if self._observer is not None:
+            self._observer.begin(cycle)
         if self._reporter is None:
             return
         from nvidia_resiliency_ext.fault_tolerance._cycleinfo.reporter import (
@@ -232,6 +249,8 @@ class CycleRecords:
 
     def ended(self) -> None:
         """Take note that the present cycle is over."""
+        if self._observer is not None:
+            self._observer.ended()
         if self._reporter is not None:
             self._reporter.report_cycle_end()
 

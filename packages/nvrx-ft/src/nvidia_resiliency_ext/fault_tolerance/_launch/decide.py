@@ -23,6 +23,7 @@ events and performs the effects; nothing here reads a clock, a file or a process
     RUNNING    RanksHeld                 RUNNING    ReportHeld
     RUNNING    SaveAgreed                RUNNING    ReleaseRanks
     RUNNING    GraceOver                 STOPPING   StopWorkers
+    any        StopRequested             STOPPING   CloseRendezvous, StopWorkers, then Finish(93)
     any        StoreLost                 STOPPING   StopWorkers, then Finish(1)
     WAITING    RoundClosed               FINISHED   Finish
     WAITING    NextRoundOpened           JOINING    Join          (a peer failed: all again)
@@ -267,6 +268,14 @@ class BudgetChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class StopRequested:
+    """The job is to end and not to be started again; `reason` is what the others are told."""
+
+    cause: Cause
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RequestReceived:
     """A rank asked for a change at the next rendezvous."""
 
@@ -294,6 +303,7 @@ Event = (
     | RanksHeld
     | SaveAgreed
     | GraceOver
+    | StopRequested
 )
 
 
@@ -412,6 +422,8 @@ def decide(node: Node, event: Event) -> Decision:
     """Return the next state and what is to be done; events that no longer matter do nothing."""
     if isinstance(event, RequestReceived):
         return _note_request(node, event)
+    if isinstance(event, StopRequested):
+        return _no_restart(node, event)
     if isinstance(event, BudgetChanged):
         return dataclasses.replace(node, budget=event.left), ()
     if node.phase is Phase.JOINING:
@@ -422,6 +434,21 @@ def decide(node: Node, event: Event) -> Decision:
         return _while_stopping(node, event)
     if node.phase is Phase.WAITING:
         return _while_waiting(node, event)
+    return node, ()
+
+
+def _no_restart(node: Node, event: StopRequested) -> Decision:
+    """End the job for everybody, whatever this node does at the moment."""
+    ends = CloseRendezvous(event.reason, event.cause)
+    if node.phase in (Phase.JOINING, Phase.WAITING):
+        reason = f"no restart: {event.cause.what}"
+        return _finished(node), (ends, Finish(node.policy.no_restart_exit_code, reason))
+    if node.phase is Phase.STOPPING and node.outcome is Outcome.RESTART:
+        stopping = dataclasses.replace(node, outcome=Outcome.NO_RESTART, cause=event.cause)
+        return stopping, (ends,)
+    if node.phase is Phase.RUNNING:
+        node, stop = _stop(node, event.cause, Outcome.NO_RESTART)
+        return node, (ReportFault(event.cause, Outcome.NO_RESTART, 0), ends, *stop)
     return node, ()
 
 

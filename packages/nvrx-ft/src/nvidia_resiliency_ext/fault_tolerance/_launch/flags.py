@@ -21,8 +21,6 @@ TORCHRUN = "torchrun"
 DEPRECATED = "deprecated"
 GROUPS = (TORCHRUN, *table.GROUPS, DEPRECATED)
 
-_ATTRIBUTION_LATER = "the attribution service"
-
 
 class Flag(NamedTuple):
     """One flag.
@@ -333,7 +331,6 @@ _OWN_FLAGS = (
         20.0,
         table.ATTRIBUTION,
         "Longest wait for the service to start.",
-        later=_ATTRIBUTION_LATER,
     ),
     Flag(
         "ft-attribution-llm-api-key-file",
@@ -341,7 +338,6 @@ _OWN_FLAGS = (
         None,
         table.ATTRIBUTION,
         "File with the key of the model endpoint.",
-        later=_ATTRIBUTION_LATER,
     ),
     Flag(
         "ft-attribution-llm-base-url",
@@ -349,7 +345,6 @@ _OWN_FLAGS = (
         None,
         table.ATTRIBUTION,
         "Address of the model endpoint.",
-        later=_ATTRIBUTION_LATER,
     ),
     Flag(
         "ft-attribution-llm-model",
@@ -357,7 +352,6 @@ _OWN_FLAGS = (
         None,
         table.ATTRIBUTION,
         "Name of the model.",
-        later=_ATTRIBUTION_LATER,
     ),
     Flag(
         "ft-attribution-analysis-backend",
@@ -365,7 +359,6 @@ _OWN_FLAGS = (
         None,
         table.ATTRIBUTION,
         "Where the analysis runs.",
-        later=_ATTRIBUTION_LATER,
     ),
     Flag(
         "ft-attribution-log-level",
@@ -373,7 +366,6 @@ _OWN_FLAGS = (
         None,
         table.ATTRIBUTION,
         "Level of the service's log.",
-        later=_ATTRIBUTION_LATER,
     ),
 )
 

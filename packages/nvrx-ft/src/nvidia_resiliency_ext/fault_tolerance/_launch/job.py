@@ -15,6 +15,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rank import infrastructure_rank
+from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
+    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
+)
 from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
 from nvidia_resiliency_ext.fault_tolerance._monitor.sweep import sweep
@@ -30,7 +33,7 @@ from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 from .agent import NodeAgent, Parts, Result
 from .chronicle import Chronicle
 from .cycle_records import CycleRecords
-from .decide import Assignment, Cause, Policy, Signalled
+from .decide import Assignment, Cause, Policy, Signalled, StopRequested
 from .env import (
     OF_AN_OUTER_RANK,
     CycleStamp,
@@ -147,6 +150,7 @@ class Job:
         )
         stack.callback(self._standbys.close)
         self._standbys.hold_first_cycle()
+        self._follow_attribution()
         self._rendezvous = self._build_rendezvous(meeting)
         stack.callback(self._rendezvous.shutdown)
         self._desk = self._build_desk()
@@ -260,6 +264,30 @@ class Job:
             **self._event_log.environment(),
             **self._cycles.environment(),
         }
+
+    def _follow_attribution(self) -> None:
+        plan = self._plan
+        if not (plan.attribution.is_enabled and self._is_store_host and plan.logs.applog_prefix):
+            return
+        from nvidia_resiliency_ext.fault_tolerance._attribution.service import AttributionManager
+        from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
+
+        watch = AttributionWatch(
+            AttributionManager(plan.attribution, is_store_host=True, environ=self._environ),
+            base_log_file=plan.logs.applog_prefix,
+            token_file=plan.fault_tolerance.rdzv_token_file,
+            node_id=self._place.host,
+            loop=self._loop,
+            on_stop=self._attribution_stops,
+        )
+        self._stack.callback(watch.close)
+        watch.start()
+        self._cycles.tell(watch)
+
+    def _attribution_stops(self, reason: str) -> None:
+        what = f"attribution says that a restart is useless: {reason}"
+        cause = Cause("attribution", what, host=self._place.host, detected_by="attribution")
+        self._agent.post(StopRequested(cause, RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP))
 
     def _build_desk(self) -> PreemptionDesk:
         config = self._plan.fault_tolerance

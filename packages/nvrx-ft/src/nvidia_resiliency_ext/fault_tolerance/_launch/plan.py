@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._attribution.settings import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._config.sources import Layers, layers_from_args
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
@@ -92,6 +93,7 @@ class LaunchPlan:
         monitors_enabled: Whether ranks are watched.
         node_health_check_endpoint: Socket of a service that judges this node's health.
         fault_tolerance: How faults are noticed and handled.
+        attribution: The service that is asked why a cycle ended.
         logs: Cycle logs, the launcher's own log and log servers.
         warnings: What the launcher should log once, at WARNING.
     """
@@ -130,6 +132,7 @@ class LaunchPlan:
     fault_tolerance: FaultToleranceConfig
     warnings: tuple[str, ...]
     logs: LogPlan = field(default_factory=LogPlan)
+    attribution: AttributionConfig = field(default_factory=AttributionConfig)
 
     @property
     def prewarm(self) -> PrewarmSettings:
@@ -172,6 +175,10 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
     logs = log_plan(args)
     if logs.applog_prefix is not None and config.orphan_workers == "keep":
         raise FaultToleranceConfigError([ORPHANS_NEED_NO_PIPES])
+    try:
+        attribution = AttributionConfig.from_args(args, logs.applog_prefix, config)
+    except ValueError as error:
+        raise FaultToleranceConfigError([str(error)]) from None
     if "log_level" not in layers.given:
         config.log_level = surroundings.log_level(environ)
     for text in surroundings.deprecated_variables(environ):
@@ -219,6 +226,7 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         node_health_check_endpoint=args.ft_node_health_check_endpoint,
         fault_tolerance=config,
         logs=logs,
+        attribution=attribution,
         warnings=tuple(notes),
     )
 

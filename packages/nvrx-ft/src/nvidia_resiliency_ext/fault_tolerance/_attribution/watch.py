@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attribution while a job runs: cycle logs go to the service, its verdicts come to the launcher.
+
+Nothing here waits for the service, and nothing that it does or fails to do reaches the job, but
+for one word: STOP, and that only where it was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from nvidia_resiliency_ext.fault_tolerance._cyclelogs.names import cycle_log_file
+from nvidia_resiliency_ext.shared_utils.attribution_wire import ACTION_STOP
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.shared_utils.attribution_client import AttributionService
+
+    from .service import AttributionManager
+
+__all__ = ["AttributionWatch"]
+
+logger = logging.getLogger("nvrx")
+
+LAST_WORDS_S = 0.3
+
+
+class Loop(Protocol):
+    """What is needed of the launcher's loop."""
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever `fd` is readable."""
+
+    def unwatch(self, fd: int) -> None:
+        """Stop watching `fd`."""
+
+
+class AttributionWatch:
+    """Follows the cycles of a job on its store host. `begin` and `ended` may come from any thread.
+
+    Args:
+        manager: Where the service is; it is started here, if this launcher runs it.
+        base_log_file: Prefix of the cycle logs.
+        token_file: File with the job's token, or None.
+        node_id: This node's name in profiling events.
+        loop: Where verdicts are handed over.
+        on_stop: Called on the loop with the reason of the first STOP that is to be obeyed.
+    """
+
+    def __init__(
+        self,
+        manager: AttributionManager,
+        *,
+        base_log_file: str,
+        token_file: str | None,
+        node_id: str,
+        loop: Loop,
+        on_stop: Callable[[str], None],
+    ) -> None:
+        self._manager = manager
+        self._base_log_file = base_log_file
+        self._token_file = token_file
+        self._node_id = node_id
+        self._loop = loop
+        self._on_stop = on_stop
+        self._lock = threading.Lock()
+        self._client: AttributionService | None = None
+        self._cycle: int | None = None
+        self._has_ended = False
+        self._is_closed = False
+        self._stops: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        loop.watch(self._wakeup, self._receive)
+
+    def start(self) -> None:
+        """Start the service or find it; what goes wrong is one line, and the job goes on."""
+        try:
+            must_wait = self._manager.launch()
+        except (NvrxError, OSError, ValueError) as error:
+            logger.error("attribution is off: %s", error)  # noqa: TRY400 - one line says it
+            return
+        if must_wait:
+            threading.Thread(
+                target=self._connect_when_ready, name="nvrx-attribution-start", daemon=True
+            ).start()
+        else:
+            self._connect()
+
+    def begin(self, cycle: int) -> None:
+        """Take note that the workers of a cycle start: its log is there to be read."""
+        with self._lock:
+            if cycle == self._cycle or self._is_closed:
+                return
+            self._end()
+            self._cycle, self._has_ended = cycle, False
+            if self._client is not None:
+                self._submit(self._client, cycle)
+
+    def ended(self) -> None:
+        """Take note that the present cycle is over: its log is complete."""
+        with self._lock:
+            self._end()
+
+    def close(self) -> None:
+        """End the service and stop asking; what is still to be sent has a moment."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._end()
+            client, self._client = self._client, None
+        if client is not None:
+            client.stop_poller(LAST_WORDS_S)
+        self._manager.stop()
+        self._loop.unwatch(self._wakeup)
+        with self._lock:
+            os.close(self._wakeup)
+            self._wakeup = -1
+
+    def _end(self) -> None:
+        """Ask for the verdict on the present cycle, once; the lock is held."""
+        if self._cycle is not None and not self._has_ended:
+            self._has_ended = True
+            if self._client is not None:
+                self._client.request_terminal_analysis()
+
+    def _submit(self, client: AttributionService, cycle: int) -> None:
+        client._submit_log(cycle_log_file(self._base_log_file, cycle))  # noqa: SLF001 - its name is public
+
+    def _connect_when_ready(self) -> None:
+        try:
+            self._manager.wait_ready()
+        except TimeoutError as error:
+            if not self._is_closed:
+                logger.error("attribution is off: %s", error)  # noqa: TRY400 - one line says it
+            return
+        self._connect()
+
+    def _connect(self) -> None:
+        endpoint = self._manager.endpoint
+        if endpoint is None:
+            return
+        from nvidia_resiliency_ext.shared_utils.attribution_client import AttributionService
+
+        client = AttributionService(
+            endpoint.endpoint,
+            enforce_stop=endpoint.enforce_stop,
+            token_file=self._token_file,
+            on_verdict=self._heard,
+        )
+        client.start_poller(self._node_id)
+        with self._lock:
+            if self._is_closed:
+                return
+            self._client = client
+            if self._cycle is not None and not self._has_ended:
+                self._submit(client, self._cycle)
+
+    def _heard(self, action: str, log_path: str, reason: str) -> None:
+        """Take a verdict, in the client's thread."""
+        client = self._client
+        if action != ACTION_STOP or client is None:
+            return
+        count = client.stop_verdict_count()
+        logger.error(
+            "attribution: STOP, a restart is useless (%d so far): %s: %s", count, log_path, reason
+        )
+        if client.stop_requested():
+            self._stops.put(reason or log_path)
+            with self._lock:
+                if self._wakeup >= 0:
+                    os.eventfd_write(self._wakeup, 1)
+
+    def _receive(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wakeup)
+        while not self._stops.empty():
+            self._on_stop(self._stops.get())

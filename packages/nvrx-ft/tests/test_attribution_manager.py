@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attribution in the launcher: settings, the managed service, and a service that misbehaves."""
+
+import http.server
+import json
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nvidia_resiliency_ext.fault_tolerance._attribution import service
+from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
+from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._launch.parser import parse_args
+from nvidia_resiliency_ext.fault_tolerance._launch.plan import plan_from_args
+from nvidia_resiliency_ext.fault_tolerance.attribution_manager import (
+    ATTRIBUTION_STOP_ACTIONS,
+    DEFAULT_ATTRIBUTION_PORT,
+    DEFAULT_ATTRIBUTION_STARTUP_TIMEOUT,
+    AttributionConfig,
+    AttributionEndpoint,
+    AttributionManager,
+)
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+LIMIT_S = 20.0
+
+
+def plan(*words):
+    """Return the plan of a command line that runs /bin/true."""
+    return plan_from_args(parse_args([*words, "--no-python", "/bin/true"]), {"PATH": "/bin"})
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+def test_the_documented_constants():
+    """Names and values that programs import."""
+    assert DEFAULT_ATTRIBUTION_PORT == 50050
+    assert DEFAULT_ATTRIBUTION_STARTUP_TIMEOUT == 20.0
+    assert ATTRIBUTION_STOP_ACTIONS == ("log", "no-restart")
+
+
+def test_nothing_asked_for_is_off():
+    """Without an endpoint there is no service, no port and no thread."""
+    config = AttributionConfig()
+    assert (config.is_enabled, config.is_managed, config.client_endpoint) == (False, False, None)
+    assert AttributionManager(config, is_store_host=True).start_if_needed() is None
+
+
+def test_localhost_is_run_by_the_store_host():
+    """The managed service listens on the loopback; other launchers ask nobody."""
+    config = AttributionConfig("localhost", stop_action="no-restart")
+    assert config.is_managed
+    assert config.client_endpoint == "http://127.0.0.1:50050"
+    assert AttributionManager(config, is_store_host=False).start_if_needed() is None
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://h:80", "https://h.example:8443/base", "http://[fd00::1]:80", "unix:///a/b"]
+)
+def test_services_of_somebody_else_are_asked_where_they_are(endpoint):
+    """An external endpoint is used as it stands, with the rule about STOP."""
+    config = AttributionConfig(endpoint, stop_action="no-restart")
+    manager = AttributionManager(config, is_store_host=True)
+    assert manager.start_if_needed() == AttributionEndpoint(endpoint, enforce_stop=True)
+    manager.stop()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "problem"),
+    [
+        ("myhost", "is not localhost"),
+        ("127.0.0.1:50050", "is not localhost"),
+        ("http://0.0.0.0:1", "listens everywhere"),
+        ("http://[::]:1", "listens everywhere"),
+        ("http://h", "the port is missing"),
+        ("http://h:99999", "Port out of range"),
+        ("ftp://h:1", "is not localhost"),
+        ("http://:1", "is no host"),
+        ("http://u:p@h:1", "only scheme"),
+        ("http://h:1/?a=b", "only scheme"),
+        ("unix://h/a", "unix:///PATH"),
+        ("unix:///", "unix:///PATH"),
+    ],
+)
+def test_what_is_no_address_of_a_service_is_refused(endpoint, problem):
+    """Each mistake is named with the flag."""
+    with pytest.raises(ValueError, match=problem):
+        AttributionConfig(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"stop_action": "panic"}, "is not one of log, no-restart"),
+        ({"export_url": "http://x/"}, "needs --ft-attribution-endpoint localhost"),
+        ({"endpoint": "http://h:1", "export_url": "http://x/"}, "endpoint localhost"),
+        ({"endpoint": "localhost", "export_url": "ftp://x/"}, "no http or https"),
+        ({"endpoint": "localhost", "export_url": "http://x/?q"}, None),
+        ({"endpoint": "localhost", "export_url": "http://x/?q=1"}, "a query"),
+        ({"endpoint": "localhost", "export_url": "http://x/#f"}, "a fragment"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(fields, problem):
+    """Stop actions and export addresses are checked before anything starts."""
+    if problem is None:
+        fields["export_url"] = "https://x/path"
+        assert AttributionConfig(**fields).export_url == "https://x/path"
+        return
+    with pytest.raises(ValueError, match=problem):
+        AttributionConfig(**fields)
+
+
+def test_flags_make_the_settings():
+    """Every flag of attribution reaches its place; logs go beside the launchers' own."""
+    made = plan(
+        "--ft-per-cycle-applog-prefix=/logs/job.log",
+        "--ft-attribution-endpoint=localhost",
+        "--ft-attribution-startup-timeout=3",
+        "--ft-attribution-llm-api-key-file=/k",
+        "--ft-attribution-llm-base-url=http://m",
+        "--ft-attribution-llm-model=m",
+        "--ft-attribution-analysis-backend=lib",
+        "--ft-attribution-stop-action=no-restart",
+        "--ft-attribution-log-level=DEBUG",
+        "--ft-attribution-export-url=http://e/x",
+    ).attribution
+    assert made == AttributionConfig(
+        "localhost", "/logs", "/logs/nvrx/job_attribution.log", 3.0, "/k", "http://m", "m", "lib",
+        "no-restart", "DEBUG", "http://e/x",
+    )  # fmt: skip
+    made = plan(
+        "--ft-per-cycle-applog-prefix=/logs/job.log",
+        "--ft-nvrx-logfile=/logs/nvrx.log",
+        "--ft-attribution-endpoint=localhost",
+    ).attribution
+    assert made.log_file == "/logs/nvrx_attribution.log"
+
+
+def test_host_and_port_of_earlier_releases_are_an_endpoint():
+    """`--ft-attrsvc-host` and `--ft-attrsvc-port` name an external service."""
+    made = plan(
+        "--ft-per-cycle-applog-prefix=/logs/job.log", "--ft-attrsvc-host=h", "--ft-attrsvc-port=80"
+    )
+    assert made.attribution.endpoint == "http://h:80"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--ft-attribution-endpoint=localhost"], "needs --ft-per-cycle-applog-prefix"),
+        (
+            ["--ft-per-cycle-applog-prefix=/a.log", "--ft-attribution-endpoint=h"],
+            "is not localhost",
+        ),
+        (
+            [
+                "--ft-per-cycle-applog-prefix=/a.log",
+                "--ft-attribution-endpoint=localhost",
+                "--ft-enable-log-server=1",
+                "--ft-log-server-port=50049",
+                "--ft-log-aggregator-count=2",
+            ],
+            "listens on 50050",
+        ),
+    ],
+)
+def test_a_wrong_command_line_is_refused_before_anything_starts(words, problem):
+    """Missing logs, bad endpoints and ports that collide are usage errors."""
+    with pytest.raises(ValueError, match=problem):
+        plan(*words)
+
+
+# --- the managed service -------------------------------------------------------------------------
+
+SERVICE = """
+import http.server, json, os, signal, sys, time
+mode = sys.argv[1]
+names = ("LLM_API_KEY_FILE", "NVRX_ATTRSVC_ENDPOINT", "NVRX_ATTRSVC_ALLOWED_ROOT")
+print(json.dumps({name: os.environ.get(name) for name in names}), flush=True)
+if mode == "dies":
+    sys.exit(3)
+if mode == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503 if mode == "never" else 200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def managed(tmp_path, monkeypatch):
+    """Return a function that makes a manager of a stand-in for the service, on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setattr(service, "DEFAULT_ATTRIBUTION_PORT", port)
+    program = tmp_path / "service.py"
+    program.write_text(SERVICE)
+    made = []
+
+    def make(mode, **fields):
+        monkeypatch.setattr(
+            service, "_command", lambda: [sys.executable, str(program), mode, str(port)]
+        )
+        log = str(tmp_path / "logs" / "nvrx" / "job_attribution.log")
+        config = AttributionConfig("localhost", str(tmp_path / "logs"), log, **fields)
+        made.append(AttributionManager(config, is_store_host=True))
+        return made[-1]
+
+    yield make
+    for manager in made:
+        manager.stop()
+
+
+def test_the_service_is_started_asked_and_ended(managed, tmp_path):
+    """It gets its settings, its output goes to its log, and nothing of it is left."""
+    key = tmp_path / "key"
+    key.write_text("k")
+    manager = managed("well", llm_api_key_file=str(key))
+    assert manager.start_if_needed() == AttributionEndpoint("http://127.0.0.1:50050")
+    pid = manager._child.pid
+    manager.stop()
+    manager.stop()
+    assert not Path(f"/proc/{pid}").exists()
+    told = json.loads((tmp_path / "logs" / "nvrx" / "job_attribution.log").read_text())
+    assert told == {
+        "LLM_API_KEY_FILE": str(key),
+        "NVRX_ATTRSVC_ENDPOINT": "http://127.0.0.1:50050",
+        "NVRX_ATTRSVC_ALLOWED_ROOT": str(tmp_path / "logs"),
+    }
+
+
+@pytest.mark.parametrize(("mode", "problem"), [("dies", "ended: "), ("never", "did not answer")])
+def test_a_service_that_does_not_come_up_is_ended(managed, mode, problem):
+    """Not ready in time is a TimeoutError, and no process stays behind."""
+    manager = managed(mode, startup_timeout=1.0)
+    with pytest.raises(TimeoutError, match=problem):
+        manager.start_if_needed()
+    assert manager._child is None
+
+
+def test_a_service_that_ignores_sigterm_is_killed(managed, monkeypatch):
+    """SIGTERM, a bounded wait, SIGKILL."""
+    monkeypatch.setattr(service, "STOP_GRACE_S", 0.2)
+    manager = managed("deaf")
+    manager.start_if_needed()
+    pid = manager._child.pid
+    manager.stop()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_key_file_that_is_not_there_is_refused(managed):
+    """Named and missing is an error; not named is a service without a model."""
+    with pytest.raises(ValueError, match="llm-api-key-file /no/key: No such file"):
+        managed("well", llm_api_key_file="/no/key").start_if_needed()
+
+
+def test_a_missing_package_is_one_clear_message(monkeypatch):
+    """Without the service installed the error says what to install."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    manager = AttributionManager(AttributionConfig("localhost", "/a"), is_store_host=True)
+    with pytest.raises(NvrxError, match=r"pip install 'nvrx-attribution\[service\]'"):
+        manager.start_if_needed()
+
+
+# --- while a job runs ----------------------------------------------------------------------------
+
+
+class Service(http.server.ThreadingHTTPServer):
+    """A service that answers what the test says, or worse."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.posts, self.answer, self.mode = [], {"status": "in_flight"}, "well"
+        self.arrived = threading.Condition()
+        self.released = threading.Event()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def wait_for_posts(self, count):
+        """Wait until so many logs were submitted; return path and intent of each."""
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: len(self.posts) >= count, LIMIT_S), self.posts
+            return [(post["log_path"], post["analysis_intent"]) for post in self.posts]
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.arrived:
+            self.server.posts.append(body)
+            self.server.arrived.notify_all()
+        self.reply({})
+
+    def do_GET(self):
+        self.reply(self.server.answer)
+
+    def reply(self, value):
+        mode = self.server.mode
+        if mode == "hangs":
+            self.server.released.wait(60)
+        data = b"\xff{not json" if mode == "garbage" else json.dumps(value).encode()
+        self.send_response(500 if mode == "fails" else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def remote():
+    """Return a service on the loopback."""
+    made = Service()
+    yield made
+    made.released.set()
+    made.shutdown()
+    made.server_close()
+
+
+class Watched:
+    """A watch on a loop of its own, and what it said."""
+
+    def __init__(self, url, stop_action="no-restart"):
+        self.clock = SystemClock()
+        self.loop = EventLoop(self.clock)
+        self.stops = []
+        config = AttributionConfig(url, stop_action=stop_action)
+        self.watch = AttributionWatch(
+            AttributionManager(config, is_store_host=True),
+            base_log_file="/logs/job.log",
+            token_file=None,
+            node_id="n",
+            loop=self.loop,
+            on_stop=self.stops.append,
+        )
+        self.watch.start()
+
+    def wait_for_stop(self):
+        """Run the loop until STOP arrives."""
+        deadline = time.monotonic() + LIMIT_S
+        while not self.stops:
+            assert time.monotonic() < deadline, "no STOP"
+            self.loop.run_once(until=time.monotonic() + 0.1)
+        return self.stops
+
+    def close(self):
+        self.watch.close()
+        self.loop.close()
+
+
+@pytest.fixture
+def watched(remote):
+    """Return a function that watches a service."""
+    made = []
+
+    def make(url=None, **fields):
+        made.append(Watched(url or remote.url, **fields))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_each_cycle_is_submitted_and_asked_for(remote, watched):
+    """The log goes to the service when a cycle begins; its end asks for the verdict."""
+    watch = watched().watch
+    watch.begin(0)
+    watch.begin(0)
+    remote.wait_for_posts(1)
+    remote.answer = {"status": "completed", "recommendation": {"action": "RESTART"}}
+    watch.ended()
+    remote.wait_for_posts(2)
+    watch.begin(1)
+    assert remote.wait_for_posts(3) == [
+        ("/logs/job_cycle0.log", "progressive"),
+        ("/logs/job_cycle0.log", "terminal"),
+        ("/logs/job_cycle1.log", "progressive"),
+    ]
+
+
+def test_a_store_host_that_only_sees_rounds_close_asks_too(remote, watched):
+    """Where no worker runs here, the next round is the end of the one before."""
+    watch = watched().watch
+    watch.begin(0)
+    watch.begin(1)
+    assert ("/logs/job_cycle0.log", "terminal") in remote.wait_for_posts(2)
+
+
+@pytest.mark.parametrize("action", ATTRIBUTION_STOP_ACTIONS)
+def test_stop_reaches_the_launcher_only_where_it_is_to_be_obeyed(remote, watched, action, caplog):
+    """STOP is an ERROR with a count in the log; with `no-restart` it ends the job."""
+    remote.answer = {
+        "status": "completed",
+        "recommendation": {"action": "STOP", "reason": "bad dataset"},
+    }
+    one = watched(stop_action=action)
+    one.watch.begin(0)
+    one.watch.ended()
+    if action == "no-restart":
+        assert one.wait_for_stop() == ["bad dataset"]
+    else:
+        deadline = time.monotonic() + LIMIT_S
+        while "1 so far" not in caplog.text:
+            assert time.monotonic() < deadline
+            one.loop.run_once(until=time.monotonic() + 0.05)
+        assert one.stops == []
+
+
+@pytest.mark.parametrize("mode", ["hangs", "garbage", "fails", "refuses"])
+def test_a_service_that_misbehaves_costs_the_launcher_nothing(remote, watched, mode):
+    """Whatever it does, a call returns within milliseconds, and nobody is stopped."""
+    remote.mode = mode
+    url = "http://127.0.0.1:1" if mode == "refuses" else None
+    one = watched(url)
+    before = time.monotonic()
+    for cycle in range(20):
+        one.watch.begin(cycle)
+        one.watch.ended()
+    assert time.monotonic() - before < 0.5
+    before = time.monotonic()
+    one.watch.close()
+    assert time.monotonic() - before < 2.0
+    assert one.stops == []
