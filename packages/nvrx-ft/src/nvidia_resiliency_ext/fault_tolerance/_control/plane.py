@@ -31,6 +31,8 @@ from .plan import ControlPlan
 
 logger = logging.getLogger("nvrx")
 
+# It starts no workers that would inherit a high limit of open files.
+MOST_NODES = 4096
 LOOK_S = 1.0
 
 
@@ -58,7 +60,7 @@ class ControlPlane:
         secret = read_token(plan.token_file) if plan.token_file else None
         listener = claim(plan.host, plan.port, is_host=True)
         assert listener is not None
-        self._server = serve(listener, plan.host)
+        self._server = serve(listener, plan.host, MOST_NODES)
         secret = secret or share_secret(self._server, prefix)
         self._store = connect(plan.host, plan.port, prefix, secret, LOOK_S)
         self._store.put(keys.CONTROL_SETTINGS, write_settings("nvrx-control", plan.settings()))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -225,9 +226,15 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         group=replacement_group_id(environ) if rules.placement.group_size else None,
         must_agree=agreed,
     )
+
+    def connect_when_ready(refused: Callable[[], None]) -> JobStore:
+        # Asked before the first lease, which it would keep waiting.
+        settings.domain()
+        return _with_log_token(_connect(way, clock, stop, refused), records)
+
     return StoreRendezvous(
         settings,
-        lambda refused: _with_log_token(_connect(way, clock, stop, refused), records),
+        connect_when_ready,
         loop=loop,
         clock=clock,
         host=host,
@@ -236,6 +243,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     )
 
 
+@functools.cache
 def _domain() -> str:
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import nvlink_domain
 
@@ -320,18 +328,31 @@ class _HostThread(threading.Thread):
         self._node = node
         self._clock = clock
         self._on_bad_node = on_bad_node
+        self._is_stopped = threading.Event()
 
     def run(self) -> None:
         """Serve until the job is over. A failure is seen by all nodes: their store is gone."""
+        try:
+            self._serve()
+        except NvrxError as error:
+            logger.error("the job's store ended: %s", error)  # noqa: TRY400 - one line says it
+        except Exception:
+            logger.exception("a defect in the store host ended the job's store")
+
+    def stop(self) -> None:
+        """End within a second, though the job may go on elsewhere."""
+        self._is_stopped.set()
+
+    def _serve(self) -> None:
         listener = self._way.meeting.listener
         assert listener is not None
+        server = serve(listener, self._way.meeting.host, self._rules.placement.max_nodes)
+        secret = self._way.secret or share_secret(server, self._way.prefix)
+        own = self._way.connect(secret, self._way.timeout_s)
         try:
-            server = serve(listener, self._way.meeting.host)
-            secret = self._way.secret or share_secret(server, self._way.prefix)
-            own = self._way.connect(secret, self._way.timeout_s)
             if self._records.log_token is not None:
                 own.put(keys.LOG_TOKEN, self._records.log_token)
-            host = Host(
+            Host(
                 own,
                 self._rules,
                 me=self._node,
@@ -341,8 +362,8 @@ class _HostThread(threading.Thread):
                     entry.round, _nodes_of(placement, hosts)
                 ),
                 on_bad_node=self._on_bad_node,
-            )
-            host.run()
+                stop=self._is_stopped,
+            ).run()
+        finally:
+            own.cut()
             del server
-        except NvrxError as error:
-            logger.error("the job's store ended: %s", error)  # noqa: TRY400 - one line says it

@@ -9,6 +9,7 @@ cannot say so itself.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
@@ -17,6 +18,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import (
     Leaves,
@@ -84,6 +86,19 @@ class NodeSettings:
     must_agree: Mapping[str, str]
 
 
+class HostThread(Protocol):
+    """The thread of the store host."""
+
+    def is_alive(self) -> bool:
+        """Whether the store is served."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it is not."""
+
+    def stop(self) -> None:
+        """Serve no longer."""
+
+
 class StoreRendezvous:
     """Rounds of many nodes. The loop's thread only.
 
@@ -103,7 +118,7 @@ class StoreRendezvous:
         *,
         loop: EventLoop,
         clock: Clock,
-        host: threading.Thread | None = None,
+        host: HostThread | None = None,
         stop: threading.Event | None = None,
         on_lease: Callable[[float], None] = lambda _: None,
     ) -> None:
@@ -114,6 +129,8 @@ class StoreRendezvous:
         self._stop = stop
         self._news: queue.SimpleQueue[News | RoundEvent] = queue.SimpleQueue()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup_lock = threading.Lock()
+        self._is_shut_down = False
         self._round = 0
         self._previous_rank: int | None = None
         self._is_over = False
@@ -150,7 +167,6 @@ class StoreRendezvous:
             addr=s.addr,
             host=s.host,
             infra_rank=s.infra_rank,
-            domain=s.domain(),
             group=s.group,
             nproc=s.nproc,
             master_port=self._reserved.port,
@@ -186,12 +202,13 @@ class StoreRendezvous:
 
     def succeeded(self) -> None:
         """Say that all workers of this node ended well."""
-        self._threads.submit(NodeSession.succeeded)
+        round_ = self._round
+        self._threads.submit(lambda session: session.succeeded(round_))
 
     def broken(self, cause: Cause, *, all_gone: bool) -> None:
         """Say that workers of this node failed."""
-        state = WorkerState.FAILED if all_gone else WorkerState.UNHEALTHY
-        self._threads.submit(lambda session: session.tell(Kind.STATE, state=state, cause=cause))
+        round_, state = self._round, WorkerState.FAILED if all_gone else WorkerState.UNHEALTHY
+        self._threads.submit(lambda session: session.broken(round_, state, cause))
 
     def leave(self, cause: Cause) -> None:
         """Say that this node takes part no longer."""
@@ -216,7 +233,9 @@ class StoreRendezvous:
         return self._host is not None and self._host.is_alive() and not self._is_over
 
     def shutdown(self) -> None:
-        """Say goodbye, and let the store go when everybody has."""
+        """Say goodbye, and let the store go when everybody has; a second call does nothing."""
+        if self._is_shut_down:
+            return
         if self._stop is not None:
             self._stop.set()
         for timer in (self._fence, self._join_deadline):
@@ -229,6 +248,11 @@ class StoreRendezvous:
         self._threads.close(0.2 if self._is_lost else LAST_WORDS_S)
         if self._host is not None:
             self._host.join(LAST_WORDS_S + 1.0)
+            self._host.stop()
+            self._host.join(LAST_WORDS_S)
+        with self._wakeup_lock:
+            os.close(self._wakeup)
+            self._is_shut_down = True
         for reservation in (self._in_use, self._reserved):
             if reservation is not None:
                 reservation.release()
@@ -236,23 +260,27 @@ class StoreRendezvous:
     # What the threads tell ---------------------------------------------------------------------
 
     def _arrive(self, session: NodeSession, arrival: Arrival) -> None:
-        """Offer this node; runs in the session's thread."""
+        """Offer this node; runs in the session's thread, which may wait for the domain."""
+        arrival = dataclasses.replace(arrival, domain=self._settings.domain())
         entry = session.entry
-        if entry is not None and entry.phase is Phase.OVER:
+        assert entry is not None
+        if entry.phase is Phase.OVER:
             self._push(Over(entry))
             return
         unfit = None
-        if entry is not None and entry.phase is Phase.OPEN:
+        if entry.phase is Phase.OPEN:
             unfit = self._settings.unfit_in(entry.round)
         if unfit is not None:
             self._push(NodeUnfit(unfit))
         elif not session.arrive(arrival):
-            logger.info("this node came after the round was closed: it waits as a spare")
+            self._push(Spare(entry))
 
     def _push(self, news: News | RoundEvent) -> None:
         """Hand something to `poll`, from any thread."""
         self._news.put(news)
-        os.eventfd_write(self._wakeup, 1)
+        with self._wakeup_lock:
+            if not self._is_shut_down:
+                os.eventfd_write(self._wakeup, 1)
 
     def _event(self, news: News | RoundEvent) -> RoundEvent | None:
         if isinstance(news, Placed):
@@ -274,6 +302,9 @@ class StoreRendezvous:
             self._is_over = True
             return RoundClosed(news.entry.reason, news.no_restart, news.entry.cause)
         if isinstance(news, Lost):
+            if self._is_over or self._is_lost:
+                # The store goes when the job is over; that is no news.
+                return None
             self._is_lost = True
             return StoreLost(news.what, STORE_LOST_STOP_S)
         return news

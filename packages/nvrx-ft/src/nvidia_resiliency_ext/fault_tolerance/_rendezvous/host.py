@@ -18,6 +18,7 @@ asked again whenever something may have changed, so no single event can be misse
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -94,7 +95,6 @@ class View:
 
     entry: Entry
     notes: tuple[Note, ...] = ()
-    successes: int = 0
     quiet_s: Mapping[str, float] = field(default_factory=dict)
     acknowledged: frozenset[str] = frozenset()
     entry_age_s: float = 0.0
@@ -168,6 +168,18 @@ def arrived(notes: tuple[Note, ...]) -> dict[str, Arrival]:
         elif note.kind in (Kind.LEFT, Kind.UNHEALTHY):
             there.pop(note.node, None)
     return there
+
+
+def carried_over(memory: Memory, notes: tuple[Note, ...]) -> Memory:
+    """Return what is remembered into the next round, with all notes of the one that ends."""
+    active = {member.candidate.node for member in memory.active}
+    return dataclasses.replace(
+        memory,
+        spares=frozenset(arrived(notes).keys() - active),
+        unhealthy=memory.unhealthy | {n.node for n in notes if n.kind is Kind.UNHEALTHY},
+        gone=memory.gone | nodes_gone(notes),
+        enough_since=None,
+    )
 
 
 def decide(rules: HostRules, memory: Memory, view: View, now: float) -> Decision:
@@ -307,15 +319,15 @@ def _last_call(
 
 
 def _while_closed(rules: HostRules, memory: Memory, view: View, now: float) -> Decision:
-    if view.entry.active and view.successes >= view.entry.active:
+    states = _states(rules, memory, view)
+    done = sum(states[member.candidate.node][0] in _DONE for member in memory.active)
+    if memory.active and done == len(memory.active):
         drained = _goes_on_without(rules, memory, view)
         return Open(drained) if drained else End(RDZV_SHUTDOWN_REASON_GRACEFUL)
-    states = _states(rules, memory, view)
     broken = [member for member in memory.active if states[member.candidate.node][0] in _BROKEN]
     if not broken:
         return _leave(memory, view) or Wait(now + rules.lease_s / 4)
     cause = _first_cause(view.notes, states) or _lost(broken[0])
-    done = sum(states[member.candidate.node][0] in _DONE for member in memory.active)
     healthy = len(memory.active) - done - len(broken)
     if rules.min_healthy:
         if healthy == 0 and done >= rules.placement.min_nodes:

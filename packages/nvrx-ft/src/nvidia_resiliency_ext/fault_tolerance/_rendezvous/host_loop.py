@@ -7,6 +7,7 @@ or in a control plane that has no workers.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import threading
@@ -17,9 +18,9 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 
 from . import blame, host, keys
 from .host import Close, Decision, End, HostRules, Leave, Member, Memory, Open, View, Wait
-from .placement import NotEnough, Placement, PlacementError, summary
+from .log import DecisionLog
+from .placement import Placement, summary
 from .records import (
-    Arrival,
     Entry,
     ForeignValueError,
     Kind,
@@ -27,7 +28,6 @@ from .records import (
     Phase,
     Place,
     decode,
-    decode_entry,
     encode,
 )
 from .resume import GoOn, Known, decide_resume, known_from
@@ -36,8 +36,9 @@ from .store import JobStore, StoreLostError
 logger = logging.getLogger("nvrx")
 
 GOODBYE_WAIT_S = 3.0
-KEPT_ENTRIES = 6
-NOBODY_WAIT_S = 5.0
+# Nobody may still be about to read or write a decision as old as this: a node that was held up for
+# two leases has given up by then.
+KEEP_DECISIONS_S = 60.0
 
 
 class Host:
@@ -69,6 +70,7 @@ class Host:
         stop: threading.Event | None = None,
     ) -> None:
         self._store = store
+        self._log = DecisionLog(store)
         self._rules = rules
         self._me = me
         self._clock = clock
@@ -95,9 +97,9 @@ class Host:
             bell_from=rules.placement.min_nodes,
             is_controlled=is_controlled,
         )
-        store.create(keys.log(0), encode(first))
-        store.put(keys.HEAD, "0")
-        self._entry = first
+        self._adopted = collections.deque([(0, clock.monotonic())])
+        self._entry = self._log.add(first)
+        self._log.announce(self._entry.seq)
 
     @property
     def entry(self) -> Entry:
@@ -115,6 +117,8 @@ class Host:
             wait_s = min(host.LOOK_AGAIN_S, wake_at - self._clock.monotonic())
             if wait_s > 0 and self._store.wait_until_set(keys.BELL, wait_s):
                 self._store.delete(keys.BELL)
+                # Again, in case that somebody else has written over it.
+                self._log.announce(self._entry.seq)
             self._follow_log()
             wake_at = self._act(self._decide())
         if self._entry.phase is Phase.OVER:
@@ -125,30 +129,34 @@ class Host:
     def _follow_log(self) -> None:
         """Take over what others have decided."""
         while True:
-            key = keys.log(self._entry.seq + 1)
             try:
-                if not self._store.has(key):
-                    return
-                self._adopt(decode_entry(self._store.peek(key) or "", self._entry.seq + 1))
+                entry = self._log.next_after(self._entry.seq)
             except ForeignValueError as error:
                 self._store.report_foreign(error)
-                self._store.delete(key)
+                # Nobody can go on from there: what holds is said again in its place.
+                again = dataclasses.replace(self._entry, seq=self._entry.seq + 1, by=self._me)
+                entry = self._log.add(again)
+            if entry is None:
                 return
+            self._adopt(entry)
 
     def _adopt(self, entry: Entry) -> None:
         before, self._entry = self._entry, entry
-        self._entry_at = self._clock.monotonic()
-        self._store.put(keys.HEAD, str(entry.seq))
-        if entry.seq >= KEPT_ENTRIES:
-            self._store.delete(keys.log(entry.seq - KEPT_ENTRIES))
+        now = self._clock.monotonic()
+        if entry.follows(before):
+            self._entry_at = now
+        self._log.announce(entry.seq)
+        self._adopted.append((entry.seq, now))
+        keep_s = max(KEEP_DECISIONS_S, 2 * host.expiry_s(self._rules))
+        while now - self._adopted[1][1] > keep_s:
+            self._log.forget(self._adopted.popleft()[0])
         self._notes = [note for note in self._notes if note.kind is not Kind.RESUMED]
         if entry.round != before.round:
             if entry.round > 0:
                 self._opened_at.append(self._clock.monotonic())
             self._read_inbox_of(before.round)
-            gone = self._memory.gone | host.nodes_gone(tuple(self._notes))
+            self._memory = host.carried_over(self._memory, tuple(self._notes))
             self._notes, self._read_to = [], 0
-            self._memory = dataclasses.replace(self._memory, enough_since=None, gone=gone)
             self._note_blame(entry)
             if entry.round > 1:
                 for key in (keys.inbox, keys.arrivals, keys.successes):
@@ -191,19 +199,28 @@ class Host:
     def _read_leases(self) -> None:
         """Look which leases moved; a node is known by its lease from its arrival on."""
         now = self._clock.monotonic()
-        known = self._leases.keys() | {n.node for n in self._notes if n.kind is Kind.ARRIVED}
+        known = {n.node for n in self._notes if n.kind is Kind.ARRIVED}
         known |= {member.candidate.node for member in self._memory.active}
-        nodes = sorted(known)
-        if not nodes:
-            return
-        for node, value in zip(nodes, self._store.counters(map(keys.lease, nodes)), strict=True):
-            if node not in self._leases or self._leases[node][0] != value:
-                self._leases[node] = (value, now)
-        limit = 2 * host.expiry_s(self._rules)
-        for node in [n for n, (_, at) in self._leases.items() if now - at > limit]:
-            if all(member.candidate.node != node for member in self._memory.active):
-                del self._leases[node]
+        for node in known - self._leases.keys():
+            # To read many counters waits for those that are missing; this makes them.
+            self._leases[node] = (self._store.count(keys.lease(node), 0), now)
+        self._forget_nodes(known, now)
+        nodes = sorted(self._leases)
+        if nodes:
+            values = self._store.counters(map(keys.lease, nodes))
+            for node, value in zip(nodes, values, strict=True):
+                if self._leases[node][0] != value:
+                    self._leases[node] = (value, now)
         self._leases_at = now
+
+    def _forget_nodes(self, known: set[str], now: float) -> None:
+        """Drop nodes that are long gone and of which nothing in the present round speaks."""
+        limit = 2 * host.expiry_s(self._rules)
+        gone = {node for node, (_, at) in self._leases.items() if now - at > limit}
+        for node in gone - known:
+            del self._leases[node]
+            self._store.delete(keys.lease(node))
+            self._store.delete(keys.place(node))
 
     def _resume(self) -> bool:
         """Take the job up where its launchers say it stands; False when there is nothing to do."""
@@ -263,7 +280,6 @@ class Host:
         view = View(
             entry=self._entry,
             notes=tuple(self._notes),
-            successes=self._successes(),
             quiet_s=self._quiet_s(),
             acknowledged=self._acknowledged(),
             entry_age_s=now - self._entry_at,
@@ -277,11 +293,6 @@ class Host:
     def _quiet_s(self) -> dict[str, float]:
         now = self._clock.monotonic()
         return {node: now - at for node, (_, at) in self._leases.items()}
-
-    def _successes(self) -> int:
-        if self._entry.phase is not Phase.CLOSED:
-            return 0
-        return self._store.count(keys.successes(self._entry.round), 0)
 
     def _acknowledged(self) -> frozenset[str]:
         """Return who has seen that the present round is open: not who has in an earlier one."""
@@ -328,26 +339,24 @@ class Host:
             )
         return self._clock.monotonic()
 
-    def _close_round(self, decided: Placement) -> None:
-        """Seal the round, so that nobody else can come in, and tell everybody their place."""
+    def _close_round(self, placement: Placement) -> None:
+        """Tell everybody their place; who arrives from here on is a spare.
+
+        Who is in the round is what the inbox said when that was decided, and nodes learn it from
+        their place alone, so nothing that happens meanwhile can make two views of it.
+        """
         entry = self._entry
-        self._store.count(keys.arrivals(entry.round), keys.SEAL)
-        self._read_inbox()
-        notes = tuple(self._notes)
-        there = host.present(self._rules, View(entry=entry, notes=notes, quiet_s=self._quiet_s()))
-        placement = self._place_all(decided, there, host.unhealthy_groups(notes))
+        there = host.arrived(tuple(self._notes))
         offsets, world_size = [], 0
         for candidate in placement.active:
             offsets.append(world_size)
             world_size += candidate.nproc
-        places = {
-            keys.place(candidate.node): encode(Place(entry.round, rank, offset))
-            for rank, (candidate, offset) in enumerate(zip(placement.active, offsets, strict=True))
-        }
-        active = {candidate.node for candidate in placement.active}
-        for node in there.keys() - active:
-            places[keys.place(node)] = encode(Place(entry.round))
-        self._store.put_all(places)
+        self._store.put_all(
+            {
+                keys.place(one.node): encode(Place(entry.round, rank, offset))
+                for rank, (one, offset) in enumerate(zip(placement.active, offsets, strict=True))
+            }
+        )
         first = there[placement.active[0].node]
         closed = self._next(
             Phase.CLOSED,
@@ -358,34 +367,20 @@ class Host:
             master_port=first.master_port,
         )
         if self._create(closed):
-            self._memory = Memory(
+            self._memory = dataclasses.replace(
+                self._memory,
                 active=tuple(Member(c, there[c.node].host) for c in placement.active),
-                spares=frozenset(there.keys() - active),
                 gone=self._memory.gone - there.keys(),
-                unhealthy=self._memory.unhealthy
-                | {n.node for n in notes if n.kind is Kind.UNHEALTHY},
-                failures=self._memory.failures,
             )
             logger.info("round %d: %s", entry.round, summary(placement))
             self._is_last_call = False
             self._read_leases()
             self._acknowledged_before = {
-                node: self._leases[node][0] // keys.ACKNOWLEDGED for node in active
+                one.node: self._leases[one.node][0] // keys.ACKNOWLEDGED for one in placement.active
             }
             if self._on_closed is not None:
                 hosts = {node: arrival.host or arrival.addr for node, arrival in there.items()}
                 self._on_closed(closed, placement, hosts)
-
-    def _place_all(
-        self, decided: Placement, there: Mapping[str, Arrival], bad_groups: frozenset[str]
-    ) -> Placement:
-        """Place those who came before the seal; where they spoil the round, they are spares."""
-        now = self._clock.monotonic()
-        try:
-            again = host.place_all(self._rules, self._memory, there, bad_groups, now)
-        except PlacementError:
-            return decided
-        return decided if isinstance(again, NotEnough) else again
 
     def _next(self, phase: Phase, round_: int, **fields: object) -> Entry:
         now = self._clock.monotonic()
@@ -415,15 +410,9 @@ class Host:
 
     def _create(self, entry: Entry) -> bool:
         """Put a decision into the log; False when another stands there, which then holds."""
-        text = encode(entry)
-        try:
-            stands = self._store.create(keys.log(entry.seq), text)
-        except ForeignValueError as error:
-            self._store.report_foreign(error)
-            self._store.delete(keys.log(entry.seq))
-            return False
-        self._adopt(decode_entry(stands, entry.seq))
-        return stands == text
+        stands = self._log.add(entry)
+        self._adopt(stands)
+        return encode(stands) == encode(entry)
 
     def _wait_for_goodbyes(self) -> None:
         """Keep the store until everybody has read how the job ended, 3 s at most.
@@ -450,6 +439,8 @@ class Host:
 def _read_note(line: str) -> Note:
     note = decode(Note, line)
     if note.arrival is not None:
+        if note.arrival.node != note.node:
+            raise ForeignValueError(f"{note.node} speaks of the arrival of {note.arrival.node}")
         try:
             host.candidate_of(note.arrival)
         except ValueError as error:

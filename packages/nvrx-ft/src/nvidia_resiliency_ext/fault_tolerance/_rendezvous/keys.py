@@ -10,9 +10,8 @@ SETTINGS = "settings"
 CONTROL_SETTINGS = "control-settings"
 # What the log server asks for, where no file on all nodes says it.
 LOG_TOKEN = "log-token"  # noqa: S105 - the name of a key
-# Added to the counter of arrivals by the host when it closes a round: whoever counts itself after
-# that reads a number beyond it and knows, without asking, that it came too late.
-SEAL = 1 << 40
+# Nobody sets it: to wait for it is to wait.
+NEVER = "never"
 
 
 def prefix(run_id: str) -> str:

@@ -24,6 +24,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from . import keys
 from .agreement import differences, read_settings, write_settings
+from .log import DecisionLog
 from .records import (
     Arrival,
     Entry,
@@ -34,7 +35,6 @@ from .records import (
     Place,
     WorkerState,
     decode,
-    decode_entry,
     encode,
 )
 from .store import JobStore, StoreLostError
@@ -44,7 +44,8 @@ logger = logging.getLogger("nvrx")
 # A healthy node costs the store a lease every few seconds; waiting anew must not add to that.
 WATCH_WAIT_S = 600.0
 FOREIGN_PAUSE_S = 0.5
-CREATE_TRIES = 50
+ATTACH_TRIES = 20
+CUT_WAIT_S = 1.0
 
 
 # What a session tells ---------------------------------------------------------------------------
@@ -112,9 +113,14 @@ class NodeSession:
 
     def __init__(self, store: JobStore, node: str, host: str) -> None:
         self._store = store
+        self._log = DecisionLog(store)
         self.node = node
         self._host = host
         self.entry: Entry | None = None
+        # What the launcher knows, which may be less; None: whatever comes is new to it.
+        self._told: Entry | None = None
+        self._opened_round = -1
+        self._ended_at = -1
         self._arrived_in: int | None = None
         self._arrival: Arrival | None = None
         self._place: Place | None = None
@@ -128,14 +134,27 @@ class NodeSession:
             StoreLostError: there is no job in the store in time.
         """
         self.renew_lease()
-        head = self._store.wait_for(keys.HEAD, timeout_s)
-        if head is None or not head.isdigit():
-            raise StoreLostError(f"the store holds no job after {timeout_s:.0f} s")
-        text = self._store.wait_for(keys.log(int(head)), timeout_s)
-        if text is None:
-            raise StoreLostError(f"decision {head} of the job is missing in the store")
-        self.entry = decode(Entry, text)
-        return self.entry
+        missing = StoreLostError(f"the store holds no job after {timeout_s:.0f} s")
+        if not self._store.wait_until_set(keys.HEAD, timeout_s):
+            raise missing
+        for _ in range(ATTACH_TRIES):
+            try:
+                entry = self._log.last_known()
+            except ForeignValueError as error:
+                self._store.report_foreign(error)
+                entry = None
+            if entry is not None:
+                self.entry = self._told = entry
+                return entry
+            # The host puts right what somebody else has written over.
+            self.ring()
+            self._store.wait_until_set(keys.NEVER, FOREIGN_PAUSE_S)
+        raise missing
+
+    @property
+    def told_seq(self) -> int:
+        """The last decision of which the launcher knows."""
+        return -1 if self._told is None else self._told.seq
 
     @property
     def is_resuming(self) -> bool:
@@ -148,14 +167,15 @@ class NodeSession:
         Raises:
             StoreLostError: as `attach`.
         """
-        old = self._present()
-        self._store = store
+        old, told = self._present(), self._told
+        self._store, self._log = store, DecisionLog(store)
         present = self.attach(timeout_s)
         if present.epoch == old.epoch:
-            self.entry = old
+            self.entry, self._told = old, told
             return None
+        self._opened_round = self._ended_at = -1
         if present.seq > 0 or (old.phase is Phase.OPEN and old.round == 0):
-            self.entry = dataclasses.replace(present, seq=-1)
+            self._told = None
             return self.take(present)
         self._resumes = old
         note = Note(Kind.RESUMED, self.node, arrival=self._arrival, entry=old, place=self._place)
@@ -172,43 +192,59 @@ class NodeSession:
         self._store.count(keys.lease(self.node), keys.ACKNOWLEDGED)
 
     def arrive(self, arrival: Arrival) -> bool:
-        """Offer this node in the present round; False when it came too late for a place."""
+        """Offer this node in the present round; False when that is closed, so it is a spare.
+
+        Who is in a round is what the host found in its inbox when it closed it, and this node
+        learns that from its place. The counter only wakes the host at the right time.
+        """
         entry = self._present()
         self._arrival, self._place = arrival, None
+        self._arrived_in = entry.round
         self._send(Note(Kind.ARRIVED, self.node, arrival=arrival), entry.round)
         if entry.phase is not Phase.OPEN:
             return False
-        counted = self._store.count(keys.arrivals(entry.round), 1)
-        if counted > keys.SEAL:
-            return False
-        self._arrived_in = entry.round
-        if counted >= entry.bell_from:
+        if self._store.count(keys.arrivals(entry.round), 1) >= entry.bell_from:
             self.ring()
         return True
 
     def take(self, entry: Entry) -> News | None:
         """Take note of a decision; return what it means for this node."""
-        present = self._present()
-        if entry.seq <= present.seq:
+        present, told = self._present(), self._told
+        if told is not None and entry.seq <= told.seq:
             return None
-        self.entry = entry
+        self._told = entry
+        if entry.seq > present.seq:
+            self.entry = entry
         resumes, self._resumes = self._resumes, None
         if resumes is not None and entry.phase is Phase.CLOSED and entry.round == resumes.round:
             if self._succeeded_in == entry.round:
-                self.succeeded()
+                self.succeeded(entry.round)
+            return None
+        if told is not None and resumes is None and not entry.follows(told):
             return None
         if entry.phase is Phase.OVER:
-            return Over(entry)
+            return None if entry.seq == self._ended_at else Over(entry)
         if entry.phase is Phase.OPEN:
             self.acknowledge()
-            return Opened(entry)
+            return None if entry.round <= self._opened_round else Opened(entry)
         if entry.is_leaving:
             works = self._place is not None and self._place.round == entry.round
             return Leaves(entry) if works else None
+        return self._part_in(entry)
+
+    def _part_in(self, entry: Entry) -> News:
+        """Return this node's part in a closed round."""
         if self._arrived_in != entry.round:
             return Spare(entry)
-        text = self._store.peek(keys.place(self.node))
-        place = decode(Place, text) if text is not None else Place(entry.round)
+        try:
+            text = self._store.peek(keys.place(self.node))
+            place = decode(Place, text) if text is not None else Place(entry.round)
+        except ForeignValueError as error:
+            self._store.report_foreign(error)
+            what = f"what the store held as the place of host {self._host} was no place"
+            cause = Cause("foreign_value", what, host=self._host, detected_by="rendezvous")
+            self.tell(Kind.STATE, state=WorkerState.UNHEALTHY, cause=cause)
+            return Spare(entry)
         if place.round != entry.round or place.group_rank is None:
             return Spare(entry)
         self._place = place
@@ -216,14 +252,13 @@ class NodeSession:
 
     def open_next(self, round_: int, cause: Cause) -> None:
         """Open the round after `round_`, unless that has happened or the job is over."""
-        entry = self._present()
-        if entry.phase is Phase.CLOSED and entry.round == round_:
-            self._decide(
-                lambda now: dataclasses.replace(
-                    _blank(now), phase=Phase.OPEN, round=round_ + 1, cause=cause
-                ),
-                until=lambda now: now.phase is not Phase.CLOSED or now.round != round_,
-            )
+        self._opened_round = max(self._opened_round, round_ + 1)
+        self._decide(
+            lambda now: dataclasses.replace(
+                _blank(now), phase=Phase.OPEN, round=round_ + 1, cause=cause
+            ),
+            until=lambda now: now.phase is not Phase.CLOSED or now.round != round_,
+        )
 
     def end(self, reason: str, cause: Cause | None) -> None:
         """End the job for everybody, unless it is over."""
@@ -251,12 +286,18 @@ class NodeSession:
         self._send(note, self._present().round)
         self.ring()
 
-    def succeeded(self) -> None:
-        """Say that all workers of this node ended well; the last one wakes the host."""
-        entry = self._present()
-        self._succeeded_in = entry.round
-        self._send(Note(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), entry.round)
-        if self._store.count(keys.successes(entry.round), 1) >= entry.active:
+    def broken(self, round_: int, state: WorkerState, cause: Cause) -> None:
+        """Say that workers failed in `round_`; what a round before has left means nothing now."""
+        if self._is_in(round_):
+            self.tell(Kind.STATE, state=state, cause=cause)
+
+    def succeeded(self, round_: int) -> None:
+        """Say that all workers of this node ended well in `round_`; the last one wakes the host."""
+        if not self._is_in(round_):
+            return
+        self._succeeded_in = round_
+        self._send(Note(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), round_)
+        if self._store.count(keys.successes(round_), 1) >= self._present().active:
             self.ring()
 
     def ring(self) -> None:
@@ -271,20 +312,17 @@ class NodeSession:
     def _send(self, note: Note, round_: int) -> None:
         self._store.append_line(keys.inbox(round_), encode(note))
 
+    def _is_in(self, round_: int) -> bool:
+        entry = self._present()
+        return entry.phase is Phase.CLOSED and entry.round == round_
+
     def _decide(self, make: Callable[[Entry], Entry], *, until: Callable[[Entry], bool]) -> None:
         """Add to the log what `make` says, or follow it until `until` holds."""
-        for _ in range(CREATE_TRIES):
-            present = self._present()
-            if until(present):
-                break
+        while not until(present := self._present()):
             wanted = dataclasses.replace(make(present), seq=present.seq + 1, by=self.node)
-            try:
-                stands = self._store.create(keys.log(wanted.seq), encode(wanted))
-            except ForeignValueError as error:
-                self._store.report_foreign(error)
-                self._store.delete(keys.log(wanted.seq))
-                continue
-            self.entry = decode(Entry, stands)
+            self.entry = self._log.add(wanted)
+            if wanted.phase is Phase.OVER and encode(self.entry) == encode(wanted):
+                self._ended_at = wanted.seq
         self.ring()
 
 
@@ -317,6 +355,11 @@ class _WatchEnded:
     why: str
 
 
+def _is_first(entry: Entry) -> bool:
+    """Whether no round has been closed: the host can still refuse the job as a whole."""
+    return entry.phase is Phase.OPEN and entry.round == 0
+
+
 def _store_gone(error: StoreLostError) -> str:
     return f"the store host of the job is gone, or cannot be reached any more ({error})"
 
@@ -324,8 +367,7 @@ def _store_gone(error: StoreLostError) -> str:
 class NodeThreads:
     """Runs a session beside a loop. Commands return at once; news come through `post`.
 
-    Both threads are daemons: one may wait in the store, where only the end of the job or of the
-    connection reaches it.
+    Both threads are daemons, and `close` cuts their connections: whatever they wait for then ends.
 
     Args:
         connect: Makes the connection; called in the thread, may take long, may raise NvrxError. It
@@ -336,6 +378,7 @@ class NodeThreads:
         clock: Where the time is read.
         lease_s: Seconds between signs of life.
         connect_timeout_s: How long the job may take to appear in the store.
+        settings: What this node was started with, by flag.
     """
 
     def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
@@ -364,6 +407,10 @@ class NodeThreads:
         self._watch_number = 0
         self._confirmed_at: float | None = None
         self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._stores: list[JobStore] = []
+        self._mismatch = ""
+        self._watcher: threading.Thread | None = None
         self._worker = threading.Thread(target=self._work, name="nvrx-rendezvous", daemon=True)
         self._worker.start()
 
@@ -381,45 +428,85 @@ class NodeThreads:
         self._commands.put(None)
         self._worker.join(timeout_s)
         self._ended.set()
+        self._cut()
+        for thread in (self._worker, self._watcher):
+            if thread is not None:
+                thread.join(CUT_WAIT_S)
 
     def _work(self) -> None:
+        """Run; that it ends is news, whatever the reason."""
         try:
-            session = self._begin()
-            while True:
-                try:
-                    self._serve(session)
-                except StoreLostError as error:
-                    self._wait_for_another(session, error)
-                else:
-                    return
+            self._live()
         except StoreLostError as error:
-            self._post(Lost(_store_gone(error)))
+            self._tell_lost(_store_gone(error))
         except NvrxError as error:
-            self._post(Lost(str(error)))
+            self._tell_lost(str(error))
+        except Exception as error:
+            logger.exception("a defect in the rendezvous of this node")
+            self._tell_lost(f"the rendezvous of this node failed: {error!r}")
+
+    def _live(self) -> None:
+        session = self._begin()
+        while True:
+            try:
+                self._serve(session)
+            except StoreLostError as error:
+                self._wait_for_another(session, error)
+            else:
+                return
+
+    def _tell_lost(self, what: str) -> None:
+        if not self._ended.is_set():
+            self._post(Lost(what))
+
+    def _keep(self, store: JobStore) -> JobStore:
+        """Note a connection, so that `close` can cut it."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._stores.append(store)
+                return store
+        store.cut()
+        raise StoreLostError("this node's part is over")
+
+    def _cut(self) -> None:
+        """End all connections, and with them what waits."""
+        with self._lock:
+            stores, self._stores = self._stores, []
+        for store in stores:
+            store.cut()
 
     def _begin(self) -> NodeSession:
-        store = self._connect(lambda: None)
+        store = self._keep(self._connect(lambda: None))
         session = NodeSession(store, self._node, self._host)
         self._renew(session)
         different = self._differences(store)
         entry = session.attach(self._connect_timeout_s)
         if different:
             session.tell(Kind.MISMATCH, text=different)
-            if entry.round > 0:
+            if not _is_first(entry):
                 raise NvrxError(different)
-        self._start_watch(store, entry.seq)
+            self._mismatch = different
         if entry.phase is Phase.OVER:
             self._post(Over(entry))
+        else:
+            self._start_watch(store, entry.seq)
         return session
 
     def _start_watch(self, store: JobStore, seq: int) -> None:
         self._watch_number += 1
-        threading.Thread(
-            target=self._watch,
-            args=(store.another(), seq, self._watch_number),
-            name="nvrx-rendezvous-watch",
-            daemon=True,
-        ).start()
+        watched, number = self._keep(store.another()), self._watch_number
+
+        def watch() -> None:
+            try:
+                self._watch(watched, seq)
+            except StoreLostError as error:
+                self._commands.put(_WatchEnded(number, str(error)))
+            except Exception as error:
+                logger.exception("a defect in the rendezvous of this node")
+                self._commands.put(_WatchEnded(number, repr(error)))
+
+        self._watcher = threading.Thread(target=watch, name="nvrx-rendezvous-watch", daemon=True)
+        self._watcher.start()
 
     def _serve(self, session: NodeSession) -> None:
         """Do what is asked for, one thing after the other, and keep the lease alive.
@@ -431,16 +518,19 @@ class NodeThreads:
         """
         next_lease = self._clock.monotonic()
         while True:
-            if self._held and not session.is_resuming:
+            is_due = next_lease <= self._clock.monotonic()
+            if self._held and not session.is_resuming and not is_due:
                 self._held[0](session)
                 self._held.popleft()
                 continue
-            try:
-                wait_s = next_lease - self._clock.monotonic()
-                command = self._commands.get(timeout=max(0.0, wait_s))
-            except queue.Empty:
+            wait_s = next_lease - self._clock.monotonic()
+            if wait_s <= 0:
                 self._renew(session)
                 next_lease = self._clock.monotonic() + self._lease_period()
+                continue
+            try:
+                command = self._commands.get(timeout=wait_s)
+            except queue.Empty:
                 continue
             if command is None:
                 return
@@ -461,13 +551,13 @@ class NodeThreads:
         if session.entry is None or not session.entry.is_controlled or self._ended.is_set():
             raise error
         logger.warning("%s; going on, and waiting for it to come back", _store_gone(error))
-        store = self._connect(self._store_is_absent)
+        self._cut()
+        store = self._keep(self._connect(self._store_is_absent))
         self._renew_over(store)
         store.create(keys.SETTINGS, write_settings(self._host, self._settings))
         news = session.resume(store, self._connect_timeout_s)
         self._confirmed_at = self._clock.monotonic()
-        assert session.entry is not None
-        self._start_watch(store, session.entry.seq)
+        self._start_watch(store, session.told_seq)
         logger.info("the store is back")
         if news is not None:
             self._post(news)
@@ -502,29 +592,28 @@ class NodeThreads:
             return ""
         return f"launchers were started differently: {'; '.join(different)}"
 
-    def _watch(self, store: JobStore, seq: int, number: int) -> None:
+    def _watch(self, store: JobStore, seq: int) -> None:
         """Wait for one decision after the other and hand it to the session's thread."""
+        log = DecisionLog(store)
         while not self._ended.is_set():
-            key = keys.log(seq + 1)
             try:
-                text = store.wait_for(key, WATCH_WAIT_S)
-                if text is None:
-                    continue
-                entry = decode_entry(text, seq + 1)
+                entry = log.wait_for(seq + 1, WATCH_WAIT_S)
             except ForeignValueError as error:
+                # The host puts a decision in its place.
                 store.report_foreign(error)
-                self._commands.put(NodeSession.ring)
+                store.put(keys.BELL, "1")
                 self._ended.wait(FOREIGN_PAUSE_S)
                 continue
-            except StoreLostError as error:
-                self._commands.put(_WatchEnded(number, str(error)))
-                return
+            if entry is None:
+                continue
             seq = entry.seq
             self._commands.put(_Decided(entry))
             if entry.phase is Phase.OVER:
                 return
 
     def _take(self, session: NodeSession, entry: Entry) -> None:
+        if self._mismatch and entry.phase is not Phase.OVER and not _is_first(entry):
+            raise NvrxError(self._mismatch)
         news = session.take(entry)
         if news is not None:
             self._post(news)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,8 +19,12 @@ from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 MAX_VALUE_BYTES = 64 * 1024
+MAX_LINE_BYTES = MAX_VALUE_BYTES - 1024
 MAX_TEXT = 4096
-MAX_DETAIL_BYTES = 8192
+_MAX_WHOLE = 1 << 62
+_MAX_PORT = 65535
+_MAX_COMPLAINT = 200
+_MAX_WORKERS = 4096
 
 
 class ForeignValueError(NvrxError):
@@ -113,6 +118,14 @@ class Entry:
     is_leaving: bool = False
     save_at: int = 0
 
+    def follows(self, before: Entry) -> bool:
+        """Whether it says anything new; one that says the same again only fills its place."""
+        return (self.phase, self.round, self.is_leaving) != (
+            before.phase,
+            before.round,
+            before.is_leaving,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -143,7 +156,13 @@ _Record = TypeVar("_Record", Arrival, Note, Entry, Place, Cause)
 
 def encode(record: Arrival | Note | Entry | Place) -> str:
     """Return one line of ASCII without a newline; texts that are too long are cut."""
-    return json.dumps(_plain(record), separators=(",", ":"), allow_nan=False)
+    line = ""
+    for limit in (MAX_TEXT, MAX_TEXT // 8, MAX_TEXT // 64):
+        line = json.dumps(_plain(record, limit), separators=(",", ":"), allow_nan=False)
+        # Beyond ASCII a character takes up to twelve bytes here.
+        if len(line) <= MAX_LINE_BYTES:
+            break
+    return line
 
 
 def decode(kind: type[_Record], text: str | bytes) -> _Record:
@@ -157,51 +176,48 @@ def decode(kind: type[_Record], text: str | bytes) -> _Record:
     try:
         document = json.loads(text)
         return _record(kind, document)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ForeignValueError(f"not a {kind.__name__}: {error}") from None
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ForeignValueError(f"not a {kind.__name__}: {str(error)[:_MAX_COMPLAINT]}") from None
 
 
-def decode_entry(text: str, seq: int) -> Entry:
-    """Return decision number `seq`.
-
-    Raises:
-        ForeignValueError: it is anything else.
-    """
-    entry = decode(Entry, text)
-    if entry.seq != seq:
-        raise ForeignValueError(f"decision {entry.seq} stands at the place of {seq}")
-    return entry
-
-
-def _plain(value: Any) -> Any:
+def _plain(value: Any, limit: int) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
-            f.name: _plain(getattr(value, f.name))
+            f.name: _plain(getattr(value, f.name), limit)
             for f in dataclasses.fields(value)
             if getattr(value, f.name) not in (None, "", ())
         }
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, str):
-        return value[:MAX_TEXT]
+        return value[:limit]
     if isinstance(value, Mapping):
-        return _plain_detail(value)
+        return _plain_detail(value, limit)
     if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
+        return [_plain(item, limit) for item in value]
     return value
 
 
-def _plain_detail(detail: Mapping[str, object]) -> dict[str, object]:
+def _plain_detail(detail: Mapping[str, object], limit: int) -> dict[str, object]:
     """Return what of a cause's details is plain and small: the record of the node has them all."""
     kept: dict[str, object] = {}
-    left = MAX_DETAIL_BYTES
+    left = 2 * limit
     for key, value in detail.items():
-        if isinstance(value, (str, int, float, bool)):
-            left -= len(str(key)) + len(str(value))
+        if _is_plain(value):
+            short = value[:limit] if isinstance(value, str) else value
+            left -= len(str(key)) + len(str(short))
             if left < 0:
                 break
-            kept[str(key)] = value
+            kept[str(key)] = short
     return kept
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        return abs(value) < _MAX_WHOLE
+    return isinstance(value, str)
 
 
 def _record(kind: type[_Record], document: Any) -> _Record:
@@ -217,13 +233,32 @@ def _record(kind: type[_Record], document: Any) -> _Record:
 def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT:
         raise TypeError("not a short text")
-    return value
+    # A surrogate without its other half could not be printed.
+    return value if value.isascii() else value.encode("utf-8", "replace").decode()
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int or not -(1 << 62) < value < 1 << 62:
+    if type(value) is not int or abs(value) >= _MAX_WHOLE:
         raise TypeError("not a whole number")
     return value
+
+
+def _natural(value: Any) -> int:
+    if _whole(value) < 0:
+        raise ValueError("a number is below 0")
+    return int(value)
+
+
+def _port(value: Any) -> int:
+    if _natural(value) > _MAX_PORT:
+        raise ValueError(f"{value} is no port")
+    return int(value)
+
+
+def _workers(value: Any) -> int:
+    if not 1 <= _whole(value) <= _MAX_WORKERS:
+        raise ValueError(f"{value} is no number of workers of a node")
+    return int(value)
 
 
 def _flag(value: Any) -> bool:
@@ -235,15 +270,20 @@ def _flag(value: Any) -> bool:
 def _ages(value: Any) -> tuple[float, ...]:
     if not isinstance(value, list) or not all(type(age) in (int, float) for age in value):
         raise TypeError("not a list of numbers")
-    return tuple(float(age) for age in value)
+    ages = tuple(float(age) for age in value)
+    if not all(map(math.isfinite, ages)):
+        raise ValueError("a number is not finite")
+    return ages
 
 
 def _detail(value: Any) -> dict[str, object]:
     if not isinstance(value, dict):
         raise TypeError("not an object")
-    if not all(type(item) in (str, int, float, bool) for item in value.values()):
+    if not all(map(_is_plain, value.values())):
         raise TypeError("not plain values")
-    return value
+    return {
+        _text(key): _text(item) if isinstance(item, str) else item for key, item in value.items()
+    }
 
 
 def _cause(value: Any) -> Cause:
@@ -265,20 +305,20 @@ def _place(value: Any) -> Place:
 _READERS: Mapping[type, Mapping[str, Any]] = {
     Arrival: {
         "node": _text, "addr": _text, "host": _text, "infra_rank": _whole, "domain": _text,
-        "group": _text, "nproc": _whole, "master_port": _whole, "previous_rank": _whole,
+        "group": _text, "nproc": _workers, "master_port": _port, "previous_rank": _whole,
     },
     Note: {
         "kind": Kind, "node": _text, "arrival": _arrival, "state": WorkerState, "cause": _cause,
         "text": _text, "entry": _entry, "place": _place, "calls": _whole,
     },
     Entry: {
-        "seq": _whole, "phase": Phase, "round": _whole, "epoch": _text, "by": _text,
-        "cause": _cause, "reason": _text, "bell_from": _whole, "active": _whole,
-        "world_size": _whole, "master_addr": _text, "master_port": _whole,
+        "seq": _natural, "phase": Phase, "round": _natural, "epoch": _text, "by": _text,
+        "cause": _cause, "reason": _text, "bell_from": _whole, "active": _natural,
+        "world_size": _natural, "master_addr": _text, "master_port": _port,
         "restart_ages_s": _ages, "is_controlled": _flag, "is_leaving": _flag,
         "save_at": _whole,
     },
-    Place: {"round": _whole, "group_rank": _whole, "rank_offset": _whole},
+    Place: {"round": _natural, "group_rank": _natural, "rank_offset": _natural},
     Cause: {
         "kind": _text, "what": _text, "rank": _whole, "local_rank": _whole, "host": _text,
         "exit_code": _whole, "signal": _whole, "detected_by": _text, "detail": _detail,

@@ -12,12 +12,14 @@ import logging
 import os
 import resource
 import socket
+import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
+from .connection import Link, NoAnswerError, open_client
 from .records import MAX_VALUE_BYTES, ForeignValueError
 
 logger = logging.getLogger("nvrx")
@@ -30,6 +32,10 @@ _DIGEST_HEX = 32
 # the one way to read a key without waiting for it. On a missing key it wakes, in vain, those who
 # wait for it (torch 2.13), so it is not for such keys.
 _NOTHING = "-"
+_CLOCK_STEP_S = 0.01
+# Two connections of each node, and as many again for nodes that come in place of others.
+_FILES_PER_NODE = 4
+_FILES_BESIDES = 512
 _SECRET = "secret"  # noqa: S105 - the name of a key
 
 
@@ -47,10 +53,12 @@ class JobStore:
         client: A `torch.distributed.TCPStore`.
         prefix: Before all keys.
         secret: Key of the digests; the same on all nodes.
+        link: The client's connection.
     """
 
-    def __init__(self, client: Any, prefix: str, secret: bytes) -> None:
+    def __init__(self, client: Any, prefix: str, secret: bytes, link: Link | None = None) -> None:
         self._client = client
+        self._link = link
         self._prefix = prefix
         self._secret = secret
         self._reported: set[str] = set()
@@ -58,8 +66,13 @@ class JobStore:
 
     def another(self) -> JobStore:
         """Return the same keys over a connection of their own, for another thread."""
-        client = _guarded(lambda: _connect_client(self._client.host, self._client.port))
-        return JobStore(client, self._prefix, self._secret)
+        client, link = _connect_client(self._client.host, self._client.port)
+        return JobStore(client, self._prefix, self._secret, link)
+
+    def cut(self) -> None:
+        """End the connection, from any thread: whoever waits for an answer gets StoreLostError."""
+        if self._link is not None:
+            self._link.cut()
 
     def create(self, key: str, text: str) -> str:
         """Set `key` unless it has a value; return the value that it has then.
@@ -67,13 +80,17 @@ class JobStore:
         Raises:
             ForeignValueError: it has a value that is not this job's.
         """
+        return self.unseal(key, self.swap(key, b"", text))
+
+    def swap(self, key: str, replaced: bytes, text: str) -> bytes:
+        """Set `key` where its raw value is `replaced` (missing: empty); return what it is then."""
         name, sealed = self._name(key), self._seal(key, text)
-        return self._open(key, self._call(1, lambda: self._client.compare_set(name, "", sealed)))
+        return bytes(self._call(1, lambda: self._client.compare_set(name, replaced, sealed)))
 
     def peek(self, key: str) -> str | None:
         """Return the value of `key`, for which nobody waits, or None; it never waits."""
         raw = self._read(key)
-        return None if raw is None else self._open(key, raw)
+        return None if raw is None else self.unseal(key, raw)
 
     def has(self, key: str) -> bool:
         """Return whether `key` has a value."""
@@ -88,13 +105,15 @@ class JobStore:
 
     def wait_until_set(self, key: str, timeout_s: float) -> bool:
         """Wait in the store until `key` has a value; False after `timeout_s`."""
-        limit = timedelta(seconds=max(0.001, timeout_s))
+        limit_s = max(0.001, timeout_s)
         name = self._name(key)
         self.operations += 1
+        began = time.monotonic()
         try:
-            self._client.wait([name], limit)
+            self._client.wait([name], timedelta(seconds=limit_s))
         except RuntimeError as error:
-            if _is_timeout(error):
+            # The network's own timeouts use the same words, but come at other times.
+            if _is_timeout(error) and time.monotonic() - began >= limit_s - _CLOCK_STEP_S:
                 return False
             raise StoreLostError(_first_line(error)) from None
         return True
@@ -121,10 +140,13 @@ class JobStore:
         if raw is None:
             return [], 0
         end = raw.rfind(b"\n") + 1
+        if end < offset:
+            # Somebody else has overwritten it: what came since may stand at its beginning.
+            offset = 0
         found = []
         for line in raw[offset:end].splitlines():
             try:
-                found.append(self._open(key, line))
+                found.append(self.unseal(key, line))
             except ForeignValueError as error:
                 self.report_foreign(error)
         return found, end
@@ -167,7 +189,12 @@ class JobStore:
     def _seal(self, key: str, text: str) -> str:
         return self._digest(key, text.encode()) + text
 
-    def _open(self, key: str, raw: bytes) -> str:
+    def unseal(self, key: str, raw: bytes) -> str:
+        """Return the text of a raw value of `key`.
+
+        Raises:
+            ForeignValueError: it was not written by this job for this key.
+        """
         if len(raw) > MAX_VALUE_BYTES:
             raise ForeignValueError(f"{key}: {len(raw)} bytes, at most {MAX_VALUE_BYTES} are read")
         digest, text = raw[:_DIGEST_HEX], raw[_DIGEST_HEX:]
@@ -200,16 +227,17 @@ def connect(host: str, port: int, prefix: str, secret: bytes | None, timeout_s: 
     Raises:
         StoreLostError: nothing that is a store answers, or it holds no such job.
     """
-    client = _guarded(lambda: _connect_client(host, port))
+    client, link = _connect_client(host, port)
     if secret is None:
         name = prefix + _SECRET
         try:
             client.wait([name], timedelta(seconds=timeout_s))
             secret = bytes.fromhex(client.get(name).decode("ascii"))
         except (RuntimeError, ValueError) as error:
+            link.cut()
             what = f"the store at {host}:{port} holds no job {prefix!r}"
             raise StoreLostError(f"{what}: {_first_line(error)}") from None
-    return JobStore(client, prefix, secret)
+    return JobStore(client, prefix, secret, link)
 
 
 def share_secret(client: Any, prefix: str) -> bytes:
@@ -224,18 +252,17 @@ def share_secret(client: Any, prefix: str) -> bytes:
     return key
 
 
-def serve(listener: socket.socket, host: str) -> Any:
+def serve(listener: socket.socket, host: str, nodes: int) -> Any:
     """Serve a store on a listening socket for as long as the returned object lives.
 
-    The socket belongs to the store from here on. Each node holds two connections, so the limit of
-    open files is raised as far as it may be.
+    The socket belongs to the store from here on. Each node holds two connections; the limit of
+    open files is raised if that may be too many, and not further: workers inherit it.
 
     Raises:
         StoreLostError: torch cannot serve it.
     """
     store = _store_class()
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    _allow_open_files(_FILES_PER_NODE * nodes + _FILES_BESIDES)
     port = listener.getsockname()[1]
     return _guarded(
         lambda: store(
@@ -249,14 +276,35 @@ def serve(listener: socket.socket, host: str) -> Any:
     )
 
 
-def _connect_client(host: str, port: int) -> Any:
-    return _store_class()(
-        host,
-        port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=CALL_TIMEOUT_S),
-    )
+def _allow_open_files(wanted: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    except (OSError, ValueError) as error:
+        logger.warning(
+            "the limit of open files stays at %d, for %d wanted: %s", soft, wanted, error
+        )
+
+
+def _connect_client(host: str, port: int) -> tuple[Any, Link]:
+    store = _store_class()
+
+    def make() -> Any:
+        return store(
+            host,
+            port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=CALL_TIMEOUT_S),
+        )
+
+    try:
+        return open_client(make, port, CALL_TIMEOUT_S + 1.0)
+    except (NoAnswerError, RuntimeError, ValueError, OSError) as error:
+        raise StoreLostError(_first_line(error)) from None
 
 
 def _store_class() -> Any:

@@ -1,0 +1,481 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random schedules of the rendezvous over a real TCPStore, and what must hold in each of them.
+
+    python rendezvous_schedules.py --schedules 1000 [--seed 7] [--at-once 8]
+
+Nodes are threads with the launcher's own session threads; every store call is delayed at random,
+before and after. Nodes fail, several at once; open rounds long past; die between any two calls;
+come late; stand by; leave. A schedule is a function of its seed, as far as threads allow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import logging
+import os
+import queue
+import random
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, host_loop, keys, store
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import host as host_module
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import (
+    Lost,
+    News,
+    NodeSession,
+    NodeThreads,
+    Opened,
+    Over,
+    Placed,
+    Spare,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
+    Arrival,
+    Entry,
+    Kind,
+    Phase,
+    encode,
+)
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+
+LEASE_S = 0.2
+LIMIT_S = 40.0
+LOOK_AGAIN_S = 0.1
+GOODBYE_WAIT_S = 0.5
+SECRET = b"schedules"
+# torch asks the name service for a name of each peer, and waits for it.
+RESOLVER = "attempts:1 timeout:1"
+
+
+class ScheduleError(AssertionError):
+    """Something happened that must never happen."""
+
+
+class SlowClient:
+    """A torch client whose calls take longer, at random; it may die between two of them."""
+
+    def __init__(self, client: Any, rng: random.Random, lives_for: int | None) -> None:
+        self._client = client
+        self._rng = rng
+        self._left = lives_for
+        self.is_dead = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._client, name)
+        return self._slow(value) if callable(value) else value
+
+    def _slow(self, call: Any) -> Any:
+        def slow(*args: Any) -> Any:
+            self._spend()
+            answer = call(*args)
+            self._pause()
+            return answer
+
+        return slow
+
+    def _spend(self) -> None:
+        if self._left is not None:
+            self._left -= 1
+            if self._left <= 0:
+                self.is_dead.set()
+        if self.is_dead.is_set():
+            raise RuntimeError("this node is dead")
+        self._pause()
+
+    def _pause(self) -> None:
+        draw = self._rng.random()
+        if draw < 0.6:
+            # The delay is what is tested here; nothing is waited for.
+            time.sleep(self._rng.uniform(0, 0.002) if draw > 0.05 else self._rng.uniform(0, 0.03))
+
+
+class SlowStore(store.JobStore):
+    """A job's store over slow clients."""
+
+    def __init__(self, port: int, prefix: str, rng: random.Random, lives_for: int | None) -> None:
+        client, link = store._connect_client("127.0.0.1", port)
+        self._slow = SlowClient(client, rng, lives_for)
+        super().__init__(self._slow, prefix, SECRET, link)
+        self._arguments = (port, prefix, random.Random(rng.random()))
+
+    def another(self) -> store.JobStore:
+        """Return a store of a node that dies as a whole."""
+        other = SlowStore(*self._arguments, None)
+        other._slow.is_dead = self._slow.is_dead
+        return other
+
+
+@dataclass
+class Seen:
+    """What a schedule did, as all who took part saw it."""
+
+    adopted: list[Entry] = field(default_factory=list)
+    placements: dict[int, list[str]] = field(default_factory=dict)
+    placed: list[tuple[str, Placed]] = field(default_factory=list)
+    spares: list[tuple[str, int]] = field(default_factory=list)
+    taken: dict[str, list[Entry]] = field(default_factory=dict)
+
+
+class RecordedThreads(NodeThreads):
+    """Session threads that record which decisions they were told."""
+
+    def __init__(self, record: list[Entry], *args: Any, **kwargs: Any) -> None:
+        self._record = record
+        super().__init__(*args, **kwargs)
+
+    def _take(self, session: NodeSession, entry: Entry) -> None:
+        self._record.append(entry)
+        super()._take(session, entry)
+
+
+class RecordedHost(Host):
+    """A host that records the decisions as they became valid."""
+
+    seen: Seen
+
+    def _adopt(self, entry: Entry) -> None:
+        self.seen.adopted.append(entry)
+        super()._adopt(entry)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One node's part in a schedule."""
+
+    name: str
+    comes_after_s: float
+    lives_for: int | None
+    leaves_in_round: int | None
+
+
+class Node(threading.Thread):
+    """A launcher without workers: it joins, fails, opens rounds, ends."""
+
+    def __init__(self, plan: Plan, seed: int, schedule: Schedule) -> None:
+        super().__init__(name=plan.name, daemon=True)
+        self.plan = plan
+        self.rng = random.Random(f"{seed}/{plan.name}")
+        self.schedule = schedule
+        self.news: queue.Queue[News] = queue.Queue()
+        self.end = ""
+        self.problem: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001 - judged by the schedule
+            self.problem = error
+
+    def _run(self) -> None:
+        schedule = self.schedule
+        time.sleep(self.plan.comes_after_s)
+        self.threads = RecordedThreads(
+            schedule.seen.taken.setdefault(self.plan.name, []),
+            lambda _: SlowStore(schedule.port, schedule.prefix, self.rng, self.plan.lives_for),
+            node=self.plan.name,
+            host=self.plan.name,
+            post=self.news.put,
+            clock=SystemClock(),
+            lease_s=LEASE_S,
+            connect_timeout_s=LIMIT_S,
+            settings={},
+        )
+        try:
+            self._join(None)
+            while not self.end:
+                self._meet(self.news.get(timeout=LIMIT_S))
+            if self.end == "over":
+                self.threads.submit(lambda session: session.tell(Kind.GOODBYE))
+        except queue.Empty:
+            self.end = "stuck"
+        finally:
+            self.threads.close(5.0)
+
+    def _join(self, rank: int | None) -> None:
+        name = self.plan.name
+        arrival = Arrival(node=name, addr=name.split("_")[0], host=name, previous_rank=rank)
+
+        def arrive(session: NodeSession) -> None:
+            assert session.entry is not None
+            if session.entry.phase is Phase.OVER:
+                self.news.put(Over(session.entry))
+            elif not session.arrive(arrival):
+                self.news.put(Spare(session.entry))
+
+        self.threads.submit(arrive)
+
+    def _meet(self, news: News) -> None:
+        if isinstance(news, Over):
+            self.end = "over"
+        elif isinstance(news, Lost):
+            self.end = f"lost: {news.what}"
+        elif isinstance(news, Opened):
+            self._join(None)
+        elif isinstance(news, Spare):
+            self.schedule.seen.spares.append((self.plan.name, news.entry.round))
+        else:
+            self.schedule.seen.placed.append((self.plan.name, news))
+            self._train(news)
+
+    def _train(self, placed: Placed) -> None:
+        round_, last = placed.entry.round, self.schedule.rounds
+        if self.plan.leaves_in_round is not None and round_ >= self.plan.leaves_in_round:
+            cause = Cause("drained", f"{self.plan.name} leaves")
+            self.threads.submit(lambda session: session.tell(Kind.LEFT, cause=cause))
+            self.end = "left"
+            return
+        cause = Cause("exit", f"{self.plan.name} failed in {round_}")
+        if round_ >= last and self.schedule.ends_badly:
+            self.threads.submit(lambda session: session.end("failure", cause))
+            self.end = "over"
+        elif round_ >= last:
+            self.threads.submit(lambda session: session.succeeded(round_))
+        elif placed.place.group_rank == 0 or self.rng.random() < 0.4:
+            time.sleep(self.rng.choice((0, 0, 0.002, 0.02)))
+            self.threads.submit(lambda session: session.open_next(round_, cause))
+            self._join(placed.place.group_rank)
+            if self.rng.random() < 0.2:
+                # The same again, when the job may be somewhere else.
+                self.threads.submit(lambda session: session.open_next(round_, cause))
+            if self.rng.random() < 0.2:
+                self.threads.submit(lambda session: session.succeeded(round_))
+
+
+class Schedule:
+    """One run, from a seed."""
+
+    def __init__(self, seed: int, port: int) -> None:
+        self.seed = seed
+        self.port = port
+        self.prefix = keys.prefix(f"schedule-{seed}-{random.random()}")
+        self.seen = Seen()
+        rng = random.Random(seed)
+        self.rounds = rng.randint(1, 6)
+        self.ends_badly = rng.random() < 0.1
+        total = rng.randint(2, 8)
+        self.min_nodes = rng.randint(1, total)
+        may_go = total - self.min_nodes
+        self.plans = []
+        for index in range(total):
+            goes = index < may_go and rng.random() < 0.6
+            dies = goes and rng.random() < 0.7
+            self.plans.append(
+                Plan(
+                    name=f"10.0.0.{index}_{1000 + index}_0",
+                    comes_after_s=rng.uniform(0, 0.15) if rng.random() < 0.3 else 0.0,
+                    lives_for=rng.randint(2, 60) if dies else None,
+                    leaves_in_round=rng.randint(0, 3) if goes and not dies else None,
+                )
+            )
+        rng.shuffle(self.plans)
+
+    def run(self) -> None:
+        """Run it.
+
+        Raises:
+            ScheduleError: what must hold did not.
+        """
+        rules = HostRules(
+            PlacementRules(min_nodes=self.min_nodes, max_nodes=len(self.plans)),
+            Budget(1000),
+            lease_s=LEASE_S,
+            last_call_s=0.05,
+        )
+        rng = random.Random(self.seed + 1)
+        clean = SlowStore(self.port, self.prefix, rng, None)
+        host = RecordedHost.__new__(RecordedHost)
+        host.seen = self.seen
+        stop = threading.Event()
+
+        def note_closed(entry: Entry, placement: Any, _hosts: Any) -> None:
+            names = [candidate.node for candidate in placement.active]
+            if self.seen.placements.setdefault(entry.round, names) is not names:
+                raise ScheduleError(f"round {entry.round} was closed twice")
+
+        host.__init__(  # type: ignore[misc]
+            clean, rules, me="host", epoch="e", clock=SystemClock(), on_closed=note_closed, stop=stop,
+        )  # fmt: skip
+        failed: list[BaseException] = []
+        serving = threading.Thread(target=_caught, args=(host.run, failed), daemon=True)
+        serving.start()
+        nodes = [Node(plan, self.seed, self) for plan in self.plans]
+        ghost = threading.Thread(target=_caught, args=(self._haunt, []), daemon=True)
+        for thread in (*nodes, ghost):
+            thread.start()
+        deadline = time.monotonic() + LIMIT_S
+        for thread in (*nodes, serving, ghost):
+            thread.join(max(0.0, deadline - time.monotonic()))
+        try:
+            if failed:
+                raise ScheduleError(f"the host failed: {failed[0]!r}")
+            self._judge(nodes, serving)
+        finally:
+            stop.set()
+            clean.cut()
+
+    def _haunt(self) -> None:
+        """Open a round of long ago, as a node does whose process was stopped meanwhile."""
+        client = SlowStore(self.port, self.prefix, random.Random(self.seed + 2), None)
+        session = NodeSession(client, "10.0.9.9_1_0", "ghost")
+        log = session._log
+        entry = session.attach(LIMIT_S)
+        rng = random.Random(self.seed + 3)
+        stop_at = entry.seq + rng.randint(0, 6)
+        while entry.phase is not Phase.OVER and entry.seq < stop_at:
+            found = log.wait_for(entry.seq + 1, 2.0)
+            if found is None:
+                break
+            session.take(found)
+            entry = found
+        time.sleep(rng.uniform(0, 0.3))
+        session.open_next(entry.round, Cause("ghost", "from long ago"))
+        client.cut()
+
+    def _judge(self, nodes: list[Node], serving: threading.Thread) -> None:
+        self._judge_log()
+        for node in nodes:
+            self._judge_node(node)
+        if serving.is_alive():
+            raise ScheduleError("the host does not end")
+        self._judge_places()
+
+    def _judge_log(self) -> None:
+        before = None
+        opened = collections.Counter(
+            entry.round
+            for entry, last in zip(self.seen.adopted, [None, *self.seen.adopted], strict=False)
+            if entry.phase is Phase.OPEN and (last is None or entry.follows(last))
+        )
+        for entry in self.seen.adopted:
+            if before is None:
+                # The first one is made, not adopted.
+                before = dataclasses.replace(entry, seq=0, phase=Phase.OPEN, round=0)
+            if entry.seq != before.seq + 1:
+                raise ScheduleError(f"decision {entry.seq} came after {before.seq}")
+            step = (before.phase, entry.phase, entry.round - before.round)
+            if step not in _STEPS and entry.follows(before):
+                raise ScheduleError(f"from {before} to {entry}")
+            before = entry
+        if any(count > 1 for count in opened.values()):
+            raise ScheduleError(f"opened more than once: {opened}")
+        if before is None or before.phase is not Phase.OVER:
+            raise ScheduleError(f"the job did not end: {before}")
+
+    def _judge_node(self, node: Node) -> None:
+        if node.problem is not None:
+            raise ScheduleError(f"{node.name} failed: {node.problem!r}")
+        expected = ["over"]
+        if node.plan.lives_for is not None:
+            expected = ["over", "lost"]
+        elif node.plan.leaves_in_round is not None:
+            expected = ["over", "left"]
+        if node.end.split(":")[0] not in expected or node.is_alive():
+            raise ScheduleError(f"{node.name} ended with {node.end!r}")
+        by_seq = {entry.seq: encode(entry) for entry in self.seen.adopted}
+        told = self.seen.taken.get(node.name, [])
+        for entry in told:
+            if by_seq.get(entry.seq) != encode(entry):
+                raise ScheduleError(f"{node.name} was told {entry}, which was never decided")
+        for one, two in zip(told, told[1:], strict=False):
+            if two.seq != one.seq + 1:
+                raise ScheduleError(f"{node.name} was told {two.seq} after {one.seq}")
+
+    def _judge_places(self) -> None:
+        closed = {e.round: e for e in self.seen.adopted if e.phase is Phase.CLOSED}
+        ranks: dict[tuple[int, int], str] = {}
+        for name, placed in self.seen.placed:
+            round_, rank = placed.place.round, placed.place.group_rank
+            assert rank is not None
+            entry = closed[round_]
+            if self.seen.placements[round_][rank] != name or placed.place.rank_offset != rank:
+                raise ScheduleError(f"{name} took rank {rank} of {self.seen.placements[round_]}")
+            if ranks.setdefault((round_, rank), name) != name:
+                raise ScheduleError(f"two nodes had rank {rank} in round {round_}")
+            if not entry.active == entry.world_size == self.min_nodes:
+                raise ScheduleError(f"round {round_}: {entry}")
+        mortal = {p.name for p in self.plans if p.lives_for is not None}
+        for round_, names in self.seen.placements.items():
+            if len(set(names)) != self.min_nodes:
+                raise ScheduleError(f"round {round_} was closed with {names}")
+            over = max(closed)
+            for rank, name in enumerate(names):
+                if (round_, rank) not in ranks and name not in mortal and round_ == over:
+                    told = [e.round for e in self.seen.taken[name] if e.phase is Phase.CLOSED]
+                    if round_ in told:
+                        raise ScheduleError(f"{name} does not know of rank {rank} in {round_}")
+
+
+_STEPS = {
+    (Phase.OPEN, Phase.CLOSED, 0),
+    (Phase.CLOSED, Phase.OPEN, 1),
+    (Phase.OPEN, Phase.OVER, 0),
+    (Phase.CLOSED, Phase.OVER, 0),
+}
+
+
+def _caught(function: Any, failed: list[BaseException]) -> None:
+    try:
+        function()
+    except BaseException as error:  # noqa: BLE001 - judged by the schedule
+        failed.append(error)
+
+
+def serve() -> tuple[Any, int]:
+    """Serve a store for schedules, as a launcher does; return it and its port."""
+    listener = endpoint.claim("127.0.0.1", 0, None)
+    assert listener is not None
+    port = listener.getsockname()[1]
+    return store.serve(listener, "127.0.0.1", nodes=64), port
+
+
+def run_all(seeds: list[int], at_once: int) -> dict[int, str]:
+    """Run schedules, several at once; return what went wrong, by seed."""
+    host_module.LOOK_AGAIN_S = LOOK_AGAIN_S
+    host_loop.GOODBYE_WAIT_S = GOODBYE_WAIT_S
+    os.environ["RES_OPTIONS"] = RESOLVER
+    logging.getLogger("nvrx").setLevel(logging.CRITICAL)
+    server, port = serve()
+    wrong: dict[int, str] = {}
+
+    def run(seed: int) -> None:
+        try:
+            Schedule(seed, port).run()
+        except BaseException as error:  # noqa: BLE001 - reported with its seed
+            wrong[seed] = f"{type(error).__name__}: {error}"
+
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(run, seeds))
+    del server
+    return wrong
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    made = argparse.ArgumentParser(description="Random schedules of the rendezvous.")
+    made.add_argument("--schedules", type=int, default=1000)
+    made.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    made.add_argument("--at-once", type=int, default=8)
+    options = made.parse_args()
+    seeds = list(range(options.seed, options.seed + options.schedules))
+    began = time.monotonic()
+    wrong = run_all(seeds, options.at_once)
+    for seed, what in sorted(wrong.items()):
+        print(f"seed {seed}: {what}")
+    print(f"{len(seeds)} schedules, {len(wrong)} wrong, {time.monotonic() - began:.1f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
