@@ -157,7 +157,8 @@ WANTS_TO_GO = Note(Kind.PREEMPTED, A, cause=GOES)
 def judge(entry, *notes, successes=0, me=B, min_nodes=2, memory=MEMORY, restarts=3):
     """Return what the store host decides."""
     rules = host.HostRules(PlacementRules(min_nodes, 3), Budget(restarts, None), lease_s=5.0)
-    view = host.View(entry, notes, successes, dict.fromkeys((A, B, C), 0.0), me=me)
+    done = tuple(Note(Kind.STATE, n, state=WorkerState.SUCCEEDED) for n in (A, B)[:successes])
+    view = host.View(entry, (*notes, *done), dict.fromkeys((A, B, C), 0.0), me=me)
     return host.decide(rules, memory, view, 100.0)
 
 
@@ -177,7 +178,7 @@ def test_a_node_that_is_done_or_a_spare_is_not_waited_for():
     done = Note(Kind.STATE, B, state=WorkerState.SUCCEEDED)
     asked = closed(is_leaving=True)
     told = Note(Kind.HELD, A, calls=4)
-    assert judge(asked, WANTS_TO_GO, done, told, successes=1) == host.Leave(GOES, 5)
+    assert judge(asked, WANTS_TO_GO, done, told) == host.Leave(GOES, 5)
     assert isinstance(judge(closed(), Note(Kind.PREEMPTED, C, cause=GOES)), host.Wait)
 
 

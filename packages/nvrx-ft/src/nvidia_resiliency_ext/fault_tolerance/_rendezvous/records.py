@@ -120,11 +120,10 @@ class Entry:
 
     def follows(self, before: Entry) -> bool:
         """Whether it says anything new; one that says the same again only fills its place."""
-        return (self.phase, self.round, self.is_leaving) != (
-            before.phase,
-            before.round,
-            before.is_leaving,
-        )
+        return self._says() != before._says()
+
+    def _says(self) -> tuple[object, ...]:
+        return self.phase, self.round, self.is_leaving, self.save_at
 
 
 @dataclass(frozen=True, slots=True)
