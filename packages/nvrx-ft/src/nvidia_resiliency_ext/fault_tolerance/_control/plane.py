@@ -22,6 +22,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.rules import rules_from_s
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
     connect,
+    load,
     serve,
     share_secret,
 )
@@ -58,6 +59,8 @@ class ControlPlane:
         plan = self._plan
         prefix = keys.prefix(plan.run_id)
         secret = read_token(plan.token_file) if plan.token_file else None
+        # Before listening: launchers that reach a store count on an answer within their lease.
+        load()
         listener = claim(plan.host, plan.port, is_host=True)
         assert listener is not None
         self._server = serve(listener, plan.host, MOST_NODES)

@@ -307,6 +307,11 @@ def _connect_client(host: str, port: int) -> tuple[Any, Link]:
         raise StoreLostError(_first_line(error)) from None
 
 
+def load() -> None:
+    """Load torch now: between listening and serving nothing should take long."""
+    _store_class()
+
+
 def _store_class() -> Any:
     """Return torch's TCPStore, silent about waits that time out, which are no errors here."""
     level = os.environ.get(_TORCH_LOG_LEVEL)
