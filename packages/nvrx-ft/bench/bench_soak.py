@@ -49,11 +49,7 @@ def main() -> None:
     options = parser.parse_args()
     candidate = _bench.candidates(options)[0]
     with _bench.folder() as out:
-        flags = options.flags.split()
-        if candidate.name == "ours":
-            # The ranks tell of no steps, so that this looks like a crash loop.
-            flags += ["--ft-restart-backoff", "0"]
-        command = candidate.command(RANKS, options.restarts, flags)
+        command = candidate.command(RANKS, options.restarts, options.flags.split())
         command += [*_bench.rank("bare", out), "--step-s", "3", "--kill-rank", "1"]
         command += ["--kill-after-s", "0.5", "--kill-cycles", str(options.restarts)]
         began = time.monotonic()

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pause of a crash loop, as a pure function of how cycles ended."""
 
+import signal
+
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._launch.backoff import crashes_after, delay_s
+from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
 
 
 def loop_of(*cycles):
     """Return the delays after cycles given as (kind, seconds lived, has stepped)."""
     crashes, delays = 0, []
     for kind, lived_s, has_stepped in cycles:
-        crashes = crashes_after(crashes, kind, lived_s, has_stepped=has_stepped)
+        crashes = crashes_after(crashes, Cause(kind, ""), lived_s, has_stepped=has_stepped)
         delays.append(delay_s(crashes, 30.0))
     return delays
 
@@ -40,3 +43,13 @@ def test_a_limit_of_zero_never_waits():
     """The limit bounds every pause; zero switches it off, and nothing overflows."""
     assert delay_s(50, 0.0) == 0.0
     assert delay_s(10**6, 3.0) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("signum", "crashes"),
+    [(signal.SIGKILL, 0), (signal.SIGTERM, 0), (signal.SIGSEGV, 1), (signal.SIGABRT, 1)],
+)
+def test_a_rank_that_somebody_kills_did_not_crash(signum, crashes):
+    """Signals that come from outside are no crash of the program; those that it causes are."""
+    cause = Cause("killed", "rank 0 died", signal=signum)
+    assert crashes_after(0, cause, 0.5, has_stepped=False) == crashes

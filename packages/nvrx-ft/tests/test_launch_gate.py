@@ -14,6 +14,7 @@ from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
 
 LIMIT_S = 30.0
+CRASH = Cause("exited", "rank 0 ended: exit code 1", exit_code=1)
 BAD = HealthResult("gpu", "unhealthy", "GPU 3: the driver asks to reset the GPU")
 
 
@@ -188,9 +189,9 @@ def test_a_timeout_of_zero_does_not_look(benches):
 def test_a_crash_loop_holds_the_start_back(benches):
     """The second short cycle in a row delays the next start, the first does not."""
     bench = benches(backoff_s=0.05)
-    bench.gate.cycle_failed("exited", 0.1, has_stepped=False)
+    bench.gate.cycle_failed(CRASH, 0.1, has_stepped=False)
     assert bench.start() == ["started"]
-    bench.gate.cycle_failed("exited", 0.1, has_stepped=False)
+    bench.gate.cycle_failed(CRASH, 0.1, has_stepped=False)
     before = bench.clock.monotonic()
     started = bench.start()
     assert started == []
@@ -202,7 +203,7 @@ def test_a_stop_takes_a_held_start_back(benches):
     """Workers that were about to start do not, when the node decides otherwise meanwhile."""
     bench = benches(backoff_s=0.03)
     for _ in range(2):
-        bench.gate.cycle_failed("exited", 0.1, has_stepped=False)
+        bench.gate.cycle_failed(CRASH, 0.1, has_stepped=False)
     first = bench.start()
     bench.gate.shut()
     second = bench.start()

@@ -63,7 +63,7 @@ class Gate(Protocol):
     def admit(self, cycle: int, answer: Callable[[Cause | None], None]) -> None:
         """Answer with why this node must not join, or None."""
 
-    def cycle_failed(self, kind: str, lived_s: float, *, has_stepped: bool) -> None:
+    def cycle_failed(self, cause: Cause, lived_s: float, *, has_stepped: bool) -> None:
         """Take note of how a cycle ended."""
 
     def workers_gone(self) -> None:
@@ -305,7 +305,7 @@ class NodeAgent:
         if cause is not None and started_at is not None:
             lived_s = self._clock.monotonic() - started_at
             has_stepped = self._monitor.steps_of_rank0().count > 0
-            self._gate.cycle_failed(cause.kind, lived_s, has_stepped=has_stepped)
+            self._gate.cycle_failed(cause, lived_s, has_stepped=has_stepped)
 
     def _apply(self, effect: Effect) -> None:
         self._perform[type(effect)](effect)

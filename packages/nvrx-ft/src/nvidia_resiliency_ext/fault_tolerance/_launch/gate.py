@@ -145,9 +145,9 @@ class NodeGate:
 
     # Before the workers start ----------------------------------------------------------------
 
-    def cycle_failed(self, kind: str, lived_s: float, *, has_stepped: bool) -> None:
+    def cycle_failed(self, cause: Cause, lived_s: float, *, has_stepped: bool) -> None:
         """Take note of how a cycle ended: the next start may have to wait."""
-        self._crashes = crashes_after(self._crashes, kind, lived_s, has_stepped=has_stepped)
+        self._crashes = crashes_after(self._crashes, cause, lived_s, has_stepped=has_stepped)
         pause_s = delay_s(self._crashes, self._settings.backoff_limit_s)
         self._not_before = self._clock.monotonic() + pause_s
         if pause_s > 0:
