@@ -55,7 +55,7 @@ def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
     prefix = keys.prefix(f"{run_id}:check")
     server = None
     if meeting.listener is not None:
-        server = serve(meeting.listener, meeting.host)
+        server = serve(meeting.listener, meeting.host, nodes[1])
         secret = secret or share_secret(server, prefix)
     wait_until_reachable(meeting.host, meeting.port, wait_s, clock, threading.Event())
     store = connect(meeting.host, meeting.port, prefix, secret, wait_s)
