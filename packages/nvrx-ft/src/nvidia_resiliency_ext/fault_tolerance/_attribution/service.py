@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 from .endpoint import DEFAULT_ATTRIBUTION_PORT, MANAGED_HOST, is_served
 from .settings import AttributionConfig, AttributionEndpoint
 
-__all__ = ["AttributionManager", "AttributionMissingError"]
+__all__ = ["AttributionManager", "AttributionMissingError", "is_installed"]
 
 logger = logging.getLogger("nvrx")
 
@@ -170,6 +170,15 @@ class AttributionManager:
             "NVRX_ATTRSVC_EXPORT_URL": cfg.export_url,
         }
         return {**self._environ, **{name: text for name, text in given.items() if text}}
+
+
+def is_installed() -> bool:
+    """Return whether the service can be started here."""
+    try:
+        _command()
+    except AttributionMissingError:
+        return False
+    return True
 
 
 def _command() -> list[str]:

@@ -15,7 +15,7 @@ from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import DEFAULT_NO
 
 from . import syntax
 
-__all__ = ["FLAGS", "GROUPS", "OLD_SPELLINGS", "OTHER_SPELLINGS", "Flag"]
+__all__ = ["DEPRECATED", "FLAGS", "GROUPS", "OLD_SPELLINGS", "OTHER_SPELLINGS", "Flag"]
 
 TORCHRUN = "torchrun"
 DEPRECATED = "deprecated"
@@ -211,6 +211,27 @@ _TORCHRUN_FLAGS = (
 
 _OWN_FLAGS = (
     Flag("version", None, False, table.FAULT_TOLERANCE, "Show what is installed and leave."),
+    Flag(
+        "check",
+        None,
+        False,
+        table.FAULT_TOLERANCE,
+        "Look whether the job could run, on all its nodes, and leave; nothing is started.",
+    ),
+    Flag(
+        "print-config",
+        None,
+        False,
+        table.FAULT_TOLERANCE,
+        "Show every option with its value and where that comes from, and leave.",
+    ),
+    Flag(
+        "json",
+        None,
+        False,
+        table.FAULT_TOLERANCE,
+        "Write what --check or --print-config found as one JSON object.",
+    ),
     Flag(
         "ft-cfg-path",
         v.TEXT,

@@ -167,7 +167,7 @@ class FlagParser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error("; ".join(_unknown(word) for word in unknown))
-        if parsed.training_script is None:
+        if parsed.training_script is None and not getattr(parsed, "print_config", False):
             self.error(f"no script to run; write {PROGRAM} [options] SCRIPT [arguments]")
         return parsed
 

@@ -32,12 +32,28 @@ def run_command_line(argv: Sequence[str] | None) -> int:
     from .plan import log_warnings, plan_from_args
 
     try:
+        if parsed.print_config:
+            from nvidia_resiliency_ext.fault_tolerance._check.program import print_config
+
+            return print_config(parsed, os.environ)
         plan = plan_from_args(parsed, os.environ)
     except (ConfigError, OSError) as error:
         usage_error(error)
     setup_logger().setLevel(plan.fault_tolerance.log_level)
     log_warnings(plan)
+    if parsed.check:
+        return _check(plan, as_json=parsed.json)
     return run_plan(plan)
+
+
+def _check(plan: LaunchPlan, *, as_json: bool) -> int:
+    from nvidia_resiliency_ext.fault_tolerance._check.program import check
+    from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+
+    try:
+        return check(plan, os.environ, as_json=as_json)
+    except ConfigError as error:
+        usage_error(error)
 
 
 def run_plan(plan: LaunchPlan) -> int:
