@@ -16,6 +16,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import RDZV_NO_RESTART_REASONS
 from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
@@ -45,6 +46,8 @@ logger = logging.getLogger("nvrx")
 WATCH_WAIT_S = 600.0
 FOREIGN_PAUSE_S = 0.5
 CREATE_TRIES = 50
+
+_T = TypeVar("_T")
 
 
 # What a session tells ---------------------------------------------------------------------------
@@ -258,6 +261,10 @@ class NodeSession:
         self._send(Note(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), entry.round)
         if self._store.count(keys.successes(entry.round), 1) >= entry.active:
             self.ring()
+
+    def read(self, reader: Callable[[JobStore], _T]) -> _T:
+        """Return what `reader` finds in the store."""
+        return reader(self._store)
 
     def ring(self) -> None:
         """Wake the host."""
