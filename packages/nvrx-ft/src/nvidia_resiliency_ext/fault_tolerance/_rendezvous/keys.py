@@ -5,6 +5,8 @@ from __future__ import annotations
 
 HEAD = "head"
 BELL = "bell"
+# Who decides the rounds, where several could: the first one that names itself here.
+HOST = "host"
 # What the first launcher was started with, and what the control plane was, where there is one.
 SETTINGS = "settings"
 CONTROL_SETTINGS = "control-settings"

@@ -16,6 +16,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import RDZV_NO_RESTART_REASONS
 from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
@@ -46,6 +47,8 @@ WATCH_WAIT_S = 600.0
 FOREIGN_PAUSE_S = 0.5
 ATTACH_TRIES = 20
 CUT_WAIT_S = 1.0
+
+_T = TypeVar("_T")
 
 
 # What a session tells ---------------------------------------------------------------------------
@@ -299,6 +302,10 @@ class NodeSession:
         self._send(Note(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), round_)
         if self._store.count(keys.successes(round_), 1) >= self._present().active:
             self.ring()
+
+    def read(self, reader: Callable[[JobStore], _T]) -> _T:
+        """Return what `reader` finds in the store."""
+        return reader(self._store)
 
     def ring(self) -> None:
         """Wake the host."""

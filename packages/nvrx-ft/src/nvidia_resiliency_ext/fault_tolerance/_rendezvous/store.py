@@ -66,8 +66,8 @@ class JobStore:
 
     def another(self) -> JobStore:
         """Return the same keys over a connection of their own, for another thread."""
-        client, link = _connect_client(self._client.host, self._client.port)
-        return JobStore(client, self._prefix, self._secret, link)
+        client, link = another_client(self._client)
+        return type(self)(client, self._prefix, self._secret, link)
 
     def cut(self) -> None:
         """End the connection, from any thread: whoever waits for an answer gets StoreLostError."""
@@ -238,6 +238,37 @@ def connect(host: str, port: int, prefix: str, secret: bytes | None, timeout_s: 
             what = f"the store at {host}:{port} holds no job {prefix!r}"
             raise StoreLostError(f"{what}: {_first_line(error)}") from None
     return JobStore(client, prefix, secret, link)
+
+
+def another_client(client: Any) -> tuple[Any, Link | None]:
+    """Return a connection of its own to the store of `client`, which may be a PrefixStore.
+
+    Raises:
+        StoreLostError: the store is gone, or torch is too old to clone a PrefixStore (before 2.7).
+    """
+    if hasattr(client, "port"):
+        return _connect_client(client.host, client.port)
+    if not hasattr(client, "clone"):
+        raise StoreLostError("this torch cannot clone a PrefixStore: give the TCPStore itself")
+    return _guarded(client.clone), None
+
+
+def agree_on_secret(client: Any, prefix: str) -> bytes:
+    """Leave a key for digests in a store unless one is there, and return the one that is.
+
+    As that of `share_secret` it guards against mistakes only.
+
+    Raises:
+        StoreLostError: the store is gone, or something else stands there.
+    """
+    import secrets
+
+    name, wanted = prefix + _SECRET, secrets.token_bytes(32).hex()
+    stands: bytes = _guarded(lambda: client.compare_set(name, "", wanted))
+    try:
+        return bytes.fromhex(stands.decode("ascii"))
+    except ValueError:
+        raise StoreLostError(f"{name}: what stands there is no key of a job") from None
 
 
 def share_secret(client: Any, prefix: str) -> bytes:

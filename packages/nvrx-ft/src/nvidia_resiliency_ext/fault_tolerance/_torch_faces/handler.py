@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all our rendezvous handlers do alike: torch's interface over a `Membership`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import api
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousTimeoutError,
+)
+
+from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
+    RDZV_NO_RESTART_REASONS,
+    RDZV_SHUTDOWN_REASON_FAILURE,
+    RDZV_SHUTDOWN_REASON_GRACEFUL,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause, Request
+from nvidia_resiliency_ext.fault_tolerance._launch.errors import UnhealthyNodeException
+from nvidia_resiliency_ext.fault_tolerance._launch.requests import request_event
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import GOODBYE_WAIT_S
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import Placed
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Kind
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+from .guest_store import BellStore, GuestStore, connect_guest
+from .hosting import HostThread
+from .membership import (
+    LAST_WORDS_S,
+    JobOverError,
+    JoinTimeoutError,
+    MemberSettings,
+    Membership,
+)
+from .settings import NodeOptions
+
+logger = logging.getLogger("nvrx")
+
+_T = TypeVar("_T")
+
+REASONS = RDZV_NO_RESTART_REASONS | {RDZV_SHUTDOWN_REASON_GRACEFUL, RDZV_SHUTDOWN_REASON_FAILURE}
+
+
+class StoreRendezvousHandler(RendezvousHandler):
+    """Rounds of a job over a caller's store, with torch's interface.
+
+    Args:
+        store: A TCPStore that all nodes reach, or PrefixStores over one.
+        run_id: The job's name.
+        member: What this node is in the job.
+        rules: What the store host decides by.
+        options: What concerns this node alone.
+
+    Raises:
+        ValueError: the store is of another kind.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        member: MemberSettings,
+        rules: HostRules,
+        options: NodeOptions,
+    ) -> None:
+        _refuse_other_stores(store)
+        self._store = store
+        self._run_id = run_id
+        self._requests: Callable[[], list[object]] = list
+        self._node_check: Callable[[], None] = _healthy
+        self._has_worked = False
+        clock = SystemClock()
+        prefix = keys.prefix(run_id)
+        self._host: HostThread | None = None
+        if options.is_store_host:
+            self._host = HostThread(
+                lambda: connect_guest(BellStore, store, prefix, options.secret),
+                rules,
+                member.arrival.node,
+                clock,
+            )
+            self._host.start()
+        self._member = Membership(
+            member, lambda: connect_guest(GuestStore, store, prefix, options.secret), clock
+        )
+
+    # What torch's agent calls ----------------------------------------------------------------
+
+    def get_backend(self) -> str:
+        """Return `c10d`: the rounds are kept in a store of torch's c10d."""
+        return "c10d"
+
+    def get_run_id(self) -> str:
+        """Return the job's name."""
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether workers meet in the agent's store: they do not."""
+        return False
+
+    def next_rendezvous(self) -> Any:
+        """Take part in the next round, and wait until this node has a place in one.
+
+        Standbys wait here until they are needed or the job is over. Whoever has a place opens the
+        next round for all by this call.
+
+        Returns:
+            torch's `RendezvousInfo`; before torch 2.4 the tuple of store, rank and world size.
+
+        Raises:
+            RendezvousGracefulExitError: the job ended well before this node ever had work.
+            RendezvousClosedError: there is no further round.
+            RendezvousTimeoutError: a round did not close in time.
+            RendezvousConnectionError: the store is gone, or the nodes were started differently.
+            UnhealthyNodeException: this node failed its checks, or a rank excluded it.
+        """
+        try:
+            placed = self._member.join(self._before_arrival)
+        except JobOverError as error:
+            raise self._closed(error) from None
+        except JoinTimeoutError as error:
+            raise RendezvousTimeoutError(str(error)) from None
+        except NvrxError as error:
+            raise RendezvousConnectionError(str(error)) from None
+        self._has_worked = True
+        return self._info(placed)
+
+    def is_closed(self) -> bool:
+        """Return whether there is no further round."""
+        return self._member.is_over
+
+    def set_closed(self) -> None:
+        """End the job for everybody, in order."""
+        self._end(RDZV_SHUTDOWN_REASON_GRACEFUL)
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes wait in a round that is open; torch's agent then joins it.
+
+        Standbys do not count. A node that cannot reach the store any more must stop, and learns it
+        here.
+
+        Raises:
+            RendezvousConnectionError: the store is gone or silent.
+        """
+        if not self.is_next_round_open():
+            return 0
+        entry = self._member.entry
+        assert entry is not None
+        counted = self._read(lambda store: store.count(keys.arrivals(entry.round), 0))
+        return max(1, counted)
+
+    def is_next_round_open(self) -> bool:
+        """Return whether another node has opened the next round.
+
+        Raises:
+            RendezvousConnectionError: the store is gone or silent.
+        """
+        if not self._member.is_over:
+            try:
+                self._member.check()
+            except StoreLostError as error:
+                raise RendezvousConnectionError(str(error)) from None
+        return self._member.is_next_round_open
+
+    def shutdown(self, reason: str = RDZV_SHUTDOWN_REASON_GRACEFUL) -> bool:
+        """End the job for everybody and let go of everything; False when nobody could be told.
+
+        The first reason stays. A node that has left, such as an unhealthy one, goes alone. The
+        store host waits here for the others, 3 s at most.
+
+        Raises:
+            ValueError: the reason is none of `graceful`, `failure`, `attribution_stop` and
+                `no_progress`.
+        """
+        _refuse_other_reasons(reason)
+        is_told = True
+        if not self._member.is_over and not self._member.has_left:
+            try:
+                self._end(reason)
+            except RendezvousConnectionError as error:
+                logger.warning("the end of the job could not be told: %s", str(error))
+                is_told = False
+        self._member.close()
+        if self._host is not None and self._member.is_over:
+            self._host.join(GOODBYE_WAIT_S + LAST_WORDS_S)
+        return is_told
+
+    # What our agents call --------------------------------------------------------------------
+
+    def set_node_check(self, check: Callable[[], None]) -> None:
+        """Let `check` decide before each arrival: it raises where this node must not join."""
+        self._node_check = check
+
+    def ensure_node_is_healthy(self) -> None:
+        """Make sure that this node may join; it leaves the job if not.
+
+        Raises:
+            UnhealthyNodeException: it must not.
+        """
+        try:
+            self._node_check()
+        except UnhealthyNodeException as error:
+            self._leave(Kind.UNHEALTHY, str(error))
+            raise
+
+    def handle_control_requests_from_rank(self) -> None:
+        """Do what ranks have asked for since the last call.
+
+        Raises:
+            UnhealthyNodeException: a rank excluded this node, which has left now.
+            RendezvousClosedError: a rank shut the workload down, for everybody.
+        """
+        asked = {}
+        for message in self._requests():
+            event = request_event(message)
+            if event is not None:
+                asked[event.request] = event.description
+        if Request.SHUTDOWN in asked:
+            what = f"a rank asked to shut the workload down: {asked[Request.SHUTDOWN]}"
+            self._end(RDZV_SHUTDOWN_REASON_FAILURE, self._cause("shutdown", what))
+            raise RendezvousClosedError(what)
+        if Request.EXCLUDE_NODE in asked:
+            what = f"a rank asked to exclude this node: {asked[Request.EXCLUDE_NODE]}"
+            self._leave(Kind.UNHEALTHY, what)
+            raise UnhealthyNodeException(what)
+
+    # Steps -----------------------------------------------------------------------------------
+
+    def _before_arrival(self) -> None:
+        if self._member.has_left:
+            raise RendezvousClosedError("this node has left the job")
+        self.handle_control_requests_from_rank()
+        self.ensure_node_is_healthy()
+
+    def _leave(self, kind: Kind, what: str) -> None:
+        with contextlib.suppress(StoreLostError):
+            self._member.leave(kind, self._cause("unhealthy", what))
+
+    def _end(self, reason: str, cause: Cause | None = None) -> None:
+        try:
+            self._member.end(reason, cause)
+        except StoreLostError as error:
+            raise RendezvousConnectionError(str(error)) from None
+
+    def _read(self, reader: Callable[[JobStore], _T]) -> _T:
+        """Return what `reader` finds in the store."""
+        try:
+            return self._member.ask(lambda session: session.read(reader))
+        except StoreLostError as error:
+            raise RendezvousConnectionError(str(error)) from None
+
+    def _cause(self, kind: str, what: str) -> Cause:
+        return Cause(kind, what, host=self._member.host)
+
+    def _closed(self, error: JobOverError) -> Exception:
+        """Return how a caller learns that the job is over: a node that never worked just goes."""
+        entry: Entry = error.entry
+        if entry.reason == RDZV_SHUTDOWN_REASON_GRACEFUL and not self._has_worked:
+            return RendezvousGracefulExitError(str(error))
+        return RendezvousClosedError(str(error))
+
+    def _info(self, placed: Placed) -> Any:
+        entry, rank = placed.entry, placed.place.group_rank
+        store = PrefixStore(f"torch.rendezvous.{self._run_id}.{entry.round}", self._store)
+        if not hasattr(api, "RendezvousInfo"):
+            return store, rank, entry.active
+        meeting = api.RendezvousStoreInfo(entry.master_addr, entry.master_port)
+        assert rank is not None
+        return api.RendezvousInfo(store, rank, entry.active, meeting)
+
+
+def _healthy() -> None:
+    """Find nothing wrong."""
+
+
+def _refuse_other_reasons(reason: str) -> None:
+    if reason not in REASONS:
+        raise ValueError(f"reason {reason!r}: use one of {', '.join(sorted(REASONS))}")
+
+
+def _refuse_other_stores(store: Store) -> None:
+    bottom = store
+    while isinstance(bottom, PrefixStore):
+        bottom = bottom.underlying_store
+    if not hasattr(bottom, "port"):
+        raise ValueError(f"a rendezvous over {type(bottom).__name__}: a TCPStore is needed")

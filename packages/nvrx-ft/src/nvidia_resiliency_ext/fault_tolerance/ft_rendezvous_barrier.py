@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The barrier rendezvous as torch's elastic agent uses one, over a store that the caller brings.
+
+`ft_launcher` meets by the same rounds and does not need this module. Exactly `min_nodes` nodes
+work; the others stand by.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import Any, ClassVar
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
+    RDZV_NO_RESTART_REASONS,
+    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
+    RDZV_SHUTDOWN_REASON_FAILURE,
+)
+from nvidia_resiliency_ext.fault_tolerance._torch_faces.handler import StoreRendezvousHandler
+from nvidia_resiliency_ext.fault_tolerance._torch_faces.roster import Seat, read_roster
+from nvidia_resiliency_ext.fault_tolerance._torch_faces.settings import (
+    NodeOptions,
+    Timeouts,
+    group_size,
+    host_rules,
+    member_settings,
+    node_options,
+    placement_rules,
+)
+from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_int
+
+__all__ = [
+    "FtRendezvousBarrierHandler",
+    "GroupRankStatus",
+    "RendezvousParticipantInfo",
+    "RendezvousSettings",
+    "RendezvousStoreValue",
+    "RendezvousTimeout",
+    "create_handler",
+]
+
+KEEP_ALIVE_MAX_ATTEMPT = 3
+
+
+class RendezvousTimeout(Timeouts):
+    """How long the steps of a rendezvous may take: 600 s, 1 s, 30 s and 5 s unless given."""
+
+    _DEFAULTS: ClassVar[Mapping[str, timedelta]] = {
+        "join": timedelta(seconds=600),
+        "last_call": timedelta(seconds=1),
+        "close": timedelta(seconds=30),
+        "heartbeat": timedelta(seconds=5),
+    }
+
+
+@dataclass(frozen=True)
+class RendezvousSettings:
+    """What a job's rendezvous goes by; the same on all nodes.
+
+    Args:
+        run_id: The job's name.
+        min_nodes: How many nodes work.
+        max_nodes: How many are expected; more stand by, too.
+        timeout: How long its steps may take.
+        keep_alive_interval: Between two signs of life of a node.
+        keep_alive_max_attempt: After how many intervals without one a node counts as lost; 3.
+        segment: How many consecutive ranks must share an NVLink domain.
+        replacement_group_size: How many nodes a replacement group must have to be used.
+        nproc_per_node: Workers on this node.
+    """
+
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    timeout: RendezvousTimeout
+    keep_alive_interval: timedelta
+    keep_alive_max_attempt: int
+    segment: int | None = None
+    replacement_group_size: int | None = None
+    nproc_per_node: int = 1
+
+
+class GroupRankStatus(Enum):
+    """What stands for the rank of a node that has none."""
+
+    UNASSIGNED = -1
+
+
+@dataclass(frozen=True)
+class RendezvousParticipantInfo:
+    """A node as it offers itself for a round, as data for tools.
+
+    Args:
+        addr: Its address.
+        pid: Its agent's process.
+        local_id: Counts the handlers of that process.
+        infra_rank: Its place in the cluster; -1 where that is unknown.
+        domain_id: Its NVLink domain.
+        replacement_group_id: Its replacement group.
+    """
+
+    addr: str
+    pid: int
+    local_id: int
+    infra_rank: int = -1
+    domain_id: str = "none"
+    replacement_group_id: str | None = None
+
+    def pack(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(self.__dict__)
+
+    @classmethod
+    def unpack(cls, text: str | bytes) -> RendezvousParticipantInfo:
+        """Return what `pack` wrote.
+
+        Raises:
+            ValueError: it is anything else.
+        """
+        return cls(**_object(text, cls.__name__, set(cls.__dataclass_fields__)))
+
+
+@dataclass(frozen=True)
+class RendezvousStoreValue:
+    """A value of one round, as data for tools.
+
+    Args:
+        round: Which round it is of.
+        payload: What it says.
+    """
+
+    round: int
+    payload: Mapping[str, Any]
+
+    def pack(self) -> str:
+        """Return it as JSON."""
+        return json.dumps({"round": self.round, "payload": dict(self.payload)})
+
+    @classmethod
+    def unpack(cls, text: str | bytes) -> RendezvousStoreValue:
+        """Return what `pack` wrote.
+
+        Raises:
+            ValueError: it is anything else.
+        """
+        return cls(**_object(text, cls.__name__, {"round", "payload"}))
+
+
+class FtRendezvousBarrierHandler(StoreRendezvousHandler):
+    """A job's rounds over a caller's store: exactly `min_nodes` nodes work, the others stand by.
+
+    Args:
+        store: A TCPStore that all nodes reach, or PrefixStores over one; it stays the caller's.
+        settings: What the rendezvous goes by.
+        options: What concerns this node alone.
+
+    Raises:
+        ValueError: the store is of another kind, or the settings contradict each other.
+    """
+
+    def __init__(self, store: Store, settings: RendezvousSettings, options: NodeOptions) -> None:
+        placement = placement_rules(
+            settings.min_nodes,
+            settings.max_nodes,
+            segment=settings.segment,
+            group=settings.replacement_group_size,
+        )
+        rules = host_rules(placement, settings.timeout, min_healthy=False)
+        member = member_settings(
+            options,
+            rules,
+            settings.timeout,
+            nproc=settings.nproc_per_node,
+            implementation="barrier",
+        )
+        self._settings = settings
+        self._agent: Any = None
+        self._worker_group: Any = None
+        super().__init__(store, settings.run_id, member, rules, options)
+
+    @property
+    def settings(self) -> RendezvousSettings:
+        """What the rendezvous goes by."""
+        return self._settings
+
+    def round(self) -> int:
+        """Return the number of the present round, which counts the restarts of the job."""
+        entry = self._member.entry
+        return entry.round if entry is not None else 0
+
+    # How the job ends ------------------------------------------------------------------------
+
+    def shutdown_due_to_failure(self) -> bool:
+        """End the job for everybody as failed; see `shutdown`."""
+        return self.shutdown(RDZV_SHUTDOWN_REASON_FAILURE)
+
+    def is_shutdown_due_to_failure(self) -> bool:
+        """Return whether the job ended as failed."""
+        return self.get_shutdown_reason() == RDZV_SHUTDOWN_REASON_FAILURE
+
+    def get_shutdown_reason(self) -> str | None:
+        """Return how the job ended, or None while it has not."""
+        entry = self._member.entry
+        return entry.reason if entry is not None and self._member.is_over else None
+
+    def no_restart_reason(self) -> str | None:
+        """Return why the job must not be started again, or None."""
+        reason = self.get_shutdown_reason()
+        return reason if reason in RDZV_NO_RESTART_REASONS else None
+
+    def signal_no_restart(self, reason: str) -> None:
+        """End the job for everybody; it must not be started again.
+
+        Raises:
+            ValueError: the reason is neither `attribution_stop` nor `no_progress`.
+        """
+        if reason not in RDZV_NO_RESTART_REASONS:
+            allowed = ", ".join(sorted(RDZV_NO_RESTART_REASONS))
+            raise ValueError(f"reason {reason!r}: use one of {allowed}")
+        self._end(reason)
+
+    def attribution_stop_requested(self) -> bool:
+        """Return whether the attribution service has stopped the job."""
+        return self.get_shutdown_reason() == RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
+
+    # Who is in the round ---------------------------------------------------------------------
+
+    def get_active_node_addrs(self) -> list[str]:
+        """Return the addresses of the nodes that work, by rank; empty while a round is open."""
+        return [seat.arrival.addr for seat in self._seats() if seat.group_rank is not None]
+
+    def get_standby_node_addrs(self) -> list[str]:
+        """Return the addresses of the nodes that stand by; empty while a round is open."""
+        return [seat.arrival.addr for seat in self._seats() if seat.group_rank is None]
+
+    def get_active_ranks(self) -> list[int]:
+        """Return the infrastructure ranks of the nodes that work, in the order of their addresses.
+
+        Where there are none, their group ranks.
+        """
+        seats = [seat for seat in self._seats() if seat.group_rank is not None]
+        ranks = [seat.arrival.infra_rank for seat in seats]
+        return ranks if min(ranks, default=0) >= 0 else list(range(len(seats)))
+
+    def _seats(self) -> list[Seat]:
+        entry = self._member.entry
+        if entry is None or not entry.active:
+            return []
+        return self._read(lambda store: read_roster(store, entry.round))
+
+    def remove_this_node(self) -> None:
+        """Not of this rendezvous; `_ft_rendezvous` has it."""
+        raise NotImplementedError("a node leaves the barrier rendezvous by ending its agent")
+
+    def num_nodes(self) -> int:
+        """Not of this rendezvous; `_ft_rendezvous` has it."""
+        raise NotImplementedError("the world size of next_rendezvous() is the number of nodes")
+
+    # Whom it serves --------------------------------------------------------------------------
+
+    def set_agent(self, agent: Any) -> None:
+        """Take requests of ranks from `agent.fetch_control_requests()`, if it has that."""
+        self._agent = weakref.ref(agent)
+        fetch = getattr(agent, "fetch_control_requests", None)
+        if fetch is not None:
+            held = weakref.WeakMethod(fetch)
+            self._requests = lambda: method() if (method := held()) is not None else []
+
+    def set_worker_group(self, worker_group: Any) -> None:
+        """Take note of the workers that this node runs."""
+        self._worker_group = worker_group
+
+    def shutdown_cycle_info_reporter(self) -> None:
+        """Nothing: cycle information is written by `ft_launcher`, not by a handler."""
+
+
+def create_handler(
+    store: Store, backend: Any, params: RendezvousParameters
+) -> FtRendezvousBarrierHandler:
+    """Return a handler over `store`.
+
+    Settings in `params.config`: `join_timeout`, `last_call_timeout`, `close_timeout` and
+    `heartbeat_timeout` (seconds), `segment`, `replacement_group_size`, `nproc_per_node`,
+    `is_store_host` or `is_host`, and `rdzv_token_file`. Others are for other parts.
+
+    Args:
+        store: A TCPStore that all nodes reach, or PrefixStores over one; it stays the caller's.
+        backend: Not used: the rounds are kept in `store`.
+        params: Job, nodes, endpoint, and settings.
+
+    Raises:
+        ValueError: a setting has an unusable value, or the store is of another kind.
+    """
+    del backend
+    timeout: RendezvousTimeout = RendezvousTimeout.from_configuration(params.config)
+    settings = RendezvousSettings(
+        run_id=params.run_id,
+        min_nodes=params.min_nodes,
+        max_nodes=params.max_nodes,
+        timeout=timeout,
+        keep_alive_interval=timeout.heartbeat,
+        keep_alive_max_attempt=KEEP_ALIVE_MAX_ATTEMPT,
+        segment=rdzv_config_get_as_int(params.config, "segment"),
+        replacement_group_size=group_size(params.config),
+        nproc_per_node=rdzv_config_get_as_int(params.config, "nproc_per_node", 1) or 1,
+    )
+    return FtRendezvousBarrierHandler(store, settings, node_options(params))
+
+
+def _object(text: str | bytes, name: str, fields: set[str]) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a {name}: {error}") from None
+    if not isinstance(document, dict) or not document.keys() <= fields:
+        raise ValueError(f"not a {name}")
+    return document
