@@ -328,7 +328,7 @@ class _HostThread(threading.Thread):
         self._node = node
         self._clock = clock
         self._on_bad_node = on_bad_node
-        self._is_stopped = threading.Event()
+        self._end_asked = threading.Event()
 
     def run(self) -> None:
         """Serve until the job is over. A failure is seen by all nodes: their store is gone."""
@@ -341,7 +341,7 @@ class _HostThread(threading.Thread):
 
     def stop(self) -> None:
         """End within a second, though the job may go on elsewhere."""
-        self._is_stopped.set()
+        self._end_asked.set()
 
     def _serve(self) -> None:
         listener = self._way.meeting.listener
@@ -362,7 +362,7 @@ class _HostThread(threading.Thread):
                     entry.round, _nodes_of(placement, hosts)
                 ),
                 on_bad_node=self._on_bad_node,
-                stop=self._is_stopped,
+                stop=self._end_asked,
             ).run()
         finally:
             own.cut()
