@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import itertools
 import logging
 import os
 import queue
@@ -305,8 +306,14 @@ class Schedule:
                 raise ScheduleError(f"round {entry.round} was closed twice")
 
         host.__init__(  # type: ignore[misc]
-            clean, rules, me="host", epoch="e", clock=SystemClock(), on_closed=note_closed, stop=stop,
-        )  # fmt: skip
+            clean,
+            rules,
+            me="host",
+            epoch="e",
+            clock=SystemClock(),
+            on_closed=note_closed,
+            stop=stop,
+        )
         failed: list[BaseException] = []
         serving = threading.Thread(target=_caught, args=(host.run, failed), daemon=True)
         serving.start()
@@ -388,7 +395,7 @@ class Schedule:
         for entry in told:
             if by_seq.get(entry.seq) != encode(entry):
                 raise ScheduleError(f"{node.name} was told {entry}, which was never decided")
-        for one, two in zip(told, told[1:], strict=False):
+        for one, two in itertools.pairwise(told):
             if two.seq != one.seq + 1:
                 raise ScheduleError(f"{node.name} was told {two.seq} after {one.seq}")
 
@@ -472,8 +479,9 @@ def main() -> int:
     began = time.monotonic()
     wrong = run_all(seeds, options.at_once)
     for seed, what in sorted(wrong.items()):
-        print(f"seed {seed}: {what}")
-    print(f"{len(seeds)} schedules, {len(wrong)} wrong, {time.monotonic() - began:.1f} s")
+        sys.stdout.write(f"seed {seed}: {what}\n")
+    took_s = time.monotonic() - began
+    sys.stdout.write(f"{len(seeds)} schedules, {len(wrong)} wrong, {took_s:.1f} s\n")
     return 1 if wrong else 0
 
 

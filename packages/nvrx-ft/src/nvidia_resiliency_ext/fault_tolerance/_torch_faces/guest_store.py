@@ -49,10 +49,11 @@ def connect_guest(kind: type[_Store], client: Any, prefix: str, secret: bytes | 
     Raises:
         StoreLostError: the store is gone, or not what this needs.
     """
-    own = another_client(client)
+    own, link = another_client(client)
     with contextlib.suppress(AttributeError):
         own.set_timeout(timedelta(seconds=CALL_TIMEOUT_S))
-    return kind(own, prefix, agree_on_secret(own, prefix) if secret is None else secret)
+    key = agree_on_secret(own, prefix) if secret is None else secret
+    return kind(own, prefix, key, link)
 
 
 class BellStore(GuestStore):
