@@ -53,7 +53,14 @@ def test_prewarm_is_what_the_configuration_says() -> None:
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        (describe(FaultToleranceConfig(attribution_endpoint="localhost")), "attribution_endpoint"),
+        (
+            describe(FaultToleranceConfig(attribution_endpoint="localhost")),
+            "needs --ft-per-cycle-applog-prefix",
+        ),
+        (
+            describe(FaultToleranceConfig(attribution_node_action="exclude")),
+            "attribution_node_action",
+        ),
         (describe(nproc_per_node=0), "nproc_per_node=0: is not from 1 to 65536"),
         (describe(nproc_per_node=10**11), "nproc_per_node=100000000000: is not from"),
         (describe(max_nodes=0), "max_nodes=0: 1 <= min_nodes <= max_nodes"),

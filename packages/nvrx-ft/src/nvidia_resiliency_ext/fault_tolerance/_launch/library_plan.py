@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._attribution.settings import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._config.sources import refused_options
@@ -35,6 +37,7 @@ class LogSettings:
     tee: Mapping[int, Std] = field(default_factory=dict)
     local_ranks_filter: frozenset[int] | None = None
     logs: LogPlan = field(default_factory=LogPlan)
+    attribution: AttributionConfig | None = None
 
 
 def config_from_plan(plan: LaunchPlan) -> LaunchConfig:
@@ -45,7 +48,12 @@ def config_from_plan(plan: LaunchPlan) -> LaunchConfig:
         nproc_per_node=plan.nproc_per_node,
         fault_tol_cfg=plan.fault_tolerance,
         logs_specs=LogSettings(
-            plan.log_dir, plan.redirects, plan.tee, plan.local_ranks_filter, plan.logs
+            plan.log_dir,
+            plan.redirects,
+            plan.tee,
+            plan.local_ranks_filter,
+            plan.logs,
+            plan.attribution,
         ),
         run_id=plan.run_id,
         role=plan.role,
@@ -99,6 +107,14 @@ def plan_from_config(
         problems.append("logs_specs: takes what config_from_args returns, or a PipeBasedLogsSpecs")
     elif logs.logs.applog_prefix is not None and fault_tolerance.orphan_workers == "keep":
         problems.append(ORPHANS_NEED_NO_PIPES)
+    attribution = AttributionConfig()
+    try:
+        if logs is not None:
+            attribution = logs.attribution or AttributionConfig.from_args(
+                argparse.Namespace(), logs.logs.applog_prefix, fault_tolerance
+            )
+    except ValueError as error:
+        problems.append(str(error))
     if problems or logs is None:
         raise FaultToleranceConfigError(problems)
     threads = surroundings.omp_rule(environ, config.nproc_per_node)
@@ -143,6 +159,7 @@ def plan_from_config(
         node_health_check_endpoint=None,
         fault_tolerance=fault_tolerance,
         logs=logs.logs,
+        attribution=attribution,
         warnings=(threads.warning,) if threads.warning else (),
     )
 

@@ -364,7 +364,7 @@ def _goes_on_without(rules: HostRules, memory: Memory, view: View) -> Cause | No
     """Return why the job goes on without nodes that had to go, or None when it is over."""
     going = _must_go(view)
     if (
-        not view.entry.is_leaving
+        not view.entry.save_at
         or view.me in going
         or rules.budget.left(view.entry, view.entry_age_s) <= 0
     ):
