@@ -231,6 +231,23 @@ def test_the_end_reaches_everybody(
     assert spare.is_shutdown_due_to_failure() is (reason == "failure")
 
 
+def test_who_comes_after_the_end_just_goes(job: Callable[..., handler_nodes.Nodes]) -> None:
+    """A node that finds the job over is told at once, and no thread of it waits on."""
+    nodes = job(1, 2)
+    works = nodes.add(host=True)
+    nodes.join(works)
+    ended = nodes.call(works.shutdown)
+    until(works.is_closed)
+    before = set(threading.enumerate())
+    late = nodes.add()
+    with pytest.raises(RendezvousGracefulExitError):
+        nodes.join(late)
+    assert late.shutdown()
+    names = {thread.name for thread in set(threading.enumerate()) - before}
+    assert not {name for name in names if name.startswith("nvrx-")}
+    assert ended.result(DEADLINE_S)
+
+
 def test_who_has_worked_learns_that_the_job_is_closed(
     job: Callable[..., handler_nodes.Nodes],
 ) -> None:

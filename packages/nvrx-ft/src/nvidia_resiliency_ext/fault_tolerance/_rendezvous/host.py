@@ -379,10 +379,32 @@ def _goes_on_without(rules: HostRules, memory: Memory, view: View) -> Cause | No
     return next(iter(going.values()), None)
 
 
+def losses(rules: HostRules, memory: Memory, view: View) -> tuple[Note, ...]:
+    """Return what nobody has said yet: the nodes of a closed round that are lost."""
+    if view.entry.phase is not Phase.CLOSED:
+        return ()
+    told, known = _told(memory, view), _states(rules, memory, view)
+    return tuple(
+        Note(Kind.STATE, node, state=WorkerState.UNKNOWN, cause=_lost(member))
+        for member in memory.active
+        if known[node := member.candidate.node][0] is WorkerState.UNKNOWN
+        and told[node][0] is not WorkerState.UNKNOWN
+    )
+
+
 def _states(
     rules: HostRules, memory: Memory, view: View
 ) -> dict[str, tuple[WorkerState, Cause | None]]:
     """Return what is known of each node with a place, and why it is not healthy."""
+    states = _told(memory, view)
+    for node, (state, _) in states.items():
+        if state is WorkerState.HEALTHY and view.quiet_s.get(node, 0.0) > expiry_s(rules):
+            states[node] = (WorkerState.UNKNOWN, None)
+    return states
+
+
+def _told(memory: Memory, view: View) -> dict[str, tuple[WorkerState, Cause | None]]:
+    """Return what nodes with a place have told of themselves."""
     states: dict[str, tuple[WorkerState, Cause | None]] = {
         member.candidate.node: (WorkerState.HEALTHY, None) for member in memory.active
     }
@@ -393,9 +415,6 @@ def _states(
             states[note.node] = (note.state, note.cause)
         elif note.kind in (Kind.LEFT, Kind.UNHEALTHY):
             states[note.node] = (WorkerState.UNKNOWN, note.cause)
-    for node, (state, _) in states.items():
-        if state is WorkerState.HEALTHY and view.quiet_s.get(node, 0.0) > expiry_s(rules):
-            states[node] = (WorkerState.UNKNOWN, None)
     return states
 
 

@@ -288,6 +288,9 @@ class Host:
         decision = host.decide(self._rules, self._memory, view, now)
         if isinstance(decision, Wait):
             self._note_wait(decision, now)
+            for note in host.losses(self._rules, self._memory, view):
+                # The others cannot see leases, and may want to know.
+                self._store.append_line(keys.inbox(self._entry.round), encode(note))
         return decision
 
     def _quiet_s(self) -> dict[str, float]:

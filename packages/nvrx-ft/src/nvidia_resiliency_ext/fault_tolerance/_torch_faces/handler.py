@@ -81,6 +81,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._requests: Callable[[], list[object]] = list
         self._node_check: Callable[[], None] = _healthy
         self._has_worked = False
+        self._is_unfit = False
         clock = SystemClock()
         prefix = keys.prefix(run_id)
         self._host: HostThread | None = None
@@ -213,7 +214,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         try:
             self._node_check()
         except UnhealthyNodeException as error:
-            self._leave(Kind.UNHEALTHY, str(error))
+            self._leave_unfit(str(error))
             raise
 
     def handle_control_requests_from_rank(self) -> None:
@@ -234,20 +235,21 @@ class StoreRendezvousHandler(RendezvousHandler):
             raise RendezvousClosedError(what)
         if Request.EXCLUDE_NODE in asked:
             what = f"a rank asked to exclude this node: {asked[Request.EXCLUDE_NODE]}"
-            self._leave(Kind.UNHEALTHY, what)
+            self._leave_unfit(what)
             raise UnhealthyNodeException(what)
 
     # Steps -----------------------------------------------------------------------------------
 
     def _before_arrival(self) -> None:
-        if self._member.has_left:
+        if self._is_unfit:
             raise RendezvousClosedError("this node has left the job")
         self.handle_control_requests_from_rank()
         self.ensure_node_is_healthy()
 
-    def _leave(self, kind: Kind, what: str) -> None:
+    def _leave_unfit(self, what: str) -> None:
+        self._is_unfit = True
         with contextlib.suppress(StoreLostError):
-            self._member.leave(kind, self._cause("unhealthy", what))
+            self._member.leave(Kind.UNHEALTHY, self._cause("unhealthy", what))
 
     def _end(self, reason: str, cause: Cause | None = None) -> None:
         try:

@@ -288,6 +288,7 @@ class Membership:
     def _arrive(self) -> tuple[int, bool]:
         """Offer this node; return the round, and whether it came in time for a place."""
         with self._changed:
+            self._has_left = False
             if self._in_use is not None:
                 self._in_use.release()
                 self._in_use = None

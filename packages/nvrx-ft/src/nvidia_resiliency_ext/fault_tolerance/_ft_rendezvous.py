@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The older rendezvous (`--ft-rdzv-impl legacy`) as torch's elastic agent uses one.
+
+All nodes work that come, from `min_nodes` to `max_nodes`, and each publishes the state of its
+workers. It is served by the rounds of the barrier; nothing in the store is pickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
+
+from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import records
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.identity import NodeIdentity
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import NodeSession
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import StoreLostError
+from nvidia_resiliency_ext.fault_tolerance._torch_faces.handler import StoreRendezvousHandler
+from nvidia_resiliency_ext.fault_tolerance._torch_faces.roster import FINAL, read_roster
+from nvidia_resiliency_ext.fault_tolerance._torch_faces.settings import (
+    NodeOptions,
+    Timeouts,
+    host_rules,
+    member_settings,
+    node_options,
+    placement_rules,
+)
+from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
+    rdzv_config_get_as_bool,
+    rdzv_config_get_as_int,
+)
+
+__all__ = ["FtRendezvousHandler", "RendezvousSettings", "RendezvousTimeout", "create_handler"]
+
+KEEP_ALIVE_MAX_ATTEMPT = 3
+
+
+class RendezvousTimeout(Timeouts):
+    """How long the steps of a rendezvous may take: 600 s, 30 s, 30 s and 5 s unless given."""
+
+    _DEFAULTS: ClassVar[Mapping[str, timedelta]] = {
+        "join": timedelta(seconds=600),
+        "last_call": timedelta(seconds=30),
+        "close": timedelta(seconds=30),
+        "heartbeat": timedelta(seconds=5),
+    }
+
+
+@dataclass(frozen=True)
+class RendezvousSettings:
+    """What a job's rendezvous goes by; the same on all nodes.
+
+    Args:
+        run_id: The job's name.
+        min_nodes: The fewest nodes that work.
+        max_nodes: The most; more stand by.
+        timeout: How long its steps may take.
+        keep_alive_interval: Between two signs of life of a node.
+        keep_alive_max_attempt: After how many intervals without one a node counts as lost; 3.
+        upscaling_enabled: Whether a node that comes late opens the next round while there is room.
+        use_infra_group_rank: Whether ranks follow the scheduler's order of nodes, where all have
+            one; else nodes keep their ranks.
+    """
+
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    timeout: RendezvousTimeout
+    keep_alive_interval: timedelta
+    keep_alive_max_attempt: int
+    upscaling_enabled: bool = True
+    use_infra_group_rank: bool = True
+
+
+class FtRendezvousHandler(StoreRendezvousHandler):
+    """A job's rounds over a caller's store: all nodes work that come, up to `max_nodes`.
+
+    The store host opens the next round when fewer than `min_nodes` nodes are healthy or done, and
+    ends the job when none is healthy and enough are done.
+
+    Args:
+        store: A TCPStore that all nodes reach, or PrefixStores over one; it stays the caller's.
+        settings: What the rendezvous goes by.
+        options: What concerns this node alone.
+        nproc: Workers on this node.
+
+    Raises:
+        ValueError: the store is of another kind, or the settings contradict each other.
+    """
+
+    def __init__(
+        self, store: Store, settings: RendezvousSettings, options: NodeOptions, nproc: int = 1
+    ) -> None:
+        placement = dataclasses.replace(
+            placement_rules(settings.min_nodes, settings.max_nodes),
+            elastic=True,
+            use_infra_rank=settings.use_infra_group_rank,
+        )
+        rules = host_rules(placement, settings.timeout, min_healthy=True)
+        member = member_settings(
+            options,
+            rules,
+            settings.timeout,
+            nproc=nproc,
+            implementation="legacy",
+            grows=settings.upscaling_enabled,
+        )
+        self._settings = settings
+        super().__init__(store, settings.run_id, member, rules, options)
+
+    @property
+    def settings(self) -> RendezvousSettings:
+        """What the rendezvous goes by."""
+        return self._settings
+
+    def num_nodes(self) -> int:
+        """Return how many nodes work in the present round; 0 while one is open."""
+        entry = self._member.entry
+        return entry.active if entry is not None else 0
+
+    def remove_this_node(self) -> None:
+        """Take this node out of the present round; it may come back by `next_rendezvous`.
+
+        Raises:
+            RendezvousConnectionError: the store is gone.
+        """
+        try:
+            self._member.leave(Kind.LEFT, self._cause("left", f"host {self._member.host} leaves"))
+        except StoreLostError as error:
+            raise RendezvousConnectionError(str(error)) from None
+
+    def get_worker_states(self) -> dict[NodeIdentity, WorkerState]:
+        """Return the state of the workers of each node of the present round.
+
+        `UNKNOWN` is said of a node that is lost or has left.
+
+        Raises:
+            RendezvousConnectionError: the store is gone.
+        """
+        entry = self._member.entry
+        if entry is None or not entry.active:
+            return {}
+        seats = self._read(lambda store: read_roster(store, entry.round))
+        return {
+            NodeIdentity.parse(seat.arrival.node): WorkerState[seat.state.name]
+            for seat in seats
+            if seat.group_rank is not None
+        }
+
+    def try_set_worker_state(self, state: WorkerState) -> WorkerState:
+        """Publish the state of this node's workers and return the one that stands.
+
+        `SUCCEEDED`, `FAILED` and `UNKNOWN` are final in a round. A node that has no place in the
+        round is `UNKNOWN`.
+
+        Raises:
+            ValueError: it is no state to publish: `INIT` or `STOPPED`.
+            RendezvousConnectionError: the store is gone.
+        """
+        try:
+            wanted = records.WorkerState[state.name]
+        except KeyError:
+            names = ", ".join(known.name for known in records.WorkerState)
+            raise ValueError(f"worker state {state.name}: use one of {names}") from None
+        me = NodeIdentity.parse(self._member.node)
+        stands = self.get_worker_states().get(me, WorkerState.UNKNOWN)
+        if records.WorkerState[stands.name] in FINAL:
+            return stands
+        cause = None
+        if wanted is not records.WorkerState.HEALTHY:
+            what = f"workers of host {self._member.host} are {wanted.value}"
+            cause = self._cause("worker", what)
+        self._tell(wanted, cause)
+        return state
+
+    def _tell(self, state: records.WorkerState, cause: Cause | None) -> None:
+        def tell(session: NodeSession) -> None:
+            if state is records.WorkerState.SUCCEEDED:
+                session.succeeded()
+            else:
+                session.tell(Kind.STATE, state=state, cause=cause)
+
+        try:
+            self._member.ask(tell)
+        except StoreLostError as error:
+            raise RendezvousConnectionError(str(error)) from None
+
+
+def create_handler(store: Store, backend: Any, params: RendezvousParameters) -> FtRendezvousHandler:
+    """Return a handler over `store`.
+
+    Settings in `params.config`: `join_timeout`, `last_call_timeout`, `close_timeout` and
+    `heartbeat_timeout` (seconds), `upscaling_enabled`, `use_infra_group_rank`, `nproc_per_node`,
+    `is_store_host` or `is_host`, and `rdzv_token_file`. Others are for other parts.
+
+    Args:
+        store: A TCPStore that all nodes reach, or PrefixStores over one; it stays the caller's.
+        backend: Not used: the rounds are kept in `store`.
+        params: Job, nodes, endpoint, and settings.
+
+    Raises:
+        ValueError: a setting has an unusable value, or the store is of another kind.
+    """
+    del backend
+    conf = params.config
+    timeout: RendezvousTimeout = RendezvousTimeout.from_configuration(conf)
+    settings = RendezvousSettings(
+        run_id=params.run_id,
+        min_nodes=params.min_nodes,
+        max_nodes=params.max_nodes,
+        timeout=timeout,
+        keep_alive_interval=timeout.heartbeat,
+        keep_alive_max_attempt=KEEP_ALIVE_MAX_ATTEMPT,
+        upscaling_enabled=rdzv_config_get_as_bool(conf, "upscaling_enabled", True) is not False,
+        use_infra_group_rank=rdzv_config_get_as_bool(conf, "use_infra_group_rank", True)
+        is not False,
+    )
+    nproc = rdzv_config_get_as_int(conf, "nproc_per_node", 1) or 1
+    return FtRendezvousHandler(store, settings, node_options(params), nproc)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One node of a job under torch's elastic agent, or ours; nodes meet through our handler.
+
+Arguments: which agent, number of this node, nodes that work, port of the store, and a directory.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+
+def serve_node() -> int:
+    """Run this node's agent; print its result."""
+    which, number, nodes, port, directory = sys.argv[1:]
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+    if which == "legacy":
+        from nvidia_resiliency_ext.fault_tolerance._ft_rendezvous import create_handler
+    else:
+        from nvidia_resiliency_ext.fault_tolerance.ft_rendezvous_barrier import create_handler
+
+    is_host = number == "0"
+    store = TCPStore("127.0.0.1", int(port), is_master=is_host, wait_for_workers=False)
+    params = RendezvousParameters(
+        "c10d", f"127.0.0.1:{port}", "torch", int(nodes), int(nodes),
+        local_addr=f"127.0.0.{2 + int(number)}", is_store_host=is_host, nproc_per_node=2,
+        join_timeout=40, last_call_timeout=0,
+    )  # fmt: skip
+    handler = create_handler(store, None, params)
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=2,
+        rdzv_handler=handler,
+        entrypoint=sys.executable,
+        args=("-S", __file__, "worker", directory),
+        max_restarts=2,
+        monitor_interval=0.05,
+    )
+    logs = DefaultLogsSpecs(log_dir=f"{directory}/{number}")
+    if which == "ours":
+        from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
+        from nvidia_resiliency_ext.fault_tolerance.launcher import LocalElasticAgent
+
+        agent = LocalElasticAgent(spec, FaultToleranceConfig(), logs, workers_stop_timeout=5)
+    else:
+        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+        agent = LocalElasticAgent(spec, logs)
+    try:
+        result = agent.run()
+    finally:
+        handler.shutdown()
+    state = "standby" if result is None else result.state.name
+    print("RESULT", state, handler.get_run_id(), flush=True)
+    return 0
+
+
+def work(directory: str) -> int:
+    """Be a worker: rank 1 of the first cycle fails, its peers wait to be stopped."""
+    import contextlib
+    import signal
+
+    rank, port = os.environ["RANK"], os.environ["MASTER_PORT"]
+    first = Path(directory, "first")
+    # Each cycle has a port of its own; who comes first leaves that of the first cycle.
+    with contextlib.suppress(FileExistsError):
+        first.symlink_to(port)
+    if str(first.readlink()) == port:
+        if rank == "1":
+            return 3
+        signal.sigwait([signal.SIGTERM])
+        return 1
+    text = " ".join((rank, os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]))
+    Path(directory, f"rank{rank}").write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(work(sys.argv[2]) if sys.argv[1] == "worker" else serve_node())

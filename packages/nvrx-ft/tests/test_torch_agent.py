@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of real processes under torch's own elastic agent, which meet through our handlers."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nvidia_resiliency_ext.fault_tolerance._launch.ports import PortReservation
+
+PROGRAM = Path(__file__).parent / "programs" / "torch_agent_node.py"
+NODES = 2
+# Three interpreters import torch: on a busy host that alone takes half a minute.
+DEADLINE_S = 150
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(DEADLINE_S + 30)]
+
+
+def run_nodes(which: str, directory: Path, *, nodes: int = NODES, spares: int = 0) -> list[str]:
+    """Run the agents of a job, and return what each said in the end."""
+    reserved = PortReservation()
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    environ |= {"RES_OPTIONS": "timeout:1 attempts:1", "TMPDIR": str(directory)}
+    words = [sys.executable, str(PROGRAM), which]
+    with contextlib.ExitStack() as stack:
+        stack.callback(reserved.release)
+        started = []
+        for number in range(nodes + spares):
+            file = stack.enter_context((directory / f"node{number}.log").open("w"))
+            process = subprocess.Popen(
+                [*words, str(number), str(nodes), str(reserved.port), str(directory)],
+                env=environ, stdout=file, stderr=file,
+            )  # fmt: skip
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            started.append(process)
+        try:
+            codes = [process.wait(DEADLINE_S) for process in started]
+        except subprocess.TimeoutExpired:
+            codes = []
+    said = [path.read_text() for path in sorted(directory.glob("node*.log"))]
+    assert codes == [0] * len(started), "\n".join(text[-3000:] for text in said)
+    return [text.partition("RESULT ")[2].splitlines()[0] for text in said]
+
+
+def test_torchs_agent_restarts_over_the_barrier(tmp_path: Path) -> None:
+    """A worker fails: all nodes go into the next round; the spare stands by and ends with them."""
+    said = run_nodes("barrier", tmp_path, spares=1)
+    assert sorted(said) == ["SUCCEEDED torch", "SUCCEEDED torch", "standby torch"]
+    results = {path.read_text() for path in tmp_path.glob("rank*")}
+    assert {text.rsplit(" ", 1)[0] for text in results} == {f"{rank} 4" for rank in range(4)}
+    assert len({text.rsplit(" ", 1)[1] for text in results}) == 1
+
+
+def test_torchs_agent_restarts_over_the_older_rendezvous(tmp_path: Path) -> None:
+    """A worker fails: both nodes go into the next round and end well."""
+    assert run_nodes("legacy", tmp_path) == ["SUCCEEDED torch"] * NODES
+    assert len(list(tmp_path.glob("rank*"))) == 2 * NODES
