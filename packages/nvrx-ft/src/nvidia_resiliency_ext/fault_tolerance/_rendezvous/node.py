@@ -45,6 +45,9 @@ logger = logging.getLogger("nvrx")
 WATCH_WAIT_S = 600.0
 FOREIGN_PAUSE_S = 0.5
 CREATE_TRIES = 50
+# A store that was killed may take connections for some milliseconds more, and torch then tries to
+# connect for half a minute, in which nobody hears that the machine refuses.
+DYING_S = 0.1
 
 
 # What a session tells ---------------------------------------------------------------------------
@@ -172,17 +175,18 @@ class NodeSession:
         self._store.count(keys.lease(self.node), keys.ACKNOWLEDGED)
 
     def arrive(self, arrival: Arrival) -> bool:
-        """Offer this node in the present round; False when it came too late for a place."""
+        """Offer this node in the present round; False when that is closed, so it is a spare.
+
+        Who is in a round is what the host found in its inbox when it closed it; this node learns
+        that from its place. The counter only wakes the host at the right time.
+        """
         entry = self._present()
         self._arrival, self._place = arrival, None
+        self._arrived_in = entry.round
         self._send(Note(Kind.ARRIVED, self.node, arrival=arrival), entry.round)
         if entry.phase is not Phase.OPEN:
             return False
-        counted = self._store.count(keys.arrivals(entry.round), 1)
-        if counted > keys.SEAL:
-            return False
-        self._arrived_in = entry.round
-        if counted >= entry.bell_from:
+        if self._store.count(keys.arrivals(entry.round), 1) >= entry.bell_from:
             self.ring()
         return True
 
@@ -461,6 +465,7 @@ class NodeThreads:
         if session.entry is None or not session.entry.is_controlled or self._ended.is_set():
             raise error
         logger.warning("%s; going on, and waiting for it to come back", _store_gone(error))
+        self._ended.wait(DYING_S)
         store = self._connect(self._store_is_absent)
         self._renew_over(store)
         store.create(keys.SETTINGS, write_settings(self._host, self._settings))

@@ -259,6 +259,11 @@ def _connect_client(host: str, port: int) -> Any:
     )
 
 
+def load_torch() -> None:
+    """Load torch, which takes seconds, for whoever must be quick afterwards."""
+    _store_class()
+
+
 def _store_class() -> Any:
     """Return torch's TCPStore, silent about waits that time out, which are no errors here."""
     level = os.environ.get(_TORCH_LOG_LEVEL)
