@@ -284,10 +284,10 @@ def control(job: NodesJob, name: str) -> HostProcess:
 def test_training_goes_on_while_the_control_plane_is_away(
     nodes_job: Callable[..., NodesJob],
 ) -> None:
-    """The control plane is killed and started anew: no restart, and the next fault heals."""
+    """The control plane is killed and comes back after two leases: no restart, faults heal."""
     job = nodes_job(3)
     plane = control(job, "control")
-    start(job, "2", hosts=list(job.network)[1:], steps=150)
+    start(job, "2", "--ft-lease", "1", hosts=list(job.network)[1:], steps=150)
     job.wait_for_step(0, 3, ranks=4)
     plane.kill()
     plane.wait(10)

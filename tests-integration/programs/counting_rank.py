@@ -3,6 +3,9 @@
 
     counting_rank.py SHARED --steps N [--step-ms MS] [--save-every N] [--client]
 
+A file `steps` in the shared folder says another number of steps while they run. SIGUSR1 is an
+exception in the rank.
+
 Rank 0 listens at MASTER_PORT and takes in the ranks of its own cycle and no others. Each step, all
 ranks send it what their part of the step's samples comes to, it adds that up into a new state, and
 all go on when they have it (so each step is a barrier). The state depends on all that came before
@@ -17,6 +20,7 @@ import errno
 import hashlib
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -30,6 +34,7 @@ SAMPLES_PER_STEP = 64
 FIRST_STATE = "0" * 16
 STATE = "state.json"
 RESULT = "result.json"
+STEPS = "steps"
 RETRY_S = 0.01
 
 
@@ -130,12 +135,12 @@ class Group:
             peer.send(message)
         return message
 
-    def step(self, state: str, step: int) -> str:
-        """Do one step together and return the new state."""
+    def step(self, state: str, step: int, steps: int) -> dict:
+        """Do one step together; return the new state and how many steps rank 0 wants."""
         own = share_of(step, self.rank, self.world)
         if self.rank:
             self.peers[0].send({"step": step, "share": own})
-            return str(self.from_first(None)["state"])
+            return self.from_first(None)
         total = own
         for peer in self.peers:
             message = peer.receive()
@@ -143,7 +148,18 @@ class Group:
                 self.record.say("stranger", who=message, me=self.me)
                 raise SystemExit(f"step {message['step']} came in step {step}")
             total += message["share"]
-        return str(self.from_first({"state": next_state(state, step, total)})["state"])
+        return self.from_first({"state": next_state(state, step, total), "steps": steps})
+
+
+def wanted(options: argparse.Namespace) -> int:
+    """Return how many steps there are to be."""
+    path = options.shared / STEPS
+    return int(path.read_text()) if path.exists() else int(options.steps)
+
+
+def fail(*_: object) -> None:
+    """Raise as a bug in the program would."""
+    raise RuntimeError("asked to fail")
 
 
 def train(options: argparse.Namespace, record: Record, monitor: Monitor) -> None:
@@ -154,17 +170,18 @@ def train(options: argparse.Namespace, record: Record, monitor: Monitor) -> None
         path = options.shared / STATE
         if group.rank == 0 and path.exists():
             saved = json.loads(path.read_text())
-        saved = group.from_first(saved)
-    step, state = int(saved["step"]), str(saved["state"])
+        saved = group.from_first({**saved, "steps": wanted(options)})
+    step, state, steps = int(saved["step"]), str(saved["state"]), int(saved["steps"])
     record.say("resume", step=step)
-    while step < options.steps:
+    while step < steps:
         with monitor.section("step"):
             time.sleep(options.step_ms / 1000)
-            state = group.step(state, step)
+            done = group.step(state, step, wanted(options))
+        state, steps = str(done["state"]), int(done["steps"])
         step += 1
         record.say("step", step=step)
         monitor.beat()
-        if group.rank == 0 and (step % options.save_every == 0 or step == options.steps):
+        if group.rank == 0 and (step % options.save_every == 0 or step == steps):
             with monitor.section("checkpoint"):
                 data = json.dumps({"step": step, "state": state}).encode()
                 record.save(STATE, data, step=step)
@@ -184,6 +201,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--client", action="store_true", help="sections and heartbeats")
     options = parser.parse_args()
+    signal.signal(signal.SIGUSR1, fail)
     record = Record(options.shared)
     monitor = Monitor(options.client)
     train(options, record, monitor)

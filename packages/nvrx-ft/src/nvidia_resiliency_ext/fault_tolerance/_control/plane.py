@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.rules import rules_from_s
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
     connect,
-    load,
+    load_torch,
     serve,
     share_secret,
 )
@@ -59,8 +59,9 @@ class ControlPlane:
         plan = self._plan
         prefix = keys.prefix(plan.run_id)
         secret = read_token(plan.token_file) if plan.token_file else None
-        # Before listening: launchers that reach a store count on an answer within their lease.
-        load()
+        # Before anybody can connect: who waits in the queue of a port is not told that no store is
+        # there yet, and its lease does not stand still.
+        load_torch()
         listener = claim(plan.host, plan.port, is_host=True)
         assert listener is not None
         self._server = serve(listener, plan.host, MOST_NODES)

@@ -22,6 +22,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.blame import BlameRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     DEFAULT_PORT,
+    Probing,
     claim,
     read_token,
     wait_until_reachable,
@@ -68,6 +69,8 @@ CONNECT_WAIT_S = 120.0
 LAST_CALL_S = 1.0
 LEGACY_LAST_CALL_S = 30.0
 RETRY_S = 0.5
+# Each refusal is proof that nobody can have replaced this node: they must come often enough.
+LEASES_BETWEEN_PROBES = 0.2
 LOG_TOKEN_WAIT_S = 2.0
 
 # Options that may differ from node to node: paths, and what a node does for itself.
@@ -199,7 +202,8 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     stop = threading.Event()
     limit_s = connect_s if connect_s is not None else CONNECT_WAIT_S
 
-    way = _Way(meeting, prefix, secret, limit_s)
+    longest_s = min(Probing().longest_pause_s, LEASES_BETWEEN_PROBES * config.lease)
+    way = _Way(meeting, prefix, secret, limit_s, Probing(longest_pause_s=longest_s))
     host: _HostThread | None = None
     if meeting.listener is not None:
         host = _HostThread(way, rules, node, clock, records, on_bad_node)
@@ -262,6 +266,7 @@ class _Way:
     prefix: str
     secret: bytes | None
     timeout_s: float
+    probing: Probing
 
     def connect(self, secret: bytes | None, timeout_s: float) -> JobStore:
         return connect(self.meeting.host, self.meeting.port, self.prefix, secret, timeout_s)
@@ -275,7 +280,9 @@ def _connect(
     deadline = clock.monotonic() + way.timeout_s
     while True:
         left_s = deadline - clock.monotonic()
-        wait_until_reachable(meeting.host, meeting.port, left_s, clock, stop, refused)
+        wait_until_reachable(
+            meeting.host, meeting.port, left_s, clock, stop, refused, probing=way.probing
+        )
         try:
             return way.connect(way.secret, max(1.0, left_s))
         except StoreLostError:

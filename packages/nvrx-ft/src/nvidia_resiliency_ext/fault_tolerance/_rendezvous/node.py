@@ -47,6 +47,9 @@ WATCH_WAIT_S = 600.0
 FOREIGN_PAUSE_S = 0.5
 ATTACH_TRIES = 20
 CUT_WAIT_S = 1.0
+# A store that was killed may take connections for some milliseconds more, and torch then tries to
+# connect for half a minute, in which nobody hears that the machine refuses.
+DYING_S = 0.1
 
 _T = TypeVar("_T")
 
@@ -559,6 +562,7 @@ class NodeThreads:
             raise error
         logger.warning("%s; going on, and waiting for it to come back", _store_gone(error))
         self._cut()
+        self._ended.wait(DYING_S)
         store = self._keep(self._connect(self._store_is_absent))
         self._renew_over(store)
         store.create(keys.SETTINGS, write_settings(self._host, self._settings))

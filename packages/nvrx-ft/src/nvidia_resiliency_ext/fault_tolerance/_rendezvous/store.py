@@ -338,8 +338,8 @@ def _connect_client(host: str, port: int) -> tuple[Any, Link]:
         raise StoreLostError(_first_line(error)) from None
 
 
-def load() -> None:
-    """Load torch now: between listening and serving nothing should take long."""
+def load_torch() -> None:
+    """Load torch, which takes seconds, for whoever must be quick afterwards."""
     _store_class()
 
 
