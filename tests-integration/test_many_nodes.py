@@ -185,15 +185,15 @@ def test_without_the_store_host_the_others_leave(nodes_job: Callable[..., NodesJ
 def test_a_spare_that_comes_late_is_used(nodes_job: Callable[..., NodesJob]) -> None:
     """A launcher that is started in the middle of a round waits, and works when it is needed."""
     job = nodes_job(3)
-    start(job, "2:3", "--ft-lease", "1", hosts=list(job.network)[:2], steps=200)
+    start(job, "2:3", "--ft-lease", "1", hosts=list(job.network)[:2], steps=400)
     job.wait_for_step(0, 3, ranks=4)
     late = job.network[2]
-    start(job, "2:3", "--ft-lease", "1", hosts=[late], steps=200)
+    start(job, "2:3", "--ft-lease", "1", hosts=[late], steps=400)
     job.wait_for(lambda: "waits as a spare" in job.log(late), "the spare is there")
     job.launchers[job.network[1].name].kill()
     job.wait_for_step(1, ranks=4)
     assert late in with_ranks(job, 1)
-    assert_ended_well(job, steps=200, **{job.network[1].name: -signal.SIGKILL})
+    assert_ended_well(job, steps=400, **{job.network[1].name: -signal.SIGKILL})
 
 
 def test_a_drained_host_is_replaced_at_once(nodes_job: Callable[..., NodesJob]) -> None:
@@ -266,12 +266,12 @@ def test_a_wrong_token_is_refused(nodes_job: Callable[..., NodesJob]) -> None:
         path.chmod(0o600)
     right = ("--ft-rdzv-token-file", str(job.folder / "right"))
     wrong = ("--ft-rdzv-token-file", str(job.folder / "wrong"))
-    start(job, "2:3", *right, hosts=list(job.network)[:2])
+    start(job, "2:3", *right, hosts=list(job.network)[:2], steps=300)
     job.wait_for_step(0, 3, ranks=4)
-    start(job, "2:3", *wrong, hosts=[job.network[2]])
+    start(job, "2:3", *wrong, hosts=[job.network[2]], steps=300)
     assert job.launchers[job.network[2].name].wait(30) == 1
     assert "the signature is wrong" in job.log(job.network[2]), job.tails()
-    assert_ended_well(job, **{job.network[2].name: 1})
+    assert_ended_well(job, steps=300, **{job.network[2].name: 1})
 
 
 def control(job: NodesJob, name: str) -> HostProcess:

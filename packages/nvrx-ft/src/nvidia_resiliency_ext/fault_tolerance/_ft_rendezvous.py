@@ -184,7 +184,7 @@ class FtRendezvousHandler(StoreRendezvousHandler):
     def _tell(self, state: records.WorkerState, cause: Cause | None) -> None:
         def tell(session: NodeSession) -> None:
             if state is records.WorkerState.SUCCEEDED:
-                session.succeeded()
+                session.succeeded(session.entry.round if session.entry else 0)
             else:
                 session.tell(Kind.STATE, state=state, cause=cause)
 
