@@ -43,7 +43,7 @@ NNODES = f"{WORKING}:{WORKING + SPARES}"
 STEP_MS = 80
 NEVER = 10**9
 CONTROL = "nvidia_resiliency_ext.fault_tolerance.control_plane"
-WAITS = ("waits as a spare", "goes on without this node")
+WAITS = ("it is a spare", "goes on without this node")
 LEAVES = ("this node leaves the job", "job ended with exit code")
 LEAVES_WITH = (1, -signal.SIGKILL)
 FLAGS = (
@@ -439,7 +439,7 @@ class Campaign:
             self._wait(lambda host=host: self._is_part(host), f"{host} is part of the job")
 
     def _is_part(self, host: Host) -> bool:
-        """Say whether the present launcher of a host works or waits as a spare."""
+        """Say whether the present launcher of a host works or it is a spare."""
         log = self._log(host)
         works = f"cycle {self.watch.cycle}: "
         return any(line in log for line in (*WAITS, works))
