@@ -323,9 +323,10 @@ class NodesJob:
                 left += [f"{host.name}: {line}" for line in _left_on(host, self.network.kept)]
         return [line for line in left if line not in self._accepted]
 
-    def accept_present(self) -> None:
+    def accept_present(self, host: Host | None = None) -> None:
         """Take what is on the hosts now, such as Slurm's daemons, for theirs and not the job's."""
-        self._accepted |= set(self.leftovers())
+        prefix = "" if host is None else f"{host.name}: "
+        self._accepted |= {line for line in self.leftovers() if line.startswith(prefix)}
 
     def assert_nothing_left(self, limit_s: float = GONE_WITHIN_S) -> None:
         """Check that nothing of the job is left on any host, within a time."""

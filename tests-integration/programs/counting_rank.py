@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank that trains as a data-parallel program does, without torch: it starts in 50 ms.
 
-    counting_rank.py SHARED --steps N [--step-ms MS] [--save-every N] [--client]
+    counting_rank.py SHARED --steps N [--step-ms MS] [--save-every N] [--client] [--leave-on-term]
 
 A file `steps` in the shared folder says another number of steps while they run. SIGUSR1 is an
 exception in the rank.
@@ -10,7 +10,8 @@ Rank 0 listens at MASTER_PORT and takes in the ranks of its own cycle and no oth
 ranks send it what their part of the step's samples comes to, it adds that up into a new state, and
 all go on when they have it (so each step is a barrier). The state depends on all that came before
 and on nothing else, not even on how many ranks share the samples: `state_after` says what it must
-be. Rank 0 saves it in the shared folder, from where the next cycle goes on.
+be. Rank 0 saves it in the shared folder, from where the next cycle goes on. With `--client` all
+save once more and leave when the launcher asks for it, with `--leave-on-term` also at SIGTERM.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Group:
             "world": self.world,
         }
         self.record = record
+        self.is_told = False
         self.peers: list[Peer] = []
         if self.rank == 0:
             self._take_in()
@@ -136,19 +138,30 @@ class Group:
         return message
 
     def step(self, state: str, step: int, steps: int) -> dict:
-        """Do one step together; return the new state and how many steps rank 0 wants."""
+        """Do one step together; return the new state, the steps wanted, and whether all leave."""
         own = share_of(step, self.rank, self.world)
         if self.rank:
-            self.peers[0].send({"step": step, "share": own})
+            self.peers[0].send({"step": step, "share": own, "told": self.is_told})
             return self.from_first(None)
-        total = own
+        total, leave = own, self.is_told
         for peer in self.peers:
             message = peer.receive()
             if message["step"] != step:
                 self.record.say("stranger", who=message, me=self.me)
                 raise SystemExit(f"step {message['step']} came in step {step}")
             total += message["share"]
-        return self.from_first({"state": next_state(state, step, total), "steps": steps})
+            leave = leave or message["told"]
+        state = next_state(state, step, total)
+        return self.from_first({"state": state, "steps": steps, "leave": leave})
+
+    def leave_on_term(self) -> None:
+        """Let SIGTERM ask all to leave after the step at hand."""
+
+        def told(*_: object) -> None:
+            self.record.say("told")
+            self.is_told = True
+
+        signal.signal(signal.SIGTERM, told)
 
 
 def wanted(options: argparse.Namespace) -> int:
@@ -166,14 +179,17 @@ def train(options: argparse.Namespace, record: Record, monitor: Monitor) -> None
     """Count to the last step from wherever the last save is."""
     with monitor.section("setup"):
         group = Group(record)
+        if options.leave_on_term:
+            group.leave_on_term()
         saved = {"step": 0, "state": FIRST_STATE}
         path = options.shared / STATE
         if group.rank == 0 and path.exists():
             saved = json.loads(path.read_text())
         saved = group.from_first({**saved, "steps": wanted(options)})
     step, state, steps = int(saved["step"]), str(saved["state"]), int(saved["steps"])
+    leave = False
     record.say("resume", step=step)
-    while step < steps:
+    while step < steps and not leave:
         with monitor.section("step"):
             time.sleep(options.step_ms / 1000)
             done = group.step(state, step, wanted(options))
@@ -181,11 +197,12 @@ def train(options: argparse.Namespace, record: Record, monitor: Monitor) -> None
         step += 1
         record.say("step", step=step)
         monitor.beat()
-        if group.rank == 0 and (step % options.save_every == 0 or step == steps):
+        leave = monitor.asks_to_leave() or bool(done["leave"])
+        if group.rank == 0 and (leave or step % options.save_every == 0 or step == steps):
             with monitor.section("checkpoint"):
                 data = json.dumps({"step": step, "state": state}).encode()
                 record.save(STATE, data, step=step)
-    if group.rank == 0:
+    if group.rank == 0 and step == steps:
         result = {"step": step, "weights_sha256": state, "world": group.world}
         record.save(RESULT, json.dumps(result).encode(), step=step)
     # Nobody leaves before the result is there: the end of one rank is the end of the cycle.
@@ -200,8 +217,10 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=20)
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--client", action="store_true", help="sections and heartbeats")
+    parser.add_argument("--leave-on-term", action="store_true", help="save and leave at SIGTERM")
+    parser.add_argument("--ignore-usr1", action="store_true")
     options = parser.parse_args()
-    signal.signal(signal.SIGUSR1, fail)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN if options.ignore_usr1 else fail)
     record = Record(options.shared)
     monitor = Monitor(options.client)
     train(options, record, monitor)

@@ -33,8 +33,10 @@ class Record:
     def __init__(self, folder: Path) -> None:
         """Open the record; say that the rank has started."""
         self.folder = folder
+        # The tasks of an array are queued again one by one: no start of the whole job.
+        is_array = "SLURM_ARRAY_TASK_ID" in os.environ
         self._known = {
-            "attempt": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+            "attempt": 0 if is_array else int(os.environ.get("SLURM_RESTART_COUNT", "0")),
             "cycle": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             "rank": int(os.environ["RANK"]),
             "host": socket.gethostname(),
@@ -79,6 +81,10 @@ class Monitor:
         """Send a heartbeat."""
         if self.client:
             self.client.send_heartbeat()
+
+    def asks_to_leave(self) -> bool:
+        """Say whether all ranks are to save now and leave: the job is preempted."""
+        return self.client is not None and self.client.should_checkpoint()
 
     def close(self) -> None:
         """End the session."""

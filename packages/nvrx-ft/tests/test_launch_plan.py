@@ -392,7 +392,7 @@ def test_slurm_must_start_one_launcher_per_node(script: str, tasks: str, is_righ
     if is_right:
         plan(script, environ=environ)
     else:
-        with pytest.raises(ValueError, match="--ntasks-per-node=1"):
+        with pytest.raises(ValueError, match=r"srun --ntasks=\$SLURM_NNODES --ntasks-per-node=1 "):
             plan(script, environ=environ)
 
 

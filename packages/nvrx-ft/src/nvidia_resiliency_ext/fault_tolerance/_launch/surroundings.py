@@ -56,8 +56,9 @@ def check_one_launcher_per_node(environ: Mapping[str, str]) -> None:
     if all(_is_one_task(entry.strip()) for entry in tasks.split(",")):
         return
     problem = (
-        f"SLURM_TASKS_PER_NODE={tasks!r}: one launcher per node is expected; start the step "
-        f"with --ntasks-per-node=1, or set {_env.MULTI_LAUNCHERS}=1 if several are meant"
+        f"SLURM_TASKS_PER_NODE={tasks!r}: one launcher per node is expected; start it "
+        "with srun --ntasks=$SLURM_NNODES --ntasks-per-node=1 (in a batch job the second alone "
+        f"does nothing), or set {_env.MULTI_LAUNCHERS}=1 if several are meant"
     )
     raise FaultToleranceConfigError([problem])
 
