@@ -24,6 +24,7 @@ from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_FAILURE,
 )
 from nvidia_resiliency_ext.fault_tolerance._torch_faces.handler import StoreRendezvousHandler
+from nvidia_resiliency_ext.fault_tolerance._torch_faces.node_check import node_check
 from nvidia_resiliency_ext.fault_tolerance._torch_faces.roster import Seat, read_roster
 from nvidia_resiliency_ext.fault_tolerance._torch_faces.settings import (
     NodeOptions,
@@ -288,7 +289,9 @@ def create_handler(
 
     Settings in `params.config`: `join_timeout`, `last_call_timeout`, `close_timeout` and
     `heartbeat_timeout` (seconds), `segment`, `replacement_group_size`, `nproc_per_node`,
-    `is_store_host` or `is_host`, and `rdzv_token_file`. Others are for other parts.
+    `is_store_host` or `is_host`, `rdzv_token_file`, and for the health checks before each round
+    `enable_nic_healthcheck`, `link_state_path_template`, `enable_dist_storage_healthcheck` and
+    `storage_healthcheck_paths`. Others are for other parts.
 
     Args:
         store: A TCPStore that all nodes reach, or PrefixStores over one; it stays the caller's.
@@ -299,6 +302,7 @@ def create_handler(
         ValueError: a setting has an unusable value, or the store is of another kind.
     """
     del backend
+    check = node_check(params.config)
     timeout: RendezvousTimeout = RendezvousTimeout.from_configuration(params.config)
     settings = RendezvousSettings(
         run_id=params.run_id,
@@ -311,7 +315,9 @@ def create_handler(
         replacement_group_size=group_size(params.config),
         nproc_per_node=rdzv_config_get_as_int(params.config, "nproc_per_node", 1) or 1,
     )
-    return FtRendezvousBarrierHandler(store, settings, node_options(params))
+    handler = FtRendezvousBarrierHandler(store, settings, node_options(params))
+    handler.set_node_check(check)
+    return handler
 
 
 def _object(text: str | bytes, name: str, fields: set[str]) -> dict[str, Any]:
