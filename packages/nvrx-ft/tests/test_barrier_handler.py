@@ -5,6 +5,7 @@ import datetime as dt
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import handler_nodes
@@ -150,6 +151,19 @@ def test_a_standby_waits_until_it_is_needed(job: Callable[..., handler_nodes.Nod
     assert {waiting.result(DEADLINE_S).rank, again.result(DEADLINE_S).rank} == {0, 1}
     assert again.result().rank == infos[0].rank
     assert set(handlers[0].get_active_node_addrs()) == {"127.0.0.2", "127.0.0.4"}
+
+
+def test_an_unfit_node_does_not_join(
+    job: Callable[..., handler_nodes.Nodes], tmp_path: Path
+) -> None:
+    """The checks that the settings ask for are made before a node joins; the job goes on."""
+    nodes = job(1, 2)
+    missing = str(tmp_path / "missing")
+    unfit = nodes.add(storage_healthcheck_paths=[missing])
+    works = nodes.add(host=True, storage_healthcheck_paths=str(tmp_path))
+    with pytest.raises(UnhealthyNodeException, match="missing"):
+        unfit.next_rendezvous()
+    assert [info.rank for info in nodes.join(works)] == [0]
 
 
 def test_a_node_that_left_ends_alone(job: Callable[..., handler_nodes.Nodes]) -> None:

@@ -59,3 +59,33 @@ def test_torchs_agent_restarts_over_the_older_rendezvous(tmp_path: Path) -> None
     """A worker fails: both nodes go into the next round and end well."""
     assert run_nodes("legacy", tmp_path) == ["SUCCEEDED torch"] * NODES
     assert len(list(tmp_path.glob("rank*"))) == 2 * NODES
+
+
+def test_our_agent_restarts_its_workers_under_monitors(tmp_path: Path) -> None:
+    """With our agent, too, all restart and a spare stands by; ranks have a monitor each."""
+    said = run_nodes("ours", tmp_path, spares=1)
+    assert sorted(said) == ["SUCCEEDED torch", "SUCCEEDED torch", "standby torch"]
+    assert len(list(tmp_path.glob("rank*"))) == 2 * NODES
+    assert {path.read_text() for path in tmp_path.glob("watched*")} == {"True"}
+
+
+def test_our_agent_leaves_survivors_alone(tmp_path: Path) -> None:
+    """One of two nodes fails where one is enough: the other goes on, and its end is the job's."""
+    said = run_nodes("min-healthy", tmp_path)
+    assert sorted(said) == ["SUCCEEDED {0: True, 1: True}", "standby None"]
+
+
+def test_a_handler_that_does_not_fit_is_refused() -> None:
+    """Our agent needs our handler, min-healthy the older one; both are said by name."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+    from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
+    from nvidia_resiliency_ext.fault_tolerance.launcher import LocalElasticAgent
+
+    spec = WorkerSpec(role="r", local_world_size=1, rdzv_handler=object(), entrypoint="true")
+    for policy, problem in (("any-failed", "a handler of this package"), ("some", "'some'")):
+        with pytest.raises(ValueError, match=problem):
+            LocalElasticAgent(
+                spec, FaultToleranceConfig(), DefaultLogsSpecs(), restart_policy=policy
+            )

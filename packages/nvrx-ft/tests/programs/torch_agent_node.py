@@ -17,7 +17,8 @@ def serve_node() -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-    if which == "legacy":
+    min_healthy = which == "min-healthy"
+    if which == "legacy" or min_healthy:
         from nvidia_resiliency_ext.fault_tolerance._ft_rendezvous import create_handler
     else:
         from nvidia_resiliency_ext.fault_tolerance.ft_rendezvous_barrier import create_handler
@@ -25,26 +26,29 @@ def serve_node() -> int:
     is_host = number == "0"
     store = TCPStore("127.0.0.1", int(port), is_master=is_host, wait_for_workers=False)
     params = RendezvousParameters(
-        "c10d", f"127.0.0.1:{port}", "torch", int(nodes), int(nodes),
+        "c10d", f"127.0.0.1:{port}", "torch", 1 if min_healthy else int(nodes), int(nodes),
         local_addr=f"127.0.0.{2 + int(number)}", is_store_host=is_host, nproc_per_node=2,
-        join_timeout=40, last_call_timeout=0,
+        join_timeout=100, last_call_timeout=100 if min_healthy else 0,
     )  # fmt: skip
     handler = create_handler(store, None, params)
     spec = WorkerSpec(
         role="default",
         local_world_size=2,
         rdzv_handler=handler,
-        entrypoint=sys.executable,
-        args=("-S", __file__, "worker", directory),
+        entrypoint=half if min_healthy else sys.executable,
+        args=() if min_healthy else ("-S", __file__, "worker", directory),
         max_restarts=2,
         monitor_interval=0.05,
     )
     logs = DefaultLogsSpecs(log_dir=f"{directory}/{number}")
-    if which == "ours":
+    if which == "ours" or min_healthy:
         from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
         from nvidia_resiliency_ext.fault_tolerance.launcher import LocalElasticAgent
 
-        agent = LocalElasticAgent(spec, FaultToleranceConfig(), logs, workers_stop_timeout=5)
+        agent = LocalElasticAgent(
+            spec, FaultToleranceConfig(), logs, workers_stop_timeout=5,
+            restart_policy="min-healthy" if min_healthy else "any-failed",
+        )  # fmt: skip
     else:
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
@@ -54,8 +58,17 @@ def serve_node() -> int:
     finally:
         handler.shutdown()
     state = "standby" if result is None else result.state.name
-    print("RESULT", state, handler.get_run_id(), flush=True)
+    values = getattr(result, "return_values", None) if min_healthy else handler.get_run_id()
+    print("RESULT", state, values, flush=True)
     return 0
+
+
+def half() -> bool:
+    """Fail on the second node; elsewhere return whether the rank's sockets are told."""
+    if int(os.environ["RANK"]) >= 2:
+        sys.exit(3)
+    names = ("FT_RANK_MONITOR_IPC_SOCKET", "FT_LAUNCHER_IPC_SOCKET")
+    return all(Path(os.environ[name]).is_socket() for name in names)
 
 
 def work(directory: str) -> int:
@@ -73,6 +86,8 @@ def work(directory: str) -> int:
             return 3
         signal.sigwait([signal.SIGTERM])
         return 1
+    monitor = os.environ.get("FT_RANK_MONITOR_IPC_SOCKET", "")
+    Path(directory, f"watched{rank}").write_text(str(Path(monitor).is_socket()))
     text = " ".join((rank, os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]))
     Path(directory, f"rank{rank}").write_text(text)
     return 0

@@ -24,6 +24,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import NodeSession
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import StoreLostError
 from nvidia_resiliency_ext.fault_tolerance._torch_faces.handler import StoreRendezvousHandler
+from nvidia_resiliency_ext.fault_tolerance._torch_faces.node_check import node_check
 from nvidia_resiliency_ext.fault_tolerance._torch_faces.roster import FINAL, read_roster
 from nvidia_resiliency_ext.fault_tolerance._torch_faces.settings import (
     NodeOptions,
@@ -171,20 +172,21 @@ class FtRendezvousHandler(StoreRendezvousHandler):
             names = ", ".join(known.name for known in records.WorkerState)
             raise ValueError(f"worker state {state.name}: use one of {names}") from None
         me = NodeIdentity.parse(self._member.node)
+        placed = self._member.placed
         stands = self.get_worker_states().get(me, WorkerState.UNKNOWN)
-        if records.WorkerState[stands.name] in FINAL:
+        if placed is None or records.WorkerState[stands.name] in FINAL:
             return stands
         cause = None
         if wanted is not records.WorkerState.HEALTHY:
             what = f"workers of host {self._member.host} are {wanted.value}"
             cause = self._cause("worker", what)
-        self._tell(wanted, cause)
+        self._tell(placed.entry.round, wanted, cause)
         return state
 
-    def _tell(self, state: records.WorkerState, cause: Cause | None) -> None:
+    def _tell(self, round_: int, state: records.WorkerState, cause: Cause | None) -> None:
         def tell(session: NodeSession) -> None:
             if state is records.WorkerState.SUCCEEDED:
-                session.succeeded(session.entry.round if session.entry else 0)
+                session.succeeded(round_)
             else:
                 session.tell(Kind.STATE, state=state, cause=cause)
 
@@ -199,7 +201,9 @@ def create_handler(store: Store, backend: Any, params: RendezvousParameters) -> 
 
     Settings in `params.config`: `join_timeout`, `last_call_timeout`, `close_timeout` and
     `heartbeat_timeout` (seconds), `upscaling_enabled`, `use_infra_group_rank`, `nproc_per_node`,
-    `is_store_host` or `is_host`, and `rdzv_token_file`. Others are for other parts.
+    `is_store_host` or `is_host`, `rdzv_token_file`, and for the health checks before each round
+    `enable_nic_healthcheck`, `link_state_path_template`, `enable_dist_storage_healthcheck` and
+    `storage_healthcheck_paths`. Others are for other parts.
 
     Args:
         store: A TCPStore that all nodes reach, or PrefixStores over one; it stays the caller's.
@@ -210,6 +214,7 @@ def create_handler(store: Store, backend: Any, params: RendezvousParameters) -> 
         ValueError: a setting has an unusable value, or the store is of another kind.
     """
     del backend
+    check = node_check(params.config)
     conf = params.config
     timeout: RendezvousTimeout = RendezvousTimeout.from_configuration(conf)
     settings = RendezvousSettings(
@@ -224,4 +229,6 @@ def create_handler(store: Store, backend: Any, params: RendezvousParameters) -> 
         is not False,
     )
     nproc = rdzv_config_get_as_int(conf, "nproc_per_node", 1) or 1
-    return FtRendezvousHandler(store, settings, node_options(params), nproc)
+    handler = FtRendezvousHandler(store, settings, node_options(params), nproc)
+    handler.set_node_check(check)
+    return handler

@@ -8,7 +8,6 @@ work; the others stand by.
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,11 +18,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
-    RDZV_NO_RESTART_REASONS,
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
     RDZV_SHUTDOWN_REASON_FAILURE,
 )
 from nvidia_resiliency_ext.fault_tolerance._torch_faces.handler import StoreRendezvousHandler
+from nvidia_resiliency_ext.fault_tolerance._torch_faces.node_check import node_check
 from nvidia_resiliency_ext.fault_tolerance._torch_faces.roster import Seat, read_roster
 from nvidia_resiliency_ext.fault_tolerance._torch_faces.settings import (
     NodeOptions,
@@ -181,19 +180,12 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
             implementation="barrier",
         )
         self._settings = settings
-        self._agent: Any = None
-        self._worker_group: Any = None
         super().__init__(store, settings.run_id, member, rules, options)
 
     @property
     def settings(self) -> RendezvousSettings:
         """What the rendezvous goes by."""
         return self._settings
-
-    def round(self) -> int:
-        """Return the number of the present round, which counts the restarts of the job."""
-        entry = self._member.entry
-        return entry.round if entry is not None else 0
 
     # How the job ends ------------------------------------------------------------------------
 
@@ -204,27 +196,6 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
     def is_shutdown_due_to_failure(self) -> bool:
         """Return whether the job ended as failed."""
         return self.get_shutdown_reason() == RDZV_SHUTDOWN_REASON_FAILURE
-
-    def get_shutdown_reason(self) -> str | None:
-        """Return how the job ended, or None while it has not."""
-        entry = self._member.entry
-        return entry.reason if entry is not None and self._member.is_over else None
-
-    def no_restart_reason(self) -> str | None:
-        """Return why the job must not be started again, or None."""
-        reason = self.get_shutdown_reason()
-        return reason if reason in RDZV_NO_RESTART_REASONS else None
-
-    def signal_no_restart(self, reason: str) -> None:
-        """End the job for everybody; it must not be started again.
-
-        Raises:
-            ValueError: the reason is neither `attribution_stop` nor `no_progress`.
-        """
-        if reason not in RDZV_NO_RESTART_REASONS:
-            allowed = ", ".join(sorted(RDZV_NO_RESTART_REASONS))
-            raise ValueError(f"reason {reason!r}: use one of {allowed}")
-        self._end(reason)
 
     def attribution_stop_requested(self) -> bool:
         """Return whether the attribution service has stopped the job."""
@@ -263,20 +234,6 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
         """Not of this rendezvous; `_ft_rendezvous` has it."""
         raise NotImplementedError("the world size of next_rendezvous() is the number of nodes")
 
-    # Whom it serves --------------------------------------------------------------------------
-
-    def set_agent(self, agent: Any) -> None:
-        """Take requests of ranks from `agent.fetch_control_requests()`, if it has that."""
-        self._agent = weakref.ref(agent)
-        fetch = getattr(agent, "fetch_control_requests", None)
-        if fetch is not None:
-            held = weakref.WeakMethod(fetch)
-            self._requests = lambda: method() if (method := held()) is not None else []
-
-    def set_worker_group(self, worker_group: Any) -> None:
-        """Take note of the workers that this node runs."""
-        self._worker_group = worker_group
-
     def shutdown_cycle_info_reporter(self) -> None:
         """Nothing: cycle information is written by `ft_launcher`, not by a handler."""
 
@@ -288,7 +245,9 @@ def create_handler(
 
     Settings in `params.config`: `join_timeout`, `last_call_timeout`, `close_timeout` and
     `heartbeat_timeout` (seconds), `segment`, `replacement_group_size`, `nproc_per_node`,
-    `is_store_host` or `is_host`, and `rdzv_token_file`. Others are for other parts.
+    `is_store_host` or `is_host`, `rdzv_token_file`, and for the health checks before each round
+    `enable_nic_healthcheck`, `link_state_path_template`, `enable_dist_storage_healthcheck` and
+    `storage_healthcheck_paths`. Others are for other parts.
 
     Args:
         store: A TCPStore that all nodes reach, or PrefixStores over one; it stays the caller's.
@@ -299,6 +258,7 @@ def create_handler(
         ValueError: a setting has an unusable value, or the store is of another kind.
     """
     del backend
+    check = node_check(params.config)
     timeout: RendezvousTimeout = RendezvousTimeout.from_configuration(params.config)
     settings = RendezvousSettings(
         run_id=params.run_id,
@@ -311,7 +271,9 @@ def create_handler(
         replacement_group_size=group_size(params.config),
         nproc_per_node=rdzv_config_get_as_int(params.config, "nproc_per_node", 1) or 1,
     )
-    return FtRendezvousBarrierHandler(store, settings, node_options(params))
+    handler = FtRendezvousBarrierHandler(store, settings, node_options(params))
+    handler.set_node_check(check)
+    return handler
 
 
 def _object(text: str | bytes, name: str, fields: set[str]) -> dict[str, Any]:

@@ -43,10 +43,12 @@ if TYPE_CHECKING:
     from ._launch.parser import get_args_parser, parse_args
     from ._launch.run_path import run_script_path
     from ._launch.syntax import parse_min_max_nnodes
+    from ._torch_faces.agent import LocalElasticAgent
 
 __all__ = [
     "FT_LAUNCHER_IPC_SOCKET",
     "LaunchConfig",
+    "LocalElasticAgent",
     "LogFunnelPorts",
     "NoRestartRequested",
     "TerminalWorkerGroupFailure",
@@ -70,6 +72,7 @@ __all__ = [
 
 _ROOMS = {
     "LaunchConfig": "launch_config",
+    "LocalElasticAgent": "_torch_faces.agent",
     "LogFunnelPorts": "launch_config",
     "NoRestartRequested": "errors",
     "TerminalWorkerGroupFailure": "errors",
@@ -97,8 +100,9 @@ def __getattr__(name: str) -> object:
     if room is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Not __name__: under `python -m` this module is called __main__.
-    package = "nvidia_resiliency_ext.fault_tolerance._launch"
-    value = getattr(importlib.import_module(f"{package}.{room}"), name)
+    path = room if "." in room else f"_launch.{room}"
+    package = "nvidia_resiliency_ext.fault_tolerance"
+    value = getattr(importlib.import_module(f"{package}.{path}"), name)
     globals()[name] = value
     return value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -82,6 +83,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._node_check: Callable[[], None] = _healthy
         self._has_worked = False
         self._is_unfit = False
+        self._agent: Any = None
+        self._worker_group: Any = None
         clock = SystemClock()
         prefix = keys.prefix(run_id)
         self._host: HostThread | None = None
@@ -237,6 +240,44 @@ class StoreRendezvousHandler(RendezvousHandler):
             what = f"a rank asked to exclude this node: {asked[Request.EXCLUDE_NODE]}"
             self._leave_unfit(what)
             raise UnhealthyNodeException(what)
+
+    def round(self) -> int:
+        """Return the number of the present round, which counts the restarts of the job."""
+        entry = self._member.entry
+        return entry.round if entry is not None else 0
+
+    def get_shutdown_reason(self) -> str | None:
+        """Return how the job ended, or None while it has not."""
+        entry = self._member.entry
+        return entry.reason if entry is not None and self._member.is_over else None
+
+    def no_restart_reason(self) -> str | None:
+        """Return why the job must not be started again, or None."""
+        reason = self.get_shutdown_reason()
+        return reason if reason in RDZV_NO_RESTART_REASONS else None
+
+    def signal_no_restart(self, reason: str) -> None:
+        """End the job for everybody; it must not be started again.
+
+        Raises:
+            ValueError: the reason is neither `attribution_stop` nor `no_progress`.
+        """
+        if reason not in RDZV_NO_RESTART_REASONS:
+            allowed = ", ".join(sorted(RDZV_NO_RESTART_REASONS))
+            raise ValueError(f"reason {reason!r}: use one of {allowed}")
+        self._end(reason)
+
+    def set_agent(self, agent: Any) -> None:
+        """Take requests of ranks from `agent.fetch_control_requests()`, if it has that."""
+        self._agent = weakref.ref(agent)
+        fetch = getattr(agent, "fetch_control_requests", None)
+        if fetch is not None:
+            held = weakref.WeakMethod(fetch)
+            self._requests = lambda: method() if (method := held()) is not None else []
+
+    def set_worker_group(self, worker_group: Any) -> None:
+        """Take note of the workers that this node runs."""
+        self._worker_group = worker_group
 
     # Steps -----------------------------------------------------------------------------------
 
