@@ -84,7 +84,8 @@ def work(directory: str) -> int:
     if str(first.readlink()) == port:
         if rank == "1":
             return 3
-        signal.sigwait([signal.SIGTERM])
+        # Its agent may be killed: then nobody stops it.
+        signal.sigtimedwait([signal.SIGTERM], 120)
         return 1
     monitor = os.environ.get("FT_RANK_MONITOR_IPC_SOCKET", "")
     Path(directory, f"watched{rank}").write_text(str(Path(monitor).is_socket()))
