@@ -237,6 +237,16 @@ def test_a_restart_policy_in_a_file_is_taken(script: str, tmp_path: Path) -> Non
     assert made.restart_policy == "any-failed"
 
 
+def test_whether_the_scheduler_orders_the_nodes(script: str, tmp_path: Path) -> None:
+    """The flag says so, else the key of earlier releases, else it does."""
+    path = tmp_path / "job.yaml"
+    path.write_text("fault_tolerance: {use_infra_group_rank: false}\n")
+    assert plan(script).use_infra_group_rank
+    assert not plan(f"--ft-cfg-path={path}", script).use_infra_group_rank
+    assert plan(f"--ft-cfg-path={path}", "--ft-use-infra-group-rank=1", script).use_infra_group_rank
+    assert not plan("--ft-use-infra-group-rank=0", script).use_infra_group_rank
+
+
 def test_the_older_address_of_attribution_needs_both_parts(script: str) -> None:
     """Host and port of an earlier release make one address."""
     with pytest.raises(ValueError, match="needs both a host and a port"):

@@ -447,7 +447,7 @@ DEPRECATED_KEYS: tuple[DeprecatedKey, ...] = (
     DeprecatedKey(
         "attrsvc_port", v.integer_in(1, 65535), "use attribution_endpoint: http://HOST:PORT"
     ),
-    DeprecatedKey("use_infra_group_rank", v.BOOL, "ranks follow the scheduler's order anyway"),
+    DeprecatedKey("use_infra_group_rank", v.BOOL, "use the flag --ft-use-infra-group-rank"),
     DeprecatedKey("progress_update_interval", v.INTERVAL, "it has no meaning any more"),
     DeprecatedKey("restart_policy", RESTART_POLICY, "use the flag --ft-restart-policy"),
 )

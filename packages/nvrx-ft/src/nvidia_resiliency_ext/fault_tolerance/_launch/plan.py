@@ -212,7 +212,7 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         rdzv_endpoint="localhost:0" if args.standalone else get_rdzv_endpoint(args),
         rdzv_configuration=syntax.parse_configuration(args.rdzv_conf),
         rdzv_impl=args.ft_rdzv_impl,
-        use_infra_group_rank=args.ft_use_infra_group_rank is not False,
+        use_infra_group_rank=_uses_infra_ranks(args, layers),
         node_rank=args.node_rank if "node_rank" in _given(args) else None,
         log_dir=args.log_dir,
         redirects=syntax.streams_by_rank(args.redirects, nproc),
@@ -229,6 +229,14 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         attribution=attribution,
         warnings=tuple(notes),
     )
+
+
+def _uses_infra_ranks(args: argparse.Namespace, layers: Layers) -> bool:
+    """Return what the flag says, else the key that earlier releases had in the file."""
+    key = layers.deprecated.get("use_infra_group_rank")
+    if key is not None and "ft_use_infra_group_rank" not in _given(args):
+        return key.value is not False
+    return args.ft_use_infra_group_rank is not False
 
 
 def check_segment(segment: int | None, min_nodes: int, max_nodes: int) -> None:
