@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -24,6 +25,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, host_loop, keys, store
@@ -449,10 +451,17 @@ def serve() -> tuple[Any, int]:
 
 def run_all(seeds: list[int], at_once: int) -> dict[int, str]:
     """Run schedules, several at once; return what went wrong, by seed."""
-    host_module.LOOK_AGAIN_S = LOOK_AGAIN_S
-    host_loop.GOODBYE_WAIT_S = GOODBYE_WAIT_S
-    os.environ["RES_OPTIONS"] = RESOLVER
-    logging.getLogger("nvrx").setLevel(logging.CRITICAL)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(host_module, "LOOK_AGAIN_S", LOOK_AGAIN_S))
+        stack.enter_context(mock.patch.object(host_loop, "GOODBYE_WAIT_S", GOODBYE_WAIT_S))
+        stack.enter_context(mock.patch.dict(os.environ, RES_OPTIONS=RESOLVER))
+        log = logging.getLogger("nvrx")
+        stack.callback(log.setLevel, log.level)
+        log.setLevel(logging.CRITICAL)
+        return _run_all(seeds, at_once)
+
+
+def _run_all(seeds: list[int], at_once: int) -> dict[int, str]:
     server, port = serve()
     wrong: dict[int, str] = {}
 

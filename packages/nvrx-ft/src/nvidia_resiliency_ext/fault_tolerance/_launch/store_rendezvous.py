@@ -289,7 +289,7 @@ class StoreRendezvous:
             self._cancel_join_deadline()
             self._previous_rank = None
             self._round = news.entry.round
-            logger.info("round %d goes on without this node: it is a spare", news.entry.round)
+            logger.info("round %d goes on without this node: it waits as a spare", news.entry.round)
             return None
         if isinstance(news, Opened):
             cause = news.entry.cause or Cause("opened", "a new round was opened")

@@ -147,8 +147,7 @@ class Host:
             self._entry_at = now
         self._log.announce(entry.seq)
         self._adopted.append((entry.seq, now))
-        keep_s = max(KEEP_DECISIONS_S, 2 * host.expiry_s(self._rules))
-        while now - self._adopted[1][1] > keep_s:
+        while now - self._adopted[1][1] > _keep_decisions_s(self._rules):
             self._log.forget(self._adopted.popleft()[0])
         self._notes = [note for note in self._notes if note.kind is not Kind.RESUMED]
         if entry.round != before.round:
@@ -437,6 +436,10 @@ class Host:
                     self._store.delete(keys.BELL)
             except StoreLostError:
                 return
+
+
+def _keep_decisions_s(rules: HostRules) -> float:
+    return max(KEEP_DECISIONS_S, 2 * host.expiry_s(rules))
 
 
 def _read_note(line: str) -> Note:

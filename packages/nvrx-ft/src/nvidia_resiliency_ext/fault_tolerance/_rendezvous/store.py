@@ -31,7 +31,8 @@ _DIGEST_HEX = 32
 # `compare_set` with this as the expected value changes nothing and returns what is there, or this:
 # the one way to read a key without waiting for it. On a missing key it wakes, in vain, those who
 # wait for it (torch 2.13), so it is not for such keys.
-_NOTHING = "-"
+# Nobody else knows it, so nobody can make a key look missing.
+_NOTHING = "-" + os.urandom(16).hex()
 _CLOCK_STEP_S = 0.01
 # Two connections of each node, and as many again for nodes that come in place of others.
 _FILES_PER_NODE = 4

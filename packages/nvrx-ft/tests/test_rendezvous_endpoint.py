@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who serves the store, and how long others wait for it."""
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
+    EndpointError,
+    claim,
+    read_token,
+    wait_until_reachable,
+)
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+
+# An address for documentation: no machine has it.
+ELSEWHERE = "192.0.2.1"
+
+
+def test_the_first_on_a_machine_serves_and_the_second_does_not() -> None:
+    """Of two launchers at one endpoint of this machine exactly one listens."""
+    first = claim("127.0.0.1", 0, None)
+    assert first is not None
+    with first:
+        port = first.getsockname()[1]
+        assert claim("127.0.0.1", port, None) is None
+        with pytest.raises(EndpointError, match="cannot serve the store there"):
+            claim("127.0.0.1", port, is_host=True)
+
+
+def test_an_address_of_another_machine_is_served_there() -> None:
+    """Where the endpoint is not ours we do not serve, and must not claim to."""
+    assert claim(ELSEWHERE, 29400, None) is None
+    with pytest.raises(EndpointError, match="name an address of this machine"):
+        claim(ELSEWHERE, 29400, is_host=True)
+
+
+def test_who_is_told_not_to_be_the_host_is_not() -> None:
+    """`is_host=0` holds, whatever the address."""
+    assert claim("127.0.0.1", 0, is_host=False) is None
+
+
+def test_a_name_that_resolves_nowhere_is_said_so() -> None:
+    """The error names the endpoint and the reason."""
+    with pytest.raises(EndpointError, match=r"no-such-host\.invalid:29400: the name does not"):
+        claim("no-such-host.invalid", 29400, None)
+
+
+def test_waiting_for_an_endpoint_ends_when_somebody_listens() -> None:
+    """A host that comes later is found within the pause between two tries."""
+    with socket.socket() as late:
+        late.bind(("127.0.0.1", 0))
+        port = late.getsockname()[1]
+        refused = threading.Event()
+
+        def listen() -> None:
+            refused.wait(5)
+            late.listen()
+
+        helper = threading.Thread(target=listen)
+        helper.start()
+        address = wait_until_reachable(
+            "127.0.0.1", port, 10, SystemClock(), threading.Event(), refused.set
+        )
+        helper.join()
+    assert address == "127.0.0.1"
+
+
+def test_waiting_for_an_endpoint_ends_in_time() -> None:
+    """Nobody listening is an error after the time given, with a question to the reader."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        began = time.monotonic()
+        with pytest.raises(EndpointError, match="is the launcher of the first node running"):
+            wait_until_reachable("127.0.0.1", port, 0.2, SystemClock(), threading.Event())
+        assert 0.2 <= time.monotonic() - began < 3
+
+
+def test_waiting_for_an_endpoint_can_be_ended() -> None:
+    """A launcher that is told to go does not wait on."""
+    stop = threading.Event()
+    began = time.monotonic()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        with pytest.raises(EndpointError):
+            wait_until_reachable("127.0.0.1", port, 60, SystemClock(), stop, stop.set)
+    assert time.monotonic() - began < 3
+
+
+def test_a_token_gives_the_same_key_everywhere(tmp_path: Path) -> None:
+    """White space around a token does not matter; another token is another key."""
+    keys = []
+    for text in ("token", "  token\n", "other"):
+        path = tmp_path / "token"
+        path.write_text(text)
+        path.chmod(0o600)
+        keys.append(read_token(str(path)))
+    assert keys[0] == keys[1] != keys[2]
+    assert len(keys[0]) == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "match"),
+    [("token", 0o644, "mode 0600"), ("token", 0o620, "mode 0600"), (" \n", 0o600, "is empty")],
+)
+def test_a_token_that_is_none_is_refused(tmp_path: Path, text: str, mode: int, match: str) -> None:
+    """A token that others can read, or that is empty, is a configuration error."""
+    path = tmp_path / "token"
+    path.write_text(text)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=match):
+        read_token(str(path))
+    with pytest.raises(ConfigError, match="No such file"):
+        read_token(str(tmp_path / "missing"))
+
+
+def test_many_may_connect_at_once() -> None:
+    """The queue of connections is as long as the kernel allows, for jobs of many nodes."""
+    listener = claim("127.0.0.1", 0, None)
+    assert listener is not None
+    with listener:
+        port = listener.getsockname()[1]
+        waiting = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(300)]
+        for one in waiting:
+            one.close()
+    assert endpoint.BACKLOG >= 4096

@@ -1,0 +1,584 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the store host decides, row by row; then the host at work over a real store."""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+from rendezvous_store import CAUSE, Served, arrival, hosted, name, rules
+
+from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, host_loop, keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import (
+    Close,
+    Decision,
+    End,
+    HostRules,
+    Member,
+    Memory,
+    Open,
+    View,
+    Wait,
+    decide,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import NodeSession, Placed, Spare
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
+    Entry,
+    ForeignValueError,
+    Kind,
+    Note,
+    Phase,
+    WorkerState,
+    encode,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
+
+NOW = 1000.0
+LOST_S = 100.0
+OPEN = Entry(0, Phase.OPEN, 0)
+REOPENED = Entry(4, Phase.OPEN, 2)
+CLOSED = Entry(3, Phase.CLOSED, 1, active=3)
+DEADLINE_S = 10.0
+
+
+def came(*indices: int) -> tuple[Note, ...]:
+    """Return the notes of nodes that arrived."""
+    return tuple(Note(Kind.ARRIVED, name(index), arrival=arrival(index)) for index in indices)
+
+
+def state(index: int, what: WorkerState) -> Note:
+    """Return a node's note on its workers."""
+    cause = None if what is WorkerState.SUCCEEDED else CAUSE
+    return Note(Kind.STATE, name(index), state=what, cause=cause)
+
+
+def member(index: int) -> Member:
+    """Return a node that had a place in the last round."""
+    return Member(dataclasses.replace(host.candidate_of(arrival(index))), f"node{index}")
+
+
+def quiet(**seconds: float) -> Mapping[str, float]:
+    """Return how long nodes have been quiet: `n1=100.0` is node number 1."""
+    return {name(int(key[1:])): value for key, value in seconds.items()}
+
+
+def ask(by: HostRules, memory: Memory, entry: Entry, *notes: Note, **view: Any) -> Decision:
+    """Return the decision on a view."""
+    return decide(by, memory, View(entry=entry, notes=notes, **view), NOW)
+
+
+THREE = Memory(active=tuple(member(index) for index in range(3)))
+ALIVE = quiet(n0=0.1, n1=0.1, n2=0.1)
+
+
+# While a round is open -------------------------------------------------------------------------
+
+
+def test_too_few_nodes_are_waited_for_with_the_reason() -> None:
+    """A round with fewer nodes than needed stays open, and the host can say why."""
+    decision = ask(rules(3), Memory(), OPEN, *came(0, 1))
+    assert isinstance(decision, Wait)
+    assert "needed: 3" in decision.why
+    assert decision.until <= NOW + host.LOOK_AGAIN_S
+
+
+def test_the_first_round_closes_with_the_last_needed_node() -> None:
+    """Nobody is waited for who has not been there."""
+    decision = ask(rules(3, most=5), Memory(), OPEN, *came(2, 0, 1))
+    assert isinstance(decision, Close)
+    assert [one.node for one in decision.placement.active] == [name(0), name(1), name(2)]
+
+
+@pytest.mark.parametrize("kind", [Kind.LEFT, Kind.UNHEALTHY])
+def test_who_left_after_arriving_is_not_placed(kind: Kind) -> None:
+    """A node that says that it goes does not count as there."""
+    notes = (*came(0, 1, 2), Note(kind, name(1)))
+    assert isinstance(ask(rules(3, most=4), Memory(), OPEN, *notes), Wait)
+    decision = ask(rules(3, most=4), Memory(), OPEN, *notes, *came(3))
+    assert isinstance(decision, Close)
+    assert name(1) not in [one.node for one in decision.placement.active]
+
+
+def test_who_is_lost_after_arriving_is_not_placed() -> None:
+    """A node whose lease expired while it waited does not count as there."""
+    assert isinstance(ask(rules(2), Memory(), OPEN, *came(0, 1), quiet_s=quiet(n1=LOST_S)), Wait)
+
+
+def test_a_restart_waits_for_those_active_before_who_live_and_know() -> None:
+    """With a spare there, a survivor that knows of the round is given a last call, no longer."""
+    by = rules(3, most=4, last_call_s=1.0)
+    view: dict[str, Any] = {"quiet_s": ALIVE, "acknowledged": frozenset(map(name, range(3)))}
+    first = ask(by, THREE, REOPENED, *came(0, 1, 3), **view)
+    assert isinstance(first, Wait)
+    assert first.is_last_call
+    assert "node2" in first.why
+    waited = dataclasses.replace(THREE, enough_since=NOW - 1.0)
+    assert isinstance(ask(by, waited, REOPENED, *came(0, 1, 3), **view), Close)
+
+
+def test_nobody_starts_beside_a_node_that_may_train_on() -> None:
+    """A survivor of which there is no sign is waited for until its lease has expired."""
+    by = rules(3, most=4)
+    waited = dataclasses.replace(THREE, enough_since=NOW - LOST_S)
+    knows = frozenset({name(0), name(1)})
+    decision = ask(by, waited, REOPENED, *came(0, 1, 3), quiet_s=ALIVE, acknowledged=knows)
+    assert isinstance(decision, Wait)
+    assert "node2" in decision.why
+    gone = quiet(n0=0.1, n1=0.1, n2=LOST_S)
+    decision = ask(by, waited, REOPENED, *came(0, 1, 3), quiet_s=gone, acknowledged=knows)
+    assert isinstance(decision, Close)
+
+
+@pytest.mark.parametrize("kind", [Kind.LEFT, Kind.UNHEALTHY])
+def test_who_said_that_it_goes_is_not_waited_for(kind: Kind) -> None:
+    """A survivor that leaves keeps nobody waiting, in whatever round it said so."""
+    by = rules(3, most=4)
+    note = Note(kind, name(2), cause=CAUSE)
+    assert isinstance(ask(by, THREE, REOPENED, *came(0, 1, 3), note, quiet_s=ALIVE), Close)
+    carried = host.carried_over(THREE, (note,))
+    assert isinstance(ask(by, carried, REOPENED, *came(0, 1, 3), quiet_s=ALIVE), Close)
+
+
+def test_started_differently_ends_the_first_round_only() -> None:
+    """A mismatch ends a job that has not begun, and does not touch one that has."""
+    note = Note(Kind.MISMATCH, name(1), text="--nnodes is 2 on node1 and 3 on node0")
+    decision = ask(rules(2), Memory(), OPEN, *came(0, 1), note)
+    assert isinstance(decision, End)
+    assert decision.cause is not None
+    assert decision.cause.what == note.text
+    later = ask(rules(2), THREE, REOPENED, *came(0, 1, 2), note)
+    assert isinstance(later, Close)
+
+
+@pytest.mark.parametrize(("unhealthy", "ends"), [(0, False), (1, False), (2, True), (3, True)])
+def test_more_unhealthy_nodes_than_may_be_missing_end_the_job(unhealthy: int, ends: bool) -> None:
+    """With one node to spare a second unhealthy one ends the job, and the nodes are named."""
+    notes = tuple(Note(Kind.UNHEALTHY, name(index)) for index in range(unhealthy))
+    decision = ask(rules(3, most=4), Memory(), OPEN, *came(4, 5, 6), *notes)
+    assert isinstance(decision, End if ends else Close)
+    if isinstance(decision, End):
+        assert decision.reason == "failure"
+        assert decision.cause is not None
+        assert name(0) in decision.cause.what
+
+
+def test_unhealthy_nodes_of_earlier_rounds_count() -> None:
+    """The count is the job's, also for nodes that said so while others trained."""
+    memory = host.carried_over(THREE, (Note(Kind.UNHEALTHY, name(7)),))
+    last = Note(Kind.UNHEALTHY, name(8))
+    assert isinstance(ask(rules(3, most=4), memory, REOPENED, *came(0, 1, 2)), Close)
+    assert isinstance(ask(rules(3, most=4), memory, REOPENED, *came(0, 1, 2), last), End)
+
+
+def test_in_a_job_array_unhealthy_nodes_are_not_counted() -> None:
+    """Where nodes are replaced from outside, any number of them may be unhealthy."""
+    notes = tuple(Note(Kind.UNHEALTHY, name(index)) for index in range(5))
+    by = rules(2, counts_unhealthy=False)
+    assert isinstance(ask(by, Memory(), OPEN, *notes, *came(6, 7)), Close)
+
+
+def test_two_launchers_with_one_address_end_the_job() -> None:
+    """Nodes that cannot work together are a failure that says so."""
+    twin = dataclasses.replace(arrival(1), addr=arrival(0).addr)
+    note = Note(Kind.ARRIVED, twin.node, arrival=twin)
+    decision = ask(rules(2), Memory(), OPEN, *came(0), note)
+    assert isinstance(decision, End)
+    assert decision.cause is not None
+    assert decision.cause.kind == "placement"
+
+
+# While workers run -----------------------------------------------------------------------------
+
+
+def done(*indices: int) -> tuple[Note, ...]:
+    """Return the notes of nodes whose workers all ended well."""
+    return tuple(state(index, WorkerState.SUCCEEDED) for index in indices)
+
+
+def test_nothing_happens_while_all_is_well() -> None:
+    """A healthy round waits."""
+    assert isinstance(ask(rules(3), THREE, CLOSED, quiet_s=ALIVE), Wait)
+
+
+def test_the_job_ends_well_when_all_have() -> None:
+    """Two of three are not all; three are; who ended well twice counts once."""
+    assert isinstance(ask(rules(3), THREE, CLOSED, *done(0, 1, 1, 0), quiet_s=ALIVE), Wait)
+    decision = ask(rules(3), THREE, CLOSED, *done(0, 1, 2), quiet_s=ALIVE)
+    assert decision == End("graceful")
+
+
+@pytest.mark.parametrize(
+    ("notes", "silent"),
+    [
+        ((), True),
+        ((Note(Kind.LEFT, name(1), cause=CAUSE),), False),
+        ((Note(Kind.UNHEALTHY, name(1), cause=CAUSE),), False),
+        ((state(1, WorkerState.FAILED),), False),
+        ((state(1, WorkerState.UNHEALTHY),), False),
+    ],
+    ids=["lost", "left", "unhealthy", "failed", "broken"],
+)
+def test_a_node_that_drops_out_opens_the_next_round(notes: tuple[Note, ...], silent: bool) -> None:
+    """However a node with a place drops out, the job restarts, and with the cause."""
+    seconds = quiet(n0=0.1, n1=LOST_S if silent else 0.1, n2=0.1)
+    decision = ask(rules(3), THREE, CLOSED, *notes, quiet_s=seconds)
+    assert isinstance(decision, Open)
+    if silent:
+        assert decision.cause.kind == "node_lost"
+        assert decision.cause.host == "node1"
+    else:
+        assert decision.cause == CAUSE
+    spent = dataclasses.replace(rules(3), budget=Budget(1))
+    ended = ask(spent, THREE, CLOSED, *notes, quiet_s=seconds)
+    assert ended == End("failure", decision.cause)
+
+
+def test_who_ended_well_may_be_silent_or_leave() -> None:
+    """A node that is done is not lost, whatever becomes of it."""
+    notes = (*done(1), Note(Kind.LEFT, name(1), cause=CAUSE), state(1, WorkerState.FAILED))
+    seconds = quiet(n0=0.1, n1=LOST_S, n2=0.1)
+    assert isinstance(ask(rules(3), THREE, CLOSED, *notes, quiet_s=seconds), Wait)
+
+
+def test_a_spare_that_is_lost_restarts_nobody() -> None:
+    """Only nodes with a place matter while workers run."""
+    notes = (Note(Kind.LEFT, name(7)), state(8, WorkerState.FAILED))
+    seconds = {**ALIVE, **quiet(n9=LOST_S)}
+    assert isinstance(ask(rules(3, most=9), THREE, CLOSED, *notes, quiet_s=seconds), Wait)
+
+
+@pytest.mark.parametrize(("age_s", "restarts"), [(0.0, False), (3590.0, False), (3610.0, True)])
+def test_a_budget_with_a_window_refills(age_s: float, restarts: bool) -> None:
+    """A restart counts for as long as the window, also when the decision itself is old."""
+    by = dataclasses.replace(rules(3), budget=Budget(1, window_s=3600.0))
+    entry = dataclasses.replace(CLOSED, round=5, restart_ages_s=(0.5,))
+    seconds = quiet(n0=0.1, n1=LOST_S, n2=0.1)
+    decision = ask(by, THREE, entry, quiet_s=seconds, entry_age_s=age_s)
+    assert isinstance(decision, Open if restarts else End)
+
+
+@pytest.mark.parametrize(
+    ("broken", "well", "expected"),
+    [
+        ((0,), (), Wait), ((0, 1), (), Open), ((0,), (1,), Wait), ((0, 1), (2,), Open),
+        ((0,), (1, 2), End), ((0, 1, 2), (), Open),
+    ],
+)  # fmt: skip
+def test_min_healthy_bears_what_it_may(
+    broken: tuple[int, ...], well: tuple[int, ...], expected: type
+) -> None:
+    """Of three nodes one may break; when nobody works any more and enough are done, it ends."""
+    by = rules(2, most=3, min_healthy=True)
+    notes = (*(state(index, WorkerState.FAILED) for index in broken), *done(*well))
+    decision = ask(by, THREE, CLOSED, *notes, quiet_s=ALIVE)
+    assert isinstance(decision, expected)
+    if isinstance(decision, End):
+        assert decision.reason == "graceful"
+
+
+# The host at work ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    """A store."""
+    made = Served()
+    yield made
+    made.close()
+
+
+@dataclasses.dataclass
+class Crew:
+    """Nodes of one job, driven by the test."""
+
+    served: Served
+    sessions: list[NodeSession]
+    stores: list[JobStore]
+    seqs: list[int]
+
+    def follow(self, index: int) -> Any:
+        """Return the news of the next decision for a node."""
+        log, entry = DecisionLog(self.stores[index]), None
+        deadline = time.monotonic() + DEADLINE_S
+        while entry is None:
+            assert time.monotonic() < deadline
+            with contextlib.suppress(ForeignValueError):
+                entry = log.wait_for(self.seqs[index] + 1, DEADLINE_S)
+        self.seqs[index] = entry.seq
+        return self.sessions[index].take(entry)
+
+    def arrive(self) -> None:
+        """Let all nodes arrive."""
+        for index, session in enumerate(self.sessions):
+            session.arrive(arrival(index))
+
+
+@pytest.fixture
+def crew(served: Served) -> Callable[[int], Crew]:
+    """Make nodes that have attached."""
+
+    def make(count: int) -> Crew:
+        stores = [served.connect() for _ in range(count)]
+        sessions = [NodeSession(one, name(i), f"node{i}") for i, one in enumerate(stores)]
+        seqs = [session.attach(DEADLINE_S).seq for session in sessions]
+        return Crew(served, sessions, stores, seqs)
+
+    return make
+
+
+def test_a_round_needs_few_operations_of_a_node(
+    served: Served, crew: Callable[[int], Crew]
+) -> None:
+    """From the opening of a round to its end a node asks the store at most 8 times, on average."""
+    with hosted(served, rules(4)):
+        nodes = crew(4)
+        nodes.arrive()
+        assert all(isinstance(nodes.follow(index), Placed) for index in range(4))
+        before = sum(one.operations for one in nodes.stores)
+        nodes.sessions[2].open_next(0, CAUSE)
+        for index in range(4):
+            nodes.follow(index)
+        nodes.arrive()
+        assert all(isinstance(nodes.follow(index), Placed) for index in range(4))
+        spent = sum(one.operations for one in nodes.stores) - before
+    # One opened the round and one rang the bell.
+    assert spent <= 8 * 4 + 3
+
+
+def test_the_store_does_not_grow_with_the_rounds(
+    served: Served, crew: Callable[[int], Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 500 rounds the store holds as many keys as after 50."""
+    monkeypatch.setattr(host_loop, "_keep_decisions_s", lambda _: 0.0)
+    counts = {}
+    with hosted(served, rules(2, lease_s=60.0)):
+        nodes = crew(2)
+        for round_ in range(501):
+            nodes.arrive()
+            for index in range(2):
+                assert isinstance(nodes.follow(index), Placed)
+            counts[round_] = nodes.stores[0].key_count()
+            nodes.sessions[round_ % 2].open_next(round_, CAUSE)
+            for index in range(2):
+                nodes.follow(index)
+    assert counts[500] <= counts[50] + 4
+
+
+def test_a_node_that_dies_before_it_is_counted_delays_a_round_by_a_second(
+    served: Served, crew: Callable[[int], Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A note without a count wakes nobody, and is found at the next look."""
+    monkeypatch.setattr(host, "LOOK_AGAIN_S", 0.1)
+    with hosted(served, rules(2)):
+        nodes = crew(2)
+        nodes.sessions[0].arrive(arrival(0))
+        note = Note(Kind.ARRIVED, name(1), arrival=arrival(1))
+        nodes.stores[1].append_line(keys.inbox(0), encode(note))
+        assert isinstance(nodes.follow(0), Placed)
+
+
+def test_a_node_counted_too_late_still_takes_the_place_it_was_given(
+    served: Served, crew: Callable[[int], Crew]
+) -> None:
+    """Between a node's note and its count the round may close with it; it must not stand by."""
+    with hosted(served, rules(2, most=3)):
+        nodes = crew(3)
+        real, closed = nodes.stores[0].count, threading.Event()
+
+        def late(key: str, step: int) -> int:
+            if key == keys.arrivals(0):
+                for index in (1, 2):
+                    nodes.sessions[index].arrive(arrival(index))
+                closed.set()
+                nodes.follow(1)
+            return real(key, step)
+
+        nodes.stores[0].count = late  # type: ignore[method-assign]
+        nodes.sessions[0].arrive(arrival(0))
+        assert closed.is_set()
+        news = nodes.follow(0)
+        assert isinstance(news, Placed)
+        assert news.place.group_rank == 0
+
+
+def test_garbage_in_the_inbox_is_refused_and_the_round_closes(
+    served: Served, crew: Callable[[int], Crew], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What strangers append to the inbox, or nodes in others' names, is reported and left out."""
+    with hosted(served, rules(2)):
+        nodes = crew(2)
+        name_ = served.connect()._name(keys.inbox(0))
+        served.raw().append(name_, "\x00\xff garbage\n{}\n")
+        forged = Note(Kind.ARRIVED, name(0), arrival=arrival(1))
+        nodes.stores[0].append_line(keys.inbox(0), encode(forged))
+        ghost = Note(Kind.ARRIVED, "10.0.0.9_1_0", arrival=None)
+        nodes.stores[0].append_line(keys.inbox(0), encode(ghost))
+        nodes.arrive()
+        ranks = [nodes.follow(index).place.group_rank for index in range(2)]
+    assert ranks == [0, 1]
+    assert "refused what somebody else wrote" in caplog.text
+
+
+def test_an_arrival_without_a_lease_does_not_block_the_host(
+    served: Served, crew: Callable[[int], Crew]
+) -> None:
+    """A forged arrival of a node that never renewed a lease is a node that is lost, no more."""
+    with hosted(served, rules(1, most=3)):
+        nodes = crew(1)
+        ghost = Note(Kind.ARRIVED, name(5), arrival=arrival(5))
+        nodes.stores[0].append_line(keys.inbox(0), encode(ghost))
+        nodes.arrive()
+        news = nodes.follow(0)
+    assert isinstance(news, Placed)
+
+
+@pytest.mark.parametrize("garbage", ["", "garbage", "\x00", "-"])
+def test_garbage_at_the_next_decision_is_replaced(
+    served: Served, crew: Callable[[int], Crew], garbage: str
+) -> None:
+    """A foreign value where the next decision belongs holds nobody up for long."""
+    with hosted(served, rules(2)):
+        nodes = crew(2)
+        key = served.connect()._name(keys.log(1))
+        served.raw().set(key, garbage)
+        nodes.sessions[0].ring()
+        nodes.arrive()
+        for index in range(2):
+            while not isinstance(news := nodes.follow(index), Placed):
+                assert news is None
+        # Also when a node is the first to see it.
+        served.raw().set(served.connect()._name(keys.log(nodes.seqs[0] + 1)), garbage)
+        nodes.sessions[0].open_next(0, CAUSE)
+        while not (entry := nodes.sessions[0].entry) or entry.phase is not Phase.OPEN:
+            nodes.follow(0)
+        assert entry.round == 1
+
+
+def test_garbage_at_its_place_makes_a_node_ask_for_another_round(
+    served: Served, crew: Callable[[int], Crew]
+) -> None:
+    """A node whose place was overwritten does not train at a rank that somebody made up."""
+    with hosted(served, rules(1)):
+        nodes = crew(1)
+        key = served.connect()._name(keys.place(name(0)))
+        real = nodes.stores[0].peek
+
+        def overwritten(asked: str) -> str | None:
+            served.raw().set(key, "garbage")
+            return real(asked)
+
+        nodes.stores[0].peek = overwritten  # type: ignore[method-assign]
+        nodes.arrive()
+        log = DecisionLog(served.connect())
+        closed = log.wait_for(1, DEADLINE_S)
+        assert closed is not None
+        assert isinstance(nodes.sessions[0].take(closed), Spare)
+        reopened = log.wait_for(2, DEADLINE_S)
+        assert reopened is not None
+        assert reopened.phase is Phase.OPEN
+        assert reopened.cause is not None
+        assert reopened.cause.kind == "foreign_value"
+
+
+def test_an_announcement_written_over_is_put_right(
+    served: Served, crew: Callable[[int], Crew]
+) -> None:
+    """A newcomer finds the job although somebody wrote over the number of the last decision."""
+    with hosted(served, rules(3)):
+        served.raw().set(served.connect()._name(keys.HEAD), "garbage")
+        nodes = crew(1)
+        assert nodes.sessions[0].entry is not None
+
+
+def test_a_node_lost_while_a_round_is_open_stays_lost(
+    served: Served, crew: Callable[[int], Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a round stays open, a dead node that had arrived is never alive again."""
+    monkeypatch.setattr(host, "LOOK_AGAIN_S", 0.05)
+    by = rules(2, lease_s=0.1)
+    expiry_s = host.expiry_s(by)
+    with hosted(served, by) as running:
+        nodes = crew(2)
+        nodes.sessions[0].arrive(arrival(0))
+        waiting = threading.Event()
+        # Longer than it takes until the host would forget it.
+        waiting.wait(2.5 * expiry_s + 0.2)
+        nodes.sessions[1].arrive(arrival(1))
+        assert DecisionLog(nodes.stores[1]).wait_for(1, expiry_s) is None
+        assert running.entry.phase is Phase.OPEN
+
+
+def test_notes_of_a_round_gone_by_change_nothing(
+    served: Served, crew: Callable[[int], Crew]
+) -> None:
+    """Success and failure told late are not taken for those of the round that came since."""
+    with hosted(served, rules(2)) as running:
+        nodes = crew(2)
+        nodes.arrive()
+        for index in range(2):
+            nodes.follow(index)
+        nodes.sessions[0].open_next(0, CAUSE)
+        for index in range(2):
+            nodes.follow(index)
+        nodes.sessions[1].succeeded(0)
+        nodes.sessions[1].broken(0, WorkerState.FAILED, CAUSE)
+        nodes.arrive()
+        for index in range(2):
+            assert isinstance(nodes.follow(index), Placed)
+        nodes.sessions[0].succeeded(1)
+        nodes.sessions[0].ring()
+        assert DecisionLog(nodes.stores[1]).wait_for(nodes.seqs[1] + 1, 0.3) is None
+        nodes.sessions[1].succeeded(1)
+        last = DecisionLog(nodes.stores[1]).wait_for(nodes.seqs[1] + 1, DEADLINE_S)
+        assert last is not None
+        assert last.reason == "graceful"
+        for session in nodes.sessions:
+            session.take(last)
+            session.tell(Kind.GOODBYE)
+    assert running.entry.phase is Phase.OVER
+
+
+def test_who_fails_to_say_how_often_it_succeeded_still_counts(
+    served: Served, crew: Callable[[int], Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that dies after its note of success, before the count, does not hold up the end."""
+    monkeypatch.setattr(host, "LOOK_AGAIN_S", 0.05)
+    with hosted(served, rules(1)):
+        nodes = crew(1)
+        nodes.arrive()
+        nodes.follow(0)
+        note = Note(Kind.STATE, name(0), state=WorkerState.SUCCEEDED)
+        nodes.stores[0].append_line(keys.inbox(0), encode(note))
+        last = DecisionLog(nodes.stores[0]).wait_for(2, DEADLINE_S)
+        assert last is not None
+        assert last.reason == "graceful"
+        nodes.sessions[0].take(last)
+        nodes.sessions[0].tell(Kind.GOODBYE)
+
+
+def test_the_cause_of_a_restart_reaches_a_node_that_asked_for_it_too(
+    served: Served, crew: Callable[[int], Crew]
+) -> None:
+    """Two nodes that open a round at once open it once, and the end is told to both."""
+    with hosted(served, rules(2)):
+        nodes = crew(2)
+        nodes.arrive()
+        for index in range(2):
+            nodes.follow(index)
+        for index in range(2):
+            nodes.sessions[index].open_next(0, Cause("exit", f"on {index}"))
+        assert [nodes.follow(index) for index in range(2)] == [None, None]
+        assert {session.entry.round for session in nodes.sessions if session.entry} == {1}
+        nodes.sessions[0].end("failure", CAUSE)
+        nodes.sessions[1].end("graceful", None)
+        assert nodes.follow(0) is None
+        over = nodes.follow(1)
+        assert over.entry.reason == "failure"
+        for session in nodes.sessions:
+            session.tell(Kind.GOODBYE)

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node's threads: whatever happens in them becomes news, and nothing of them is left behind."""
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from rendezvous_store import CAUSE, Served, arrival, hosted, name, rules
+
+from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._launch.store_rendezvous import (
+    NodeSettings,
+    StoreRendezvous,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import node
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import (
+    Lost,
+    News,
+    NodeSession,
+    NodeThreads,
+    Opened,
+    Over,
+    Placed,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+DEADLINE_S = 15.0
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    """A store."""
+    made = Served()
+    yield made
+    made.close()
+
+
+class Beside:
+    """A node's threads and the news that they told."""
+
+    def __init__(self, index: int, connect: Callable[[Any], JobStore], **fields: Any) -> None:
+        self.news: queue.Queue[News] = queue.Queue()
+        self.threads = NodeThreads(
+            connect,
+            node=name(index),
+            host=f"node{index}",
+            post=self.news.put,
+            clock=SystemClock(),
+            **{"lease_s": 0.5, "connect_timeout_s": 5.0, "settings": {}, **fields},
+        )
+
+    def next(self) -> News:
+        """Return the next news."""
+        return self.news.get(timeout=DEADLINE_S)
+
+    def join(self, index: int) -> None:
+        """Arrive."""
+        self.threads.submit(lambda session: _arrive(session, index))
+
+
+def _arrive(session: NodeSession, index: int) -> None:
+    session.arrive(arrival(index))
+
+
+@pytest.fixture
+def beside(served: Served) -> Iterator[Callable[..., Beside]]:
+    """Make nodes with threads; all are closed at the end."""
+    made: list[Beside] = []
+
+    def make(index: int = 0, connect: Any = None, **fields: Any) -> Beside:
+        made.append(Beside(index, connect or (lambda _: served.connect()), **fields))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.threads.close(1.0)
+    made.clear()
+
+
+def alive() -> list[str]:
+    """Return the names of the rendezvous's threads that live."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("nvrx-rendezvous")]
+
+
+def test_news_of_a_job_come_in_order(served: Served, beside: Callable[..., Beside]) -> None:
+    """Two nodes are placed, one opens a round, the other learns it, and both learn the end."""
+    with hosted(served, rules(2)):
+        nodes = [beside(0), beside(1)]
+        for index, one in enumerate(nodes):
+            one.join(index)
+        assert [type(one.next()) for one in nodes] == [Placed, Placed]
+        nodes[0].threads.submit(lambda session: session.open_next(0, CAUSE))
+        opened = nodes[1].next()
+        assert isinstance(opened, Opened)
+        assert opened.entry.cause == CAUSE
+        for index, one in enumerate(nodes):
+            one.join(index)
+        assert [type(one.next()) for one in nodes] == [Placed, Placed]
+        nodes[1].threads.submit(lambda session: session.end("graceful", None))
+        assert isinstance(nodes[0].next(), Over)
+        for one in nodes:
+            one.threads.submit(lambda session: session.tell(node.Kind.GOODBYE))
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("a defect"), NvrxError("no"), OSError(5, "io")], ids=["any", "own", "os"]
+)
+def test_whatever_connecting_raises_is_news(
+    beside: Callable[..., Beside], error: Exception
+) -> None:
+    """A thread that cannot begin says so; it does not end in silence."""
+
+    def connect(_: Any) -> JobStore:
+        raise error
+
+    told = beside(connect=connect).next()
+    assert isinstance(told, Lost)
+    assert error.args[-1] in told.what
+
+
+def test_whatever_a_command_raises_is_news(
+    served: Served, beside: Callable[..., Beside], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A defect in a step of the session ends the node, and says so."""
+    # A record of the error would keep the connection.
+    monkeypatch.setattr(node.logger, "exception", lambda *_: None)
+    with hosted(served, rules(1)):
+        one = beside()
+
+        def defect(_: NodeSession) -> None:
+            raise KeyError("a defect")
+
+        one.threads.submit(defect)
+        told = one.next()
+    assert isinstance(told, Lost)
+    assert "a defect" in told.what
+
+
+def test_a_defect_of_the_watch_is_news(
+    served: Served, beside: Callable[..., Beside], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that would hear of nothing any more does not go on."""
+
+    monkeypatch.setattr(node.logger, "exception", lambda *_: None)
+
+    def wait_for(*_: object) -> None:
+        raise TypeError("a defect")
+
+    monkeypatch.setattr(DecisionLog, "wait_for", wait_for)
+    with hosted(served, rules(1)):
+        told = beside().next()
+    assert isinstance(told, Lost)
+    assert "a defect" in told.what
+
+
+def test_a_lost_store_is_news_at_once(beside: Callable[..., Beside]) -> None:
+    """When the store ends its nodes are told within a second, whatever they wait for."""
+    other = Served()
+    with contextlib.suppress(StoreLostError), hosted(other, rules(2)):
+        one = beside(connect=lambda _: other.connect())
+        one.join(0)
+        deadline = time.monotonic() + DEADLINE_S
+        while "nvrx-rendezvous-watch" not in alive():
+            assert time.monotonic() < deadline
+            other.connect().wait_until_set("never", 0.02)
+        other.kill()
+        killed = time.monotonic()
+        assert isinstance(one.next(), Lost)
+        assert time.monotonic() - killed < 1.0
+    other.close()
+
+
+def test_closing_ends_the_threads_and_their_connections(
+    served: Served, beside: Callable[..., Beside]
+) -> None:
+    """After `close` no thread of the node lives, though both may have waited in the store."""
+    with hosted(served, rules(2)):
+        one = beside()
+        one.join(0)
+        deadline = time.monotonic() + DEADLINE_S
+        while "nvrx-rendezvous-watch" not in alive():
+            assert time.monotonic() < deadline
+            served.connect().wait_until_set("never", 0.02)
+        began = time.monotonic()
+        one.threads.close(3.0)
+        assert time.monotonic() - began < 2.0
+        assert alive() == []
+        assert one.news.empty()
+
+
+def test_closing_returns_though_a_call_hangs(served: Served, beside: Callable[..., Beside]) -> None:
+    """A session stuck in a call whose answer never comes is cut off."""
+    with hosted(served, rules(2)):
+        one = beside()
+        entered = threading.Event()
+
+        def stuck(session: NodeSession) -> None:
+            entered.set()
+            session._store.counters(["missing"])
+
+        one.threads.submit(stuck)
+        assert entered.wait(DEADLINE_S)
+        began = time.monotonic()
+        one.threads.close(0.2)
+        assert time.monotonic() - began < 3.0
+        assert alive() == []
+
+
+def test_closing_while_connecting_leaves_nothing(served: Served) -> None:
+    """A connection that comes after the end is not kept."""
+    may_connect = threading.Event()
+
+    def connect(_: Any) -> JobStore:
+        may_connect.wait(DEADLINE_S)
+        return served.connect()
+
+    one = Beside(0, connect)
+    one.threads.close(0.0)
+    may_connect.set()
+    one.threads._worker.join(DEADLINE_S)
+    assert alive() == []
+    assert one.news.empty()
+
+
+def test_a_lease_is_renewed_beside_commands(served: Served, beside: Callable[..., Beside]) -> None:
+    """A node that is asked for one thing after the other does not look dead meanwhile."""
+    with hosted(served, rules(2)):
+        one = beside(lease_s=0.05)
+        one.join(0)
+        deadline = time.monotonic() + DEADLINE_S
+        while one.threads.confirmed_at is None:
+            assert time.monotonic() < deadline
+            served.connect().wait_until_set("never", 0.02)
+        first, busy = one.threads.confirmed_at, time.monotonic() + 0.5
+        while time.monotonic() < busy:
+            one.threads.submit(NodeSession.ring)
+        assert one.threads.confirmed_at > first + 0.1
+
+
+def test_another_start_is_refused_and_does_no_harm(
+    served: Served, beside: Callable[..., Beside]
+) -> None:
+    """A node started otherwise than the others gets no place in a job that has begun."""
+    with hosted(served, rules(1, most=2)):
+        right = beside(0, settings={"--nnodes": "1:2"})
+        right.join(0)
+        assert isinstance(right.next(), Placed)
+        wrong = beside(1, settings={"--nnodes": "2:2"})
+        told = wrong.next()
+        assert isinstance(told, Lost)
+        assert "--nnodes is 2:2 on node1 and 1:2 on node0" in told.what
+        assert right.news.empty()
+
+
+# As the launcher's loop sees it ----------------------------------------------------------------
+
+
+def settings(index: int, **fields: Any) -> NodeSettings:
+    """Return what a node is."""
+    return NodeSettings(
+        **{
+            "node": name(index),
+            "host": f"node{index}",
+            "addr": f"10.0.0.{index}",
+            "nproc": 1,
+            "infra_rank": -1,
+            "master_port": None,
+            "lease_s": 0.5,
+            "join_timeout_s": 5.0,
+            "connect_timeout_s": 5.0,
+            "domain": lambda: "none",
+            "group": None,
+            "must_agree": {},
+            **fields,
+        }
+    )
+
+
+class Launched:
+    """A rendezvous and the loop that it is in."""
+
+    def __init__(self, served: Served, index: int, **fields: Any) -> None:
+        self.loop = EventLoop(SystemClock())
+        self.rendezvous = StoreRendezvous(
+            settings(index, **fields),
+            lambda _: served.connect(),
+            loop=self.loop,
+            clock=SystemClock(),
+        )
+        fd = self.rendezvous.fileno()
+        assert fd is not None
+        self.loop.watch(fd, lambda: None)
+
+    def next(self, within_s: float = DEADLINE_S) -> str:
+        """Return the name of the next event's type."""
+        deadline = time.monotonic() + within_s
+        while not (events := self.rendezvous.poll()):
+            assert time.monotonic() < deadline
+            self.loop.run_once(until=deadline)
+        return type(events[0]).__name__
+
+    def close(self) -> None:
+        """End."""
+        self.rendezvous.shutdown()
+        self.loop.close()
+
+
+def test_a_late_node_waits_without_limit(served: Served, beside: Callable[..., Beside]) -> None:
+    """The join timeout is for a round that is open; who comes later is a spare for as long."""
+    with hosted(served, rules(1, most=2)):
+        first = beside(0)
+        first.join(0)
+        assert isinstance(first.next(), Placed)
+        late = Launched(served, 1, join_timeout_s=0.3)
+        late.rendezvous.join(0)
+        with pytest.raises(AssertionError):
+            late.next(within_s=1.0)
+        first.threads.submit(lambda session: session.open_next(0, CAUSE))
+        assert late.next() == "NextRoundOpened"
+        late.close()
+
+
+def test_a_round_that_does_not_close_times_out(served: Served) -> None:
+    """Who has joined an open round is told when it does not close in time."""
+    with hosted(served, rules(2)):
+        one = Launched(served, 0, join_timeout_s=0.3)
+        one.rendezvous.join(0)
+        assert one.next() == "JoinTimedOut"
+        one.close()
+
+
+def test_a_store_that_ends_with_the_job_is_not_lost(
+    served: Served, beside: Callable[..., Beside]
+) -> None:
+    """After the end of the job nothing that becomes of the store is news."""
+    with hosted(served, rules(1, most=2)):
+        one = Launched(served, 0)
+        other = beside(1)
+        other.join(1)
+        assert isinstance(other.next(), Placed)
+        one.rendezvous.join(0)
+        other.threads.submit(lambda session: session.end("graceful", None))
+        assert one.next() == "RoundClosed"
+        one.rendezvous._push(Lost("gone"))
+        assert one.rendezvous.poll() == []
+        one.close()
+
+
+def test_shutting_down_leaves_no_descriptor_and_no_thread(served: Served) -> None:
+    """After `shutdown`, which may be called twice, late news of a thread go nowhere."""
+    with hosted(served, rules(2)):
+        served.connect()
+        before = set(os.listdir("/proc/self/fd"))
+        one = Launched(served, 0)
+        wakeup = one.rendezvous.fileno()
+        one.rendezvous.join(0)
+        deadline = time.monotonic() + DEADLINE_S
+        while "nvrx-rendezvous-watch" not in alive():
+            assert time.monotonic() < deadline
+            served.connect().wait_until_set("never", 0.02)
+        one.close()
+        one.rendezvous.shutdown()
+        one.rendezvous._push(Lost("late"))
+        assert alive() == []
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(wakeup or -1)
+        assert len(before) > 0
+
+
+def test_a_spare_that_comes_first_is_told_of_later_rounds(
+    served: Served, beside: Callable[..., Beside]
+) -> None:
+    """A node that stood by is placed in the next round when it is needed."""
+    with hosted(served, rules(1, most=2)):
+        nodes = [beside(0), beside(1)]
+        nodes[0].join(0)
+        assert isinstance(nodes[0].next(), Placed)
+        nodes[1].join(1)
+        leaves = node.Kind.LEFT
+        nodes[0].threads.submit(lambda session: session.tell(leaves, cause=CAUSE))
+        while not isinstance(nodes[1].next(), Opened):
+            pass
+        nodes[1].join(1)
+        placed = nodes[1].next()
+        assert isinstance(placed, Placed)
+        assert placed.place.group_rank == 0

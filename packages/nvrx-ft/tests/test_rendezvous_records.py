@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that cross the store: what is written can be read, and nothing else can."""
+
+import dataclasses
+import json
+import random
+
+import pytest
+
+from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
+    MAX_TEXT,
+    MAX_VALUE_BYTES,
+    Arrival,
+    Entry,
+    ForeignValueError,
+    Kind,
+    Note,
+    Phase,
+    Place,
+    WorkerState,
+    decode,
+    encode,
+)
+
+CAUSE = Cause("exit", "a worker failed", rank=3, exit_code=1, detail={"step": 7, "loss": 0.5})
+ARRIVAL = Arrival("10.0.0.1_7_0", "10.0.0.1", "node1", 4, "nvl", "g", 8, 29500, 2)
+ENTRY = Entry(
+    5, Phase.CLOSED, 2, "e", "host", CAUSE, "why", 4, 4, 32, "10.0.0.1", 29500, (0.5, 7.0), True
+)
+PLACE = Place(2, 3, 24)
+NOTE = Note(Kind.RESUMED, "10.0.0.1_7_0", ARRIVAL, WorkerState.FAILED, CAUSE, "text", ENTRY, PLACE)
+RECORDS = (ARRIVAL, NOTE, ENTRY, PLACE)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_record_comes_back_as_it_was(record: object) -> None:
+    """Every field of a record survives the store, on one line of ASCII."""
+    text = encode(record)
+    assert text.isascii()
+    assert "\n" not in text
+    assert decode(type(record), text) == record
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_random_damage_is_refused_or_harmless(record: object) -> None:
+    """Bytes changed, cut or put in at random give a record of the type or ForeignValueError."""
+    rng = random.Random(1)
+    whole = encode(record).encode()
+    for _ in range(3000):
+        damaged = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(damaged))
+            damaged[at : at + rng.randint(0, 3)] = rng.randbytes(rng.randint(0, 3))
+        try:
+            assert isinstance(decode(type(record), bytes(damaged)), type(record))
+        except ForeignValueError:
+            continue
+
+
+@pytest.mark.parametrize("kind", [Arrival, Note, Entry, Place])
+def test_random_bytes_are_refused(kind: type) -> None:
+    """Bytes that are no record raise ForeignValueError and nothing else."""
+    rng = random.Random(2)
+    for _ in range(2000):
+        with pytest.raises(ForeignValueError):
+            decode(kind, rng.randbytes(rng.randint(0, 200)))
+
+
+STRANGE = [
+    "", "null", "[]", "{}", "1", '"x"', "[" * 60000, '{"a":' * 10000, "{" * 60000,
+    "9" * 5000, '{"seq":' + "9" * 5000 + "}", "x" * (MAX_VALUE_BYTES + 1), "\ud800", "NaN",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", STRANGE, ids=range(len(STRANGE)))
+@pytest.mark.parametrize("kind", [Arrival, Note, Entry, Place])
+def test_strange_documents_are_refused(kind: type, text: str) -> None:
+    """Documents that are empty, deep, huge or of another shape raise ForeignValueError."""
+    with pytest.raises(ForeignValueError):
+        decode(kind, text)
+
+
+WRONG_VALUES = [
+    *((Entry, "seq", value) for value in (-1, 1.0, "1", True, None, 1 << 62, [], {})),
+    *((Entry, "phase", value) for value in ("closing", 1, None, [], {}, "x" * 60000)),
+    *((Entry, "restart_ages_s", value) for value in (1, "1", ["1"], [True], [None], {"a": 1})),
+    *((Entry, "is_controlled", value) for value in (1, 0, "yes", None)),
+    *((Entry, "cause", value) for value in (1, [], "x", {"kind": 1}, {"what": "w"})),
+    *((Entry, "master_port", value) for value in (-1, 65536, "80")),
+    *((Place, "round", value) for value in (-1, None, "0")),
+    *((Place, "group_rank", value) for value in (-1, None, "0", 0.5)),
+    *((Arrival, "nproc", value) for value in (0, -8, 1 << 40, "8")),
+    *((Arrival, "node", value) for value in (1, None, "n" * (MAX_TEXT + 1))),
+    *((Note, "kind", value) for value in ("gone", None, [])),
+    *((Note, "arrival", value) for value in (1, [], {"node": "n"})),
+    *((Note, "entry", value) for value in (1, {"seq": 1})),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), WRONG_VALUES, ids=range(len(WRONG_VALUES)))
+def test_a_wrong_value_is_refused(kind: type, name: str, value: object) -> None:
+    """A field of the wrong type, size or range makes the whole record foreign."""
+    record = {Entry: ENTRY, Place: PLACE, Arrival: ARRIVAL, Note: NOTE}[kind]
+    document = {**json.loads(encode(record)), name: value}
+    with pytest.raises(ForeignValueError) as caught:
+        decode(kind, json.dumps(document))
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
+def test_numbers_that_are_not_finite_are_refused(number: str) -> None:
+    """Not even a number that JSON can carry and a float cannot is taken."""
+    ages = encode(ENTRY).replace("[0.5,7.0]", f"[{number}]")
+    detail = encode(ENTRY).replace("0.5}", f"{number}}}")
+    for text in (ages, detail):
+        assert number in text
+        with pytest.raises(ForeignValueError):
+            decode(Entry, text)
+
+
+def test_an_unknown_field_is_refused() -> None:
+    """A record with a field that this version does not know is foreign."""
+    with pytest.raises(ForeignValueError, match="unknown field 'colour'"):
+        decode(Place, '{"round":1,"colour":"red"}')
+
+
+@pytest.mark.parametrize("letter", ["x", "\u4e00", "\U0001f525", "\ud800", "\n", "\x00"])
+def test_what_is_written_can_always_be_read(letter: str) -> None:
+    """However long and odd a node's texts are, its own record is not refused as foreign."""
+    long = letter * 100_000
+    cause = Cause(long, long, host=long, detail={"a": long, "b": 1, "c": float("nan")})
+    note = Note(Kind.STATE, "10.0.0.1_7_0", ARRIVAL, WorkerState.FAILED, cause, long, ENTRY)
+    text = encode(note)
+    assert len(text) < MAX_VALUE_BYTES
+    back = decode(Note, text)
+    assert back.kind is Kind.STATE
+    assert back.cause is not None
+    back.cause.what.encode()
+
+
+def test_what_is_not_plain_is_left_out_of_details() -> None:
+    """Details of a cause that JSON cannot carry do not keep the cause from being told."""
+    detail = {"list": [1], "nan": float("nan"), "huge": 10**5000, "object": object(), "n": 1}
+    entry = dataclasses.replace(ENTRY, cause=Cause("k", "w", detail=detail))
+    back = decode(Entry, encode(entry))
+    assert back.cause is not None
+    assert back.cause.detail == {"n": 1}
+
+
+def test_an_entry_that_says_the_same_again_follows_nothing() -> None:
+    """A decision repeated to fill a place is told from a new one by phase and round."""
+    again = dataclasses.replace(ENTRY, seq=6, by="other")
+    assert not again.follows(ENTRY)
+    assert dataclasses.replace(ENTRY, round=3).follows(ENTRY)
+    assert dataclasses.replace(ENTRY, phase=Phase.OVER).follows(ENTRY)

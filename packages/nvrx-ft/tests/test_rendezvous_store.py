@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job's part of a TCPStore, and what the protocol takes for granted of torch's store."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from rendezvous_store import PREFIX, SECRET, Served
+
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import connection, endpoint, keys, store
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
+    MAX_VALUE_BYTES,
+    ForeignValueError,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
+
+SOON_S = 5.0
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    """A store."""
+    made = Served()
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def beside(function: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Run `function` in a thread; its result, or what it raised, is in the list at the end."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield results
+    thread.join(SOON_S)
+    assert not thread.is_alive()
+
+
+# What is taken for granted of torch ------------------------------------------------------------
+
+
+def test_compare_set_on_a_missing_key_makes_it_only_when_nothing_is_expected(
+    served: Served,
+) -> None:
+    """With another expectation it answers with that, and the key stays missing."""
+    client = served.raw()
+    assert client.compare_set("k", "other", "mine") == b"other"
+    assert not client.check(["k"])
+    assert client.compare_set("k", "", "mine") == b"mine"
+    assert client.compare_set("k", "", "second") == b"mine"
+    assert client.compare_set("k", "mine", "second") == b"second"
+
+
+def test_compare_set_takes_and_gives_any_bytes(served: Served) -> None:
+    """A foreign value that is no text can be replaced, too."""
+    client = served.raw()
+    client.set("k", "x")
+    assert client.compare_set("k", b"x", b"\xff\x00\xfe") == b"\xff\x00\xfe"
+    assert client.compare_set("k", b"\xff\x00\xfe", "good") == b"good"
+
+
+def test_reading_a_missing_key_may_wake_who_waits_for_it(served: Served) -> None:
+    """Whoever is woken in vain must look again; here both is borne, woken or not."""
+    waiting, reading = served.connect(), served.connect()
+    with beside(lambda: waiting.wait_until_set("k", 0.5)) as results:
+        while not results:
+            assert reading.peek("k") is None
+    assert results[0] in (True, False)
+    assert not reading.has("k")
+
+
+def test_append_is_atomic(served: Served) -> None:
+    """Lines that many append at once are all there, and whole."""
+    makers = [served.connect() for _ in range(4)]
+
+    def append(index: int) -> None:
+        for number in range(200):
+            makers[index].append_line("k", f"{index}:{number}:" + "x" * 300)
+
+    threads = [threading.Thread(target=append, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lines, end = served.connect().lines("k", 0)
+    assert len(lines) == 800
+    assert {line.rsplit(":", 1)[0] for line in lines} == {
+        f"{index}:{number}" for index in range(4) for number in range(200)
+    }
+    assert served.connect().lines("k", end) == ([], end)
+
+
+def test_a_wait_ends_when_the_key_is_set_deleted_or_not(served: Served) -> None:
+    """A key set wakes who waits; a key deleted can be waited for again."""
+    waiting, setting = served.connect(), served.connect()
+    for _ in range(3):
+        with beside(lambda: waiting.wait_until_set("k", SOON_S)) as results:
+            setting.put("k", "v")
+        assert results == [True]
+        setting.delete("k")
+    assert waiting.wait_until_set("k", 0.05) is False
+
+
+def test_multi_get_waits_for_a_missing_key(served: Served) -> None:
+    """That is why the host makes a counter before it reads many."""
+    client = served.raw()
+    client.set("there", "1")
+    client.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(RuntimeError):
+        client.multi_get(["there", "missing"])
+
+
+def test_add_of_nothing_makes_a_counter(served: Served) -> None:
+    """It is 0 then, and others can read it."""
+    one = served.connect()
+    assert one.count("k", 0) == 0
+    assert one.counters(["k"]) == [0]
+    assert one.count("k", 3) == 3
+
+
+def test_what_one_connection_does_happens_in_order(served: Served) -> None:
+    """A write has no answer; when a later call of the same connection has one, it is done."""
+    one, other = served.connect(), served.connect()
+    for number in range(200):
+        one.append_line("k", str(number))
+        one.put_all({"a": str(number)})
+        one.put("b", str(number))
+        one.count("c", 1)
+        assert [other.peek("a"), other.peek("b")] == [str(number)] * 2
+        assert len(other.lines("k", 0)[0]) == number + 1
+
+
+# Signatures ------------------------------------------------------------------------------------
+
+
+def test_values_come_back(served: Served) -> None:
+    """Put, put_all, create, swap, peek and has speak of the same values."""
+    one, other = served.connect(), served.connect()
+    one.put("a", "1")
+    one.put_all({"b": "2", "c": ""})
+    assert one.has("c")
+    assert [other.peek(key) for key in "abcd"] == ["1", "2", "", None]
+    assert [other.has(key) for key in "ad"] == [True, False]
+    assert other.create("a", "9") == "1"
+    assert other.create("d", "4") == "4"
+    raw = other.swap("a", b"", "5")
+    assert other.unseal("a", raw) == "1"
+    assert other.unseal("a", other.swap("a", raw, "5")) == "5"
+
+
+@pytest.mark.parametrize("value", ["", "x", "0" * 32, "0" * 40, "\x00", "x" * 100_000])
+def test_a_strangers_value_is_refused(served: Served, value: str) -> None:
+    """What was not written with the secret raises ForeignValueError."""
+    served.raw().set(PREFIX + "k", value)
+    with pytest.raises(ForeignValueError, match="k"):
+        served.connect().peek("k")
+    if value:
+        with pytest.raises(ForeignValueError):
+            served.connect().create("k", "mine")
+
+
+def test_another_secret_is_refused_both_ways(served: Served) -> None:
+    """Launchers with different tokens do not take each other's values."""
+    mine, other = served.connect(), served.connect(b"another secret")
+    mine.put("a", "1")
+    other.put("b", "1")
+    with pytest.raises(ForeignValueError):
+        other.peek("a")
+    with pytest.raises(ForeignValueError):
+        mine.peek("b")
+
+
+def test_a_value_copied_to_another_key_is_refused(served: Served) -> None:
+    """A true value at the wrong place is foreign: its key is signed with it."""
+    one = served.connect()
+    one.put(keys.place("node-a"), "rank 0")
+    raw = served.raw().get(PREFIX + keys.place("node-a"))
+    served.raw().set(PREFIX + keys.place("node-b"), raw)
+    with pytest.raises(ForeignValueError):
+        one.peek(keys.place("node-b"))
+
+
+def test_a_value_too_large_is_refused(served: Served) -> None:
+    """Even one that is signed."""
+    one = served.connect()
+    one.put("k", "x" * MAX_VALUE_BYTES)
+    with pytest.raises(ForeignValueError, match="bytes"):
+        one.peek("k")
+
+
+def test_a_key_cannot_be_made_to_look_missing(served: Served) -> None:
+    """Whatever a stranger writes, the key is there and foreign."""
+    for value in ("-", "", store._NOTHING[:5]):
+        served.raw().set(PREFIX + "k", value)
+        with pytest.raises(ForeignValueError):
+            served.connect().peek("k")
+
+
+def test_foreign_lines_are_left_out_and_reported_once(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lines of strangers among those of the job do no harm, and fill no log."""
+    one = served.connect()
+    for number in range(3):
+        served.raw().append(PREFIX + "k", "garbage \x00\n")
+        one.append_line("k", str(number))
+    assert one.lines("k", 0)[0] == ["0", "1", "2"]
+    assert len(caplog.records) == 1
+
+
+def test_lines_are_found_again_after_somebody_has_written_over_them(served: Served) -> None:
+    """A reader that is beyond the end of what is there now begins anew."""
+    one = served.connect()
+    for number in range(3):
+        one.append_line("k", str(number))
+    _, end = one.lines("k", 0)
+    served.raw().set(PREFIX + "k", "garbage\n")
+    one.append_line("k", "3")
+    assert one.lines("k", end)[0] == ["3"]
+
+
+def test_a_counter_that_is_no_number_counts_as_nothing(served: Served) -> None:
+    """Reading many counters survives a foreign one among them."""
+    one = served.connect()
+    one.count("a", 2)
+    served.raw().set(PREFIX + "b", "many")
+    assert one.counters(["a", "b"]) == [2, 0]
+
+
+# Operations, waits, the end --------------------------------------------------------------------
+
+
+def test_operations_are_counted_honestly(served: Served) -> None:
+    """Each request to the store counts; waiting and reading are two."""
+    one = served.connect()
+    spent = []
+
+    def count(call: Callable[[], Any]) -> None:
+        before = one.operations
+        call()
+        spent.append(one.operations - before)
+
+    for call in (
+        lambda: one.put("k", "v"),
+        lambda: one.put_all({"a": "1", "b": "2"}),
+        lambda: one.create("k", "v"),
+        lambda: one.swap("k", b"", "v"),
+        lambda: one.has("k"),
+        lambda: one.peek("k"),
+        lambda: one.wait_until_set("k", 1),
+        lambda: one.wait_for("k", 1),
+        lambda: one.wait_for("missing", 0.01),
+        lambda: one.append_line("l", "x"),
+        lambda: one.lines("l", 0),
+        lambda: one.count("c", 1),
+        lambda: one.counters(["c"]),
+        lambda: one.delete("k"),
+        one.key_count,
+    ):
+        count(call)
+    assert spent == [1, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.05, 0.3])
+def test_a_wait_ends_in_time(served: Served, timeout_s: float) -> None:
+    """Nothing set means False, neither early nor late, and the connection goes on."""
+    one = served.connect()
+    began = time.monotonic()
+    assert one.wait_until_set("k", timeout_s) is False
+    assert timeout_s - 0.02 <= time.monotonic() - began < timeout_s + 2
+    one.put("k", "v")
+    assert one.wait_for("k", timeout_s) == "v"
+
+
+def test_a_timeout_of_the_network_is_not_the_end_of_the_wait(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that speaks of a timeout long before the time is a store that is lost."""
+    one = served.connect()
+
+    class Broken:
+        def wait(self, *_: object) -> None:
+            raise RuntimeError("Connection timed out")
+
+    monkeypatch.setattr(one, "_client", Broken())
+    with pytest.raises(StoreLostError, match="timed out"):
+        one.wait_until_set("k", 60)
+
+
+def test_a_store_killed_ends_all_waits_at_once() -> None:
+    """Who waits when the store's process dies gets StoreLostError within a second."""
+    program = (
+        "import sys;"
+        "from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, store;"
+        "listener = endpoint.claim('127.0.0.1', 0, None);"
+        "port = listener.getsockname()[1];"
+        "server = store.serve(listener, '127.0.0.1', 8);"
+        "print(port, flush=True);"
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        one = store.connect("127.0.0.1", port, PREFIX, SECRET, SOON_S)
+        try:
+            with beside(lambda: one.wait_until_set("k", 60)) as results:
+                assert one.another().wait_until_set("k", 0.1) is False
+                server.kill()
+                killed = time.monotonic()
+            assert time.monotonic() - killed < 1.0
+            assert isinstance(results[0], StoreLostError)
+            with pytest.raises(StoreLostError):
+                one.count("c", 1)
+        finally:
+            one.cut()
+            server.kill()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda one: one.wait_until_set("k", 60), lambda one: one.counters(["missing"])],
+    ids=["wait", "multi_get"],
+)
+def test_a_wait_can_be_cut_from_another_thread(
+    served: Served, call: Callable[[JobStore], Any]
+) -> None:
+    """`cut` ends whatever a connection waits for, and every later call; others go on."""
+    one, other = served.connect(), served.connect()
+    with beside(lambda: call(one)) as results:
+        other.wait_until_set("never", 0.1)
+        one.cut()
+    assert isinstance(results[0], StoreLostError)
+    with pytest.raises(StoreLostError):
+        one.put("k", "v")
+    one.cut()
+    other.put("k", "v")
+
+
+def test_an_answer_that_never_comes_can_be_cut() -> None:
+    """A call to a store whose machine is frozen ends when it is cut."""
+    program = (
+        "import sys;"
+        "from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, store;"
+        "listener = endpoint.claim('127.0.0.1', 0, None);"
+        "port = listener.getsockname()[1];"
+        "server = store.serve(listener, '127.0.0.1', 8);"
+        "print(port, flush=True);"
+        "sys.stdin.read()"
+    )
+    import signal
+
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        one = store.connect("127.0.0.1", int(server.stdout.readline()), PREFIX, SECRET, SOON_S)
+        try:
+            server.send_signal(signal.SIGSTOP)
+            with beside(lambda: one.count("c", 1)) as results:
+                assert not results
+                one.cut()
+            assert isinstance(results[0], StoreLostError)
+        finally:
+            one.cut()
+            server.kill()
+
+
+def test_what_listens_and_is_no_store_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that accepts and says nothing does not hold a launcher up for good."""
+    monkeypatch.setattr(store, "CALL_TIMEOUT_S", 0.2)
+    listener = endpoint.claim("127.0.0.1", 0, None)
+    assert listener is not None
+    with listener, pytest.raises(StoreLostError, match="does not answer as a store does"):
+        store.connect("127.0.0.1", listener.getsockname()[1], PREFIX, SECRET, 1.0)
+
+
+def test_a_store_without_the_job_is_said_so(served: Served) -> None:
+    """Where no secret is left in time, the error names the job."""
+    with pytest.raises(StoreLostError, match="holds no job 'other:'"):
+        store.connect("127.0.0.1", served.port, "other:", None, 0.1)
+
+
+def test_a_shared_secret_is_found(served: Served) -> None:
+    """Without a token nodes take the key that the host left."""
+    secret = store.share_secret(served.raw(), "p:")
+    host = store.connect("127.0.0.1", served.port, "p:", secret, 1.0)
+    node = store.connect("127.0.0.1", served.port, "p:", None, 1.0)
+    host.put("k", "v")
+    assert node.wait_for("k", SOON_S) == "v"
+    for one in (host, node):
+        one.cut()
+
+
+def test_connections_leave_no_descriptors(served: Served) -> None:
+    """Connecting, using, cutting and dropping a connection leaves nothing open."""
+    served.connect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        one = store.connect("127.0.0.1", served.port, PREFIX, SECRET, 1.0)
+        another = one.another()
+        another.put("k", "v")
+        another.cut()
+    del one, another
+    deadline = time.monotonic() + SOON_S
+    # The server, which is in this process too, closes its ends a moment later.
+    while len(os.listdir("/proc/self/fd")) > before:
+        assert time.monotonic() < deadline
+        served.connect().wait_until_set("never", 0.05)
+        served._made.pop()
+
+
+def test_the_socket_of_a_connection_is_found_among_others(served: Served) -> None:
+    """Each connection cuts its own socket, though all go to one port."""
+    made = [served.connect() for _ in range(5)]
+    assert all(one._link is not None and one._link._descriptor >= 0 for one in made)
+    for index, one in enumerate(made):
+        one.cut()
+        with pytest.raises(StoreLostError):
+            one.put("k", "v")
+        for other in made[index + 1 :]:
+            other.put("k", "v")
+
+
+def test_a_connection_is_watched_over(served: Served) -> None:
+    """The kernel asks an idle connection for signs of life, and bounds its silence."""
+    import socket
+
+    link = served.connect()._link
+    assert link is not None
+    with socket.socket(fileno=os.dup(link._descriptor)) as sock:
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        limit_ms = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    assert 0 < limit_ms <= connection._SILENT_S * 1000
+
+
+def test_the_limit_of_open_files_is_raised_only_as_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers inherit the limit, so a job of few nodes leaves it as it was."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(store.resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(store.resource, "setrlimit", lambda _, limits: asked.append(limits))
+    for wanted in (512, 1024, 2000, 100_000):
+        store._allow_open_files(wanted)
+    assert asked == [(2000, 4096), (4096, 4096)]
