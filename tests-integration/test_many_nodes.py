@@ -149,6 +149,7 @@ def test_a_launcher_that_is_stopped_does_not_train_beside_the_others(
     job.wait_for_step(1, ranks=4)
     job.launchers[victim.name].send_signal(signal.SIGCONT)
     assert_ended_well(job, **{victim.name: 1})
+    assert job.cycles() == [0, 1]
 
 
 def test_a_link_that_flaps_within_the_lease_costs_nothing(
