@@ -149,6 +149,7 @@ def test_a_launcher_that_is_stopped_does_not_train_beside_the_others(
     job.wait_for_step(1, ranks=4)
     job.launchers[victim.name].send_signal(signal.SIGCONT)
     assert_ended_well(job, **{victim.name: 1})
+    assert job.cycles() == [0, 1]
 
 
 def test_a_link_that_flaps_within_the_lease_costs_nothing(
@@ -189,7 +190,7 @@ def test_a_spare_that_comes_late_is_used(nodes_job: Callable[..., NodesJob]) -> 
     job.wait_for_step(0, 3, ranks=4)
     late = job.network[2]
     start(job, "2:3", "--ft-lease", "1", hosts=[late], steps=400)
-    job.wait_for(lambda: "is a spare" in job.log(late), "the spare is there")
+    job.wait_for(lambda: "waits as a spare" in job.log(late), "the spare is there")
     job.launchers[job.network[1].name].kill()
     job.wait_for_step(1, ranks=4)
     assert late in with_ranks(job, 1)

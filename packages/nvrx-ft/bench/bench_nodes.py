@@ -114,7 +114,7 @@ class Bench:
         self.wait(lambda: launcher.poll() is not None, "the lost launcher has left")
         mark = len(self.job.log(victim))
         self.start([victim], *flags)
-        self.wait(lambda: "is a spare" in self.job.log(victim)[mark:], "a spare")
+        self.wait(lambda: "waits as a spare" in self.job.log(victim)[mark:], "a spare")
         return took
 
     def have_found_it(self, marks: dict[Host, int]) -> bool:

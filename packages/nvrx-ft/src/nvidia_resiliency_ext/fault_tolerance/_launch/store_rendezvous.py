@@ -131,6 +131,8 @@ class StoreRendezvous:
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wakeup_lock = threading.Lock()
         self._is_shut_down = False
+        # The one that this node has workers in. Those of a node that was stopped for a while may
+        # be found dead when the others have long begun another round: that one did not fail.
         self._round = 0
         self._previous_rank: int | None = None
         self._is_over = False
@@ -288,7 +290,6 @@ class StoreRendezvous:
         if isinstance(news, Spare):
             self._cancel_join_deadline()
             self._previous_rank = None
-            self._round = news.entry.round
             logger.info("round %d goes on without this node: it waits as a spare", news.entry.round)
             return None
         if isinstance(news, Opened):

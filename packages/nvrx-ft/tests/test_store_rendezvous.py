@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rendezvous of many nodes as a launcher sees it; the test writes what the host decides."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from nvidia_resiliency_ext.fault_tolerance._launch.decide import (
+    Cause,
+    NextRoundOpened,
+    RoundReady,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._launch.rendezvous import RoundEvent
+from nvidia_resiliency_ext.fault_tolerance._launch.store_rendezvous import (
+    NodeSettings,
+    StoreRendezvous,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
+    Entry,
+    Phase,
+    Place,
+    encode,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, connect, serve
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+
+NODE = "10.0.0.1_1_1"
+SECRET = b"a secret"
+LIMIT_S = 20.0
+
+
+@contextlib.contextmanager
+def a_job() -> Iterator[tuple[StoreRendezvous, JobStore]]:
+    """Give the rendezvous of one node of a job that is about to begin, and the host's store."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    at = listener.getsockname()
+    server = serve(listener, at[0], 4)
+    store = connect(*at, "job:", SECRET, LIMIT_S)
+    decide(store, Entry(0, Phase.OPEN, 0))
+    store.put(keys.HEAD, "0")
+    clock = SystemClock()
+    settings = NodeSettings(
+        node=NODE,
+        host="node1",
+        addr="10.0.0.1",
+        nproc=1,
+        infra_rank=-1,
+        master_port=None,
+        lease_s=60.0,
+        join_timeout_s=LIMIT_S,
+        connect_timeout_s=LIMIT_S,
+        domain=lambda: "none",
+        group=None,
+        must_agree={},
+    )
+    with contextlib.closing(EventLoop(clock)) as loop:
+        rendezvous = StoreRendezvous(
+            settings, lambda _: connect(*at, "job:", SECRET, LIMIT_S), loop=loop, clock=clock
+        )
+        try:
+            yield rendezvous, store
+        finally:
+            rendezvous.shutdown()
+            store.cut()
+            del server
+
+
+def decide(store: JobStore, entry: Entry) -> None:
+    """Write a decision as the host would."""
+    store.create(keys.log(entry.seq), encode(entry))
+
+
+def wait_for(rendezvous: StoreRendezvous, kind: type) -> RoundEvent:
+    """Wait for an event of a kind."""
+    deadline = time.monotonic() + LIMIT_S
+    with selectors.DefaultSelector() as selector:
+        selector.register(rendezvous.fileno(), selectors.EVENT_READ)
+        while time.monotonic() < deadline:
+            for event in rendezvous.poll():
+                if isinstance(event, kind):
+                    return event
+            selector.select(0.1)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def wait_until_spare(rendezvous: StoreRendezvous, caplog: pytest.LogCaptureFixture) -> None:
+    """Wait until the rendezvous has read that a round goes on without its node."""
+    deadline = time.monotonic() + LIMIT_S
+    while "goes on without this node" not in caplog.text:
+        assert time.monotonic() < deadline
+        assert rendezvous.poll() == []
+
+
+def test_dead_workers_of_a_round_that_is_over_open_no_round(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A node that was away sees its workers dead when the others are a round further: no fault."""
+    caplog.set_level("INFO", "nvrx")
+    with a_job() as (rendezvous, store):
+        rendezvous.join(0)
+        assert store.wait_until_set(keys.BELL, LIMIT_S)
+        store.put(keys.place(NODE), encode(Place(0, 0, 0)))
+        decide(store, Entry(1, Phase.CLOSED, 0, active=2, world_size=2))
+        wait_for(rendezvous, RoundReady)
+        decide(store, Entry(2, Phase.OPEN, 1, cause=Cause("node_lost", "node1 is lost")))
+        wait_for(rendezvous, NextRoundOpened)
+        decide(store, Entry(3, Phase.CLOSED, 1, active=2, world_size=2))
+        wait_until_spare(rendezvous, caplog)
+        rendezvous.open_next(Cause("killed", "rank 0 died"))
+        rendezvous.shutdown()
+        assert not store.has(keys.log(4))
