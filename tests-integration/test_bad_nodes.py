@@ -54,6 +54,7 @@ def test_an_unhealthy_node_is_replaced_by_the_spare(nodes_job: Callable[..., Nod
     job.assert_fenced()
 
 
+@pytest.mark.slow
 def test_a_node_that_fails_again_and_again_makes_room(nodes_job: Callable[..., NodesJob]) -> None:
     """After its third failure a node works no more while there is a spare; nobody is sent away."""
     job = nodes_job(3)

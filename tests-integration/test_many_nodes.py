@@ -76,6 +76,7 @@ def test_a_killed_rank_restarts_all_hosts_once(nodes_job: Callable[..., NodesJob
         assert f"rank 3 on host {victim.name} died by SIGKILL" in job.log(host), job.tails()
 
 
+@pytest.mark.slow
 def test_ranks_of_two_hosts_dying_at_once_cost_one_restart(
     nodes_job: Callable[..., NodesJob],
 ) -> None:
@@ -89,6 +90,7 @@ def test_ranks_of_two_hosts_dying_at_once_cost_one_restart(
     assert job.cycles() == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_hung_rank_is_found_on_its_host_and_told_on_all(
     nodes_job: Callable[..., NodesJob],
 ) -> None:
@@ -109,6 +111,7 @@ def test_a_hung_rank_is_found_on_its_host_and_told_on_all(
     assert any(fault.get("rank") == 4 for fault in faults), faults
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_is_replaced_by_the_spare(nodes_job: Callable[..., NodesJob]) -> None:
     """SIGKILL of a launcher: its ranks end with it, and the spare takes their place."""
     job = nodes_job(3)
@@ -152,6 +155,7 @@ def test_a_launcher_that_is_stopped_does_not_train_beside_the_others(
     assert job.cycles() == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_link_that_flaps_within_the_lease_costs_nothing(
     nodes_job: Callable[..., NodesJob],
 ) -> None:
@@ -170,6 +174,7 @@ def test_a_link_that_flaps_within_the_lease_costs_nothing(
     assert job.cycles() == [0]
 
 
+@pytest.mark.slow
 def test_without_the_store_host_the_others_leave(nodes_job: Callable[..., NodesJob]) -> None:
     """The launcher with the store is killed: the others stop within 10 s and say why."""
     job = nodes_job(3)
@@ -183,6 +188,7 @@ def test_without_the_store_host_the_others_leave(nodes_job: Callable[..., NodesJ
     assert "the store host of the job is gone" in job.log(job.network[1])
 
 
+@pytest.mark.slow
 def test_a_spare_that_comes_late_is_used(nodes_job: Callable[..., NodesJob]) -> None:
     """A launcher that is started in the middle of a round waits, and works when it is needed."""
     job = nodes_job(3)
@@ -197,6 +203,7 @@ def test_a_spare_that_comes_late_is_used(nodes_job: Callable[..., NodesJob]) -> 
     assert_ended_well(job, steps=400, **{job.network[1].name: -signal.SIGKILL})
 
 
+@pytest.mark.slow
 def test_a_drained_host_is_replaced_at_once(nodes_job: Callable[..., NodesJob]) -> None:
     """SIGTERM to one launcher: its ranks get the signal, the spare takes over without a lease."""
     job = nodes_job(3)
@@ -209,6 +216,7 @@ def test_a_drained_host_is_replaced_at_once(nodes_job: Callable[..., NodesJob]) 
     assert any("was ended by SIGTERM" in job.log(host) for host in job.network), job.tails()
 
 
+@pytest.mark.slow
 def test_min_healthy_goes_on_with_the_nodes_that_are_left(
     nodes_job: Callable[..., NodesJob],
 ) -> None:
@@ -238,6 +246,7 @@ def test_launchers_with_other_settings_are_told_apart(
     assert not (job.shared / RECORD).exists()
 
 
+@pytest.mark.slow
 def test_two_launchers_at_one_address_end_the_job(nodes_job: Callable[..., NodesJob]) -> None:
     """Two launchers that claim the same address: one clear line, no training."""
     job = nodes_job(2)
@@ -248,6 +257,7 @@ def test_two_launchers_at_one_address_end_the_job(nodes_job: Callable[..., Nodes
     assert not (job.shared / RECORD).exists()
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_resolves_nowhere_is_one_line(nodes_job: Callable[..., NodesJob]) -> None:
     """A wrong name: an error that names the endpoint, and nothing left."""
     job = nodes_job(2)
@@ -258,6 +268,7 @@ def test_an_endpoint_that_resolves_nowhere_is_one_line(nodes_job: Callable[..., 
         assert "Traceback" not in job.log(host), job.tails()
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_refused(nodes_job: Callable[..., NodesJob]) -> None:
     """A launcher with another token does not get in, and the job of the others is not harmed."""
     job = nodes_job(3)
@@ -304,6 +315,7 @@ def test_training_goes_on_while_the_control_plane_is_away(
     assert again.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_a_fault_while_the_control_plane_is_away_heals_when_it_is_back(
     nodes_job: Callable[..., NodesJob],
 ) -> None:
@@ -323,6 +335,7 @@ def test_a_fault_while_the_control_plane_is_away_heals_when_it_is_back(
     assert again.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_no_restart_left_ends_all_hosts_with_the_cause(nodes_job: Callable[..., NodesJob]) -> None:
     """A fault without budget: every launcher leaves with 1 and names the rank that died."""
     job = nodes_job(3)

@@ -145,6 +145,7 @@ def test_leftovers_are_found(nodes_job: Callable[..., NodesJob]) -> None:
 
 @pytest.mark.netns
 @pytest.mark.timeout(150)
+@pytest.mark.slow
 def test_counting_ranks_under_torchrun(nodes_job: Callable[..., NodesJob]) -> None:
     """Ranks on three hosts find each other by name and come to the right count."""
     job = nodes_job(3, launcher=TORCHRUN)

@@ -19,6 +19,8 @@ from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identi
 from nvidia_resiliency_ext.shared_utils._funnel_client.stream import Stream
 from nvidia_resiliency_ext.shared_utils._funnel_client.verdict import Outcome, Verdict, judge
 
+pytestmark = pytest.mark.slow
+
 KIB = 1024
 WINDOW = 128 * KIB
 

@@ -24,6 +24,8 @@ from nvidia_resiliency_ext.shared_utils.errors import (
 from nvidia_resiliency_ext.shared_utils.grpc_log_client import FunnelTls, LogFunnelClient
 from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as messages
 
+pytestmark = pytest.mark.slow
+
 Connect = Callable[..., LogFunnelClient]
 MIB = 1024 * 1024
 

@@ -17,6 +17,8 @@ import pytest
 
 from nvidia_resiliency_ext.shared_utils.grpc_log_client import LogFunnelClient
 
+pytestmark = pytest.mark.slow
+
 _DEADLINE_S = 30.0
 _PROGRAMS = Path(__file__).parent / "programs"
 _WRITER = _PROGRAMS / "funnel_writer.py"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+
 pytest.importorskip("grpc", reason="needs the extra grpc of nvrx-common")
 pytest.importorskip("google.protobuf", reason="needs the extra grpc of nvrx-common")
 
@@ -24,6 +25,8 @@ from nvidia_resiliency_ext.shared_utils._funnel.leaf import run as run_leaf
 from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.relay import Relay, RelayStream
 from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+
 pytest.importorskip("grpc", reason="needs the extra grpc of nvrx-common")
 pytest.importorskip("google.protobuf", reason="needs the extra grpc of nvrx-common")
 
@@ -24,6 +25,8 @@ from funnel_peers import chunk, send, send_acked
 
 from nvidia_resiliency_ext.shared_utils.grpc_log_server import LogAggregationServicer
 from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
+
+pytestmark = pytest.mark.slow
 
 TOKEN = "s3cret-of-the-job"
 SERVICE = "/nvidia_resiliency_ext.fault_tolerance.LogAggregationService/"

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 _PROGRAM = str(Path(__file__).with_name("programs") / "fault_victim.py")
 _GPU_PROGRAM = str(Path(__file__).with_name("programs") / "gpu_fault_victim.py")
 _TRAINER = str(Path(__file__).with_name("programs") / "fault_trainer.py")

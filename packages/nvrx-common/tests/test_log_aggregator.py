@@ -27,6 +27,8 @@ from nvidia_resiliency_ext.shared_utils.log_node_local_tmp import (
     NodeLogAggregator,
 )
 
+pytestmark = pytest.mark.slow
+
 _HEAD = "2026-01-02 03:04:05,678 [INFO] [n1] [workload:{}(0) infra:?(?)] a.py:1 "
 _FORMAT = (
     "%(asctime)s [%(levelname)s] [n1] [workload:%(workload_rank)s(?) infra:?(?)] a.py:1 %(message)s"

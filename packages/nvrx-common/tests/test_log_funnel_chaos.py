@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+
 pytest.importorskip("grpc", reason="needs the extra grpc of nvrx-common")
 pytest.importorskip("google.protobuf", reason="needs the extra grpc of nvrx-common")
 
 import funnel_peers as peers
 from funnel_peers import Resender, chunk, send, send_acked
+
+pytestmark = pytest.mark.slow
 
 LINE = b"%08d " + b"z" * 90 + b"\n"
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = Path(__file__).with_name("programs")
 SOURCE_VARIABLE = "NVRX_TEST_MEGATRON_FT_INTEGRATION"
 # Read here, because tests run without the variables of this project.

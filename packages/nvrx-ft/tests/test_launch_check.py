@@ -23,6 +23,8 @@ from nvidia_resiliency_ext.fault_tolerance._check.findings import (
 )
 from nvidia_resiliency_ext.fault_tolerance.launcher import main
 
+pytestmark = pytest.mark.slow
+
 LAUNCHER = "nvidia_resiliency_ext.fault_tolerance.launcher"
 
 

@@ -20,7 +20,7 @@ from nvidia_resiliency_ext.fault_tolerance._ft_rendezvous import (
 
 DEADLINE_S = handler_nodes.DEADLINE_S
 
-pytestmark = pytest.mark.usefixtures("clean_environment")
+pytestmark = [pytest.mark.usefixtures("clean_environment"), pytest.mark.slow]
 
 
 @pytest.fixture

@@ -37,6 +37,8 @@ from nvidia_resiliency_ext.shared_utils.wire import (
     send_with_fds,
 )
 
+pytestmark = pytest.mark.slow
+
 CONFIG = FaultToleranceConfig().to_dict()
 
 

@@ -18,6 +18,8 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.slot import read_slot
 from nvidia_resiliency_ext.shared_utils.events import EventLog, read_events
 from nvidia_resiliency_ext.shared_utils.wire import receive_message, send_message
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def node(tmp_path):

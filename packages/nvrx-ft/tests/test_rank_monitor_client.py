@@ -23,6 +23,8 @@ from nvidia_resiliency_ext.fault_tolerance import (
 from nvidia_resiliency_ext.fault_tolerance.data import HeartbeatTimeouts, SectionTimeouts
 from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
 
+pytestmark = pytest.mark.slow
+
 STATE = {
     "current_timeouts": {
         "heartbeat": {"initial": 30.0, "subsequent": 20.0, "were_calculated": True},

@@ -32,6 +32,8 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, St
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 15.0
 
 

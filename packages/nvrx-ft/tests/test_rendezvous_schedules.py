@@ -4,6 +4,8 @@
 import pytest
 import rendezvous_schedules
 
+pytestmark = pytest.mark.slow
+
 PER_TEST = 20
 
 

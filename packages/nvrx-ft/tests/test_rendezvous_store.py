@@ -21,6 +21,8 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
 
+pytestmark = pytest.mark.slow
+
 SOON_S = 5.0
 
 

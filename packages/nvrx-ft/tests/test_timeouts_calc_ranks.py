@@ -6,6 +6,8 @@ import json
 import pytest
 from ft_workers import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def order(sections, times=(-1, -1, -1), backend="gloo"):
     """What one rank is told to bring along."""
