@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-
 pytest.importorskip("grpc", reason="needs the extra grpc of nvrx-common")
 pytest.importorskip("google.protobuf", reason="needs the extra grpc of nvrx-common")
 
