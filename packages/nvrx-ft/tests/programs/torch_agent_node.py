@@ -59,6 +59,8 @@ def serve_node() -> int:
         handler.shutdown()
     state = "standby" if result is None else result.state.name
     values = getattr(result, "return_values", None) if min_healthy else handler.get_run_id()
+    if isinstance(values, dict):
+        values = dict(sorted(values.items()))  # torch has them in the order in which ranks ended
     print("RESULT", state, values, flush=True)
     return 0
 
