@@ -8,13 +8,14 @@ is a thread with a connection of its own that runs the launcher's steps (`NodeSe
 share a process, and this process is the last node. A restart round is measured after all other
 nodes have arrived:
 
+decided_ms the last needed node arrives -> the host has written that the round is closed
 close_ms   the last needed node arrives -> it has its place
 placed_ms  the last needed node arrives -> every node has its place
 known_ms   a node opens a round -> every other node has read that
 ops        operations on the store per node and round
 
-`placed_ms` and `known_ms` contain what the simulation itself costs: all nodes share two cores and
-a few interpreters, where in a job each has its own. `--floor` measures that: the same threads wait
+All but `decided_ms` contain what the simulation itself costs: all nodes share two cores and a few
+interpreters, where in a job each has its own. `--floor` measures that: the same threads wait
 for a key and read it, with torch's client alone.
 
 One JSON line per size: medians of the rounds, then the idle job: `idle_ops` per node and second,
@@ -52,7 +53,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import (
     Placed,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Kind
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry, Kind
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 PREFIX = keys.prefix("bench")
@@ -101,6 +102,14 @@ def say(**document: object) -> None:
 # The store host --------------------------------------------------------------------------------
 
 
+class TimedHost(Host):
+    """A host that notes when each decision became valid."""
+
+    def _adopt(self, entry: Entry) -> None:
+        self.adopted_at = {**getattr(self, "adopted_at", {}), entry.seq: time.monotonic()}
+        super()._adopt(entry)
+
+
 def run_host(nodes: int) -> None:
     """Serve the store and decide; answer questions about this process."""
     listener = endpoint.claim("127.0.0.1", 0, None)
@@ -108,14 +117,18 @@ def run_host(nodes: int) -> None:
     port = listener.getsockname()[1]
     server = store.serve(listener, "127.0.0.1", nodes)
     rules = HostRules(PlacementRules(nodes, nodes), Budget(10**6), lease_s=LEASE_S)
-    host = Host(connect(port), rules, me="host", epoch="e", clock=SystemClock())
+    host = TimedHost(connect(port), rules, me="host", epoch="e", clock=SystemClock())
     threading.Thread(target=host.run, daemon=True).start()
     say(port=port)
     for _ in sys.stdin:
         used = resource.getrusage(resource.RUSAGE_SELF)
         status = Path("/proc/self/status").read_text(encoding="ascii")
         rss_kb = next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS"))
-        say(cpu_s=used.ru_utime + used.ru_stime, rss_mb=int(rss_kb) / 1024)
+        say(
+            cpu_s=used.ru_utime + used.ru_stime,
+            rss_mb=int(rss_kb) / 1024,
+            last_at=max(host.adopted_at.values(), default=0.0),
+        )
     del server
     os._exit(0)
 
@@ -315,9 +328,11 @@ def measure(nodes: int, repeats: int, idle_s: float) -> dict[str, Any]:
             seq, news = follow(session, log, seq)
             placed_at = time.monotonic()
             placed = ask_all(children, seq)
+            decided_at = ask_all([host], "")[0]["last_at"]
             ops = sum(child["ops"] for child in placed)
             rounds.append(
                 {
+                    "decided_ms": 1000 * (decided_at - arrived_at),
                     "close_ms": 1000 * (placed_at - arrived_at),
                     "placed_ms": 1000 * (max(c["done"] for c in placed) - arrived_at),
                     "known_ms": 1000 * (max(c["at"] for c in known) - opened_at),
