@@ -8,6 +8,7 @@ nothing, and a record that cannot be written never stops the job.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -62,8 +63,6 @@ class Chronicle:
 
     def job_started(self, *, argv: Sequence[str], nnodes: str, nproc: int, policy: str) -> None:
         """Record the job's start; of the command line only a digest, it may hold secrets."""
-        import zlib
-
         digest = f"{zlib.crc32(chr(0).join(argv).encode(errors='backslashreplace')):08x}"
         self._record(events.JobStart(argv_hash=digest, nnodes=nnodes, nproc=nproc, policy=policy))
 

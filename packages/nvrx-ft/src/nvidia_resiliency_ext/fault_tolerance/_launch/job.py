@@ -439,12 +439,16 @@ class Job:
     def run(self) -> Result:
         """Run the job to its end and return how it ended here."""
         plan = self._plan
-        self._chronicle.job_started(
-            argv=plan.command.argv,
-            nnodes=f"{plan.min_nodes}:{plan.max_nodes}",
-            nproc=plan.nproc_per_node,
-            policy=plan.restart_policy,
-        )
+        try:
+            self._chronicle.job_started(
+                argv=plan.command.argv,
+                nnodes=f"{plan.min_nodes}:{plan.max_nodes}",
+                nproc=plan.nproc_per_node,
+                policy=plan.restart_policy,
+            )
+        except (OSError, ImportError) as error:
+            # The first event loads code: a machine without descriptors shows here at the latest.
+            raise NvrxError(f"the launch cannot be prepared: {error}") from error
         later = self._clock.monotonic() + CLEAN_UP_DELAY_S
         self._loop.call_at(later, self._remove_stale_directories)
         result = self._agent.run()

@@ -101,6 +101,10 @@ class SlowThread:
             job, done = item
             try:
                 result = job()
+            except OSError as error:
+                # The machine's fault, not a defect: one line says it.
+                logger.error("a job of the thread %s failed: %s", self._name, error)  # noqa: TRY400
+                result = None
             except Exception:
                 logger.exception("a job of the thread %s failed", self._name)
                 result = None
