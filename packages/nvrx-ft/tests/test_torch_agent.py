@@ -16,7 +16,7 @@ NODES = 2
 # Three interpreters import torch: on a busy host that alone takes half a minute.
 DEADLINE_S = 150
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(DEADLINE_S + 30)]
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(DEADLINE_S + 30)]
 
 
 def run_nodes(which: str, directory: Path, *, nodes: int = NODES, spares: int = 0) -> list[str]:

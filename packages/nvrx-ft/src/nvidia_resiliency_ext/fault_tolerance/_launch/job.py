@@ -446,9 +446,9 @@ class Job:
                 nproc=plan.nproc_per_node,
                 policy=plan.restart_policy,
             )
-        except (OSError, ImportError) as error:
+        except (OSError, ImportError) as problem:
             # The first event loads code: a machine without descriptors shows here at the latest.
-            raise NvrxError(f"the launch cannot be prepared: {error}") from error
+            raise NvrxError(f"the launch cannot be prepared: {problem}") from problem
         later = self._clock.monotonic() + CLEAN_UP_DELAY_S
         self._loop.call_at(later, self._remove_stale_directories)
         result = self._agent.run()
