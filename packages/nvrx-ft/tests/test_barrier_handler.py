@@ -153,6 +153,26 @@ def test_a_standby_waits_until_it_is_needed(job: Callable[..., handler_nodes.Nod
     assert set(handlers[0].get_active_node_addrs()) == {"127.0.0.2", "127.0.0.4"}
 
 
+def test_who_missed_a_round_learns_of_it(job: Callable[..., handler_nodes.Nodes]) -> None:
+    """A round that closed with a spare before a slow node looked: the node leaves its old round."""
+    nodes = job(2, 3)
+    slow, failed = (nodes.add(host=number == 0) for number in range(2))
+    nodes.join(slow, failed)
+    spare = nodes.add()
+    waiting = nodes.call(spare.next_rendezvous)
+    until(lambda: len(failed.get_standby_node_addrs()) == 1)
+    again = nodes.call(failed.next_rendezvous)
+    assert {again.result(DEADLINE_S).world_size, waiting.result(DEADLINE_S).world_size} == {2}
+    until(lambda: slow.round() == 1)
+    assert slow.num_nodes_waiting() >= 1
+    stands_by = nodes.call(slow.next_rendezvous)
+    until(lambda: len(failed.get_standby_node_addrs()) == 1)
+    assert slow.num_nodes_waiting() == 0
+    failed.shutdown()
+    with pytest.raises(RendezvousGracefulExitError):
+        stands_by.result(DEADLINE_S)
+
+
 def test_an_unfit_node_does_not_join(
     job: Callable[..., handler_nodes.Nodes], tmp_path: Path
 ) -> None:

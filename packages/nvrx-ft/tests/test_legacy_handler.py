@@ -17,6 +17,8 @@ from nvidia_resiliency_ext.fault_tolerance._ft_rendezvous import (
     RendezvousTimeout,
     create_handler,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
+from nvidia_resiliency_ext.fault_tolerance._torch_faces.roster import read_notes
 
 DEADLINE_S = handler_nodes.DEADLINE_S
 
@@ -50,6 +52,12 @@ def until(holds: Callable[[], bool]) -> None:
 def states(handler: FtRendezvousHandler) -> list[str]:
     """Return the states of all nodes, by address."""
     return [state.name for _, state in sorted(handler.get_worker_states().items())]
+
+
+def has_arrived(handler: FtRendezvousHandler, node: str, round_: int) -> bool:
+    """Return whether a node has offered itself in a round."""
+    notes = handler._read(lambda store: read_notes(store, round_))
+    return any(note.node == node and note.kind is Kind.ARRIVED for note in notes)
 
 
 def start(nodes: handler_nodes.Nodes, count: int) -> list[Any]:
@@ -90,7 +98,7 @@ def test_without_upscaling_a_late_node_stands_by(job: Callable[..., handler_node
     (first,) = start(nodes, 1)
     late = nodes.add()
     joined = nodes.call(late.next_rendezvous)
-    until(lambda: late._member.entry is not None)
+    until(lambda: has_arrived(first, late._member.node, 0))
     assert first.num_nodes_waiting() == 0
     again = nodes.call(first.next_rendezvous)
     assert {again.result(DEADLINE_S).world_size, joined.result(DEADLINE_S).world_size} == {2}

@@ -13,6 +13,7 @@ from nvidia_resiliency_ext.fault_tolerance._prewarm.pool import (
     EndStandby,
     Gone,
     GoodStep,
+    Idle,
     Memory,
     Pool,
     Prepare,
@@ -66,6 +67,17 @@ def test_fills_two_seconds_after_go_by_half_the_cores():
     pool, effects = step(pool, StandbyReady(0), 3.0)
     assert effects == (StartStandby(2),)
     assert pool.slots == (READY, WARMING, WARMING, WENT)
+
+
+def test_idle_processors_warm_up_more():
+    """Processors that nothing else uses have standbys, too; one that warms up keeps its own."""
+    pool, effects = after(running(slots=4, cores=2), Idle(1.8), (Tick(), 2.0))
+    assert effects == [StartStandby(0), StartStandby(1)]
+    pool, effects = after(pool, Idle(0.0), (StandbyReady(0), 4.0))
+    assert effects == [StartStandby(2)]
+    pool, effects = after(pool, Idle(0.0), (StandbyReady(1), 5.0))
+    assert effects == [StartStandby(3)]
+    assert after(running(slots=4, cores=2), Idle(0.2), (Tick(), 2.0))[1] == [StartStandby(0)]
 
 
 def test_one_core_still_fills():
@@ -201,6 +213,8 @@ EVENTS = (
     Wanted(False),
     Memory(1 << 40),
     Memory(1),
+    Idle(0.0),
+    Idle(3.0),
 )
 
 
@@ -242,6 +256,8 @@ def test_random_walks_keep_the_rules(seed):
         prepared = prepared or isinstance(event, Prepare)
         started = any(isinstance(effect, StartStandby) for effect in effects)
         if started and not isinstance(event, Prepare):
-            assert warming <= max(pool.width, sum(s is WARMING for s in before.slots))
+            assert warming <= max(
+                pool.width, pool.idle_width, sum(s is WARMING for s in before.slots)
+            )
         held = {s for s, state in enumerate(pool.slots) if state in (WARMING, READY)}
         assert held == alive

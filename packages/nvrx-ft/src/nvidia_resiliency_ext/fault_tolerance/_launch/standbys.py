@@ -35,6 +35,7 @@ from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, ConfigErr
 
 from .chronicle import Chronicle
 from .free_memory import available_bytes
+from .idle_cores import IdleMeter
 from .loop import EventLoop, Timer
 from .output import OutputSettings, worker_output
 from .plan import LaunchPlan
@@ -85,6 +86,7 @@ class StandbyStarter:
         self._told: dict[int, Standby] = {}
         self._last_words: dict[int, str] = {}
         self._head_start_ends = 0.0
+        self._idle = IdleMeter()
         self._timer: Timer | None = None
         self._look_interval_s = FIRST_LOOK_S
         self._has_worked = False
@@ -140,14 +142,15 @@ class StandbyStarter:
         """Tell the pool what only a look at the machine shows."""
         if self._why_cold is not None:
             return
+        self._step(pools.Idle(self._idle.idle_cores()))
+        free = available_bytes()
+        if free is not None:
+            self._step(pools.Memory(free))
         for slot, standby in list(self._held.items()):
             if slot in self._ready and (path := standby.stale_file()) is not None:
                 logger.info("standby %d is replaced: %s changed on disk", slot, path)
                 self._step(pools.Stale(slot))
         self._step(pools.Wanted(wants_standbys(self._running_pids())))
-        free = available_bytes()
-        if free is not None:
-            self._step(pools.Memory(free))
 
     def _step(self, event: pools.Event) -> None:
         self._pool, effects = pools.step(self._pool, event, self._clock.monotonic())
@@ -165,15 +168,21 @@ class StandbyStarter:
         self._timer = self._loop.call_at(self._clock.monotonic() + delay_s, self._tick)
 
     def _arm_for_fill(self) -> None:
-        fill_at = self._pool.fill_at or 0.0
-        self._arm(max(FIRST_LOOK_S, fill_at - self._clock.monotonic()))
+        """Look when the fill is due, and once before: what is idle is counted between two looks."""
+        self._look_interval_s = FIRST_LOOK_S
+        left_s = (self._pool.fill_at or 0.0) - self._clock.monotonic()
+        self._arm(left_s - FIRST_LOOK_S if left_s > FIRST_LOOK_S else FIRST_LOOK_S)
 
     def _tick(self) -> None:
         """Look again, less and less often: a slow file system may take a minute to import."""
         self._look()
         self._step(pools.Tick())
-        self._look_interval_s = min(2 * self._look_interval_s, LONGEST_LOOK_INTERVAL_S)
+        left_s = (self._pool.fill_at or 0.0) - self._clock.monotonic()
+        if left_s > 0:
+            self._arm(left_s)
+            return
         self._arm(self._look_interval_s)
+        self._look_interval_s = min(2 * self._look_interval_s, LONGEST_LOOK_INTERVAL_S)
 
     # One standby ---------------------------------------------------------------------------
 
@@ -230,7 +239,6 @@ class StandbyStarter:
         """All workers of the cycle are started: standbys for the next may follow."""
         self._has_worked = False
         self._step(pools.RanksStarted())
-        self._look_interval_s = FIRST_LOOK_S
         self._arm_for_fill()
 
     def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:

@@ -19,8 +19,9 @@ The pool fills from `FILL_DELAY_S` after the last "go", or from the first sign o
 but never while ranks start: between `RanksStarting` and `RanksStarted`, until each worker that was
 told to go while it imported has begun, and for `FIRST_STEP_FACTOR` times as long again; workers
 that started cold are given the time that the imports of such workers took. At most `width` warm up
-at a time; before the first cycle all are started at once. A second failure within
-`FAILURE_WINDOW_S`, or too little free memory, disables it; the next good step enables it.
+at a time, or as many as there are processors that nothing else uses; before the first cycle all are
+started at once. A second failure within `FAILURE_WINDOW_S`, or too little free memory, disables it;
+the next good step enables it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ FILL_DELAY_S = 2.0
 FIRST_STEP_FACTOR = 1.5
 FAILURE_WINDOW_S = 60.0
 MEMORY_FACTOR = 2
+# One that warms up has one processor; ranks that do next to nothing leave theirs as good as idle.
+_WARMING_CORES = 1
+_IDLE_SLACK = 0.3
 # What torch and DistributedDataParallel take, until a standby has told its own figure.
 EXPECTED_STANDBY_BYTES = 224 << 20
 
@@ -55,6 +59,7 @@ class Pool:
     Attributes:
         slots: State by local rank.
         width: How many may warm up at the same time next to running ranks.
+        idle_width: How many may because nothing else uses the processors, as last told.
         disabled: Why workers start cold for now, or None.
         wanted: Whether the workers gain from standbys at all.
         refused: The command can never be started warm.
@@ -72,6 +77,7 @@ class Pool:
 
     slots: tuple[SlotState, ...]
     width: int
+    idle_width: int = 0
     disabled: str | None = None
     wanted: bool = True
     refused: bool = False
@@ -133,9 +139,16 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The node's available memory in bytes; tell it before an event that may fill."""
+    """The node's available memory in bytes; it fills nothing itself."""
 
     free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """How many processors had nothing to do since the last look; it fills nothing itself."""
+
+    cores: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +196,7 @@ class Refused:
 
 
 Event = (
-    Prepare | Tick | RanksStarting | RanksStarted | GoodStep | Wanted | Memory
+    Prepare | Tick | RanksStarting | RanksStarted | GoodStep | Wanted | Memory | Idle
     | StandbyReady | StandbyFailed | Gone | Begun | Stale | Refused
 )  # fmt: skip
 
@@ -265,12 +278,20 @@ def step(pool: Pool, event: Event, now: float) -> tuple[Pool, tuple[Effect, ...]
             import_s = 0.0 if is_warm else pool.import_s
             fill_at = now + import_s + _pause_s(import_s)
             draft.change(ranks_starting=False, first=False, fill_at=fill_at)
-        case Memory(free_bytes):
-            draft.change(free_bytes=free_bytes)
+        case Memory() | Idle():
+            return _with_machine(pool, event), ()
         case Prepare() | Tick():
             pass
     _fill(draft, now, prepare=isinstance(event, Prepare))
     return draft.pool, tuple(draft.effects)
+
+
+def _with_machine(pool: Pool, event: Memory | Idle) -> Pool:
+    if isinstance(event, Memory):
+        return replace(pool, free_bytes=event.free_bytes)
+    # Those that warm up would leave theirs idle, too.
+    used = _WARMING_CORES * _warming(pool)
+    return replace(pool, idle_width=int(event.cores + used + _IDLE_SLACK))
 
 
 def _slot_event(
@@ -328,8 +349,12 @@ def _check_memory(draft: _Draft) -> None:
 
 
 def _next_slots(pool: Pool) -> Sequence[int]:
-    room = pool.width - sum(state is SlotState.WARMING for state in pool.slots)
+    room = max(pool.width, pool.idle_width) - _warming(pool)
     return _unheld(pool)[: max(0, room)]
+
+
+def _warming(pool: Pool) -> int:
+    return sum(state is SlotState.WARMING for state in pool.slots)
 
 
 def _unheld(pool: Pool) -> Sequence[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping
 
@@ -156,6 +157,8 @@ class Host:
             self._read_inbox_of(before.round)
             self._memory = host.carried_over(self._memory, tuple(self._notes))
             self._notes, self._read_to = [], 0
+            if self._memory.spares - self._leases.keys():
+                self._leases_at = -math.inf  # They came just now, and are to be waited for.
             self._note_blame(entry)
             if entry.round > 1:
                 for key in (keys.inbox, keys.arrivals, keys.successes):
@@ -199,7 +202,7 @@ class Host:
         """Look which leases moved; a node is known by its lease from its arrival on."""
         now = self._clock.monotonic()
         known = {n.node for n in self._notes if n.kind is Kind.ARRIVED}
-        known |= {member.candidate.node for member in self._memory.active}
+        known |= {member.candidate.node for member in self._memory.active} | self._memory.spares
         for node in known - self._leases.keys():
             # To read many counters waits for those that are missing; this makes them.
             self._leases[node] = (self._store.count(keys.lease(node), 0), now)

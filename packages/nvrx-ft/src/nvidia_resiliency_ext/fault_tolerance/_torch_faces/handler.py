@@ -81,7 +81,6 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._run_id = run_id
         self._requests: Callable[[], list[object]] = list
         self._node_check: Callable[[], None] = _healthy
-        self._has_worked = False
         self._is_unfit = False
         self._agent: Any = None
         self._worker_group: Any = None
@@ -125,7 +124,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             torch's `RendezvousInfo`; before torch 2.4 the tuple of store, rank and world size.
 
         Raises:
-            RendezvousGracefulExitError: the job ended well before this node ever had work.
+            RendezvousGracefulExitError: the job ended well while this node had no place in it.
             RendezvousClosedError: there is no further round.
             RendezvousTimeoutError: a round did not close in time.
             RendezvousConnectionError: the store is gone, or the nodes were started differently.
@@ -139,7 +138,6 @@ class StoreRendezvousHandler(RendezvousHandler):
             raise RendezvousTimeoutError(str(error)) from None
         except NvrxError as error:
             raise RendezvousConnectionError(str(error)) from None
-        self._has_worked = True
         return self._info(placed)
 
     def is_closed(self) -> bool:
@@ -151,7 +149,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._end(RDZV_SHUTDOWN_REASON_GRACEFUL)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait in a round that is open; torch's agent then joins it.
+        """Return how many nodes have gone into a later round; torch's agent then joins them.
 
         Standbys do not count. A node that cannot reach the store any more must stop, and learns it
         here.
@@ -167,7 +165,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         return max(1, counted)
 
     def is_next_round_open(self) -> bool:
-        """Return whether another node has opened the next round.
+        """Return whether another node has opened the next round, be it closed again or not.
 
         Raises:
             RendezvousConnectionError: the store is gone or silent.
@@ -309,9 +307,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         return Cause(kind, what, host=self._member.host)
 
     def _closed(self, error: JobOverError) -> Exception:
-        """Return how a caller learns that the job is over: a node that never worked just goes."""
+        """Return how a caller learns that the job is over: a node without a place just goes."""
         entry: Entry = error.entry
-        if entry.reason == RDZV_SHUTDOWN_REASON_GRACEFUL and not self._has_worked:
+        if entry.reason == RDZV_SHUTDOWN_REASON_GRACEFUL and self._member.placed is None:
             return RendezvousGracefulExitError(str(error))
         return RendezvousClosedError(str(error))
 

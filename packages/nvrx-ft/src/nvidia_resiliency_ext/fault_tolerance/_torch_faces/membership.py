@@ -107,6 +107,7 @@ class Membership:
         self._news: News | None = None
         self._entry: Entry | None = None
         self._placed: Placed | None = None
+        self._joined_round: int | None = None
         self._lost = ""
         self._has_left = False
         self._is_closed = False
@@ -157,11 +158,14 @@ class Membership:
 
     @property
     def is_next_round_open(self) -> bool:
-        """Whether a round later than this node's last one is open."""
-        entry, placed = self._entry, self._placed
-        if entry is None or placed is None or entry.phase is not Phase.OPEN:
+        """Whether a round was opened after the last one that `join` gave this node a place in.
+
+        It may have closed since: a node that was too slow for it must stop its workers, too.
+        """
+        entry, joined = self._entry, self._joined_round
+        if entry is None or joined is None or entry.phase is Phase.OVER:
             return False
-        return entry.round > placed.entry.round
+        return entry.round > joined
 
     def check(self) -> None:
         """Make sure that this node may go on.
@@ -197,11 +201,13 @@ class Membership:
             StoreLostError: the store is gone.
         """
         self._open_own_next()
+        self._joined_round = None
         while True:
             before_arrival()
             round_, is_in_time = self._arrive()
             placed = self._outcome(round_, is_in_time)
             if placed is not None:
+                self._joined_round = placed.entry.round
                 return placed
 
     def open_next(self, round_: int, cause: Cause) -> None:
