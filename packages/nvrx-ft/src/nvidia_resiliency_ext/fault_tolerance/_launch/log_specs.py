@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from .output import Filter, Stream, Target, WorkerOutput
@@ -20,7 +21,6 @@ from .output import Filter, Stream, Target, WorkerOutput
 __all__ = ["GROUP", "LogSpecsError", "OutputSpecs", "Specs", "load_specs"]
 
 GROUP = "torchrun.logs_specs"
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class LogSpecsError(NvrxError):
@@ -117,7 +117,7 @@ class OutputSpecs:
                 output = WorkerOutput(
                     self._target(dest, Stream.STDOUT, rank),
                     self._target(dest, Stream.STDERR, rank),
-                    env.get(_ERROR_FILE, error_file),
+                    env.get(_env.ERROR_FILE, error_file),
                 )
             except (KeyError, AttributeError, TypeError) as error:
                 what = f"log specification {name}: no {error} for local rank {rank}"

@@ -122,7 +122,7 @@ def cpus_near(mode: str, gpus: Sequence[str], rank: int, topology: Topology) -> 
                 f"NUMA node {node} has {len(cores)} cores to use for {len(sharing)} GPUs"
             )
         return frozenset().union(*_share(cores, place, len(sharing)))
-    caches = sorted(_grouped(near, topology.cache_of_cpu), key=lambda cpus: (-len(cpus), min(cpus)))
+    caches = sorted(_grouped(near, topology.cache_of_cpu), key=len, reverse=True)
     return caches[place % len(caches)]
 
 

@@ -107,7 +107,8 @@ class CycleFollowers:
             self._is_open = True
         if self._service is not None and self._prefix is not None:
             self._service._submit_log(cycle_log_file(self._prefix, entry.round))  # noqa: SLF001 - its name is public
-        if self._reporter is None:
+        reporter = self._reporter
+        if reporter is None:
             return
         from nvidia_resiliency_ext.fault_tolerance._cycleinfo.reporter import (
             CycleInfoRoundSnapshot,
@@ -115,7 +116,7 @@ class CycleFollowers:
         from nvidia_resiliency_ext.fault_tolerance._launch.cycle_records import nodes_of
 
         nodes = nodes_of(placement, hosts)
-        self._reporter.report_cycle_start(
+        reporter.report_cycle_start(
             CycleInfoRoundSnapshot(entry.round, nodes.active, nodes.standby, nodes.ranks)
         )
 
@@ -127,8 +128,9 @@ class CycleFollowers:
             return
         if self._service is not None:
             self._service.request_terminal_analysis()
-        if self._reporter is not None:
-            self._reporter.report_cycle_end()
+        reporter = self._reporter
+        if reporter is not None:
+            reporter.report_cycle_end()
 
     def end_cycle_info(self) -> None:
         """Write what is known of cycles, for 2 s at most; a cycle that is open ends."""
