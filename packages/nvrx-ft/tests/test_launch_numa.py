@@ -147,7 +147,7 @@ def test_the_choice_is_torchs(tmp_path: Path, seed: int, monkeypatch: pytest.Mon
         sched_getaffinity=lambda _: set(allowed),
     )
     cuda = types.SimpleNamespace(device_count=lambda: len(gpus), get_device_properties=device)
-    monkeypatch.setattr(binding, "open", lambda path: Path(below(path)).open(), raising=False)
+    monkeypatch.setattr(binding, "open", lambda path: Path(below(path)).open(), raising=False)  # noqa: SIM115 - torch closes it
     monkeypatch.setattr(binding, "os", seen)
     monkeypatch.setattr(binding, "torch", types.SimpleNamespace(cuda=cuda))
     topology = machine.topology(sorted(allowed))
