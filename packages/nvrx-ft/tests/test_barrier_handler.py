@@ -409,6 +409,22 @@ def test_what_a_barrier_does_not_offer(job: Callable[..., handler_nodes.Nodes]) 
     handler.shutdown_cycle_info_reporter()
 
 
+def test_functions_cannot_share_a_local_rank(job: Callable[..., handler_nodes.Nodes]) -> None:
+    """Under torch's agent a function finds its monitor by its local rank."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+    from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
+    from nvidia_resiliency_ext.fault_tolerance.launcher import LocalElasticAgent
+
+    handler = job(1, 1).add(host=True)
+    spec = WorkerSpec(role="r", local_world_size=2, rdzv_handler=handler, entrypoint=print)
+    # An older torch has no such field.
+    vars(spec)["virtual_local_rank"] = True
+    with pytest.raises(ValueError, match="virtual_local_rank"):
+        LocalElasticAgent(spec, FaultToleranceConfig(), DefaultLogsSpecs())
+
+
 def test_files_about_cycles_are_kept_by_the_store_host(
     job: Callable[..., handler_nodes.Nodes], tmp_path: Path
 ) -> None:

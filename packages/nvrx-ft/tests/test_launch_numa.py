@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from nvidia_resiliency_ext.fault_tolerance._launch import command, elastic
 from nvidia_resiliency_ext.fault_tolerance._launch.command import cpu_binding
 from nvidia_resiliency_ext.fault_tolerance._launch.cpu_topology import (
     MachineTopology,
@@ -19,6 +20,8 @@ from nvidia_resiliency_ext.fault_tolerance._launch.cpu_topology import (
 )
 from nvidia_resiliency_ext.fault_tolerance._launch.numa import cpus_near
 from nvidia_resiliency_ext.fault_tolerance._launch.syntax import NUMA_MODES
+from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
+from nvidia_resiliency_ext.fault_tolerance.launcher import LaunchConfig
 
 
 class Machine:
@@ -216,6 +219,24 @@ def test_what_keeps_workers_from_being_bound(tmp_path: Path, numactl: str) -> No
     os.unlink(tmp_path / f"bus/pci/devices/{gpus[0]}/numa_node")
     with pytest.raises(ValueError, match=rf"GPU {gpus[0]} of local rank 0: .*No such file"):
         cpu_binding("node", 1, environ, gpus, topology)
+
+
+def test_a_program_asks_by_torchs_options(
+    tmp_path: Path, numactl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`LaunchConfig.numa_options` is an object of torch or the name of a mode."""
+    machine = Machine(tmp_path)
+    monkeypatch.setattr(elastic, "visible_gpus", lambda _: machine.gpus)
+    monkeypatch.setattr(command, "MachineTopology", machine.topology)
+    monkeypatch.setenv("PATH", os.path.dirname(numactl))
+    mode = types.SimpleNamespace(affinity_mode=types.SimpleNamespace(value="exclusive"))
+    for options in ("exclusive", mode):
+        config = LaunchConfig(1, 1, 2, FaultToleranceConfig(), numa_options=options)
+        found = elastic._binding(config)
+        assert found is not None
+        assert found.words(1) == (numactl, "--physcpubind=2-3,10-11")
+    config = LaunchConfig(1, 1, 2, FaultToleranceConfig())
+    assert elastic._binding(config) is None
 
 
 def test_machines_with_one_node_say_minus_one(tmp_path: Path) -> None:

@@ -244,6 +244,9 @@ def _our_handler(spec: WorkerSpec, restart_policy: str) -> Any:
         raise ValueError(what)  # noqa: TRY004 - the documented one for what does not fit
     if restart_policy == MIN_HEALTHY and not hasattr(handler, "try_set_worker_state"):
         raise ValueError(f"{MIN_HEALTHY} needs the handler of _ft_rendezvous")
+    if getattr(spec, "virtual_local_rank", False) and callable(spec.entrypoint):
+        # A function finds its monitor by LOCAL_RANK, which is then 0 for all.
+        raise ValueError("virtual_local_rank: with this agent for programs only, not for functions")
     return handler
 
 
