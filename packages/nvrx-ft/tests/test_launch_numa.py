@@ -15,13 +15,13 @@ from nvidia_resiliency_ext.fault_tolerance._launch import command, elastic
 from nvidia_resiliency_ext.fault_tolerance._launch.command import cpu_binding
 from nvidia_resiliency_ext.fault_tolerance._launch.cpu_topology import (
     MachineTopology,
-    ranges_text,
     read_ranges,
 )
 from nvidia_resiliency_ext.fault_tolerance._launch.numa import cpus_near
 from nvidia_resiliency_ext.fault_tolerance._launch.syntax import NUMA_MODES
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance.launcher import LaunchConfig
+from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
 
 class Machine:
@@ -45,14 +45,14 @@ class Machine:
             mine = range(first, first + count)
             first += count
             cpus = [*mine, *(cores + core for core in mine)]
-            self._write(f"devices/system/node/node{node}/cpulist", ranges_text(cpus))
+            self._write(f"devices/system/node/node{node}/cpulist", format_ranks(cpus))
             for place, core in enumerate(mine):
                 group = mine[place - place % cores_per_cache :][:cores_per_cache]
-                shared = ranges_text([*group, *(cores + each for each in group)])
+                shared = format_ranks([*group, *(cores + each for each in group)])
                 for cpu in (core, cores + core):
                     folder = f"devices/system/cpu/cpu{cpu}"
                     self._write(f"{folder}/topology/physical_package_id", node // nodes_per_socket)
-                    siblings = ranges_text([core, cores + core])
+                    siblings = format_ranks([core, cores + core])
                     self._write(f"{folder}/topology/thread_siblings_list", siblings)
                     caches = (
                         (1, "Data", siblings),
@@ -94,7 +94,7 @@ def test_each_mode_on_a_machine_of_two_nodes(
 ) -> None:
     """Node: all its CPUs; socket: those of its nodes; exclusive: a share; core complex: one."""
     machine = Machine(tmp_path, nodes_per_socket=2)
-    found = [ranges_text(cpus_near(mode, machine.gpus, r, machine.topology())) for r in range(4)]
+    found = [format_ranks(cpus_near(mode, machine.gpus, r, machine.topology())) for r in range(4)]
     assert found == expected
 
 
@@ -102,7 +102,7 @@ def test_cores_that_are_left_over_go_to_the_first(tmp_path: Path) -> None:
     """Five cores for two GPUs: three and two, both threads of each."""
     machine = Machine(tmp_path, nodes=(5,), gpus=(0, 0))
     shares = [cpus_near("exclusive", machine.gpus, rank, machine.topology()) for rank in range(2)]
-    assert [ranges_text(share) for share in shares] == ["0-2,5-7", "3-4,8-9"]
+    assert [format_ranks(share) for share in shares] == ["0-2,5-7", "3-4,8-9"]
 
 
 def test_only_cpus_that_may_be_used_count(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_choice_is_torchs(tmp_path: Path, seed: int, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("numbers", [[], [0], [0, 1, 2], [0, 2, 4], [1, 2, 5, 6, 9]])
 def test_ranges_survive_the_way_through_text(numbers: list[int]) -> None:
     """What is written as ranges is read as the same numbers."""
-    assert sorted(read_ranges(ranges_text(numbers))) == numbers
+    assert sorted(read_ranges(format_ranks(numbers))) == numbers
 
 
 @pytest.mark.parametrize("text", ["a", "1-", "-1", "3-x", "0-99999999"])
@@ -242,4 +242,4 @@ def test_a_program_asks_by_torchs_options(
 def test_machines_with_one_node_say_minus_one(tmp_path: Path) -> None:
     """There is a node 0 all the same."""
     machine = Machine(tmp_path, nodes=(2,), gpus=(-1,))
-    assert ranges_text(cpus_near("node", machine.gpus, 0, machine.topology())) == "0-3"
+    assert format_ranks(cpus_near("node", machine.gpus, 0, machine.topology())) == "0-3"

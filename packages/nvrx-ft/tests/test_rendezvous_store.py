@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -32,6 +33,25 @@ def served() -> Iterator[Served]:
     made = Served()
     yield made
     made.close()
+
+
+@contextlib.contextmanager
+def store_process() -> Iterator[tuple["subprocess.Popen[str]", int]]:
+    """Serve a store in another process; give it and its port."""
+    program = (
+        "import sys;"
+        "from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, store;"
+        "listener = endpoint.claim('127.0.0.1', 0, None);"
+        "port = listener.getsockname()[1];"
+        "server = store.serve(listener, '127.0.0.1', 8);"
+        "print(port, flush=True);"
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        yield server, int(server.stdout.readline())
 
 
 @contextlib.contextmanager
@@ -305,20 +325,7 @@ def test_a_timeout_of_the_network_is_not_the_end_of_the_wait(
 
 def test_a_store_killed_ends_all_waits_at_once() -> None:
     """Who waits when the store's process dies gets StoreLostError within a second."""
-    program = (
-        "import sys;"
-        "from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, store;"
-        "listener = endpoint.claim('127.0.0.1', 0, None);"
-        "port = listener.getsockname()[1];"
-        "server = store.serve(listener, '127.0.0.1', 8);"
-        "print(port, flush=True);"
-        "sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as server:
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
+    with store_process() as (server, port):
         one = store.connect("127.0.0.1", port, PREFIX, SECRET, SOON_S)
         try:
             with beside(lambda: one.wait_until_set("k", 60)) as results:
@@ -356,22 +363,8 @@ def test_a_wait_can_be_cut_from_another_thread(
 
 def test_an_answer_that_never_comes_can_be_cut() -> None:
     """A call to a store whose machine is frozen ends when it is cut."""
-    program = (
-        "import sys;"
-        "from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, store;"
-        "listener = endpoint.claim('127.0.0.1', 0, None);"
-        "port = listener.getsockname()[1];"
-        "server = store.serve(listener, '127.0.0.1', 8);"
-        "print(port, flush=True);"
-        "sys.stdin.read()"
-    )
-    import signal
-
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as server:
-        assert server.stdout is not None
-        one = store.connect("127.0.0.1", int(server.stdout.readline()), PREFIX, SECRET, SOON_S)
+    with store_process() as (server, port):
+        one = store.connect("127.0.0.1", port, PREFIX, SECRET, SOON_S)
         try:
             server.send_signal(signal.SIGSTOP)
             with beside(lambda: one.count("c", 1)) as results:

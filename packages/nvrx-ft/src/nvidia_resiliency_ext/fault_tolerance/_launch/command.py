@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._infra.hardware import has_gpu_driver
+from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
-from .cpu_topology import MachineTopology, ranges_text
+from .cpu_topology import MachineTopology
 from .numa import NUMACTL, Binding, CpuBinding, NumaBinding, Topology, cpus_near
 from .syntax import NUMA_MODES
 
@@ -149,7 +150,7 @@ def cpu_binding(
     cpus = []
     for rank in range(nproc):
         try:
-            cpus.append(ranges_text(cpus_near(mode, addresses, rank, machine)))
+            cpus.append(format_ranks(cpus_near(mode, addresses, rank, machine)))
         except ValueError as error:
             raise ValueError(
                 f"{flag}: GPU {addresses[rank]} of local rank {rank}: {error}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 
-__all__ = ["MachineTopology", "ranges_text", "read_ranges"]
+__all__ = ["MachineTopology", "read_ranges"]
 
 _DATA_CACHES = frozenset({"Data", "Unified"})
 _MOST_CPUS = 1 << 16
@@ -96,16 +96,3 @@ def read_ranges(text: str) -> frozenset[int]:
             raise ValueError(f"{text[:80]!r} is no list of CPUs or NUMA nodes")
         found.update(range(int(first), end + 1))
     return frozenset(found)
-
-
-def ranges_text(numbers: Collection[int]) -> str:
-    """Return numbers as `0-2,4`."""
-    parts: list[str] = []
-    ordered = sorted(numbers)
-    start = 0
-    for index, number in enumerate(ordered):
-        if index + 1 == len(ordered) or ordered[index + 1] != number + 1:
-            first = ordered[start]
-            parts.append(str(first) if first == number else f"{first}-{number}")
-            start = index + 1
-    return ",".join(parts)

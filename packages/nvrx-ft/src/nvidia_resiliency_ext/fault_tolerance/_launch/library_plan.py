@@ -131,6 +131,7 @@ def plan_from_config(
     if problems or logs is None:
         raise FaultToleranceConfigError(problems)
     threads = surroundings.omp_rule(environ, config.nproc_per_node)
+    filters = _filters(config)
     return LaunchPlan(
         command=command,
         nproc_per_node=config.nproc_per_node,
@@ -161,8 +162,8 @@ def plan_from_config(
         is not False,
         node_rank=None,
         log_dir=logs.log_dir,
-        output=replace(logs.output, filters=_filters(config)),
-        output_specs=logs.output_specs and replace(logs.output_specs, filters=_filters(config)),
+        output=replace(logs.output, filters=filters),
+        output_specs=logs.output_specs and replace(logs.output_specs, filters=filters),
         event_log_handler=config.event_log_handler,
         virtual_devices=devices,
         log_line_prefix_template=config.log_line_prefix_template,

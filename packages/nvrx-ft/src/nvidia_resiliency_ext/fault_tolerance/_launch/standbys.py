@@ -172,14 +172,17 @@ class StandbyStarter:
     def _arm_for_fill(self) -> None:
         """Look when the fill is due, and once before: what is idle is counted between two looks."""
         self._look_interval_s = FIRST_LOOK_S
-        left_s = (self._pool.fill_at or 0.0) - self._clock.monotonic()
+        left_s = self._until_fill_s()
         self._arm(left_s - FIRST_LOOK_S if left_s > FIRST_LOOK_S else FIRST_LOOK_S)
+
+    def _until_fill_s(self) -> float:
+        return (self._pool.fill_at or 0.0) - self._clock.monotonic()
 
     def _tick(self) -> None:
         """Look again, less and less often: a slow file system may take a minute to import."""
         self._look()
         self._step(pools.Tick())
-        left_s = (self._pool.fill_at or 0.0) - self._clock.monotonic()
+        left_s = self._until_fill_s()
         if left_s > 0:
             self._arm(left_s)
             return

@@ -35,8 +35,7 @@ FILL_DELAY_S = 2.0
 FIRST_STEP_FACTOR = 1.5
 FAILURE_WINDOW_S = 60.0
 MEMORY_FACTOR = 2
-# One that warms up has one processor; ranks that do next to nothing leave theirs as good as idle.
-_WARMING_CORES = 1
+# Ranks that do next to nothing leave their processor as good as idle.
 _IDLE_SLACK = 0.3
 # What torch and DistributedDataParallel take, until a standby has told its own figure.
 EXPECTED_STANDBY_BYTES = 224 << 20
@@ -289,9 +288,8 @@ def step(pool: Pool, event: Event, now: float) -> tuple[Pool, tuple[Effect, ...]
 def _with_machine(pool: Pool, event: Memory | Idle) -> Pool:
     if isinstance(event, Memory):
         return replace(pool, free_bytes=event.free_bytes)
-    # Those that warm up would leave theirs idle, too.
-    used = _WARMING_CORES * _warming(pool)
-    return replace(pool, idle_width=int(event.cores + used + _IDLE_SLACK))
+    # Each that warms up has one processor, and would leave it idle, too.
+    return replace(pool, idle_width=int(event.cores + _warming(pool) + _IDLE_SLACK))
 
 
 def _slot_event(
