@@ -6,12 +6,14 @@ from __future__ import annotations
 import inspect
 import types
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 __all__ = ["Compose", "find_common_ancestor"]
+
+_Member = TypeVar("_Member")
 
 
 def find_common_ancestor(*instances: object) -> type:
@@ -48,24 +50,26 @@ class Compose:
     instances: tuple[Callable[..., Any], ...]
     _without_arguments: tuple[bool, ...]
 
-    # The real type depends on the members, so a type checker takes it as given.
-    def __new__(cls, *instances: Callable[..., Any]) -> Any:
+    # For a type checker the result is what the members have in common: it fits where they fit.
+    def __new__(cls, *instances: _Member) -> _Member:  # type: ignore[misc]
         """Make an object of a class below `Compose` and the members' lowest common class."""
         if not instances:
             raise ValueError("Compose() needs at least one member")
         for instance in instances:
             if not callable(instance):
                 raise TypeError(f"a member of Compose must be callable, {instance!r} is not")
-        made: Compose = _make(cls, instances)
+        made: Any = _make(cls, instances)
         # Past a common class that forbids assignment, such as a frozen dataclass.
         object.__setattr__(made, "instances", instances)
-        without = tuple(not _takes_arguments(instance) for instance in instances)
+        without = tuple(not _takes_arguments(each) for each in made.instances)
         object.__setattr__(made, "_without_arguments", without)
-        return made
+        return made  # type: ignore[no-any-return]
 
-    def __init__(self, *instances: Callable[..., Any]) -> None:
-        # Not the common class's: its members are initialised, this has nothing of theirs.
-        del instances
+    if not TYPE_CHECKING:  # a type checker would look here for the type of the result
+
+        def __init__(self, *instances: object) -> None:
+            # Not the common class's: the members are initialised, this has nothing of theirs.
+            del instances
 
     def __call__(self, *args: Any) -> Any:
         """Call the members from the last to the first."""

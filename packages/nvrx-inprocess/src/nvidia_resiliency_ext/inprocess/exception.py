@@ -21,7 +21,7 @@ class RestartError(NvrxError):
     """Base of the errors of in-process restart."""
 
 
-class RestartAbort(BaseException):  # noqa: N818 - the name that users catch
+class RestartAbort(BaseException):
     """Ends the wrapper on this rank at once; the others go on without it."""
 
 

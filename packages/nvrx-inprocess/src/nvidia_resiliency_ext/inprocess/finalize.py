@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import abc
-import datetime
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ._bounded import call_bounded
+from ._checks import check_callable, check_duration
 from ._cuda import device_of_rank
 from .state import FrozenState
 
@@ -46,15 +47,13 @@ class ThreadedFinalize(Finalize):
 
     def __init__(
         self,
-        timeout: datetime.timedelta,
+        timeout: timedelta,
         fn: Callable[..., Any],
         args: tuple[Any, ...] | None = (),
         kwargs: dict[str, Any] | None = None,
     ) -> None:
-        if not isinstance(timeout, datetime.timedelta):
-            raise TypeError(f"timeout must be a timedelta, not {timeout!r}")
-        if not callable(fn):
-            raise TypeError(f"fn must be callable, {fn!r} is not")
+        check_duration("timeout", timeout)
+        check_callable("fn", fn)
         self.timeout = timeout
         self.fn = fn
         self.args = () if args is None else tuple(args)

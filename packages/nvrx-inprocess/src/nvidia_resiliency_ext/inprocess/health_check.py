@@ -8,11 +8,12 @@ says so in one line and passes.
 from __future__ import annotations
 
 import abc
-import datetime
 import logging
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ._bounded import call_bounded
+from ._checks import check_duration, check_integer
 from ._cuda import device_of_rank, is_in_use
 from .exception import HealthCheckError, RestartError
 from .state import FrozenState
@@ -32,7 +33,7 @@ __all__ = [
 
 logger = logging.getLogger("nvrx")
 
-_DEFAULT_TIMEOUT = datetime.timedelta(seconds=30)
+_DEFAULT_TIMEOUT = timedelta(seconds=30)
 
 
 class HealthCheck(abc.ABC):
@@ -57,9 +58,8 @@ class CudaHealthCheck(HealthCheck):
         TypeError: The timeout is not a `timedelta`.
     """
 
-    def __init__(self, timeout: datetime.timedelta = _DEFAULT_TIMEOUT) -> None:
-        if not isinstance(timeout, datetime.timedelta):
-            raise TypeError(f"timeout must be a timedelta, not {timeout!r}")
+    def __init__(self, timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
+        check_duration("timeout", timeout)
         self.timeout = timeout
 
     def __call__(self, state: FrozenState) -> FrozenState:
@@ -89,10 +89,8 @@ class FaultCounter(HealthCheck):
     """
 
     def __init__(self, max_rank_faults: int | None = None) -> None:
-        if max_rank_faults is not None and (
-            not isinstance(max_rank_faults, int) or isinstance(max_rank_faults, bool)
-        ):
-            raise TypeError(f"max_rank_faults must be an integer or None, not {max_rank_faults!r}")
+        if max_rank_faults is not None:
+            check_integer("max_rank_faults", max_rank_faults)
         self.max_rank_faults = max_rank_faults
         self.faults_count = 0
         self._iteration = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import abc
 
+from ._checks import check_integer
 from .exception import RestartAbort
 from .state import FrozenState
 
@@ -42,9 +43,9 @@ class RetryController(Initialize):
         min_active_world_size: int = 1,
     ) -> None:
         if max_iterations is not None:
-            _check_integer("max_iterations", max_iterations)
-        _check_integer("min_world_size", min_world_size)
-        _check_integer("min_active_world_size", min_active_world_size)
+            check_integer("max_iterations", max_iterations)
+        check_integer("min_world_size", min_world_size)
+        check_integer("min_active_world_size", min_active_world_size)
         self.max_iterations = max_iterations
         self.min_world_size = min_world_size
         self.min_active_world_size = min_active_world_size
@@ -67,8 +68,3 @@ class RetryController(Initialize):
                 f"{state.active_world_size=} {self.min_active_world_size=}"
             )
         return state
-
-
-def _check_integer(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, not {value!r}")

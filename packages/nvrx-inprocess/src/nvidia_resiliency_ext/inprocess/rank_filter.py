@@ -7,6 +7,7 @@ import abc
 import warnings
 from typing import Any
 
+from ._checks import check_integer
 from ._ranks.activate import clamp_active, round_down
 from .state import Mode, State
 
@@ -40,7 +41,7 @@ class MaxActiveWorldSize(RankFilter):
 
     def __init__(self, max_active_world_size: int | None = None) -> None:
         if max_active_world_size is not None:
-            _check_positive("max_active_world_size", max_active_world_size)
+            check_integer("max_active_world_size", max_active_world_size, least=1)
         self.max_active_world_size = max_active_world_size
 
     def __call__(self, state: State) -> State:
@@ -60,7 +61,7 @@ class ActiveWorldSizeDivisibleBy(RankFilter):
     """
 
     def __init__(self, divisor: int = 1) -> None:
-        _check_positive("divisor", divisor)
+        check_integer("divisor", divisor, least=1)
         self.divisor = divisor
 
     def __call__(self, state: State) -> State:
@@ -78,10 +79,3 @@ def _activate(state: State, active_world_size: int) -> State:
     state.active_rank = state.rank if is_active else None
     state.active_world_size = active_world_size
     return state
-
-
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, not {value}")
