@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import importlib
 import inspect
 import sys
 import types
@@ -65,9 +66,9 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     """Return a signature whose annotations may be texts; `None` for what does not tell its own."""
     try:
         if sys.version_info >= (3, 14):
-            from annotationlib import Format
-
-            return inspect.signature(function, annotation_format=Format.FORWARDREF)
+            # Annotations are run there when asked for: names may be missing without an error.
+            lenient = importlib.import_module("annotationlib").Format.FORWARDREF
+            return inspect.signature(function, annotation_format=lenient)
         return inspect.signature(function)
     except (ValueError, TypeError):
         return None
