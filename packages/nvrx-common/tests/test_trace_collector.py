@@ -128,7 +128,7 @@ def test_with_torch(tmp_path: Path) -> None:
     """torch's real recorder names a collective of a gloo group that is waiting for its peer."""
     pytest.importorskip("torch")
     program = (
-        "import os, sys, socket\n"
+        "import os, sys, time\n"
         "import torch, torch.distributed as dist\n"
         "from nvidia_resiliency_ext.shared_utils.trace_collector import *\n"
         "rank = int(os.environ['RANK'])\n"
@@ -140,10 +140,13 @@ def test_with_torch(tmp_path: Path) -> None:
         "    print(TorchFRTraceCollector(sys.argv[1], checks={}).collect(), flush=True)\n"
         "    open(sys.argv[1] + '/taken', 'w').close()\n"
         "    work.wait()\n"
+        "    while not os.path.exists(sys.argv[1] + '/reduced'): time.sleep(0.01)\n"
         "else:\n"
-        "    import time\n"
         "    while not os.path.exists(sys.argv[1] + '/taken'): time.sleep(0.01)\n"
         "    dist.all_reduce(torch.ones(7))\n"
+        "    open(sys.argv[1] + '/reduced', 'w').close()\n"
+        # Now and then torch aborts at the interpreter's end while a thread of gloo runs.
+        "os._exit(0)\n"
     )
     import os
 

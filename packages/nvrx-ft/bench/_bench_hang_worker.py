@@ -35,9 +35,12 @@ def main() -> None:
             time.sleep(STEP_S)
             if rule == "section":
                 client.end_section("step")
-        # The others wait for the one that hangs, as they would in a collective.
-        if cycle == 0:
-            time.sleep(600)
+        # The others wait for the one that hangs, as they would in a collective, but are not found
+        # hanging themselves: whoever stopped first by a millisecond would end the cycle.
+        while cycle == 0:
+            if rule == "heartbeat":
+                client.send_heartbeat()
+            time.sleep(STEP_S)
         client.shutdown_workload_monitoring()
         file.write(f"{time.monotonic():.6f} last_line\n")
 

@@ -230,7 +230,8 @@ class SharedMonitor:
             self._on_first_step(message.local_rank, message.t)
         elif isinstance(message, control.HangFound):
             local_rank = message.report.get("local_rank")
-            if isinstance(local_rank, int):
+            # One that was found while its cycle was being stopped says nothing of the next.
+            if isinstance(local_rank, int) and message.report.get("cycle") == self._cycle:
                 self._hangs[local_rank] = message.report
         elif isinstance(message, control.SaveKnown):
             self._known_word = message.word
