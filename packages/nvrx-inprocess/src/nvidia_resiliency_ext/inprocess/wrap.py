@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -18,11 +19,14 @@ from ._call.gate import AtomicLock, MainThreadGate, require_main_thread
 from ._call.loop import CallLoop, Parts
 from ._call.newsbox import NewsBox
 from ._call.report import RestartReport
-from ._call.settings import CallSettings, check_settings
+from ._call.meeting import meet
+from ._call.settings import Bases, Settings, check_settings
 from ._call.watchdog import Watchdog
 from ._monitor.link import MonitorLink
 from ._monitor.page import ProgressPage
-from ._store.meeting import Meeting, meet
+from ._monitor.start import ensure_started
+from .abort import Abort, AbortTorchDistributed
+from .completion import Completion
 from .compose import Compose
 from .health_check import (
     ChainedGPUHealthCheck,
@@ -30,8 +34,14 @@ from .health_check import (
     ChainedNVLHealthCheck,
     HealthCheck,
 )
+from .exception import InternalError
+from .finalize import Finalize
+from .initialize import Initialize
 from .param_utils import substitute_param_value
+from .rank_assignment import ActivateAllRanks, RankAssignment, RankFilter, ShiftRanks
 from .state import State
+from .store import StoreMixin, TCPStore
+from .terminate import Terminate
 
 logger = logging.getLogger("nvrx")
 
@@ -82,11 +92,48 @@ class Wrapper:
         ValueError: two times do not fit together, or a path is not absolute.
     """
 
-    def __init__(self, **parameters: Any) -> None:
-        self._settings = check_settings(parameters)
-        for name, value in self._settings.parameters().items():
+    def __init__(  # noqa: PLR0913 - the signature is given
+        self,
+        *,
+        store_factory: type[StoreMixin] = TCPStore,
+        store_kwargs: dict[str, Any] | None = None,
+        initialize: Initialize | None = None,
+        abort: Abort | None = AbortTorchDistributed(),
+        finalize: Finalize | None = None,
+        health_check: HealthCheck | None = None,
+        rank_assignment: RankAssignment = Compose(ActivateAllRanks(), ShiftRanks()),
+        rank_filter: Any = None,
+        monitor_thread_interval: timedelta = timedelta(seconds=1),
+        monitor_process_interval: timedelta = timedelta(seconds=1),
+        heartbeat_interval: timedelta = timedelta(seconds=1),
+        progress_watchdog_interval: timedelta = timedelta(seconds=1),
+        soft_timeout: timedelta = timedelta(seconds=60),
+        hard_timeout: timedelta = timedelta(seconds=90),
+        heartbeat_timeout: timedelta = timedelta(seconds=30),
+        barrier_timeout: timedelta = timedelta(seconds=120),
+        completion_timeout: timedelta = timedelta(seconds=120),
+        last_call_wait: timedelta = timedelta(seconds=1),
+        termination_grace_time: timedelta = timedelta(seconds=5),
+        monitor_process_logfile: str | None = None,
+        monitor_process_pidfile: str | None = None,
+        enabled: bool = True,
+        completion: Completion | None = None,
+        terminate: Terminate | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name != "self"}
+        self._settings = Settings(**given)
+        check_settings(
+            self._settings,
+            Bases(StoreMixin, RankAssignment, RankFilter),
+            is_distributed_available=torch.distributed.is_available(),
+        )
+        for name, value in given.items():
             setattr(self, name, value)
-        self.restart_health_check = _restart_health_check(self._settings.health_check)
+        self.restart_health_check = _restart_health_check(health_check)
+        if enabled:
+            with contextlib.suppress(InternalError):
+                # Its imports overlap with the program's own; the call says what is wrong.
+                ensure_started()
 
     def __call__(self, fn: F) -> F:
         """Return `fn` wrapped, or itself where the wrapper is not enabled."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nvidia_resiliency_ext.inprocess._monitor.news_kinds import (
+from nvidia_resiliency_ext.inprocess._monitor.messages import (
     Completed,
     Decided,
     Interrupted,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.inprocess.state import FrozenState, State
 
     from .gate import AtomicLock, MainThreadGate
-    from .settings import CallSettings
+    from .settings import Settings
     from .watchdog import Watchdog
 
 logger = logging.getLogger("nvrx")
@@ -87,7 +87,7 @@ class CallLoop:
 
     def __init__(
         self,
-        settings: CallSettings,
+        settings: Settings,
         state: State,
         parts: Parts,
         restart_health_check: Callable[[FrozenState], Any] | None,
@@ -376,7 +376,7 @@ class CallLoop:
         parts, state = self._parts, self.state
         parts.page.phase = ProgressPhase.IDLE
         log_exc(state, error, "leaving")
-        parts.link.leave(is_fault=self._has_begun and not isinstance(error, RankDiscarded))
+        parts.link.leave(is_lost=True)
         terminate_callback = self._settings.terminate
         if terminate_callback is not None:
             try:
