@@ -205,7 +205,6 @@ class CallWrapper:
             page = ProgressPage.create()
             stack.callback(page.close)
             meeting = meet(settings, state)
-            stack.callback(meeting.close)
             lock = AtomicLock()
             gate = MainThreadGate()
             watchdog = Watchdog(page, settings.progress_watchdog_interval.total_seconds())
