@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who lives, who is active under which number, and who takes over from whom, in a tree of ranks.
+
+Pure: the same losses give the same result on every rank. All that is kept are lists over places
+and active ranks, so a restart costs a few passes over integers, and nothing per rank otherwise.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from itertools import compress
+from typing import TYPE_CHECKING
+
+from .layers import Layer, LayerFlag
+from .layout import Branch, Layout, above
+from .reserves import moves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+INACTIVE = -1
+
+
+class TreePlan:
+    """The numbers of all ranks, as losses change them.
+
+    Attributes:
+        layout: Branches and places.
+        order: By rank, its place; from the first assignment on in depth-first order.
+        alive: By place, whether the rank lives.
+        numbers: By place, the active rank, or `INACTIVE`.
+        holders: By active rank, its place.
+
+    Args:
+        layers: What the user says about each layer.
+        layout: The ranks at the call.
+    """
+
+    def __init__(self, layers: Sequence[Layer], layout: Layout) -> None:
+        self.layout = layout
+        self._layers = tuple(layers)
+        self._reserve_depth = self._highest(LayerFlag.RESERVE)
+        self._domain_depth = self._highest(LayerFlag.BACKFILL)
+        size = len(layout.ranks)
+        self.order = [0] * size
+        for place, rank in enumerate(layout.ranks):
+            self.order[rank] = place
+        self.alive = bytearray(b"\1") * size
+        self.numbers = [INACTIVE] * size
+        self.holders: list[int] = []
+        self._activate(layout.root, size)
+        self._add_reserves(place for place in range(size) if self.numbers[place] < 0)
+        self._is_first = True
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks live."""
+        return len(self.order)
+
+    @property
+    def active_world_size(self) -> int:
+        """How many ranks are active."""
+        return len(self.holders)
+
+    def lose(
+        self,
+        terminated: Collection[int],
+        world_size_filter: Callable[[int], int] | None = None,
+    ) -> None:
+        """Go on without some ranks.
+
+        Args:
+            terminated: Ranks in the present numbering; others are ignored.
+            world_size_filter: Maps the number of active ranks to one that is wanted.
+
+        Raises:
+            AssertionError: The filter wants more active ranks than there are, or less than none.
+        """
+        size = self.world_size
+        losses = self._end([self.order[rank] for rank in terminated if 0 <= rank < size])
+        self._close(self._backfill(self._call_reserves(losses)))
+        self.order = list(compress(range(len(self.alive)), self.alive))
+        if world_size_filter is not None and self.order:
+            self._retire(world_size_filter(self.active_world_size))
+
+    def _highest(self, flag: LayerFlag) -> int:
+        """Return the highest layer that is reached from the last one over layers with the flag."""
+        depth = len(self._layers)
+        while depth and self._layers[depth - 1].has(flag):
+            depth -= 1
+        return depth
+
+    def _activate(self, branch: Branch, limit: int) -> int:
+        maximum = self._layers[branch.depth].max_ranks
+        limit = limit if maximum is None else min(limit, maximum)
+        if branch.children:
+            for child in branch.children:
+                branch.active += self._activate(child, limit - branch.active)
+            return branch.active
+        branch.active = min(limit, len(branch))
+        first = len(self.holders)
+        stop = branch.start + branch.active
+        self.numbers[branch.start : stop] = range(first, first + branch.active)
+        self.holders.extend(range(branch.start, stop))
+        return branch.active
+
+    def _add_reserves(self, places: Iterable[int]) -> None:
+        if self._reserve_depth == len(self._layers):
+            return
+        for place in places:
+            branch: Branch | None = self.layout.bottom[place]
+            while branch is not None and branch.depth >= self._reserve_depth:
+                branch.reserves.append(place)
+                branch = branch.parent
+
+    def _end(self, places: Iterable[int]) -> list[tuple[int, int]]:
+        """End ranks, and branches with too few others; return lost numbers and their places."""
+        levels = self.layout.levels
+        touched = [set(level) if self._is_first else set() for level in levels]
+        self._is_first = False
+        losses: list[tuple[int, int]] = []
+
+        def end(place: int) -> None:
+            self.alive[place] = 0
+            number = self.numbers[place]
+            if number >= 0:
+                self.numbers[place] = INACTIVE
+                losses.append((number, place))
+            branch: Branch | None = self.layout.bottom[place]
+            while branch is not None:
+                branch.living -= 1
+                branch.active -= number >= 0
+                touched[branch.depth].add(branch)
+                branch = branch.parent
+
+        for place in set(places):
+            end(place)
+        for depth in reversed(range(len(levels))):
+            least = self._layers[depth].min_ranks
+            for branch in [each for each in touched[depth] if 0 < each.living < least]:
+                for place in range(branch.start, branch.stop):
+                    if self.alive[place]:
+                        end(place)
+        losses.sort()
+        return losses
+
+    def _call_reserves(self, losses: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Let reserves take over lost numbers; return what nobody took."""
+        pending = {place: number for number, place in losses}
+        left: list[tuple[int, int]] = []
+        for number, place in losses:
+            while place in pending:
+                found = self._reserve_for(place)
+                if found is None:
+                    left.append((number, place))
+                    del pending[place]
+                    break
+                for lost, reserve in moves(self, place, *found, pending):
+                    self._take(reserve, pending.pop(lost))
+        return left
+
+    def _reserve_for(self, place: int) -> tuple[Branch, int] | None:
+        branch: Branch | None = self.layout.bottom[place]
+        while branch is not None and branch.depth >= self._reserve_depth:
+            reserves = branch.reserves
+            while reserves:
+                if self.is_reserve(reserves[-1]):
+                    return branch, reserves[-1]
+                reserves.pop()
+            branch = branch.parent
+        return None
+
+    def rank_of(self, place: int) -> int | None:
+        """Return the present rank; `None` of one that is lost."""
+        return bisect_left(self.order, place) if self.alive[place] else None
+
+    def is_reserve(self, place: int) -> bool:
+        """Tell whether the rank lives and is not active."""
+        return bool(self.alive[place]) and self.numbers[place] < 0
+
+    def _take(self, place: int, number: int) -> None:
+        self.numbers[place] = number
+        self.holders[number] = place
+        branch: Branch | None = self.layout.bottom[place]
+        while branch is not None:
+            branch.active += 1
+            branch = branch.parent
+
+    def _backfill(self, losses: list[tuple[int, int]]) -> list[int]:
+        """Let the last active ranks take over lost numbers; return the numbers that nobody has."""
+        if self._domain_depth == len(self._layers):
+            return [number for number, _ in losses]
+        domains: dict[Branch, list[int]] = {}
+        for number, place in losses:
+            domain = above(self.layout.bottom[place], self._domain_depth)
+            domains.setdefault(domain, []).append(number)
+        gaps: list[int] = []
+        for domain, lost in domains.items():
+            held = [n for n in self.numbers[domain.start : domain.stop] if n >= 0]
+            movers = heapq.nlargest(len(lost), held)[::-1]
+            for number, mover in zip(lost, movers, strict=False):
+                place = self.holders[mover]
+                self.numbers[place] = number
+                self.holders[number] = place
+            gaps += movers + lost[len(movers) :]
+        return gaps
+
+    def _close(self, gaps: list[int]) -> None:
+        """Move everybody up over the gaps."""
+        if not gaps:
+            return
+        for gap in gaps:
+            self.holders[gap] = INACTIVE
+        first = min(gaps)
+        moved = [place for place in self.holders[first:] if place >= 0]
+        self.holders[first:] = moved
+        for number, place in enumerate(moved, first):
+            self.numbers[place] = number
+
+    def _retire(self, wanted: int) -> None:
+        """Make reserves of the last active ranks."""
+        if not 0 <= wanted <= self.active_world_size:
+            raise AssertionError(
+                f"world_size_filter must return 0 to {self.active_world_size}, not {wanted!r}"
+            )
+        retired = sorted(self.holders[wanted:])
+        del self.holders[wanted:]
+        for place in retired:
+            self.numbers[place] = INACTIVE
+            branch: Branch | None = self.layout.bottom[place]
+            while branch is not None:
+                branch.active -= 1
+                branch = branch.parent
+        self._add_reserves(retired)
