@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -343,10 +344,7 @@ class Tree(RankAssignment):
             layout = Layout(len(self.layers), runs)
         else:
             initial_ranks, all_keys = _exchange(store, state, keys)
-            each = enumerate(all_keys)
-            layout = Layout(
-                len(self.layers), ((tuple(map(str, keys)), (rank,)) for rank, keys in each)
-            )
+            layout = Layout(len(self.layers), _runs(all_keys))
         if layout.ranks != list(range(state.world_size)):
             warnings.warn(
                 "ranks are not numbered in the depth-first order of the tree; active ranks are",
@@ -363,7 +361,20 @@ def _exchange(
     rank, ranks = _rank_of(state), list(range(state.world_size))
     store.send_state(state, rank)
     store.send_key(keys, rank)
-    return [_initial_rank_of(each) for each in store.get_states(ranks)], store.get_keys(ranks)
+    states = store.get_states(ranks)
+    initial_ranks = [
+        each.rank if each.initial_rank is None else each.initial_rank for each in states
+    ]
+    return initial_ranks, store.get_keys(ranks)
+
+
+def _runs(all_keys: Iterable[Iterable[Any]]) -> Iterator[tuple[tuple[str, ...], range]]:
+    """Yield keys with the ranks in a row that have them."""
+    rank = 0
+    for keys, same in itertools.groupby(all_keys):
+        stop = rank + len(list(same))
+        yield tuple(map(str, keys)), range(rank, stop)
+        rank = stop
 
 
 def _activate(ctx: RankAssignmentCtx, active_world_size: int) -> RankAssignmentCtx:
