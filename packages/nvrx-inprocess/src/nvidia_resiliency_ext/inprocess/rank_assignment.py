@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,7 +29,6 @@ from ._ranks.tree import TreePlan
 from ._ranks.views import LeafMap, Node, Picture
 from .exception import InternalError, RestartError
 from .state import Mode, State
-
 
 __all__ = [
     "ActivateAllRanks",
@@ -118,12 +118,12 @@ class _Renumber(RankAssignment):
     @staticmethod
     @abc.abstractmethod
     def _renumber(
-        rank: int, world_size: int, terminated: Iterable[int]
+        rank: int, world_size: int, terminated: Collection[int]
     ) -> tuple[int | None, int]: ...
 
 
 class ShiftRanks(_Renumber):
-    """Survivors keep their order and move up: of 8 without {1, 4, 5}, 6 becomes 3 and 7 becomes 4."""
+    """Survivors keep their order and move up: of 8 without {1, 4, 5}, 2, 3, 6, 7 become 1 to 4."""
 
     _renumber = staticmethod(shift)
 
@@ -344,8 +344,7 @@ class Tree(RankAssignment):
             layout = Layout(len(self.layers), runs)
         else:
             initial_ranks, all_keys = _exchange(store, state, keys)
-            each = enumerate(all_keys)
-            layout = Layout(len(self.layers), ((map(str, keys), (rank,)) for rank, keys in each))
+            layout = Layout(len(self.layers), _runs(all_keys))
         if layout.ranks != list(range(state.world_size)):
             warnings.warn(
                 "ranks are not numbered in the depth-first order of the tree; active ranks are",
@@ -362,7 +361,20 @@ def _exchange(
     rank, ranks = _rank_of(state), list(range(state.world_size))
     store.send_state(state, rank)
     store.send_key(keys, rank)
-    return [_initial_rank_of(each) for each in store.get_states(ranks)], store.get_keys(ranks)
+    states = store.get_states(ranks)
+    initial_ranks = [
+        each.rank if each.initial_rank is None else each.initial_rank for each in states
+    ]
+    return initial_ranks, store.get_keys(ranks)
+
+
+def _runs(all_keys: Iterable[Iterable[Any]]) -> Iterator[tuple[tuple[str, ...], range]]:
+    """Yield keys with the ranks in a row that have them."""
+    rank = 0
+    for keys, same in itertools.groupby(all_keys):
+        stop = rank + len(list(same))
+        yield tuple(map(str, keys)), range(rank, stop)
+        rank = stop
 
 
 def _activate(ctx: RankAssignmentCtx, active_world_size: int) -> RankAssignmentCtx:

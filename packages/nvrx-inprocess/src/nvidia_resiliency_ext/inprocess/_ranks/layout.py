@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    Members = dict[tuple[str, ...], list[Iterable[int]]]
 
 
 class Branch:
@@ -49,9 +51,6 @@ class Branch:
         self.living = self.active = 0
         self.reserves: list[int] = []
 
-    def __len__(self) -> int:
-        return self.stop - self.start
-
 
 class Layout:
     """Branches and places of all ranks.
@@ -72,9 +71,9 @@ class Layout:
 
     def __init__(self, depth: int, runs: Iterable[tuple[Sequence[str], Iterable[int]]]) -> None:
         # In order of first appearance by rank, like the children of each branch.
-        members: dict[tuple[str, ...], list[int]] = {}
+        members: Members = {}
         for keys, ranks in runs:
-            members.setdefault(tuple(keys), []).extend(ranks)
+            members.setdefault(tuple(keys), []).append(ranks)
         for keys in members:
             if len(keys) != depth:
                 raise ValueError(f"{depth} layers need {depth} keys, not {len(keys)}: {keys}")
@@ -82,27 +81,24 @@ class Layout:
         self.levels: list[list[Branch]] = [[] for _ in range(depth)]
         self.ranks: list[int] = []
         self.bottom: list[Branch] = []
-        self._lay(_grow(members), members, ())
+        self._lay(*_grow(members))
 
     @property
     def root(self) -> Branch:
         """The branch of all ranks."""
         return self.levels[0][0]
 
-    def _lay(
-        self, branch: Branch, members: dict[tuple[str, ...], list[int]], above: tuple[str, ...]
-    ) -> None:
-        path = (*above, branch.key)
+    def _lay(self, branch: Branch, leaves: Mapping[Branch, list[Iterable[int]]]) -> None:
         self.levels[branch.depth].append(branch)
         branch.start = len(self.ranks)
         for child in branch.children:
-            self._lay(child, members, path)
-        if not branch.children:
-            ranks = members[path]
+            self._lay(child, leaves)
+        for ranks in leaves.get(branch, ()):
             self.ranks.extend(ranks)
-            self.bottom.extend([branch] * len(ranks))
         branch.stop = len(self.ranks)
-        branch.living = len(branch)
+        branch.living = branch.stop - branch.start
+        if not branch.children:
+            self.bottom.extend([branch] * branch.living)
 
 
 def above(branch: Branch, depth: int) -> Branch:
@@ -121,16 +117,20 @@ def _check_root(members: Iterable[tuple[str, ...]]) -> None:
         )
 
 
-def _grow(members: Iterable[tuple[str, ...]]) -> Branch:
-    grown: dict[tuple[str, ...], Branch] = {}
-    for keys in members:
-        parent: Branch | None = None
-        for depth, key in enumerate(keys):
-            path = keys[: depth + 1]
-            branch = grown.get(path)
-            if branch is None:
-                branch = grown[path] = Branch(depth, key, parent)
-                if parent is not None:
-                    parent.children.append(branch)
-            parent = branch
-    return next(iter(grown.values()))
+def _grow(members: Members) -> tuple[Branch, dict[Branch, list[Iterable[int]]]]:
+    """Return the root, and the ranks of each branch of the last layer."""
+    first = next(iter(members))
+    root = Branch(0, first[0], None)
+    grown: dict[tuple[Branch, str], Branch] = {}
+    leaves: dict[Branch, list[Iterable[int]]] = {}
+    for keys, ranks in members.items():
+        branch = root
+        for depth in range(1, len(keys)):
+            key = keys[depth]
+            child = grown.get((branch, key))
+            if child is None:
+                child = grown[branch, key] = Branch(depth, key, branch)
+                branch.children.append(child)
+            branch = child
+        leaves[branch] = ranks
+    return root, leaves

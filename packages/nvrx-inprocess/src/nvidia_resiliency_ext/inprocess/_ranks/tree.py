@@ -43,13 +43,14 @@ class TreePlan:
         self._reserve_depth = self._highest(LayerFlag.RESERVE)
         self._domain_depth = self._highest(LayerFlag.BACKFILL)
         size = len(layout.ranks)
-        self.order = [0] * size
-        for place, rank in enumerate(layout.ranks):
-            self.order[rank] = place
+        self.order = sorted(range(size), key=layout.ranks.__getitem__)
         self.alive = bytearray(b"\1") * size
         self.numbers = [INACTIVE] * size
         self.holders: list[int] = []
-        self._activate(layout.root, size)
+        for span in self._activate(layout.root, size):
+            first = len(self.holders)
+            self.numbers[span.start : span.stop] = range(first, first + len(span))
+            self.holders.extend(span)
         self._add_reserves(place for place in range(size) if self.numbers[place] < 0)
         self._is_first = True
 
@@ -91,19 +92,22 @@ class TreePlan:
             depth -= 1
         return depth
 
-    def _activate(self, branch: Branch, limit: int) -> int:
+    def _activate(self, branch: Branch, limit: int) -> list[range]:
+        """Count the active ranks below a branch; return their places in spans, ascending."""
         maximum = self._layers[branch.depth].max_ranks
         limit = limit if maximum is None else min(limit, maximum)
-        if branch.children:
-            for child in branch.children:
-                branch.active += self._activate(child, limit - branch.active)
-            return branch.active
-        branch.active = min(limit, len(branch))
-        first = len(self.holders)
-        stop = branch.start + branch.active
-        self.numbers[branch.start : stop] = range(first, first + branch.active)
-        self.holders.extend(range(branch.start, stop))
-        return branch.active
+        if not branch.children:
+            branch.active = min(limit, branch.living)
+            return [range(branch.start, branch.start + branch.active)]
+        spans: list[range] = []
+        for child in branch.children:
+            for span in self._activate(child, limit - branch.active):
+                if spans and spans[-1].stop == span.start:
+                    spans[-1] = range(spans[-1].start, span.stop)
+                else:
+                    spans.append(span)
+            branch.active += child.active
+        return spans
 
     def _add_reserves(self, places: Iterable[int]) -> None:
         if self._reserve_depth == len(self._layers):

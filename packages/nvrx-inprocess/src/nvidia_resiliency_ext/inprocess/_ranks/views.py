@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree to look at: nodes, leaves and their states, made when somebody looks. Changes nothing."""
+"""The tree to look at: nodes, leaves and states, made when somebody looks. Changes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess.state import Mode, State
@@ -31,7 +32,7 @@ class Picture:
         self.layers = layers
         self.plan = plan
         self.initial_ranks = [initial_ranks[rank] for rank in plan.layout.ranks]
-        self.places = {initial: place for place, initial in enumerate(self.initial_ranks)}
+        self.places = dict(zip(self.initial_ranks, count(), strict=False))
         self.iteration = 0
 
     def state(self, place: int) -> State:
