@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a small model on CPU and survives a fault on any rank without leaving the process.
 
-    torchrun --nproc-per-node 4 train.py            # or ft_launcher
-    torchrun --nproc-per-node 4 train.py --fail 25  # rank 1 raises in step 25 of the first try
+Start it with `torchrun --nproc-per-node 4 train.py`, or with `ft_launcher`. With `--fail 25` rank 1
+raises in step 25 of the first try.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import nvidia_resiliency_ext.inprocess as inprocess
+from nvidia_resiliency_ext import inprocess
 
 SAVE_EVERY = 10
 

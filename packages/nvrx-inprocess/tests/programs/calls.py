@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import nvidia_resiliency_ext.inprocess as inprocess
+from nvidia_resiliency_ext import inprocess
 from nvidia_resiliency_ext.inprocess import rank_assignment as ranks
 from nvidia_resiliency_ext.inprocess.monitor_thread import RankShouldRestart
 
@@ -56,7 +56,7 @@ def meet(mark: str, count: int) -> None:
         time.sleep(0.002)
 
 
-class Uncopyable(Exception):
+class UncopyableError(Exception):
     """Cannot be copied or pickled."""
 
     def __init__(self, first: int, second: threading.Lock) -> None:
@@ -110,7 +110,7 @@ def one_raises() -> Any:
 @call
 def all_raise() -> Any:
     """All raise at once, with an exception that cannot be copied."""
-    return fails_once(lambda: Uncopyable(1, threading.Lock()), lambda _rank: True)
+    return fails_once(lambda: UncopyableError(1, threading.Lock()), lambda _rank: True)
 
 
 @call

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a training function again after a fault, in the same processes.
-
-    @inprocess.Wrapper(store_kwargs={"port": 29501})
-    def train(call: inprocess.CallWrapper | None = None): ...
-"""
+"""Run a training function again after a fault, in the same processes: `Wrapper` decorates it."""
 
 from . import (
     abort,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Wrapper`, the decorator that runs a function again after a fault, and `CallWrapper`, one call."""
+"""`Wrapper`, which runs a function again after a fault, and `CallWrapper`, one call of it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import torch
 
 from ._call.gate import AtomicLock, MainThreadGate, require_main_thread
 from ._call.loop import CallLoop, Parts
-from ._call.newsbox import NewsBox
-from ._call.report import RestartReport
 from ._call.meeting import meet
+from ._call.newsbox import NewsBox
+from ._call.record import RestartRecord
+from ._call.report import RestartReport
 from ._call.settings import Bases, Settings, check_settings
 from ._call.watchdog import Watchdog
 from ._monitor.link import MonitorLink
@@ -28,14 +29,14 @@ from ._monitor.start import ensure_started
 from .abort import Abort, AbortTorchDistributed
 from .completion import Completion
 from .compose import Compose
+from .exception import InternalError
+from .finalize import Finalize
 from .health_check import (
     ChainedGPUHealthCheck,
     ChainedNicHealthCheck,
     ChainedNVLHealthCheck,
     HealthCheck,
 )
-from .exception import InternalError
-from .finalize import Finalize
 from .initialize import Initialize
 from .param_utils import substitute_param_value
 from .rank_assignment import ActivateAllRanks, RankAssignment, RankFilter, ShiftRanks
@@ -48,6 +49,9 @@ logger = logging.getLogger("nvrx")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _EXPORTED = ("RANK", "WORLD_SIZE")
+
+
+_ALL_WORK: Any = Compose(ActivateAllRanks(), ShiftRanks())
 
 
 class Wrapper:
@@ -98,10 +102,10 @@ class Wrapper:
         store_factory: type[StoreMixin] = TCPStore,
         store_kwargs: dict[str, Any] | None = None,
         initialize: Initialize | None = None,
-        abort: Abort | None = AbortTorchDistributed(),
+        abort: Abort | None = AbortTorchDistributed(),  # noqa: B008 - has no state
         finalize: Finalize | None = None,
         health_check: HealthCheck | None = None,
-        rank_assignment: RankAssignment = Compose(ActivateAllRanks(), ShiftRanks()),
+        rank_assignment: RankAssignment = _ALL_WORK,
         rank_filter: Any = None,
         monitor_thread_interval: timedelta = timedelta(seconds=1),
         monitor_process_interval: timedelta = timedelta(seconds=1),
@@ -121,9 +125,9 @@ class Wrapper:
         terminate: Terminate | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
-        self._settings = Settings(**given)
+        self.settings = Settings(**given)
         check_settings(
-            self._settings,
+            self.settings,
             Bases(StoreMixin, RankAssignment, RankFilter),
             is_distributed_available=torch.distributed.is_available(),
         )
@@ -137,7 +141,7 @@ class Wrapper:
 
     def __call__(self, fn: F) -> F:
         """Return `fn` wrapped, or itself where the wrapper is not enabled."""
-        if not self._settings.enabled:
+        if not self.settings.enabled:
             return fn
 
         @functools.wraps(fn)
@@ -196,7 +200,7 @@ class CallWrapper:
                 "not torch.distributed.is_initialized() does not hold: call the wrapped function"
                 " before init_process_group, which belongs into the function"
             )
-        settings = wrapper._settings
+        settings = wrapper.settings
         self._before = {name: os.environ.get(name) for name in _EXPORTED}
         with contextlib.ExitStack() as stack:
             stack.callback(self._restore_environment)
@@ -215,6 +219,8 @@ class CallWrapper:
             )
             stack.callback(box.close)
             link = MonitorLink(meeting.monitor_settings, page, self._hear)
+            record = RestartRecord()
+            stack.callback(record.close)
             parts = Parts(
                 base_store=meeting.store,
                 link=link,
@@ -223,6 +229,7 @@ class CallWrapper:
                 lock=lock,
                 watchdog=watchdog,
                 box=box,
+                record=record,
                 inject=self._inject,
             )
             self._loop = CallLoop(settings, state, parts, wrapper.restart_health_check)
@@ -237,7 +244,7 @@ class CallWrapper:
         # Without a frame of its own between the caller and the page.
         self.ping = page.stamp_manual  # type: ignore[method-assign]
 
-    def __enter__(self) -> CallWrapper:
+    def __enter__(self) -> CallWrapper:  # noqa: PYI034  # Self is not in Python 3.10
         return self
 
     def __exit__(
@@ -317,7 +324,7 @@ class CallWrapper:
     def _inject(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Any]:
-        return substitute_param_value(fn, args, kwargs, {CallWrapper: self})
+        return substitute_param_value(fn, tuple(args), dict(kwargs), {CallWrapper: self})
 
     def _restore_environment(self) -> None:
         for name, value in self._before.items():

@@ -8,7 +8,10 @@ restart. What is there before the call outlives it anyway, so it is set aside fo
 from __future__ import annotations
 
 import gc
-from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 
 class YoungGarbage:
@@ -17,7 +20,7 @@ class YoungGarbage:
     def __init__(self) -> None:
         self._froze = False
 
-    def __enter__(self) -> YoungGarbage:
+    def __enter__(self) -> YoungGarbage:  # noqa: PYI034  # Self is not in Python 3.10
         # Somebody else's frozen objects could not be told apart from ours afterwards.
         self._froze = gc.get_freeze_count() == 0
         if self._froze:

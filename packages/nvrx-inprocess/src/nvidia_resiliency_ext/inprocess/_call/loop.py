@@ -36,12 +36,13 @@ from .report import Phase, RestartReport, Stopwatch, recent_reports
 from .termination import terminate
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
     from nvidia_resiliency_ext.inprocess._monitor.link import MonitorLink
     from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
+    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
     from nvidia_resiliency_ext.inprocess.state import FrozenState, State
 
     from .gate import AtomicLock, MainThreadGate
+    from .record import RestartRecord
     from .settings import Settings
     from .watchdog import Watchdog
 
@@ -62,6 +63,7 @@ class Parts:
         lock: What `atomic()` holds.
         watchdog: Makes the main thread's stamps.
         box: What the monitor has said.
+        record: Where restarts are recorded.
         inject: Puts the call's wrapper into the function's arguments.
     """
 
@@ -72,6 +74,7 @@ class Parts:
     lock: AtomicLock
     watchdog: Watchdog
     box: NewsBox[Any]
+    record: RestartRecord
     inject: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]
 
 
@@ -100,7 +103,7 @@ class CallLoop:
         self._participants = frozenset(range(state.world_size))
         self._reported_at: float | None = None
         self._stopping = threading.Lock()  # guards the two below
-        self._entered = -1
+        self._entered = self._stopped_in = -1
         self._restarting: threading.Thread | None = None
         self._cause = ""
         self._reporters: tuple[int, ...] = ()
@@ -251,14 +254,15 @@ class CallLoop:
         )
         self._watch.add(Phase.ABORT, phases.lock_s + phases.abort_s)
         self._watch.add(Phase.UNWIND, phases.raise_s + phases.unwind_s)
+        self._stopped_in = news.iteration
         self._parts.box.wake()
 
     def _find(self, kind: type[_News]) -> _News | None:
         """Return what was said of this kind about the present iteration."""
-        found = self._parts.box.find(
+        news: _News | None = self._parts.box.find(
             lambda news: isinstance(news, kind) and news.iteration == self.state.iteration
         )
-        return found  # type: ignore[no-any-return]
+        return news
 
     def _interruption(self) -> Interrupted | None:
         return self._find(Interrupted)
@@ -274,10 +278,7 @@ class CallLoop:
     def _stopped(self) -> Interrupted | None:
         """Return the interruption when all of this rank has been stopped for it."""
         self._raise_if_lost()
-        thread = self._restarting
-        if thread is None or thread.is_alive():
-            return None
-        return self._interruption()
+        return self._interruption() if self._stopped_in == self.state.iteration else None
 
     def _raise_if_lost(self) -> None:
         lost = self._parts.box.find(lambda news: isinstance(news, StoreLost))
@@ -330,7 +331,7 @@ class CallLoop:
         parts = self._parts
         parts.page.phase = ProgressPhase.AT_BARRIER
         parts.link.arrive()
-        decided = parts.box.wait(self._decision, limit_s)
+        decided: Decided | None = parts.box.wait(self._decision, limit_s)
         if decided is None:
             raise BarrierTimeout(
                 f"not all ranks have come to the end of iteration {self.state.iteration} within"
@@ -350,6 +351,7 @@ class CallLoop:
             cause=self._cause,
             ranks=self._reporters,
             terminated=ended,
+            kept=tuple(sorted(decision.going_on)),
             world_size=state.world_size,
         )
         old = state.iteration
@@ -365,6 +367,9 @@ class CallLoop:
         report = dataclasses.replace(pending, seconds=seconds)
         self.reports.append(report)
         logger.info("%s", report.line())
+        if self.state.rank == 0:
+            assert self.state.initial_rank is not None
+            self._parts.record.add(report, self.state.initial_rank)
 
     # Leaving ---------------------------------------------------------------------------------
 

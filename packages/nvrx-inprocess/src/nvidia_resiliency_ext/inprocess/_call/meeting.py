@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of one call come together: the store, its keeper, and what stands before its keys."""
+"""How the ranks of a call come together: the store, its keeper, what stands before its keys."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 _CONNECT = f"{__name__}:connect_store"
+_NONCE = "nonce"
+_LONGEST_NONCE = 64
 _HOSTED_LIMIT = timedelta(seconds=5)
 
 # Calls are collective, so all ranks count alike.
@@ -85,8 +88,13 @@ def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.envir
     prefix = f"{cycle_prefix(environ)}{next(_calls)}"
     call_store = CallStore(prefix, store)
     assert state.rank is not None
+    if state.rank == 0:
+        # What was left behind in a store that outlives jobs must not be met again.
+        call_store.set(_NONCE, secrets.token_hex(8))
     call_store.initial_barrier([state.rank], state.world_size, settings.barrier_timeout)
-    return Meeting(call_store, _monitor_settings(settings, prefix, name, file, text))
+    nonce = call_store.get(_NONCE).decode("ascii", "replace")[:_LONGEST_NONCE]
+    own = f"{prefix}/{nonce}/"
+    return Meeting(call_store, _monitor_settings(settings, own, name, file, text))
 
 
 def connect_store(host: str, port: int) -> TCPStore:
@@ -119,7 +127,7 @@ def _monitor_settings(
     settings: Settings, prefix: str, name: str, file: str, kwargs: str
 ) -> MonitorSettings:
     return MonitorSettings(
-        prefix=f"{prefix}/",
+        prefix=prefix,
         store_factory=name,
         store_file=file,
         store_kwargs=kwargs,

@@ -37,6 +37,7 @@ class RestartReport:
         cause: The interruption records, for people.
         ranks: Initial ranks that reported or were reported.
         terminated: Initial ranks that do not go on.
+        kept: Initial ranks that go on.
         world_size: Ranks that go on.
         seconds: Duration by phase; phases that did not occur are absent.
     """
@@ -45,12 +46,14 @@ class RestartReport:
     cause: str
     ranks: tuple[int, ...] = ()
     terminated: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
     world_size: int = 0
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def line(self) -> str:
         """Return the report as one line: a fixed word and JSON."""
         values = dataclasses.asdict(self)
+        del values["kept"]  # the line does not grow with the job
         values["seconds"] = {name: round(value, 6) for name, value in self.seconds.items()}
         values["total_s"] = round(sum(self.seconds.values()), 6)
         return f"inprocess restart {json.dumps(values, separators=(',', ':'))}"

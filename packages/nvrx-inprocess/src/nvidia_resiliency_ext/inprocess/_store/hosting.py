@@ -41,13 +41,11 @@ class KeeperTimes:
 
     Attributes:
         start_s: Its start; most of it is the import of torch.
-        first_s: Its wait for the first connection.
-        idle_s: Its stay when nobody is connected any more.
+        idle_s: Its stay when its starter has ended and nobody is connected any more.
     """
 
     start_s: float = 60.0
-    first_s: float = 600.0
-    idle_s: float = 60.0
+    idle_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +132,7 @@ def _start(
             "--address": address,
             "--port": port,
             "--job": job,
-            "--first-s": times.first_s,
+            "--starter": os.getpid(),
             "--idle-s": times.idle_s,
             "--report-fd": writing,
         }

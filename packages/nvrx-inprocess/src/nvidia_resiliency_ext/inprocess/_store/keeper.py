@@ -2,7 +2,8 @@
 """The process that hosts a job's store and does nothing else: `python -m ..._store.keeper`.
 
 It belongs to no training process and to no monitor, so that the loss of any of them is an ordinary
-one. It ends on SIGTERM, and when nobody has been connected for a while; never with its starter.
+one. It stays as long as its starter lives, which may call again, and after that as long as anybody
+is connected; so the next job finds the port free. It ends on SIGTERM, too.
 What became of its start it says in one line of JSON on a pipe.
 """
 
@@ -16,17 +17,20 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nvidia_resiliency_ext.shared_utils.children import PidHandle
+
 from .identity import claim
 from .sockets import count_served, listen
 
 _OWN_CONNECTIONS = 1
-_SHORTEST_PERIOD_S = 0.05
-_LONGEST_PERIOD_S = 20.0
+_PERIOD_S = 0.25
+_LONGEST_WAIT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +41,15 @@ class Duty:
         address: Where it listens; empty for all addresses.
         port: Its port.
         job: Whose it is.
-        first_s: How long it waits for the first connection.
-        idle_s: How long it stays when nobody is connected any more.
+        starter: The process that started it.
+        idle_s: How long it stays, without the starter, when nobody is connected any more.
         report_fd: Where it says what became of its start.
     """
 
     address: str
     port: int
     job: str
-    first_s: float
+    starter: int
     idle_s: float
     report_fd: int
 
@@ -53,8 +57,7 @@ class Duty:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Host a store until told to end or nobody needs it."""
     duty = _parse(arguments)
-    # Blocked before torch starts threads, so that this thread alone takes them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
@@ -89,14 +92,17 @@ def _serve(listener: socket.socket, host: str, port: int) -> Any:
 
 
 def _stay(port: int, duty: Duty) -> None:
-    # torch tells nobody who comes and goes: it is looked at a few times in the period.
-    period_s = min(_LONGEST_PERIOD_S, max(_SHORTEST_PERIOD_S, duty.idle_s / 4))
-    alone_since, allowed_s = time.monotonic(), duty.first_s
-    while time.monotonic() - alone_since < allowed_s:
-        if signal.sigtimedwait({signal.SIGTERM}, period_s) is not None:
-            return
+    with contextlib.suppress(ProcessLookupError):
+        starter = PidHandle(duty.starter)
+        while not starter.wait(_LONGEST_WAIT_S):
+            pass
+    # torch tells nobody who comes and goes: it is looked at now and then.
+    pause = threading.Event()
+    alone_since = time.monotonic()
+    while time.monotonic() - alone_since < duty.idle_s:
+        pause.wait(min(_PERIOD_S, duty.idle_s))
         if count_served(port, _OWN_CONNECTIONS + 1) > _OWN_CONNECTIONS:
-            alone_since, allowed_s = time.monotonic(), duty.idle_s
+            alone_since = time.monotonic()
 
 
 def _allow_open_files() -> None:
@@ -124,7 +130,7 @@ def _parse(arguments: Sequence[str] | None) -> Duty:
     parser.add_argument("--address", default="", help="where to listen; empty: everywhere")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--job", required=True, help="name of the job")
-    parser.add_argument("--first-s", type=float, required=True)
+    parser.add_argument("--starter", type=int, required=True)
     parser.add_argument("--idle-s", type=float, required=True)
     parser.add_argument("--report-fd", type=int, required=True)
     return Duty(**vars(parser.parse_args(arguments)))
