@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import signal
-from typing import TYPE_CHECKING
+import socketserver
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from fault_jobs import wait_until
@@ -17,6 +20,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.netns
 STEPS = 400
+
+
+class UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    """A server of HTTP at a socket in the file system, which hosts without a network reach."""
+
+    daemon_threads = True
 
 
 def hosts_of(job: NodesJob, cycle: int) -> set[str]:
@@ -50,6 +59,66 @@ def test_an_unhealthy_node_is_replaced_by_the_spare(nodes_job: Callable[..., Nod
     assert "this node leaves the job" in job.log(second)
     told = json.loads(report.read_text())
     assert (told["node"], told["reason"]) == (second.name, "unhealthy")
+    job.assert_counted(STEPS)
+    job.assert_fenced()
+
+
+class Analysis(http.server.BaseHTTPRequestHandler):
+    """A service that names the bad node of the file beside it."""
+
+    named: ClassVar[str] = ""
+
+    def do_POST(self) -> None:
+        """Take a log."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._reply({})
+
+    def do_GET(self) -> None:
+        """Give the verdict."""
+        verdict = {"action": "RESTART", "reason": "a GPU fell off the bus"}
+        found = {"exclude_nodes": [self.named]}
+        self._reply({"status": "completed", "recommendation": verdict, "attribution": found})
+
+    def _reply(self, value: dict[str, Any]) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_a_node_that_attribution_names_makes_room(nodes_job: Callable[..., NodesJob]) -> None:
+    """At the next round the spare works in its place; nobody is sent away."""
+    job = nodes_job(3)
+    first, second, third = job.network
+    Analysis.named = second.name
+    socket_path = job.folder / "analysis.sock"
+    server = UnixServer(str(socket_path), Analysis)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    steps = ("--steps", str(STEPS), "--step-ms", "20", "--save-every", "5")
+    flags = [
+        *("--ft-lease", "1", "--ft-per-cycle-applog-prefix", str(job.folder / "log" / "job.log")),
+        *("--ft-attribution-endpoint", f"unix://{socket_path}"),
+        *("--ft-attribution-node-action", "exclude"),
+    ]
+    try:
+        job.start(*steps, nnodes="2:3", hosts=[first, second], max_restarts=5, flags=flags)
+        job.wait_for_step(0, 2, ranks=2)
+        job.start(*steps, nnodes="2:3", hosts=[third], max_restarts=5, flags=flags)
+        wait_until(lambda: "as a spare" in job.log(third), job.tails)
+        job.signal_rank(0, 0, signal.SIGKILL)
+        wait_until(lambda: "attribution names bad nodes" in job.log(first), job.tails)
+        job.wait_for_step(1, 2, ranks=2)
+        job.signal_rank(1, 0, signal.SIGKILL)
+        job.wait_for_step(2, 2, ranks=2)
+        assert hosts_of(job, 2) == {first.name, third.name}
+        assert set(job.wait().values()) == {0}, job.tails()
+    finally:
+        server.shutdown()
+        server.server_close()
     job.assert_counted(STEPS)
     job.assert_fenced()
 

@@ -126,7 +126,7 @@ class Options(SphinxDirective):
                     f"`{option.field}`",
                     f"`--{option.flag}`",
                     f"`{shown_default(option.default)}`",
-                    option.help + (f" In a later version: {option.later}." if option.later else ""),
+                    option.help,
                 )
                 for option in option_table.OPTIONS
                 if option.group == group

@@ -157,3 +157,18 @@ def test_what_is_sent() -> None:
     assert LogQuery("/a", "f", 2, wait=False).to_params() == {
         "log_path": "/a", "wait": "false", "file": "f", "wl_restart": "2",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("attribution", "nodes"),
+    [
+        (None, ()), ([], ()), ({"exclude_nodes": "n1"}, ()), ({"exclude_nodes": None}, ()),
+        ({"exclude_nodes": ["n1", "n-2.site", "10.0.0.1", "fe80::1"]},
+         ("n1", "n-2.site", "10.0.0.1", "fe80::1")),
+        ({"exclude_nodes": ["n1", "n1", 1, "", "a b", "a\nb", "\u00e9", "x" * 256]}, ("n1",)),
+        ({"exclude_nodes": [f"n{i}" for i in range(9999)]}, tuple(f"n{i}" for i in range(4096))),
+    ],
+)  # fmt: skip
+def test_nodes_that_are_named(attribution, nodes) -> None:
+    """Only names that a host can have, each once, and not without end."""
+    assert parse_log_reply({"attribution": attribution}).exclude_nodes == nodes

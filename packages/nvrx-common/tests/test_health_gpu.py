@@ -10,7 +10,11 @@ import pytest
 from nvidia_resiliency_ext.shared_utils import health_check
 from nvidia_resiliency_ext.shared_utils._health import check as check_room
 from nvidia_resiliency_ext.shared_utils._health.gpu_judge import driver_major
-from nvidia_resiliency_ext.shared_utils._health.visible import device_of_rank, full_uuid
+from nvidia_resiliency_ext.shared_utils._health.visible import (
+    device_of_rank,
+    full_uuid,
+    visible_devices,
+)
 from nvidia_resiliency_ext.shared_utils._health.xid import parse_kmsg
 from nvidia_resiliency_ext.shared_utils.health_check import (
     GPUHealthCheck,
@@ -464,3 +468,25 @@ def test_xids_are_evidence(nvml, tmp_path, monkeypatch) -> None:
     assert [xid["number"] for xid in result.evidence["xids"]] == [79, 31]
     nvml.answers[f"field.0.{RECOVERY}"] = 1
     assert "XIDs since the job began: 31, 79" in check.check().reason
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [
+        (None, [0, 1]), ("1,0", [1, 0]), ("", []), ("1,7,0", [1]), ("0,-1,1", [0]),
+        ("GPU-a,1", ["GPU-a", 1]),
+    ],
+)  # fmt: skip
+def test_visible_devices(visible, devices) -> None:
+    """CUDA's list ends at the first entry that is no device of the machine."""
+    assert visible_devices(visible, 2) == devices
+
+
+def test_where_visible_gpus_sit(nvml) -> None:
+    """Addresses by ordinal; None for a device that cannot be told."""
+    mixin = health_check.PynvmlMixin()
+    assert mixin.get_visible_pci_addresses(None) == ["0000:10:00.0", "0000:11:00.0"]
+    assert mixin.get_visible_pci_addresses("1") == ["0000:11:00.0"]
+    uuid = "GPU-00000001"
+    assert mixin.get_visible_pci_addresses(f"{uuid},0") == ["0000:11:00.0", "0000:10:00.0"]
+    assert mixin.get_visible_pci_addresses("GPU-none,MIG-1") == [None, None]

@@ -3,6 +3,7 @@
 
 import http.server
 import json
+import queue
 import socket
 import sys
 import threading
@@ -337,7 +338,7 @@ def remote():
 class Watched:
     """A watch on a loop of its own, and what it said."""
 
-    def __init__(self, url, stop_action="no-restart"):
+    def __init__(self, url, stop_action="no-restart", **more):
         self.clock = SystemClock()
         self.loop = EventLoop(self.clock)
         self.stops = []
@@ -349,6 +350,7 @@ class Watched:
             node_id="n",
             loop=self.loop,
             on_stop=self.stops.append,
+            **more,
         )
         self.watch.start()
 
@@ -422,6 +424,28 @@ def test_stop_reaches_the_launcher_only_where_it_is_to_be_obeyed(remote, watched
             assert time.monotonic() < deadline
             one.loop.run_once(until=time.monotonic() + 0.05)
         assert one.stops == []
+
+
+def test_bad_nodes_are_handed_on_or_logged(remote, watched, caplog):
+    """Names that the analysis gives reach whoever asked for them; else they are in the log."""
+    remote.answer = {
+        "status": "completed",
+        "recommendation": {"action": "RESTART", "reason": "off the bus"},
+        "attribution": {"exclude_nodes": ["n1", "n1", 7, "", "a b", "n2"]},
+    }
+    told = queue.SimpleQueue()
+    one = watched(on_nodes=lambda nodes, why: told.put((nodes, why)))
+    one.watch.begin(0)
+    one.watch.ended()
+    assert told.get(timeout=LIMIT_S) == (("n1", "n2"), "off the bus")
+    other = watched()
+    other.watch.begin(1)
+    other.watch.ended()
+    deadline = time.monotonic() + LIMIT_S
+    while "bad nodes: n1, n2: /logs/job_cycle1.log: off the bus" not in caplog.text:
+        assert time.monotonic() < deadline
+        other.loop.run_once(until=time.monotonic() + 0.05)
+    assert one.stops == other.stops == []
 
 
 @pytest.mark.parametrize("mode", ["hangs", "garbage", "fails", "refuses"])

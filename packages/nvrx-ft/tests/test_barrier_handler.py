@@ -2,6 +2,7 @@
 """The barrier rendezvous with torch's interface: handlers in threads over a real store."""
 
 import datetime as dt
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -406,6 +407,44 @@ def test_what_a_barrier_does_not_offer(job: Callable[..., handler_nodes.Nodes]) 
     assert handler.settings.nproc_per_node == 1
     handler.set_worker_group(object())
     handler.shutdown_cycle_info_reporter()
+
+
+def test_functions_cannot_share_a_local_rank(job: Callable[..., handler_nodes.Nodes]) -> None:
+    """Under torch's agent a function finds its monitor by its local rank."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+    from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
+    from nvidia_resiliency_ext.fault_tolerance.launcher import LocalElasticAgent
+
+    handler = job(1, 1).add(host=True)
+    spec = WorkerSpec(role="r", local_world_size=2, rdzv_handler=handler, entrypoint=print)
+    # An older torch has no such field.
+    vars(spec)["virtual_local_rank"] = True
+    with pytest.raises(ValueError, match="virtual_local_rank"):
+        LocalElasticAgent(spec, FaultToleranceConfig(), DefaultLogsSpecs())
+
+
+def test_files_about_cycles_are_kept_by_the_store_host(
+    job: Callable[..., handler_nodes.Nodes], tmp_path: Path
+) -> None:
+    """The node that decides the rounds writes them; the others have nothing to finish."""
+    nodes = job(2, 2)
+    host = nodes.add(host=True, cycle_info_dir=str(tmp_path / "host"))
+    other = nodes.add(cycle_info_dir=str(tmp_path / "other"))
+    nodes.join(host, other)
+    path = tmp_path / "host" / "cycle_info..0.0"
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for handler in (host, other):
+        handler.shutdown_cycle_info_reporter()
+        assert not handler.attribution_stop_requested()
+    told = json.loads(path.read_text())
+    assert told["active_ranks"] == "0-1"
+    assert told["cycle_end_time"]
+    assert not (tmp_path / "other").exists()
 
 
 def test_times_have_defaults_and_bounds() -> None:

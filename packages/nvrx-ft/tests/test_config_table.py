@@ -61,13 +61,6 @@ def test_every_flag_is_documented_once() -> None:
         assert f"`--{flag.name}`" in page
 
 
-def test_defaults_are_never_refused() -> None:
-    """Neither the default of a flag nor another harmless value asks for a missing feature."""
-    for flag in FLAGS:
-        for value in flag.harmless or (flag.default,):
-            assert not flag.is_refused(value), flag.name
-
-
 def test_tables_have_the_same_number_of_columns() -> None:
     """A cell with a bar does not break its row."""
     for line in (options_markdown() + flags_markdown()).splitlines():

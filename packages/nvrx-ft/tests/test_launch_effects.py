@@ -225,6 +225,51 @@ def test_tee_copies_whole_lines_with_prefix_and_the_last_words(tmp_path, loop, c
     assert capfdbinary.readouterr().out == b"[default0]:two\n"
 
 
+def test_filtered_streams_have_one_file_for_all_ranks():
+    """What goes to a file and is shown is looked at; ranks that are filtered out are not."""
+    wanted = {output.Stream.STDOUT: ("a",)}
+    settings = output.OutputSettings({0: 1, 1: 1, 2: 0}, {2: 1}, frozenset({0, 2}), wanted)
+    made = [output.worker_output(settings, f"d/{rank}", rank).stdout.filter for rank in range(3)]
+    copy = output.Filter("d/filtered_stdout.log", ("a",))
+    assert made == [copy, None, copy]
+    assert output.worker_output(settings, "d/0", 0).stderr.filter is None
+
+
+def test_lines_that_are_wanted_are_written_a_second_time(tmp_path, capfdbinary):
+    """Lines of two ranks with one of the texts are in one file, with their prefix and whole."""
+    files = [tmp_path / "0.log", tmp_path / "1.log"]
+    copy = output.Filter(str(tmp_path / "filtered.log"), ("apple", "default"))
+    tee = output.Tee()
+    for rank, file in enumerate(files):
+        file.write_bytes(b"apple pie\nplum\n")
+        tee.filter(str(file), f"[default{rank}]:", copy)
+    tee.follow(str(files[1]), "", output.Stream.STDOUT)
+    with files[1].open("ab", buffering=0) as file:
+        file.write(b"one ap")
+        tee.look()
+        file.write(b"ple\nno default, not at its end")
+    tee.close()
+    assert sorted((tmp_path / "filtered.log").read_bytes().splitlines()) == [
+        b"[default0]:apple pie",
+        b"[default1]:apple pie",
+        b"[default1]:no default, not at its end",
+        b"[default1]:one apple",
+    ]
+    # The console has everything all the same.
+    assert capfdbinary.readouterr().out.count(b"\n") == 4
+
+
+def test_a_file_of_wanted_lines_that_cannot_be_written_costs_its_lines(tmp_path, caplog):
+    """One message, and the stream is read on."""
+    path = tmp_path / "0.log"
+    path.write_bytes(b"a\n")
+    tee = output.Tee()
+    tee.filter(str(path), "", output.Filter(str(tmp_path), ("a",)))
+    assert tee.look() is None
+    tee.close()
+    assert caplog.text.count("is not written any more") == 1
+
+
 def test_tee_does_not_stay_with_a_worker_that_writes_without_end(tmp_path, capfdbinary):
     """One look copies a bounded amount and says that there is more."""
     path = tmp_path / "stdout.log"

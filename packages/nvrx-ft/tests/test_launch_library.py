@@ -57,10 +57,7 @@ def test_prewarm_is_what_the_configuration_says() -> None:
             describe(FaultToleranceConfig(attribution_endpoint="localhost")),
             "needs --ft-per-cycle-applog-prefix",
         ),
-        (
-            describe(FaultToleranceConfig(attribution_node_action="exclude")),
-            "attribution_node_action",
-        ),
+        (describe(event_log_handler="nobody"), "--event-log-handler nobody: torch knows no"),
         (describe(nproc_per_node=0), "nproc_per_node=0: is not from 1 to 65536"),
         (describe(nproc_per_node=10**11), "nproc_per_node=100000000000: is not from"),
         (describe(max_nodes=0), "max_nodes=0: 1 <= min_nodes <= max_nodes"),
@@ -105,7 +102,11 @@ def test_a_command_line_survives_the_way_through_a_configuration(tmp_path: Path)
     """What `config_from_args` returns describes the same launch again."""
     script = tmp_path / "train.py"
     script.write_text("")
-    words = ("--nproc-per-node=2", "--max-restarts=3", "-t", "3", "--ft-prewarm=off", str(script))
+    words = (
+        "--nproc-per-node=2", "--max-restarts=3", "-t", "3", "--ft-prewarm=off",
+        "--event-log-handler=console", "--virtual-local-rank", "--duplicate-stdout-filters=a,b",
+        str(script),
+    )  # fmt: skip
     first = plan_from_args(parse_args(words), ENVIRON)
     again = plan_from_config(config_from_plan(first), first.command, ENVIRON)
     # Settings of the rendezvous that nobody gave are filled in; they only describe.

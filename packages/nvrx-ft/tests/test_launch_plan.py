@@ -9,11 +9,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch.flags import FLAGS
+from nvidia_resiliency_ext.fault_tolerance._launch.output import Stream
 from nvidia_resiliency_ext.fault_tolerance._launch.parser import parse_args
 from nvidia_resiliency_ext.fault_tolerance._launch.plan import LaunchPlan, plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._launch.syntax import Std
@@ -52,8 +51,8 @@ def test_the_default_plan(script: str) -> None:
     assert (made.master_addr, made.master_port, made.local_addr) == ("127.0.0.1", None, None)
     assert made.rdzv_endpoint == "127.0.0.1:29500"
     assert made.run_id == "none"
-    assert made.redirects == made.tee == {0: Std.NONE}
-    assert made.local_ranks_filter is None
+    assert made.output.redirects == made.output.tee == {0: Std.NONE}
+    assert made.output.console_ranks is None
     assert made.signals_to_handle[0] is signal.SIGTERM
     assert made.no_restart_exit_code == 93
     assert made.monitors_enabled
@@ -78,9 +77,9 @@ def test_flags_reach_the_plan(script: str) -> None:
     assert (made.nproc_per_node, made.max_restarts, made.role) == (4, 2, "r")
     assert (made.run_id, made.rdzv_endpoint, made.log_dir) == ("job7", "h:1", "/logs")
     assert made.rdzv_configuration == {"timeout": "5", "join_timeout": "6"}
-    assert made.redirects == dict.fromkeys(range(4), Std.ALL)
-    assert made.tee == {0: Std.OUT, 1: Std.NONE, 2: Std.ALL, 3: Std.NONE}
-    assert made.local_ranks_filter == frozenset({0, 2})
+    assert made.output.redirects == dict.fromkeys(range(4), Std.ALL)
+    assert made.output.tee == {0: Std.OUT, 1: Std.NONE, 2: Std.ALL, 3: Std.NONE}
+    assert made.output.console_ranks == frozenset({0, 2})
     assert (made.term_timeout_s, made.workers_stop_timeout_s) == (5.0, 6.0)
     assert (made.monitor_interval_s, made.start_method) == (2.0, "fork")
     assert (made.master_addr, made.master_port, made.local_addr) == ("::1", 2000, "10.0.0.1")
@@ -150,80 +149,42 @@ def test_unknown_keys_may_be_allowed(script: str, tmp_path: Path) -> None:
     assert len(made.warnings) == 1
 
 
-REFUSED_VALUES: dict[str, str] = {
-    "logs_specs": "mine",
-    "event_log_handler": "console",
-    "duplicate_stdout_filters": "a",
-    "duplicate_stderr_filters": "a",
-    "numa_binding": "node",
-    "ft_attribution_node_action": "exclude",
-}
-LATER = [flag for flag in FLAGS if flag.later]
+def test_all_that_is_refused_is_said_at_once(script: str) -> None:
+    """Several things asked for that cannot be had are in one message."""
+    with pytest.raises(ValueError, match=r"--ft-nvrx-logfile.*event-log-handler nobody") as refused:
+        plan("--event-log-handler=nobody", "--ft-nvrx-logfile=/a", "--max-restarts=1", script)
+    assert "it has console, dynamic_rendezvous, null" in str(refused.value)
 
 
-def test_what_is_left_to_later_versions_is_known() -> None:
-    """The list above names all that is refused: adding or finishing a feature shows here."""
-    assert {flag.attribute for flag in LATER if flag.kind is not None} == set(REFUSED_VALUES)
-    assert [flag.name for flag in LATER if flag.kind is None] == ["virtual-local-rank"]
-
-
-@pytest.mark.parametrize("flag", LATER, ids=lambda flag: flag.name)
-def test_a_flag_of_a_later_version_is_refused(flag: Any, script: str) -> None:
-    """Asking for what is not there yet is refused under the flag's name."""
-    words = [f"--{flag.name}"]
-    if flag.kind is not None:
-        words = [f"--{flag.name}={REFUSED_VALUES[flag.attribute]}"]
-    with pytest.raises(ValueError, match=f"^--{flag.name}.*not available in this version"):
-        plan(*words, script)
-
-
-@pytest.mark.parametrize("flag", [f for f in LATER if f.env and f.kind], ids=lambda f: f.name)
-def test_a_variable_of_a_later_version_is_refused(
-    flag: Any, script: str, clean_environment: pytest.MonkeyPatch
-) -> None:
-    """What the environment asks for counts as asked for."""
-    name = f"PET_{flag.attribute.upper()}"
-    clean_environment.setenv(name, REFUSED_VALUES[flag.attribute])
-    with pytest.raises(ValueError, match=f"^{name}.*not available in this version"):
-        plan(script)
-
-
-@pytest.mark.parametrize(
-    "flag",
-    [f for f in LATER if f.attribute.removeprefix("ft_") in FaultToleranceConfig().to_dict()],
-    ids=lambda flag: flag.name,
-)
-def test_a_key_of_a_later_version_is_refused(flag: Any, script: str, tmp_path: Path) -> None:
-    """What a file asks for is refused under file, line and key."""
-    key = flag.attribute.removeprefix("ft_")
-    path = tmp_path / "job.yaml"
-    path.write_text(f"fault_tolerance:\n  {key}: '{REFUSED_VALUES[flag.attribute]}'\n")
-    with pytest.raises(ValueError, match=rf"job\.yaml line 2: {key}.*not available"):
-        plan(f"--ft-cfg-path={path}", script)
-
-
-def test_giving_a_default_is_never_refused(script: str, tmp_path: Path) -> None:
-    """A file with every default in it, and flags with theirs, start a job."""
+def test_a_file_with_every_default_starts_a_job(script: str, tmp_path: Path) -> None:
+    """What `to_yaml_file` writes can be read back."""
     path = tmp_path / "job.yaml"
     FaultToleranceConfig(enable_nic_healthcheck=False).to_yaml_file(path)
-    words = [
-        f"--{flag.name}={value}"
-        for flag in LATER
-        if flag.kind is not None
-        for value in (flag.harmless or (flag.default,))
-        if isinstance(value, (str, int, float))
-    ]
-    made = plan(f"--ft-cfg-path={path}", *words, script)
+    made = plan(f"--ft-cfg-path={path}", script)
     assert made.fault_tolerance.enable_nic_healthcheck is False
 
 
-def test_all_that_is_refused_is_said_at_once(script: str) -> None:
-    """Several things asked for that cannot be had are in one message."""
-    with pytest.raises(
-        ValueError,
-        match=r"virtual-local-rank.*--ft-nvrx-logfile|--ft-nvrx-logfile.*virtual-local-rank",
-    ):
-        plan("--virtual-local-rank", "--ft-nvrx-logfile=/a", script)
+def test_every_worker_sees_one_device_as_its_first(script: str) -> None:
+    """`--virtual-local-rank`: the rank's entry of CUDA_VISIBLE_DEVICES, else the rank itself."""
+    words = ("--virtual-local-rank", "--nproc-per-node=2", script)
+    assert plan(*words).virtual_devices == ("0", "1")
+    seen = {"CUDA_VISIBLE_DEVICES": "5, GPU-7,2"}
+    assert plan(*words, environ=ENVIRON | seen).virtual_devices == ("5", "GPU-7")
+    assert plan(script).virtual_devices is None
+    with pytest.raises(ValueError, match=r"2 workers need a device each, and CUDA_V.*=3 names 1"):
+        plan(*words, environ=ENVIRON | {"CUDA_VISIBLE_DEVICES": "3"})
+
+
+def test_filters_without_files_are_said_to_do_nothing(script: str) -> None:
+    """Only what goes to files is looked at; cycle logs take everything."""
+    words = ("--duplicate-stdout-filters=a,,b,c", "--duplicate-stderr-filters=d", script)
+    made = plan(*words)
+    assert made.output.filters == {Stream.STDOUT: ("a,b", "c"), Stream.STDERR: ("d",)}
+    (note,) = made.warnings
+    assert note.startswith("--duplicate-stdout-filters, --duplicate-stderr-filters: no effect")
+    assert plan("--tee=1", *words).warnings == ()
+    (note,) = plan("--tee=1", "--ft-per-cycle-applog-prefix=/l/a", *words).warnings
+    assert note.startswith("--tee, --duplicate-stdout-filters, --duplicate-stderr-filters: no")
 
 
 def test_a_restart_policy_in_a_file_is_taken(script: str, tmp_path: Path) -> None:
@@ -437,8 +398,8 @@ def test_a_plan_needs_no_record_of_who_gave_what(script: str) -> None:
     args.master_port = 2000
     assert plan_from_args(args, ENVIRON).master_port == 2000
     args.ft_attribution_node_action = "exclude"
-    with pytest.raises(ValueError, match="--ft-attribution-node-action: not available"):
-        plan_from_args(args, ENVIRON)
+    made = plan_from_args(args, ENVIRON)
+    assert made.fault_tolerance.attribution_node_action == "exclude"
 
 
 def test_planning_imports_neither_torch_nor_yaml(script: str) -> None:

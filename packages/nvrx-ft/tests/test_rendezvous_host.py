@@ -14,6 +14,7 @@ from rendezvous_store import CAUSE, Served, arrival, hosted, name, rules
 from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, host_loop, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.exclusions import Exclusions
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import (
     Close,
     Decision,
@@ -38,6 +39,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     encode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 NOW = 1000.0
 LOST_S = 100.0
@@ -582,3 +584,76 @@ def test_the_cause_of_a_restart_reaches_a_node_that_asked_for_it_too(
         assert over.entry.reason == "failure"
         for session in nodes.sessions:
             session.tell(Kind.GOODBYE)
+
+
+# Hosts that attribution names ------------------------------------------------------------------
+
+
+def placed(by: HostRules, excluded: set[str], *indices: int, **memory: Any) -> list[str] | str:
+    """Return who works in a round, or why it is waited."""
+    known = Memory(excluded=frozenset(excluded), **memory)
+    decision = ask(by, known, OPEN, *came(*indices))
+    if isinstance(decision, Wait):
+        return decision.why
+    assert isinstance(decision, Close)
+    return [one.node for one in decision.placement.active]
+
+
+@pytest.mark.parametrize("named", ["node0", "NODE0.some.domain", "10.0.0.0"])
+def test_a_named_host_gets_no_place_while_others_are_enough(named: str) -> None:
+    """It stands by instead; the name may be short, whole, or an address."""
+    assert placed(rules(2, most=3), {named}, 0, 1, 2) == [name(1), name(2)]
+    decision = ask(rules(2, most=3), Memory(excluded=frozenset({named})), OPEN, *came(0, 1, 2))
+    assert isinstance(decision, Close)
+    assert [one.node for one in decision.placement.excluded] == [name(0)]
+    assert "named by attribution" in decision.placement.why_excluded
+
+
+def test_a_named_host_works_where_others_are_too_few() -> None:
+    """A service reads logs, which anybody writes: its word must not end a job."""
+    assert placed(rules(2, most=3), {"node0"}, 0, 1) == [name(0), name(1)]
+    assert placed(rules(2, most=3), {"node0", "node1", "node2"}, 0, 1, 2) == [name(0), name(1)]
+
+
+def test_other_names_change_nothing() -> None:
+    """Only whole names count."""
+    assert placed(rules(2, most=3), {"node", "node01", "10.0.0"}, 0, 1, 2) == [name(0), name(1)]
+
+
+def test_where_all_work_a_named_host_has_to_go() -> None:
+    """In the older rendezvous the job goes on with fewer nodes, as long as these are enough."""
+    by = rules(2, most=3)
+    elastic = dataclasses.replace(by, placement=dataclasses.replace(by.placement, elastic=True))
+    waited = {"enough_since": NOW - LOST_S}
+    assert placed(elastic, {"node1"}, 0, 1, 2, **waited) == [name(0), name(2)]
+
+
+def test_a_named_host_goes_before_one_that_failed() -> None:
+    """With one spare only, the host that attribution names stays out, the other one works."""
+    failures = {"node1": (NOW - 3, NOW - 2, NOW - 1)}
+    assert placed(rules(2, most=3), {"node0"}, 0, 1, 2, failures=failures) == [name(1), name(2)]
+    assert placed(rules(1, most=3), {"node0"}, 0, 1, 2, failures=failures) == [name(2)]
+
+
+def test_names_that_come_while_a_round_is_open_count_in_it(
+    served: Served, crew: Callable[[int], Crew]
+) -> None:
+    """The host reads them at each decision, and reports the node once."""
+    named, reported = Exclusions(), []
+    served_host = host_loop.Host(
+        served.connect(),
+        rules(1, most=2),
+        me="host",
+        epoch="e",
+        clock=SystemClock(),
+        exclusions=named,
+        on_bad_node=reported.append,
+    )
+    for index, session in enumerate(crew(2).sessions):
+        session.arrive(arrival(index))
+    named.add(["node0"], "it fell off the bus")
+    named.add(["node0"], "again")
+    served_host._act(served_host._decide())
+    assert served_host.entry.phase is Phase.CLOSED
+    assert [(cause.kind, cause.host) for cause in reported] == [("attribution", "node0")]
+    assert reported[0].what == "attribution names host node0: it fell off the bus"

@@ -50,6 +50,8 @@ class AttributionService:
         trust_candidate: Take a STOP that the service's rules give while its analysis still runs.
         poll_interval_s: Seconds between two questions for a verdict.
         on_verdict: Called with action, log and reason of each verdict, in the client's thread.
+        on_nodes: Called with the nodes that an analysis would exclude, the log and the reason, in
+            the client's thread.
     """
 
     def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
@@ -62,6 +64,7 @@ class AttributionService:
         trust_candidate: bool = False,
         poll_interval_s: float = _POLL_INTERVAL_S,
         on_verdict: Callable[[str, str, str], None] | None = None,
+        on_nodes: Callable[[tuple[str, ...], str, str], None] | None = None,
     ) -> None:
         from ._attribution.http import parse_endpoint
 
@@ -74,6 +77,7 @@ class AttributionService:
         self._ca_file = ca_file
         self._poll_interval_s = poll_interval_s
         self._on_verdict = on_verdict
+        self._on_nodes = on_nodes
         self._node_id: str | None = None
         # Guards what follows; waited on by the thread.
         self._changed = threading.Condition()
@@ -237,9 +241,12 @@ class AttributionService:
         except _http_errors() as error:
             problem = f"{type(error).__name__}: {error}"
         if status == 200 and isinstance(payload, dict):  # noqa: PLR2004
+            reply = parse_log_reply(payload)
             with self._changed:
-                verdict = self._state.polled(parse_log_reply(payload))
+                verdict = self._state.polled(reply)
             if verdict is not None:
+                if reply.exclude_nodes and self._on_nodes is not None:
+                    self._on_nodes(reply.exclude_nodes, log_path, verdict.reason[:500])
                 text = "attribution: verdict %s for %s%s"
                 reason = f": {verdict.reason[:500]}" if verdict.reason else ""
                 logger.info(text, verdict.action, log_path, reason)

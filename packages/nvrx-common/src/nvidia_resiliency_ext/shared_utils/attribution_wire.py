@@ -43,6 +43,8 @@ ACTION_TIMEOUT = "TIMEOUT"
 
 _ACTIONS = frozenset({ACTION_STOP, ACTION_RESTART, ACTION_CONTINUE, ACTION_TIMEOUT})
 _TEXT_LENGTH = 2000
+_NAME_LENGTH = 255
+_MOST_NODES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +126,13 @@ class LogReply:
         status: ``pending``, ``in_flight``, ``completed`` or ``failed``; empty when unknown.
         recommendation: Of an analysis that has ended.
         candidate: What the rules alone say while the analysis still runs.
+        exclude_nodes: Nodes that the analysis would not use any more.
     """
 
     status: str = ""
     recommendation: Recommendation = Recommendation()
     candidate: Recommendation = Recommendation()
+    exclude_nodes: tuple[str, ...] = ()
 
     @property
     def has_ended(self) -> bool:
@@ -144,6 +148,7 @@ def parse_log_reply(payload: object) -> LogReply:
         _text(payload.get("status")),
         _recommendation(payload.get("recommendation")),
         _recommendation(payload.get("candidate_recommendation")),
+        _nodes(payload.get("attribution")),
     )
 
 
@@ -156,6 +161,21 @@ def _recommendation(value: object) -> Recommendation:
         _text(value.get("reason")),
         _text(value.get("source")),
     )
+
+
+def _nodes(attribution: object) -> tuple[str, ...]:
+    """Return the nodes that an analysis would exclude, each once."""
+    named = attribution.get("exclude_nodes") if isinstance(attribution, dict) else None
+    if not isinstance(named, list):
+        return ()
+    names = (name for name in named[:_MOST_NODES] if isinstance(name, str))
+    # A host's name has no spaces and no control characters; anything else would spoil a log.
+    good = (name for name in names if 0 < len(name) <= _NAME_LENGTH and _is_name(name))
+    return tuple(dict.fromkeys(good))
+
+
+def _is_name(text: str) -> bool:
+    return text.isascii() and all(c.isalnum() or c in ".-_:" for c in text)
 
 
 def _text(value: object) -> str:

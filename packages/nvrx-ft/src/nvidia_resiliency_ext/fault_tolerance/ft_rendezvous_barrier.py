@@ -18,7 +18,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
-    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
     RDZV_SHUTDOWN_REASON_FAILURE,
 )
 from nvidia_resiliency_ext.fault_tolerance._torch_faces.handler import StoreRendezvousHandler
@@ -197,10 +196,6 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
         """Return whether the job ended as failed."""
         return self.get_shutdown_reason() == RDZV_SHUTDOWN_REASON_FAILURE
 
-    def attribution_stop_requested(self) -> bool:
-        """Return whether the attribution service has stopped the job."""
-        return self.get_shutdown_reason() == RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
-
     # Who is in the round ---------------------------------------------------------------------
 
     def get_active_node_addrs(self) -> list[str]:
@@ -234,9 +229,6 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
         """Not of this rendezvous; `_ft_rendezvous` has it."""
         raise NotImplementedError("the world size of next_rendezvous() is the number of nodes")
 
-    def shutdown_cycle_info_reporter(self) -> None:
-        """Nothing: cycle information is written by `ft_launcher`, not by a handler."""
-
 
 def create_handler(
     store: Store, backend: Any, params: RendezvousParameters
@@ -247,7 +239,8 @@ def create_handler(
     `heartbeat_timeout` (seconds), `segment`, `replacement_group_size`, `nproc_per_node`,
     `is_store_host` or `is_host`, `rdzv_token_file`, and for the health checks before each round
     `enable_nic_healthcheck`, `link_state_path_template`, `enable_dist_storage_healthcheck` and
-    `storage_healthcheck_paths`. Others are for other parts.
+    `storage_healthcheck_paths`; on the store host `cycle_info_dir`, `cycle_log_prefix`,
+    `attribution_endpoint` and `attribution_enforce_stop`. Others are for other parts.
 
     Args:
         store: A TCPStore that all nodes reach, or PrefixStores over one; it stays the caller's.

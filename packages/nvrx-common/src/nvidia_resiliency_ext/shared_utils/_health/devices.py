@@ -9,7 +9,7 @@ from . import settings
 from .nvml_errors import NvmlCallError, NvmlError
 from .nvml_session import session
 from .pci_address import normal_bus_id
-from .visible import device_of_rank, full_uuid
+from .visible import device_of_rank, full_uuid, visible_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,6 +92,25 @@ class PynvmlMixin:
             if bus_id is not None:
                 mapping[index] = bus_id
         return mapping
+
+    def get_visible_pci_addresses(self, visible: str | None) -> list[str | None]:
+        """Return the PCI address of each device that a process sees, by ordinal.
+
+        `None` stands for a device whose address cannot be told, such as one that is not there.
+
+        Args:
+            visible: Value of CUDA_VISIBLE_DEVICES, `None` when unset.
+        """
+        uuids: list[str] = []
+        count = _or_none("device_count") or 0
+        found = []
+        for device in visible_devices(visible, count):
+            if isinstance(device, str):
+                uuids = uuids or [_or_none("uuid", index) or "" for index in range(count)]
+            whole = full_uuid(device, uuids) if isinstance(device, str) else device
+            bus_id = None if whole is None else _or_none("bus_id", whole)
+            found.append(normal_bus_id(bus_id or ""))
+        return found
 
     def is_gb200_platform(self) -> bool:
         """Return whether this is a GB200 node (a B200 behind x86 processors is none)."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["device_of_rank", "full_uuid"]
+__all__ = ["device_of_rank", "full_uuid", "visible_devices"]
 
 
 def device_of_rank(rank: int, visible: str | None) -> int | str | None:
@@ -26,6 +26,23 @@ def device_of_rank(rank: int, visible: str | None) -> int | str | None:
     if not entries:
         return None
     return entries[rank] if 0 <= rank < len(entries) else rank
+
+
+def visible_devices(visible: str | None, present: int) -> list[int | str]:
+    """Return the devices that a process sees, by ordinal, as `device_of_rank` names them.
+
+    Args:
+        visible: Value of CUDA_VISIBLE_DEVICES, `None` when unset.
+        present: How many GPUs the driver has.
+    """
+    if visible is None:
+        return list(range(present))
+    found: list[int | str] = []
+    for entry in _entries(visible):
+        if isinstance(entry, int) and entry >= present:
+            break
+        found.append(entry)
+    return found
 
 
 def full_uuid(shortened: str, uuids: list[str]) -> str | None:

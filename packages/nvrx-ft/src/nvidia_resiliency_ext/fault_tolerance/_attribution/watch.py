@@ -2,7 +2,7 @@
 """Attribution while a job runs: cycle logs go to the service, its verdicts come to the launcher.
 
 Nothing here waits for the service, and nothing that it does or fails to do reaches the job, but
-for one word: STOP, and that only where it was asked for.
+for two words: STOP, and the names of bad nodes, and these only where that was asked for.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ class AttributionWatch:
         node_id: This node's name in profiling events.
         loop: Where verdicts are handed over.
         on_stop: Called on the loop with the reason of the first STOP that is to be obeyed.
+        on_nodes: Called in any thread with the nodes that are to have no place any more, and why;
+            None: their names are only logged.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
         self,
         manager: AttributionManager,
         *,
@@ -62,12 +64,14 @@ class AttributionWatch:
         node_id: str,
         loop: Loop,
         on_stop: Callable[[str], None],
+        on_nodes: Callable[[tuple[str, ...], str], None] | None = None,
     ) -> None:
         self._manager = manager
         self._base_log_file = base_log_file
         self._token_file = token_file
         self._node_id = node_id
         self._loop = loop
+        self._on_nodes = on_nodes
         self._on_stop = on_stop
         self._lock = threading.Lock()
         self._client: AttributionService | None = None
@@ -153,6 +157,7 @@ class AttributionWatch:
             enforce_stop=endpoint.enforce_stop,
             token_file=self._token_file,
             on_verdict=self._heard,
+            on_nodes=self._heard_of_nodes,
         )
         client.start_poller(self._node_id)
         with self._lock:
@@ -176,6 +181,14 @@ class AttributionWatch:
             with self._lock:
                 if self._wakeup >= 0:
                     os.eventfd_write(self._wakeup, 1)
+
+    def _heard_of_nodes(self, nodes: tuple[str, ...], log_path: str, reason: str) -> None:
+        """Take the names of bad nodes, in the client's thread."""
+        names = ", ".join(nodes)
+        if self._on_nodes is None:
+            logger.warning("attribution: bad nodes: %s: %s: %s", names, log_path, reason)
+        else:
+            self._on_nodes(nodes, reason or log_path)
 
     def _receive(self) -> None:
         with contextlib.suppress(BlockingIOError):

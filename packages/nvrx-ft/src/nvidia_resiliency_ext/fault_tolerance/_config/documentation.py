@@ -46,9 +46,7 @@ def flags_markdown() -> str:
             name = f"`-{flag.short}`, `--{flag.name}`" if flag.short else f"`--{flag.name}`"
             variable = f"`PET_{flag.attribute.upper()}`" if flag.env else ""
             value = flag.kind.expects if flag.kind else ""
-            rows.append(
-                (name, variable, value, _shown(flag.default), _meaning(flag.help, flag.later))
-            )
+            rows.append((name, variable, value, _shown(flag.default), flag.help))
         if rows:
             head = ("flag", "environment", "value", "default", "meaning")
             parts.append(f"### {group.capitalize()}\n\n{_table(head, rows)}")
@@ -61,12 +59,8 @@ def _option_row(option: Option) -> tuple[str, ...]:
         f"`--{option.flag}`",
         option.kind.expects,
         _shown(option.default),
-        _meaning(option.help, option.later),
+        option.help,
     )
-
-
-def _meaning(text: str, later: str) -> str:
-    return f"{text} *Not available yet.*" if later else text
 
 
 def _shown(value: object) -> str:

@@ -27,7 +27,6 @@ __all__ = [
     "merge_attribution_address",
     "merge_entries",
     "merge_file",
-    "refused_options",
 ]
 
 _DEPRECATED = {item.key: item for item in DEPRECATED_KEYS}
@@ -81,31 +80,9 @@ class Layers:
             raise FaultToleranceConfigError(self.problems)
         return FaultToleranceConfig(**{name: given.value for name, given in self.given.items()})
 
-    def refused(self) -> list[str]:
-        """Return a sentence for each option given that this version knows but cannot do."""
-        return [
-            _not_available(given.where, option.later)
-            for option in OPTIONS
-            if (given := self.given.get(option.field)) and option.is_refused(given.value)
-        ]
-
     def restart_policy(self) -> Given | None:
         """Return the restart policy that a file asked for."""
         return self.deprecated.get("restart_policy")
-
-
-def refused_options(config: FaultToleranceConfig) -> list[str]:
-    """Return a sentence for each option of a config that this version knows but cannot do."""
-    return [
-        _not_available(f"{option.field}={getattr(config, option.field)!r}", option.later)
-        for option in OPTIONS
-        if option.is_refused(getattr(config, option.field))
-        and getattr(config, option.field) != option.default
-    ]
-
-
-def _not_available(where: str, what: str) -> str:
-    return f"{where}: not available in this version ({what}); leave it out"
 
 
 def merge_file(layers: Layers, path: str, *, ignore_unknown: bool) -> None:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of all options of fault tolerance; dataclass, YAML keys, flags and docs follow it.
 
-An option's flag is `--ft-` and its field with dashes. `later` marks what this version knows but
-does not do yet: such an option may stand in a file or on a command line only with a value of
-`harmless`, where its absence changes nothing. The order is the order of the dataclass.
+An option's flag is `--ft-` and its field with dashes. The order is the order of the dataclass.
 """
 
 from __future__ import annotations
@@ -43,8 +41,6 @@ class Option(NamedTuple):
         help: One sentence.
         yaml_aliases: Older names of the key.
         flag_aliases: Other spellings of the flag, without the leading dashes.
-        later: The feature that a later version brings, empty when this one has it.
-        harmless: Values accepted all the same; empty stands for the default.
     """
 
     field: str
@@ -54,8 +50,6 @@ class Option(NamedTuple):
     help: str
     yaml_aliases: tuple[str, ...] = ()
     flag_aliases: tuple[str, ...] = ()
-    later: str = ""
-    harmless: tuple[object, ...] = ()
 
     @property
     def flag(self) -> str:
@@ -66,10 +60,6 @@ class Option(NamedTuple):
     def plain_flag(self) -> str:
         """The flag that the rule gives, without the leading dashes."""
         return "ft-" + self.field.replace("_", "-")
-
-    def is_refused(self, value: object) -> bool:
-        """Say whether giving this value asks for something this version cannot do."""
-        return bool(self.later) and value not in (self.harmless or (self.default,))
 
 
 class DeprecatedKey(NamedTuple):
@@ -395,8 +385,7 @@ OPTIONS: tuple[Option, ...] = (
         v.choice("log", "exclude"),
         "log",
         ATTRIBUTION,
-        "What follows when attribution names a faulty node.",
-        later="taking a node out of the job at the word of attribution",
+        "What follows when attribution names bad nodes: a line in the log, or no place for them.",
     ),
     Option(
         "restart_backoff",

@@ -50,6 +50,8 @@ class Chronicle:
         self._host = host
         self._shows_stacks = shows_stacks
         self._on_cycle_ended = on_cycle_ended
+        self._on_started: Callable[[Assignment, Mapping[int, int]], None] = lambda *_: None
+        self._assignment: Assignment | None = None
         self._cycle = 0
         self._rank_offset = 0
         self._started_at: float | None = None
@@ -61,6 +63,10 @@ class Chronicle:
         self.restarts = 0
         self.faults = 0
 
+    def follow_starts(self, follower: Callable[[Assignment, Mapping[int, int]], None]) -> None:
+        """Tell somebody from now on of each cycle's start: with the process ids by local rank."""
+        self._on_started = follower
+
     def job_started(self, *, argv: Sequence[str], nnodes: str, nproc: int, policy: str) -> None:
         """Record the job's start; of the command line only a digest, it may hold secrets."""
         digest = f"{zlib.crc32(chr(0).join(argv).encode(errors='backslashreplace')):08x}"
@@ -69,6 +75,7 @@ class Chronicle:
     def round_joined(self, assignment: Assignment) -> None:
         """Record that the rendezvous of a cycle is complete."""
         self._times.joined = self._clock.monotonic()
+        self._assignment = assignment
         self._cycle = assignment.cycle
         self._rank_offset = assignment.rank_offset
         reason = self._fault[0].what if self._fault else "start"
@@ -97,6 +104,9 @@ class Chronicle:
             warm,
             ",".join(str(started.child.pid) for started in workers.values()),
         )
+        if self._assignment is not None:
+            pids = {local_rank: started.child.pid for local_rank, started in workers.items()}
+            self._on_started(self._assignment, pids)
         for reason in sorted(reasons):
             logger.info("cycle %d: cold start: %s", self._cycle, reason)
         self._restart_complete()

@@ -13,15 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._infra.hardware import has_gpu_driver
 
-from .numa import NUMACTL, NumaBinding
+from .cpu_topology import MachineTopology, ranges_text
+from .numa import NUMACTL, Binding, CpuBinding, NumaBinding, Topology, cpus_near
+from .syntax import NUMA_MODES
 
 __all__ = [
     "WorkerCommand",
+    "cpu_binding",
     "find_program",
     "missing_program",
     "missing_script",
     "numa_binding",
+    "visible_gpus",
     "worker_command",
 ]
 
@@ -37,20 +42,20 @@ class WorkerCommand:
         entry: The script's path, the module's name or the program.
         is_module: Whether `entry` is a module run with `-m`.
         is_python: Whether a Python interpreter runs it.
-        numa: How the worker is bound to a NUMA node; None binds nothing.
+        numa: How the worker is bound near its GPU; None binds nothing.
     """
 
     argv: tuple[str, ...]
     entry: str
     is_module: bool
     is_python: bool
-    numa: NumaBinding | None = None
+    numa: Binding | None = None
 
     def for_local_rank(self, local_rank: int) -> tuple[str, ...]:
         """Return the command of one worker, as torchrun substitutes the macro.
 
-        The interpreter is left alone. As in torchrun, `$$` becomes `$`. What binds the worker to
-        its NUMA node goes before all.
+        The interpreter is left alone. As in torchrun, `$$` becomes `$`. What binds the worker goes
+        before all.
         """
         own = self._own_words(local_rank)
         return own if self.numa is None else (*self.numa.words(local_rank), *own)
@@ -103,6 +108,63 @@ def numa_binding(environ: Mapping[str, str], *, is_strict: bool) -> NumaBinding 
             "install it, or unset the variable"
         )
     return NumaBinding(program, int(raw), is_strict)
+
+
+def cpu_binding(
+    mode: str,
+    nproc: int,
+    environ: Mapping[str, str],
+    gpus: Sequence[str | None],
+    topology: Topology | None = None,
+) -> CpuBinding:
+    """Return how `--numa-binding` binds workers.
+
+    Args:
+        mode: One of `syntax.NUMA_MODES`.
+        nproc: Workers on this node.
+        environ: The launcher's environment.
+        gpus: The PCI address of each GPU that workers see, by local rank.
+        topology: The machine; None: this one.
+
+    Raises:
+        ValueError: They cannot be bound as asked; the message says why.
+    """
+    flag = f"--numa-binding {mode}"
+    if mode not in NUMA_MODES:
+        raise ValueError(f"{flag}: is not one of {', '.join(NUMA_MODES)}")
+    if environ.get(_env.GPUS_PER_NUMA, "").strip():
+        raise ValueError(f"{flag} and {_env.GPUS_PER_NUMA} exclude each other: give one of them")
+    program = find_program(NUMACTL, environ)
+    if program is None:
+        raise ValueError(f"{flag} needs the program {NUMACTL!r}, which is not on PATH; install it")
+    addresses = [address for address in gpus if address is not None]
+    if len(addresses) < len(gpus):
+        raise ValueError(f"{flag}: the driver does not tell where all GPUs sit")
+    if nproc > len(addresses):
+        raise ValueError(
+            f"{flag}: every local rank needs a GPU, there are {len(addresses)} for {nproc} workers;"
+            f" check {_env.CUDA_VISIBLE_DEVICES} and the driver, or leave the flag out"
+        )
+    machine = MachineTopology() if topology is None else topology
+    cpus = []
+    for rank in range(nproc):
+        try:
+            cpus.append(ranges_text(cpus_near(mode, addresses, rank, machine)))
+        except ValueError as error:
+            raise ValueError(
+                f"{flag}: GPU {addresses[rank]} of local rank {rank}: {error}"
+            ) from None
+    return CpuBinding(mode, program, tuple(cpus))
+
+
+def visible_gpus(environ: Mapping[str, str]) -> Sequence[str | None]:
+    """Return the PCI address of each GPU that workers see; asks the driver, if there is one."""
+    if not has_gpu_driver():
+        return ()
+    from nvidia_resiliency_ext.shared_utils.health_check import PynvmlMixin
+
+    visible = environ.get(_env.CUDA_VISIBLE_DEVICES)
+    return PynvmlMixin().get_visible_pci_addresses(visible)
 
 
 def missing_script(path: str) -> str:

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._cyclelogs.collector import CycleLogs
     from nvidia_resiliency_ext.fault_tolerance._cyclelogs.servers import Loop
     from nvidia_resiliency_ext.fault_tolerance._cyclelogs.sinks import FunnelAddress
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
 
     from .log_plan import LogServerPlan
     from .place import Place
     from .plan import LaunchPlan
 
-__all__ = ["CycleNodes", "CycleRecords", "StoreHost"]
+__all__ = ["CycleNodes", "CycleRecords", "StoreHost", "nodes_of"]
 
 logger = logging.getLogger("nvrx")
 
@@ -62,6 +63,20 @@ class CycleNodes:
     active: Sequence[str]
     ranks: Sequence[int]
     standby: Sequence[str] = ()
+
+
+def nodes_of(placement: Placement, hosts: Mapping[str, str]) -> CycleNodes:
+    """Return the nodes of a closed round by their hosts' names."""
+    return CycleNodes(
+        active=[hosts.get(one.node, one.addr) for one in placement.active],
+        ranks=[
+            one.infra_rank if one.infra_rank >= 0 else rank
+            for rank, one in enumerate(placement.active)
+        ],
+        standby=[
+            hosts.get(one.node, one.addr) for one in (*placement.standby, *placement.excluded)
+        ],
+    )
 
 
 class CycleObserver(Protocol):

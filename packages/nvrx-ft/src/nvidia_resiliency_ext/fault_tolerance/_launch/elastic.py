@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 
 from .agent import Result
-from .command import WorkerCommand, numa_binding
+from .command import WorkerCommand, cpu_binding, numa_binding, visible_gpus
 from .decide import EXIT_OK
 from .errors import NoRestartRequested, UnhealthyNodeException
 from .function_worker import FunctionCall
@@ -33,6 +33,8 @@ from .plan import LaunchPlan, log_warnings, plan_from_args
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+
+    from .numa import Binding
 
 Entrypoint = Callable[..., Any] | str
 
@@ -118,7 +120,9 @@ def launch_agent(
     if isinstance(entrypoint, str):
         argv = (entrypoint, *(str(arg) for arg in args))
         given: FaultToleranceConfig | None = config.fault_tol_cfg
-        numa = numa_binding(os.environ, is_strict=given is None or given.numa_bind_strict)
+        numa = _binding(config) or numa_binding(
+            os.environ, is_strict=given is None or given.numa_bind_strict
+        )
         command = WorkerCommand(argv, entrypoint, is_module=False, is_python=False, numa=numa)
         plan = plan_from_config(config, command, os.environ)
         return dict.fromkeys(_run_plan(plan))
@@ -126,11 +130,23 @@ def launch_agent(
     try:
         call = FunctionCall(run_dir.path, entrypoint, args)
         name = getattr(entrypoint, "__qualname__", repr(entrypoint))
-        command = WorkerCommand(argv=call.argv, entry=name, is_module=False, is_python=False)
+        command = WorkerCommand(
+            argv=call.argv, entry=name, is_module=False, is_python=False, numa=_binding(config)
+        )
         ranks = _run_plan(plan_from_config(config, command, os.environ))
         return {rank: call.result(rank) for rank in ranks}
     finally:
         run_dir.remove()
+
+
+def _binding(config: LaunchConfig) -> Binding | None:
+    """Return what `numa_options` asks for: torch's object or the name of a mode."""
+    options = config.numa_options
+    if options is None:
+        return None
+    mode = getattr(options, "affinity_mode", options)
+    text = str(getattr(mode, "value", mode))
+    return cpu_binding(text, config.nproc_per_node, os.environ, visible_gpus(os.environ))
 
 
 def _run_plan(plan: LaunchPlan) -> tuple[int, ...]:

@@ -36,7 +36,11 @@ OF_AN_OUTER_RANK = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class JobEnvironment:
-    """What is the same for all workers of a node over all cycles."""
+    """What is the same for all workers of a node over all cycles.
+
+    `virtual_devices` is the device that each local rank sees as its only one, which makes every
+    worker's LOCAL_RANK 0.
+    """
 
     nproc: int
     role: str
@@ -46,6 +50,7 @@ class JobEnvironment:
     launcher_socket: str
     monitor_sockets: tuple[str, ...]
     omp_num_threads: str | None = None
+    virtual_devices: tuple[str, ...] | None = None
 
 
 def shared_variables(job: JobEnvironment, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -104,6 +109,9 @@ def rank_variables(
         "NVRX_CYCLE": str(assignment.cycle),
         "NVRX_LAUNCH_TIME": repr(stamp.launch_time),
     }
+    if job.virtual_devices is not None:
+        variables["LOCAL_RANK"] = "0"
+        variables["CUDA_VISIBLE_DEVICES"] = job.virtual_devices[local_rank]
     if job.monitor_sockets:
         variables[FT_RANK_MONITOR_IPC_SOCKET] = job.monitor_sockets[local_rank]
     if stamp.cycle_start_time is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of all flags of `ft_launcher`; how they are read is `parser.py`'s part.
 
-The flags of options come from the table of options. `later` and `harmless` mean what they mean
-there. A flag is written with dashes; underscores are taken anywhere for them.
+The flags of options come from the table of options. A flag is written with dashes; underscores are
+taken anywhere for them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ class Flag(NamedTuple):
         env: Whether `PET_<DEST>` in the environment stands in for it.
         short: One letter, for the few that have one.
         dest: Attribute of the result; the name with underscores if empty.
-        later: The feature that a later version brings.
-        harmless: Values accepted all the same; empty stands for the default.
         deprecated: What to do instead; the flag still works.
         shown_default: What `--help` calls the default, where it is decided elsewhere.
     """
@@ -48,8 +46,6 @@ class Flag(NamedTuple):
     env: bool = False
     short: str = ""
     dest: str = ""
-    later: str = ""
-    harmless: tuple[object, ...] = ()
     deprecated: str = ""
     shown_default: object = None
 
@@ -58,12 +54,8 @@ class Flag(NamedTuple):
         """Name in the parsed result."""
         return self.dest or self.name.replace("-", "_")
 
-    def is_refused(self, value: object) -> bool:
-        """Say whether giving this value asks for something this version cannot do."""
-        return bool(self.later) and value not in (self.harmless or (self.default,))
 
-
-def _torchrun(  # noqa: PLR0913  # the fields of Flag
+def _torchrun(
     name: str,
     kind: v.Kind | None,
     default: object,
@@ -71,10 +63,8 @@ def _torchrun(  # noqa: PLR0913  # the fields of Flag
     *,
     env: bool = True,
     short: str = "",
-    later: str = "",
-    harmless: tuple[object, ...] = (),
 ) -> Flag:
-    return Flag(name, kind, default, TORCHRUN, help_text, env, short, "", later, harmless)
+    return Flag(name, kind, default, TORCHRUN, help_text, env, short)
 
 
 _TORCHRUN_FLAGS = (
@@ -155,38 +145,33 @@ _TORCHRUN_FLAGS = (
         "logs-specs",
         v.TEXT,
         None,
-        "Entry point in group torchrun.logs_specs.",
+        "Entry point in group torchrun.logs_specs that says where output goes.",
         env=False,
-        later="a log specification of one's own",
     ),
     _torchrun(
         "event-log-handler",
         v.TEXT,
         "null",
-        "Handler of torch's own events.",
-        later="torch's own event log",
+        "Handler of torch that is told of starts and ends as torchrun does.",
     ),
     _torchrun(
         "duplicate-stdout-filters",
         syntax.FILTERS,
         [],
-        "Texts; lines of stdout that hold one are also written to a file of their own.",
-        later="a second file of filtered lines",
+        "Texts; lines of redirected stdout that hold one are also in a file of their own.",
     ),
     _torchrun(
         "duplicate-stderr-filters",
         syntax.FILTERS,
         [],
-        "Texts; lines of stderr that hold one are also written to a file of their own.",
-        later="a second file of filtered lines",
+        "Texts; lines of redirected stderr that hold one are also in a file of their own.",
     ),
     _torchrun(
         "numa-binding",
-        v.choice("node", "socket", "exclusive", "core-complex"),
+        v.choice(*syntax.NUMA_MODES),
         None,
-        "Bind workers to the CPUs near their GPUs.",
+        "Bind workers to CPUs near their GPUs: node, socket, exclusive or core-complex.",
         env=False,
-        later="binding to NUMA nodes",
     ),
     _torchrun(
         "signals-to-handle",
@@ -205,7 +190,6 @@ _TORCHRUN_FLAGS = (
         None,
         False,
         "Give every worker LOCAL_RANK 0 and one visible GPU.",
-        later="a virtual local rank",
     ),
 )
 
@@ -441,8 +425,6 @@ def _flag_of(option: table.Option) -> Flag:
         option.group,
         option.help,
         dest="ft_" + option.field,
-        later=option.later,
-        harmless=option.harmless or (option.default,),
         shown_default=option.default,
     )
 

@@ -8,6 +8,7 @@ imports overlap with the rest; the monitor leaves last, because it sweeps.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
 from nvidia_resiliency_ext.fault_tolerance._monitor.sweep import sweep
 from nvidia_resiliency_ext.fault_tolerance._preempt.deadline import end_of_job
 from nvidia_resiliency_ext.fault_tolerance._preempt.desk import PreemptionDesk
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.exclusions import Exclusions
 from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
 from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
@@ -53,6 +55,7 @@ from .rendezvous import LocalRendezvous, Rendezvous
 from .requests import request_event
 from .signals import SignalInbox
 from .standbys import StandbyStarter
+from .torch_events import NO_HANDLER, JobFacts, TorchEvents
 from .workers import WorkerSpec
 
 if TYPE_CHECKING:
@@ -81,6 +84,7 @@ class Job:
         self._clock = SystemClock()
         self._stack = contextlib.ExitStack()
         self._next_look: Timer | None = None
+        self._exclusions = Exclusions()
 
     def __enter__(self) -> Job:  # noqa: PYI034  # Self is not in Python 3.10
         """Start what the workers need: directory, standbys, monitor, sockets."""
@@ -126,6 +130,7 @@ class Job:
         )
         stack.callback(self._cycles.close)
         self._build_record()
+        self._torch_events = self._build_torch_events()
         self._bad_node_hook = self._build_bad_node_hook()
         self._gate = make_gate(
             plan,
@@ -203,6 +208,7 @@ class Job:
             on_lease=self._lease_held,
             records=self._cycles,
             on_bad_node=self._bad_node,
+            exclusions=self._exclusions,
         )
 
     def _build_record(self) -> None:
@@ -224,6 +230,16 @@ class Job:
             shows_stacks=place.record_is_temporary,
             on_cycle_ended=self._cycles.ended,
         )
+
+    def _build_torch_events(self) -> TorchEvents | None:
+        plan = self._plan
+        if plan.event_log_handler == NO_HANDLER:
+            return None
+        facts = JobFacts(plan.run_id, plan.role, plan.command.entry)
+        told = TorchEvents(plan.event_log_handler, facts, self._clock)
+        self._stack.callback(told.close)
+        self._chronicle.follow_starts(told.started)
+        return told
 
     def _build_bad_node_hook(self) -> BadNodeHook | None:
         command = self._plan.fault_tolerance.bad_node_hook
@@ -256,6 +272,7 @@ class Job:
             launcher_socket=place.launcher_socket,
             monitor_sockets=place.monitor_sockets,
             omp_num_threads=plan.omp_num_threads,
+            virtual_devices=plan.virtual_devices,
         )
         inherited = {k: v for k, v in self._environ.items() if k not in OF_AN_OUTER_RANK}
         self._base_env = {
@@ -269,6 +286,10 @@ class Job:
         plan = self._plan
         if not (plan.attribution.is_enabled and self._is_store_host and plan.logs.applog_prefix):
             return
+        excludes = plan.fault_tolerance.attribution_node_action == "exclude"
+        if excludes and plan.max_nodes == 1:
+            logger.info("a job of one node excludes none: bad nodes are only logged")
+            excludes = False
         from nvidia_resiliency_ext.fault_tolerance._attribution.service import AttributionManager
         from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
 
@@ -279,6 +300,7 @@ class Job:
             node_id=self._place.host,
             loop=self._loop,
             on_stop=self._attribution_stops,
+            on_nodes=self._exclusions.add if excludes else None,
         )
         self._stack.callback(watch.close)
         watch.start()
@@ -387,7 +409,7 @@ class Job:
         grew = self._tee.fileno()
         if grew is not None:
             self._loop.watch(grew, self._look_at_output)
-        elif any(self._place.output.tee.values()):
+        elif self._place.output.writes_files or self._plan.output_specs is not None:
             self._look_at_output()
 
     # What arrives ----------------------------------------------------------------------------
@@ -453,6 +475,8 @@ class Job:
         self._loop.call_at(later, self._remove_stale_directories)
         result = self._agent.run()
         self._chronicle.job_ended(result.reason, result.exit_code)
+        if self._torch_events is not None:
+            self._torch_events.ended(result.exit_code, result.failures, result.stop_signal)
         if result.exit_code != 0 and result.failures:
             error = result.root_cause.error
             hand_up_error_file(error.path if error else None, self._environ)
@@ -479,9 +503,18 @@ class Job:
     def _specs(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
         self._cycles.begin(assignment)
         stamp = CycleStamp(self._clock.wall(), cycle_start_time, self._infra_rank)
-        return [
+        specs = [
             self._spec(assignment, local_rank, stamp)
             for local_rank in range(self._plan.nproc_per_node)
+        ]
+        if self._plan.output_specs is None:
+            return specs
+        decided = self._plan.output_specs.outputs(
+            [spec.env for spec in specs], [spec.output.error_file for spec in specs]
+        )
+        return [
+            dataclasses.replace(spec, output=output, env=env)
+            for spec, (output, env) in zip(specs, decided, strict=True)
         ]
 
     def _spec(self, assignment: Assignment, local_rank: int, stamp: CycleStamp) -> WorkerSpec:

@@ -7,7 +7,7 @@ They describe a launch to callers of `elastic_launch`; the launcher's own descri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,11 @@ class LaunchConfig:
         metrics_cfg: Without effect: torch's metrics are not written.
         local_addr: Address of this node.
         rank_monitors: Must be empty: the launcher starts its own monitor.
+        event_log_handler: A handler of torch that is told of starts and ends.
+        numa_options: torch's `NumaOptions`, or the name of a mode: CPUs near GPUs.
+        duplicate_stdout_filters: Texts; lines of redirected stdout with one are also elsewhere.
+        duplicate_stderr_filters: The same for stderr.
+        virtual_local_rank: Whether every worker has LOCAL_RANK 0 and one visible device.
     """
 
     min_nodes: int
@@ -91,6 +96,11 @@ class LaunchConfig:
     metrics_cfg: dict[str, str] = field(default_factory=dict)
     local_addr: str | None = None
     rank_monitors: dict[int, Any] = field(default_factory=dict)
+    event_log_handler: str = "null"
+    numa_options: Any = None
+    duplicate_stdout_filters: Sequence[str] | None = None
+    duplicate_stderr_filters: Sequence[str] | None = None
+    virtual_local_rank: bool = False
 
     def __post_init__(self) -> None:
         defaults = dict(_RDZV_DEFAULTS)

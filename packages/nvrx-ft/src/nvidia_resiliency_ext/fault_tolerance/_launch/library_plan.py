@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, cast
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._attribution.settings import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance._config.sources import refused_options
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import DEFAULT_NO_RESTART_EXIT_CODE
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
 
@@ -19,10 +19,16 @@ from . import surroundings
 from .command import WorkerCommand
 from .flags import FLAGS
 from .launch_config import RDZV_IMPL, USE_INFRA_GROUP_RANK, LaunchConfig
-from .local_world import MOST_WORKERS
+from .local_world import MOST_WORKERS, devices_of_ranks
 from .log_plan import ORPHANS_NEED_NO_PIPES, LogPlan
+from .log_specs import OutputSpecs
+from .output import OutputSettings, Stream
 from .plan import LaunchPlan, missing_hook
-from .syntax import Std, parse_signals
+from .syntax import parse_signals
+from .torch_events import check_handler
+
+if TYPE_CHECKING:
+    from .log_specs import Specs
 
 POLICIES = ("any-failed", "min-healthy")
 IMPLEMENTATIONS = ("barrier", "legacy")
@@ -33,9 +39,8 @@ class LogSettings:
     """Where the workers' output goes; `LaunchConfig.logs_specs` of a parsed command line."""
 
     log_dir: str | None = None
-    redirects: Mapping[int, Std] = field(default_factory=dict)
-    tee: Mapping[int, Std] = field(default_factory=dict)
-    local_ranks_filter: frozenset[int] | None = None
+    output: OutputSettings = field(default_factory=lambda: OutputSettings({}, {}, None))
+    output_specs: OutputSpecs | None = None
     logs: LogPlan = field(default_factory=LogPlan)
     attribution: AttributionConfig | None = None
 
@@ -49,9 +54,8 @@ def config_from_plan(plan: LaunchPlan) -> LaunchConfig:
         fault_tol_cfg=plan.fault_tolerance,
         logs_specs=LogSettings(
             plan.log_dir,
-            plan.redirects,
-            plan.tee,
-            plan.local_ranks_filter,
+            plan.output,
+            plan.output_specs,
             plan.logs,
             plan.attribution,
         ),
@@ -68,6 +72,11 @@ def config_from_plan(plan: LaunchPlan) -> LaunchConfig:
         start_method=plan.start_method,
         log_line_prefix_template=plan.log_line_prefix_template,
         local_addr=plan.local_addr,
+        event_log_handler=plan.event_log_handler,
+        numa_options=getattr(plan.command.numa, "mode", None),
+        duplicate_stdout_filters=plan.output.filters.get(Stream.STDOUT) or None,
+        duplicate_stderr_filters=plan.output.filters.get(Stream.STDERR) or None,
+        virtual_local_rank=plan.virtual_devices is not None,
     )
 
 
@@ -101,14 +110,18 @@ def plan_from_config(
     if given is None:
         fault_tolerance.log_level = surroundings.log_level(environ)
     logs = _log_settings(config.logs_specs)
-    problems = _problems(config) + refused_options(fault_tolerance)
+    problems = _problems(config)
     problems += missing_hook(fault_tolerance.bad_node_hook, environ)
     if logs is None:
-        problems.append("logs_specs: takes what config_from_args returns, or a PipeBasedLogsSpecs")
+        problems.append("logs_specs: takes what config_from_args returns, or a LogsSpecs of torch")
     elif logs.logs.applog_prefix is not None and fault_tolerance.orphan_workers == "keep":
         problems.append(ORPHANS_NEED_NO_PIPES)
     attribution = AttributionConfig()
+    devices: tuple[str, ...] | None = None
     try:
+        check_handler(config.event_log_handler)
+        if config.virtual_local_rank:
+            devices = devices_of_ranks(environ, config.nproc_per_node)
         if logs is not None:
             attribution = logs.attribution or AttributionConfig.from_args(
                 argparse.Namespace(), logs.logs.applog_prefix, fault_tolerance
@@ -148,9 +161,10 @@ def plan_from_config(
         is not False,
         node_rank=None,
         log_dir=logs.log_dir,
-        redirects=logs.redirects,
-        tee=logs.tee,
-        local_ranks_filter=logs.local_ranks_filter,
+        output=replace(logs.output, filters=_filters(config)),
+        output_specs=logs.output_specs and replace(logs.output_specs, filters=_filters(config)),
+        event_log_handler=config.event_log_handler,
+        virtual_devices=devices,
         log_line_prefix_template=config.log_line_prefix_template,
         signals_to_handle=parse_signals(_default_of("signals-to-handle")),
         omp_num_threads=threads.omp_num_threads,
@@ -164,8 +178,15 @@ def plan_from_config(
     )
 
 
+def _filters(config: LaunchConfig) -> dict[Stream, tuple[str, ...]]:
+    return {
+        Stream.STDOUT: tuple(config.duplicate_stdout_filters or ()),
+        Stream.STDERR: tuple(config.duplicate_stderr_filters or ()),
+    }
+
+
 def _log_settings(specs: object) -> LogSettings | None:
-    """Return what log specifications say; None for those of a kind that is not ours."""
+    """Return what log specifications say; None for what is none."""
     if specs is None:
         return LogSettings()
     if isinstance(specs, LogSettings):
@@ -173,7 +194,11 @@ def _log_settings(specs: object) -> LogSettings | None:
     # By its method: importing the class would import torch.
     plan_of = getattr(specs, "log_plan", None)
     plan = plan_of() if plan_of is not None else None
-    return LogSettings(logs=plan) if isinstance(plan, LogPlan) else None
+    if isinstance(plan, LogPlan):
+        return LogSettings(logs=plan)
+    if callable(getattr(specs, "reify", None)):
+        return LogSettings(output_specs=OutputSpecs(cast("Specs", specs), {}))
+    return None
 
 
 def _problems(config: LaunchConfig) -> list[str]:

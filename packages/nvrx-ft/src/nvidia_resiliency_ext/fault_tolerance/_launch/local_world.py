@@ -17,6 +17,7 @@ __all__ = [
     "count_gpus",
     "count_visible",
     "determine_local_world_size",
+    "devices_of_ranks",
     "local_world_size",
 ]
 
@@ -88,6 +89,26 @@ def count_visible(environ: Mapping[str, str], present: int) -> int:
             break
         count += 1
     return count
+
+
+def devices_of_ranks(environ: Mapping[str, str], nproc: int) -> tuple[str, ...]:
+    """Return the one device that each local rank sees with `--virtual-local-rank`.
+
+    It is the rank's entry of CUDA_VISIBLE_DEVICES, else the rank itself.
+
+    Raises:
+        ValueError: The list is too short.
+    """
+    visible = environ.get(_env.CUDA_VISIBLE_DEVICES)
+    if visible is None:
+        return tuple(str(rank) for rank in range(nproc))
+    entries = tuple(entry.strip() for entry in visible.split(","))
+    if nproc > len(entries):
+        raise ValueError(
+            f"--virtual-local-rank: {nproc} workers need a device each, and "
+            f"{_env.CUDA_VISIBLE_DEVICES}={visible} names {len(entries)}"
+        )
+    return entries[:nproc]
 
 
 def _present_gpus(root: str) -> int:

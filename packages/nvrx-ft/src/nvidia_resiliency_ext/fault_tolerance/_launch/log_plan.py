@@ -35,6 +35,8 @@ _LONGEST_AUTOMATIC_QUEUE = 1_000_000
 _CHUNKS_PER_NODE = 256
 _APPLOG, _NVRX_LOG = "--ft-per-cycle-applog-prefix", "--ft-nvrx-logfile"
 
+_FILTERS = ("duplicate_stdout_filters", "duplicate_stderr_filters")
+
 ORPHANS_NEED_NO_PIPES = (
     f"--ft-orphan-workers keep and {_APPLOG} exclude each other: workers that outlive the launcher "
     "would write into pipes that nobody reads"
@@ -104,6 +106,11 @@ def log_problems(args: argparse.Namespace, environ: Mapping[str, str]) -> list[s
         problems.append(f"--ft-log-server-log-prefix {prefix}: is no absolute path")
     if args.ft_enable_log_server and not applog:
         problems.append(f"--ft-enable-log-server needs {_APPLOG}: nothing is to be collected")
+    if args.logs_specs is not None and applog:
+        problems.append(
+            f"--logs-specs and {_APPLOG} exclude each other: both say where the output of workers "
+            "goes"
+        )
     chunks = args.ft_log_leaf_max_queue_chunks
     if chunks != _AUTOMATIC and chunks < _SHORTEST_QUEUE:
         problems.append(
@@ -129,16 +136,17 @@ def log_plan(args: argparse.Namespace) -> LogPlan:
 
 def log_notes(plan: LogPlan, args: argparse.Namespace) -> list[str]:
     """Return what should be said once about what has no effect."""
-    if plan.applog_prefix is None:
-        return []
-    unused = [
-        f"--{name.replace('_', '-')}"
-        for name, nothing in (("redirects", "0"), ("tee", "0"), ("local_ranks_filter", ""))
-        if str(getattr(args, name)) != nothing
-    ]
-    if not unused:
-        return []
-    return [f"{', '.join(unused)}: no effect beside {_APPLOG}, which takes all output of workers"]
+    filters = [name for name in _FILTERS if getattr(args, name)]
+    if plan.applog_prefix is not None:
+        choices = (("redirects", "0"), ("tee", "0"), ("local_ranks_filter", ""))
+        unused = [name for name, nothing in choices if str(getattr(args, name)) != nothing]
+        why = f"no effect beside {_APPLOG}, which takes all output of workers"
+    else:
+        writes_files = args.logs_specs is not None or (args.redirects, args.tee) != ("0", "0")
+        unused, filters = ([], []) if writes_files else ([], filters)
+        why = "no effect without --tee or --redirects: only what goes to files is looked at"
+    flags = [f"--{name.replace('_', '-')}" for name in (*unused, *filters)]
+    return [f"{', '.join(flags)}: {why}"] if flags else []
 
 
 def _has_server(args: argparse.Namespace) -> bool:

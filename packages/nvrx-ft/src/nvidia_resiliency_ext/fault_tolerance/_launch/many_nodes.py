@@ -27,10 +27,10 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     read_token,
     wait_until_reachable,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.exclusions import Exclusions
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
-    Placement,
     PlacementRules,
     validate,
 )
@@ -55,7 +55,7 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 
 from . import surroundings, syntax
-from .cycle_records import CycleNodes, CycleRecords, StoreHost
+from .cycle_records import CycleRecords, StoreHost, nodes_of
 from .decide import Cause
 from .fitness import injected_failure
 from .loop import EventLoop
@@ -181,6 +181,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     on_lease: Callable[[float], None],
     records: CycleRecords,
     on_bad_node: Callable[[Cause], None],
+    exclusions: Exclusions,
 ) -> StoreRendezvous:
     """Start this node's part of the rendezvous, and the store where it is to be.
 
@@ -206,7 +207,15 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     way = _Way(meeting, prefix, secret, limit_s, Probing(longest_pause_s=longest_s))
     host: _HostThread | None = None
     if meeting.listener is not None:
-        host = _HostThread(way, rules, node, clock, records, on_bad_node)
+        host = _HostThread(
+            way,
+            rules,
+            node,
+            clock=clock,
+            records=records,
+            on_bad_node=on_bad_node,
+            exclusions=exclusions,
+        )
         host.start()
     if environ.get(_env.REPLACEMENT_GROUP_ID) and not rules.placement.group_size:
         logger.warning(
@@ -302,31 +311,19 @@ def _with_log_token(store: JobStore, records: CycleRecords) -> JobStore:
     return store
 
 
-def _nodes_of(placement: Placement, hosts: Mapping[str, str]) -> CycleNodes:
-    """Return the nodes of a closed round by their hosts' names."""
-    return CycleNodes(
-        active=[hosts.get(one.node, one.addr) for one in placement.active],
-        ranks=[
-            one.infra_rank if one.infra_rank >= 0 else rank
-            for rank, one in enumerate(placement.active)
-        ],
-        standby=[
-            hosts.get(one.node, one.addr) for one in (*placement.standby, *placement.excluded)
-        ],
-    )
-
-
 class _HostThread(threading.Thread):
     """Serves the store and decides the job's rounds; it ends when the job is over for all."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
         self,
         way: _Way,
         rules: HostRules,
         node: str,
+        *,
         clock: Clock,
         records: CycleRecords,
         on_bad_node: Callable[[Cause], None],
+        exclusions: Exclusions,
     ) -> None:
         super().__init__(name="nvrx-store-host", daemon=True)
         self._records = records
@@ -335,6 +332,7 @@ class _HostThread(threading.Thread):
         self._node = node
         self._clock = clock
         self._on_bad_node = on_bad_node
+        self._exclusions = exclusions
         self._end_asked = threading.Event()
 
     def run(self) -> None:
@@ -366,9 +364,10 @@ class _HostThread(threading.Thread):
                 epoch=os.urandom(8).hex(),
                 clock=self._clock,
                 on_closed=lambda entry, placement, hosts: self._records.round_closed(
-                    entry.round, _nodes_of(placement, hosts)
+                    entry.round, nodes_of(placement, hosts)
                 ),
                 on_bad_node=self._on_bad_node,
+                exclusions=self._exclusions,
                 stop=self._end_asked,
             ).run()
         finally:

@@ -1,18 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers on the NUMA node of their GPU: the words that go before a worker's command. Pure."""
+"""Workers near their GPUs: which CPUs, and the words that go before a worker's command. Pure.
+
+Two ways to ask for it end here: NVRX_GPUS_PER_NUMA (so many local ranks share a NUMA node) and
+torchrun's `--numa-binding` (the CPUs follow from where each GPU sits, by one of four modes).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-__all__ = ["NUMACTL", "NumaBinding"]
+__all__ = ["NUMACTL", "Binding", "CpuBinding", "NumaBinding", "Topology", "cpus_near"]
 
 NUMACTL = "numactl"
 
 
+class Binding(Protocol):
+    """How workers are bound."""
+
+    def words(self, local_rank: int) -> tuple[str, ...]:
+        """Return what goes before the command of a worker."""
+
+
 @dataclass(frozen=True, slots=True)
 class NumaBinding:
-    """How workers are bound.
+    """Workers on NUMA nodes, by local rank alone.
 
     Attributes:
         numactl: Path of the program that binds, and then becomes the worker.
@@ -29,3 +42,116 @@ class NumaBinding:
         node = str(local_rank // self.gpus_per_node)
         memory = ("--membind", node) if self.is_strict else ("--localalloc",)
         return (self.numactl, "--cpunodebind", node, *memory)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuBinding:
+    """Workers on CPUs near their GPUs.
+
+    Attributes:
+        mode: How these were chosen.
+        numactl: Path of the program that binds, and then becomes the worker.
+        cpus: The CPUs of each local rank, as `numactl` reads them.
+    """
+
+    mode: str
+    numactl: str
+    cpus: tuple[str, ...]
+
+    def words(self, local_rank: int) -> tuple[str, ...]:
+        """Return what goes before the command of a worker."""
+        return (self.numactl, f"--physcpubind={self.cpus[local_rank]}")
+
+
+class Topology(Protocol):
+    """What a machine says of its CPUs and of where its GPUs sit.
+
+    Every method raises ValueError where the machine does not say.
+    """
+
+    @property
+    def allowed(self) -> frozenset[int]:
+        """The CPUs that may be used at all."""
+
+    def node_of_gpu(self, address: str) -> int:
+        """Return the NUMA node of a GPU; 0 on machines with one."""
+
+    def nodes(self) -> Sequence[int]:
+        """Return all NUMA nodes."""
+
+    def cpus_of_node(self, node: int) -> frozenset[int]:
+        """Return the CPUs of a NUMA node."""
+
+    def socket_of_cpu(self, cpu: int) -> int:
+        """Return the socket of a CPU."""
+
+    def core_of_cpu(self, cpu: int) -> frozenset[int]:
+        """Return the CPUs of the same core."""
+
+    def cache_of_cpu(self, cpu: int) -> frozenset[int]:
+        """Return the CPUs that share the largest cache with one."""
+
+
+def cpus_near(mode: str, gpus: Sequence[str], rank: int, topology: Topology) -> frozenset[int]:
+    """Return the CPUs of one local rank, as torchrun chooses them.
+
+    Args:
+        mode: One of `syntax.NUMA_MODES`.
+        gpus: The PCI addresses of the GPUs that workers see, by local rank; those without a rank
+            count, too.
+        rank: Whose CPUs.
+        topology: The machine.
+
+    Raises:
+        ValueError: There are no CPUs to be had; the message says why.
+    """
+    node = topology.node_of_gpu(gpus[rank])
+    near = _usable(node, topology)
+    if not near:
+        raise ValueError(f"none of the CPUs of NUMA node {node}, where it sits, may be used here")
+    if mode == "node":
+        return near
+    if mode == "socket":
+        return _cpus_of_socket(topology.socket_of_cpu(min(near)), topology)
+    sharing = [gpu for gpu in range(len(gpus)) if topology.node_of_gpu(gpus[gpu]) == node]
+    place = sharing.index(rank)
+    if mode == "exclusive":
+        cores = _grouped(near, topology.core_of_cpu)
+        if len(cores) < len(sharing):
+            raise ValueError(
+                f"NUMA node {node} has {len(cores)} cores to use for {len(sharing)} GPUs"
+            )
+        return frozenset().union(*_share(cores, place, len(sharing)))
+    caches = sorted(_grouped(near, topology.cache_of_cpu), key=len, reverse=True)
+    return caches[place % len(caches)]
+
+
+def _usable(node: int, topology: Topology) -> frozenset[int]:
+    return topology.cpus_of_node(node) & topology.allowed
+
+
+def _cpus_of_socket(socket: int, topology: Topology) -> frozenset[int]:
+    found: frozenset[int] = frozenset()
+    for node in topology.nodes():
+        cpus = _usable(node, topology)
+        # Memory of a GPU is a NUMA node without CPUs on some machines.
+        if cpus and topology.socket_of_cpu(min(cpus)) == socket:
+            found |= cpus
+    return found
+
+
+def _grouped(
+    cpus: Iterable[int], whole_of: Callable[[int], frozenset[int]]
+) -> list[frozenset[int]]:
+    """Return the usable CPUs by what they share, in the order of each whole's first CPU."""
+    groups: dict[int, set[int]] = {}
+    for cpu in cpus:
+        groups.setdefault(min(whole_of(cpu)), set()).add(cpu)
+    return [frozenset(groups[first]) for first in sorted(groups)]
+
+
+def _share(cores: Sequence[frozenset[int]], place: int, sharers: int) -> Sequence[frozenset[int]]:
+    """Return the cores of one of several sharers; the first ones get what is left over."""
+    each, left_over = divmod(len(cores), sharers)
+    start = place * each + min(place, left_over)
+    return cores[start : start + each + (place < left_over)]

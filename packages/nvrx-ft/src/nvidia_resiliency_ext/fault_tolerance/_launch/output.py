@@ -15,11 +15,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from .console_copy import offer
+from .filtered import FilteredFile
 
 logger = logging.getLogger("nvrx")
 
@@ -50,6 +51,14 @@ class Stream(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Filter:
+    """Lines of a stream that hold one of `texts` are also in the file `path`, all ranks' in one."""
+
+    path: str
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """Where one stream goes: inherited (path None), a file, or a file with a console copy.
 
@@ -57,11 +66,13 @@ class Target:
         path: The file; None for the launcher's own stream or a pipe.
         tee: Whether it is copied to the console.
         open_pipe: Makes a new pipe and returns its writing end.
+        filter: Which of the file's lines are also elsewhere; None: none.
     """
 
     path: str | None = None
     tee: bool = False
     open_pipe: Callable[[], int] | None = None
+    filter: Filter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +91,7 @@ class OutputSettings:
     redirects: Mapping[int, int]
     tee: Mapping[int, int]
     console_ranks: frozenset[int] | None
+    filters: Mapping[Stream, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def writes_files(self) -> bool:
@@ -95,7 +107,11 @@ def worker_output(settings: OutputSettings, directory: str, local_rank: int) -> 
         to_console = bool(settings.tee.get(local_rank, 0) & bit)
         to_file = bool(settings.redirects.get(local_rank, 0) & bit) or to_console
         if to_file:
-            return Target(os.path.join(directory, f"{stream.value}.log"), to_console and shown)
+            path = os.path.join(directory, f"{stream.value}.log")
+            texts = settings.filters.get(stream, ()) if shown else ()
+            # Beside the folders of all ranks of the cycle.
+            copy = os.path.join(os.path.dirname(directory), f"filtered_{stream.value}.log")
+            return Target(path, to_console and shown, filter=Filter(copy, texts) if texts else None)
         return Target() if shown else Target(os.devnull)
 
     return WorkerOutput(
@@ -185,13 +201,24 @@ def open_target(target: Target) -> int | None:
 
 
 class _Followed:
-    """One file that grows: what was read of it and is not shown yet."""
+    """One file that grows: what was read of it and is not shown yet.
 
-    def __init__(self, path: str, prefix: bytes, stream: Stream) -> None:
+    `offer` takes what it can of some bytes within a time, and returns how many; `wants` says which
+    lines it is offered.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        prefix: bytes,
+        offer: Callable[[bytes, float], int],
+        wants: Callable[[bytes], bool],
+    ) -> None:
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.prefix = prefix
-        self.stream = stream
+        self._offer = offer
+        self._wants = wants
         self.unshown = b""
         self._rest = b""
         self._has_failed = False
@@ -210,24 +237,24 @@ class _Followed:
         if len(self._rest) > MAX_LINE_BYTES:
             lines.append(self._rest)
             self._rest = b""
-        self.unshown += b"".join(self.prefix + line + b"\n" for line in lines)
+        self.unshown += b"".join(self.prefix + line + b"\n" for line in lines if self._wants(line))
         return bool(data)
 
     def end_line(self) -> None:
         """Take the last line as it is: nothing will be added to it."""
-        if self._rest:
+        if self._rest and self._wants(self._rest):
             self.unshown += self.prefix + self._rest + b"\n"
-            self._rest = b""
+        self._rest = b""
 
     def show(self, wait_s: float) -> bool:
-        """Write to the console; return whether it took everything."""
-        taken = offer(self.stream.value, self.unshown, wait_s)
+        """Write where the lines go; return whether everything was taken."""
+        taken = self._offer(self.unshown, wait_s)
         self.unshown = self.unshown[taken:]
         return not self.unshown
 
 
 class Tee:
-    """Copies what workers append to their files onto the launcher's own streams.
+    """Copies what workers append to their files to the launcher's own streams and other files.
 
     `fileno` is readable when a file grew; None where the kernel has no inotify, then `look`
     is due every `LOOK_INTERVAL_S`. A console that does not read holds up the copy and nothing
@@ -237,6 +264,7 @@ class Tee:
     def __init__(self) -> None:
         self._followed: dict[int, _Followed] = {}
         self._next_key = -1
+        self._copies: dict[str, FilteredFile] = {}
         self._inotify = _inotify_open()
 
     def fileno(self) -> int | None:
@@ -244,10 +272,27 @@ class Tee:
         return self._inotify
 
     def follow(self, path: str, prefix: str, stream: Stream) -> None:
-        """Begin to copy `path`; each line gets `prefix`."""
-        followed = _Followed(path, prefix.encode(errors="surrogateescape"), stream)
+        """Begin to copy `path` to the console; each line gets `prefix`."""
+        self._follow(path, prefix, lambda data, wait_s: offer(stream.value, data, wait_s), _all)
+
+    def filter(self, path: str, prefix: str, wanted: Filter) -> None:
+        """Begin to copy the lines of `path` that are wanted, each with `prefix`."""
+        copy = self._copies.get(wanted.path)
+        if copy is None:
+            copy = self._copies[wanted.path] = FilteredFile(wanted.path, wanted.texts)
+        self._follow(path, prefix, copy.write, copy.wants)
+
+    def _follow(
+        self,
+        path: str,
+        prefix: str,
+        offer: Callable[[bytes, float], int],
+        wants: Callable[[bytes], bool],
+    ) -> None:
+        followed = _Followed(path, prefix.encode(errors="surrogateescape"), offer, wants)
         key = _inotify_watch(self._inotify, path) if self._inotify is not None else None
-        if key is None:
+        # A file has one watch, however often it is followed.
+        if key is None or key in self._followed:
             key, self._next_key = self._next_key, self._next_key - 1
         self._followed[key] = followed
 
@@ -281,6 +326,9 @@ class Tee:
             if self._inotify is not None and key >= 0:
                 _inotify_unwatch(self._inotify, key)
         self._followed.clear()
+        for copy in self._copies.values():
+            copy.close()
+        self._copies.clear()
 
     def _copy_rest(self, followed: _Followed, deadline: float) -> None:
         while followed.show(max(0.0, deadline - time.monotonic())) and followed.read():
@@ -296,6 +344,10 @@ class Tee:
         if self._inotify is not None:
             os.close(self._inotify)
             self._inotify = None
+
+
+def _all(_line: bytes) -> bool:
+    return True
 
 
 def _inotify_open() -> int | None:

@@ -80,9 +80,6 @@ def _help_text(flag: Flag) -> str:
     has_default = default is not None and default is not False and default not in ("", [], {})
     if has_default:
         text += f" Default: {getattr(default, 'name', default)}."
-    if flag.later:
-        text += " (Other values are" if has_default else " (This is"
-        text += " not available in this version.)"
     return text.replace("%", "%%")
 
 

@@ -57,8 +57,9 @@ def make_place(plan: LaunchPlan, environ: Mapping[str, str], stack: contextlib.E
     stack.callback(_remove_again, run_dir.path)
     stack.callback(run_dir.remove)
     run_id = os.urandom(8).hex()
-    output = OutputSettings(plan.redirects, plan.tee, plan.local_ranks_filter)
-    if plan.log_dir is not None:
+    # What an object of the user's says about output takes the place of the flags, folders included.
+    output = plan.output if plan.output_specs is None else OutputSettings({}, {}, None)
+    if plan.log_dir is not None and plan.output_specs is None:
         files = OutputFiles.beneath(plan.log_dir, f"{_file_name(plan.run_id)}_{run_id[:8]}")
     elif output.writes_files:
         files = OutputFiles.in_new_folder()

@@ -12,27 +12,32 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._attribution.settings import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._config.sources import Layers, layers_from_args
-from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
 from nvidia_resiliency_ext.fault_tolerance._prewarm.imports import import_list
 
 from . import surroundings, syntax
 from .command import (
     WorkerCommand,
+    cpu_binding,
     missing_program,
     missing_script,
     numa_binding,
+    visible_gpus,
     worker_command,
 )
 from .flags import FLAGS
 from .launch_config import get_rdzv_endpoint
-from .local_world import local_world_size
+from .local_world import devices_of_ranks, local_world_size
 from .log_plan import ORPHANS_NEED_NO_PIPES, LogPlan, log_notes, log_plan, log_problems
+from .log_specs import OutputSpecs, load_specs
+from .numa import Binding
+from .output import OutputSettings, Stream
+from .torch_events import NO_HANDLER, check_handler
 
 if TYPE_CHECKING:
     import argparse
@@ -83,9 +88,11 @@ class LaunchPlan:
         use_infra_group_rank: Whether the scheduler's order of nodes gives the ranks.
         node_rank: The order of this node where no scheduler knows one; None if not given.
         log_dir: Directory for logs and record.
-        redirects: Streams written to files, by local rank.
-        tee: Streams written to files and to the console, by local rank.
-        local_ranks_filter: Local ranks that the console shows; None shows all.
+        output: Which streams of which workers go to files and to the console.
+        output_specs: An object of the user's that says so instead, for each cycle.
+        event_log_handler: A handler of torch that is told of starts and ends.
+        virtual_devices: The one device that each local rank sees, all of them as LOCAL_RANK 0;
+            None: they see what the launcher sees.
         log_line_prefix_template: Prefix of a worker's lines on the console.
         signals_to_handle: Signals passed to the workers.
         omp_num_threads: OMP_NUM_THREADS of the workers; None leaves it as it is.
@@ -120,9 +127,7 @@ class LaunchPlan:
     use_infra_group_rank: bool
     node_rank: int | None
     log_dir: str | None
-    redirects: Mapping[int, syntax.Std]
-    tee: Mapping[int, syntax.Std]
-    local_ranks_filter: frozenset[int] | None
+    output: OutputSettings
     log_line_prefix_template: str | None
     signals_to_handle: tuple[signal.Signals, ...]
     omp_num_threads: str | None
@@ -133,6 +138,9 @@ class LaunchPlan:
     warnings: tuple[str, ...]
     logs: LogPlan = field(default_factory=LogPlan)
     attribution: AttributionConfig = field(default_factory=AttributionConfig)
+    output_specs: OutputSpecs | None = None
+    event_log_handler: str = NO_HANDLER
+    virtual_devices: tuple[str, ...] | None = None
 
     @property
     def prewarm(self) -> PrewarmSettings:
@@ -160,16 +168,18 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
     """
     surroundings.check_one_launcher_per_node(environ)
     layers = _layers(args)
-    problems = layers.problems + _refused(args, layers) + log_problems(args, environ)
+    problems = layers.problems + log_problems(args, environ)
     command = _command(args, environ, problems)
     try:
         nproc = local_world_size(args.nproc_per_node, environ)
     except ValueError as error:
         problems.append(str(error))
+    else:
+        problems += _problems_of_workers(args, nproc, environ)
     if problems:
         raise FaultToleranceConfigError(problems)
     config = layers.config()
-    command = _bound(command, config, environ)
+    command = _bound(command, args, nproc, config, environ)
     min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
     check_segment(config.segment, min_nodes, max_nodes)
     logs = log_plan(args)
@@ -192,6 +202,7 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         *log_notes(logs, args),
     ]
     policy = layers.restart_policy()
+    output = _output(args, nproc)
     return LaunchPlan(
         command=command,
         nproc_per_node=nproc,
@@ -215,9 +226,7 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         use_infra_group_rank=_uses_infra_ranks(args, layers),
         node_rank=args.node_rank if "node_rank" in _given(args) else None,
         log_dir=args.log_dir,
-        redirects=syntax.streams_by_rank(args.redirects, nproc),
-        tee=syntax.streams_by_rank(args.tee, nproc),
-        local_ranks_filter=syntax.parse_ranks(args.local_ranks_filter),
+        output=output,
         log_line_prefix_template=environ.get(_env.LOG_LINE_PREFIX_TEMPLATE),
         signals_to_handle=syntax.parse_signals(args.signals_to_handle),
         omp_num_threads=threads.omp_num_threads,
@@ -227,8 +236,59 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         fault_tolerance=config,
         logs=logs,
         attribution=attribution,
+        output_specs=_output_specs(args, output),
+        event_log_handler=args.event_log_handler,
+        virtual_devices=devices_of_ranks(environ, nproc) if args.virtual_local_rank else None,
         warnings=tuple(notes),
     )
+
+
+def _output(args: argparse.Namespace, nproc: int) -> OutputSettings:
+    """Return which streams go to files and to the console."""
+    return OutputSettings(
+        redirects=syntax.streams_by_rank(args.redirects, nproc),
+        tee=syntax.streams_by_rank(args.tee, nproc),
+        console_ranks=syntax.parse_ranks(args.local_ranks_filter),
+        filters={
+            Stream.STDOUT: tuple(args.duplicate_stdout_filters),
+            Stream.STDERR: tuple(args.duplicate_stderr_filters),
+        },
+    )
+
+
+def _output_specs(args: argparse.Namespace, output: OutputSettings) -> OutputSpecs | None:
+    """Return what `--logs-specs` makes; last of all, because it may make directories.
+
+    Raises:
+        FaultToleranceConfigError: It makes nothing that can be used.
+    """
+    if args.logs_specs is None:
+        return None
+    try:
+        specs = load_specs(
+            args.logs_specs,
+            log_dir=args.log_dir,
+            redirects=output.redirects,
+            tee=output.tee,
+            local_ranks_filter=output.console_ranks,
+        )
+    except ValueError as error:
+        raise FaultToleranceConfigError([str(error)]) from None
+    return OutputSpecs(specs, output.filters)
+
+
+def _problems_of_workers(
+    args: argparse.Namespace, nproc: int, environ: Mapping[str, str]
+) -> list[str]:
+    """Return a sentence for each thing that cannot be done for so many workers as asked."""
+    problems = []
+    try:
+        check_handler(args.event_log_handler)
+        if args.virtual_local_rank:
+            devices_of_ranks(environ, nproc)
+    except ValueError as error:
+        problems.append(str(error))
+    return problems
 
 
 def _uses_infra_ranks(args: argparse.Namespace, layers: Layers) -> bool:
@@ -270,25 +330,6 @@ def _layers(args: argparse.Namespace) -> Layers:
         raise FaultToleranceConfigError([problem]) from None
 
 
-def _refused(args: argparse.Namespace, layers: Layers) -> list[str]:
-    """Return a sentence for each thing asked for that this version knows but cannot do."""
-    problems = layers.refused()
-    options = {f"ft_{option.field}" for option in OPTIONS}
-    for flag in FLAGS:
-        name = flag.attribute
-        value = getattr(args, name, None)
-        # A default is never refused, so this also finds what a caller set on `args` itself.
-        if name not in options and flag.is_refused(value):
-            where = _given(args).get(name, f"--{flag.name}")
-            problems.append(_not_available(where, value, flag.later))
-    return problems
-
-
-def _not_available(where: str, value: Any, what: str) -> str:
-    shown = "" if value is True else f" {value}"
-    return f"{where}{shown}: not available in this version ({what}); leave it out"
-
-
 def _command(
     args: argparse.Namespace, environ: Mapping[str, str], problems: list[str]
 ) -> WorkerCommand:
@@ -318,12 +359,20 @@ def _command(
 
 
 def _bound(
-    command: WorkerCommand, config: FaultToleranceConfig, environ: Mapping[str, str]
+    command: WorkerCommand,
+    args: argparse.Namespace,
+    nproc: int,
+    config: FaultToleranceConfig,
+    environ: Mapping[str, str],
 ) -> WorkerCommand:
     """Return the command with what it needs of other programs, which must be there."""
     problems = missing_hook(config.bad_node_hook, environ)
+    numa: Binding | None = None
     try:
-        numa = numa_binding(environ, is_strict=config.numa_bind_strict)
+        if args.numa_binding is not None:
+            numa = cpu_binding(args.numa_binding, nproc, environ, visible_gpus(environ))
+        else:
+            numa = numa_binding(environ, is_strict=config.numa_bind_strict)
     except ValueError as error:
         problems.append(str(error))
     if problems:

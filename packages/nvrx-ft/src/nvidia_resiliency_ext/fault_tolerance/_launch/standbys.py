@@ -37,7 +37,7 @@ from .chronicle import Chronicle
 from .free_memory import available_bytes
 from .idle_cores import IdleMeter
 from .loop import EventLoop, Timer
-from .output import OutputSettings, worker_output
+from .output import worker_output
 from .plan import LaunchPlan
 from .workers import ColdStarter, Started, WorkerSpec
 
@@ -75,7 +75,7 @@ class StandbyStarter:
         self._loop = loop
         self._clock = clock
         self._chronicle = chronicle
-        self._output = OutputSettings(plan.redirects, plan.tee, plan.local_ranks_filter)
+        self._output = plan.output
         self._is_piped = plan.logs.applog_prefix is not None
         self._running_pids = running_pids
         self._imports = plan.prewarm.modules
@@ -99,6 +99,8 @@ class StandbyStarter:
         plan = self._plan
         if plan.prewarm.prewarm != "off" and plan.fault_tolerance.orphan_workers == "keep":
             reason: str | None = "workers that outlive the launcher cannot be standbys"
+        elif plan.prewarm.prewarm != "off" and plan.output_specs is not None:
+            reason = "a log specification says only at the start of a cycle where output goes"
         else:
             reason = cold_reason(plan.command, self._base_env, (), plan.prewarm)
         if reason is not None:

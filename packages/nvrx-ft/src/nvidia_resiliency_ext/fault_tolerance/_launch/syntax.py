@@ -20,6 +20,7 @@ __all__ = [
     "ENDPOINT",
     "FILTERS",
     "NODES",
+    "NUMA_MODES",
     "PROCESSES",
     "RANKS",
     "SIGNALS",
@@ -34,6 +35,7 @@ __all__ = [
     "streams_by_rank",
 ]
 
+NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 _HIGHEST_PORT = 65535
 
 

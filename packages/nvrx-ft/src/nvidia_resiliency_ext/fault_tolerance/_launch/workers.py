@@ -210,8 +210,12 @@ class WorkerGroup:
     def _follow(self, spec: WorkerSpec) -> None:
         pairs = ((Stream.STDOUT, spec.output.stdout), (Stream.STDERR, spec.output.stderr))
         for stream, target in pairs:
-            if target.tee and target.path is not None:
+            if target.path is None:
+                continue
+            if target.tee:
                 self._tee.follow(target.path, spec.line_prefix, stream)
+            if target.filter is not None:
+                self._tee.filter(target.path, spec.line_prefix, target.filter)
 
     def _exited(self, local_rank: int) -> None:
         child = self._started[local_rank].child

@@ -32,6 +32,7 @@ from nvidia_resiliency_ext.fault_tolerance._preempt.agreement import agreed_call
 from . import blame
 from .blame import BlameRules, Failures
 from .budget import Budget
+from .exclusions import is_named
 from .placement import (
     Candidate,
     NotEnough,
@@ -82,6 +83,7 @@ class Memory:
     unhealthy: frozenset[str] = frozenset()
     gone: frozenset[str] = frozenset()
     failures: Failures = field(default_factory=dict)
+    excluded: frozenset[str] = frozenset()
     enough_since: float | None = None
 
 
@@ -253,24 +255,45 @@ def place_all(
     bad_groups: frozenset[str],
     now: float,
 ) -> Placement | NotEnough:
-    """Return who works; hosts that failed again and again only where others are not enough.
+    """Return who works; hosts that are not wanted only where others are not enough.
+
+    These are hosts that somebody outside the job named, and hosts that failed again and again.
 
     Raises:
         PlacementError: these nodes cannot work together.
     """
     candidates = [candidate_of(arrival) for arrival in there.values()]
     result = place(candidates, rules.placement, bad_groups)
+    if isinstance(result, NotEnough):
+        return result
     blamed = blame.blamed(memory.failures, now, rules.blame)
-    if isinstance(result, NotEnough) or not blamed:
-        return result
-    bad = [c for c in candidates if there[c.node].host in blamed]
+    named = [c for c in candidates if is_named(there[c.node].host, c.addr, memory.excluded)]
+    failed = [c for c in candidates if there[c.node].host in blamed and c not in named]
+    out: list[tuple[list[Candidate], str]] = []
+    # Where all nodes work that come, those that are named still have to go.
+    for nodes, why, may_be_fewer in (
+        (named, "named by attribution", True),
+        (failed, "failed again and again", False),
+    ):
+        kept = [c for c in candidates if c not in nodes]
+        better = _placed(kept, rules, bad_groups) if nodes else None
+        if better is not None and (may_be_fewer or len(better.active) >= len(result.active)):
+            candidates, result = kept, better
+            out.append((nodes, why))
+    for nodes, why in out:
+        result = result.without(nodes, why)
+    return result
+
+
+def _placed(
+    candidates: list[Candidate], rules: HostRules, bad_groups: frozenset[str]
+) -> Placement | None:
+    """Return who works of some nodes, None where these are not enough or do not fit."""
     try:
-        better = place([c for c in candidates if c not in bad], rules.placement, bad_groups)
+        result = place(candidates, rules.placement, bad_groups)
     except PlacementError:
-        return result
-    if isinstance(better, NotEnough) or len(better.active) < len(result.active):
-        return result
-    return better.without(bad, "failed again and again") if bad else result
+        return None
+    return None if isinstance(result, NotEnough) else result
 
 
 def unhealthy_groups(notes: tuple[Note, ...]) -> frozenset[str]:

@@ -18,10 +18,12 @@ from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
 from . import blame, host, keys
+from .exclusions import Exclusions, is_named
 from .host import Close, Decision, End, HostRules, Leave, Member, Memory, Open, View, Wait
 from .log import DecisionLog
 from .placement import Placement, summary
 from .records import (
+    Arrival,
     Entry,
     ForeignValueError,
     Kind,
@@ -54,6 +56,7 @@ class Host:
         is_controlled: Whether the store outlives the nodes.
         on_closed: Called with each closed round and the names of its nodes' hosts; for records.
         on_bad_node: Called with a node that is lost, or that failed again and again.
+        exclusions: Hosts that are to have no place where that can be.
         stop: Makes `run` return soon; for a host that goes before the job is over.
     """
 
@@ -68,6 +71,7 @@ class Host:
         is_controlled: bool = False,
         on_closed: Callable[[Entry, Placement, Mapping[str, str]], None] | None = None,
         on_bad_node: Callable[[Cause], None] | None = None,
+        exclusions: Exclusions | None = None,
         stop: threading.Event | None = None,
     ) -> None:
         self._store = store
@@ -77,6 +81,7 @@ class Host:
         self._clock = clock
         self._on_closed = on_closed
         self._on_bad_node = on_bad_node
+        self._exclusions = Exclusions() if exclusions is None else exclusions
         self._memory = Memory()
         self._stop = threading.Event() if stop is None else stop
         self._notes: list[Note] = []
@@ -87,6 +92,7 @@ class Host:
         self._is_last_call = False
         self._opened_at: list[float] = []
         self._waits_for = ""
+        self._reported: set[str] = set()
         self._entry_at = clock.monotonic()
         self._resuming_since: float | None = None
         first = Entry(
@@ -279,6 +285,9 @@ class Host:
         self._read_inbox()
         if self._resume():
             return Wait(now + host.LOOK_AGAIN_S)
+        if self._entry.phase is Phase.OPEN:
+            named = frozenset(self._exclusions.why)
+            self._memory = dataclasses.replace(self._memory, excluded=named)
         view = View(
             entry=self._entry,
             notes=tuple(self._notes),
@@ -378,6 +387,7 @@ class Host:
                 gone=self._memory.gone - there.keys(),
             )
             logger.info("round %d: %s", entry.round, summary(placement))
+            self._report_named(placement, there)
             self._is_last_call = False
             self._read_leases()
             self._acknowledged_before = {
@@ -386,6 +396,22 @@ class Host:
             if self._on_closed is not None:
                 hosts = {node: arrival.host or arrival.addr for node, arrival in there.items()}
                 self._on_closed(closed, placement, hosts)
+
+    def _report_named(self, placement: Placement, there: Mapping[str, Arrival]) -> None:
+        """Say of each node that was named how it went, in the round after it was."""
+        why = self._exclusions.why
+        for node in (*placement.active, *placement.standby, *placement.excluded):
+            host_name = there[node.node].host
+            name = next((n for n in why if is_named(host_name, node.addr, [n])), None)
+            if name is None or name not in self._memory.excluded:
+                continue
+            if node in placement.active:
+                what = f"host {host_name} works although attribution names it: others are too few"
+                logger.warning("round %d: %s", self._entry.round, what)
+            if name not in self._reported:
+                self._reported.add(name)
+                what = f"attribution names host {host_name}: {why[name]}"
+                self._report_bad_node(Cause("attribution", what, host=host_name))
 
     def _next(self, phase: Phase, round_: int, **fields: object) -> Entry:
         now = self._clock.monotonic()

@@ -247,7 +247,7 @@ def _refuse_misfits(nodes: Sequence[Candidate], rules: PlacementRules) -> None:
             nodes,
             lambda candidate: candidate.addr,
             "several launchers run on {key}: {nodes}",
-            "start one per node (srun --ntasks-per-node=1), or set"
+            "start one per node (srun --ntasks=$SLURM_NNODES --ntasks-per-node=1), or set"
             " NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE=1 on all nodes if that is meant",
         )
     if rules.segment is not None:

@@ -30,6 +30,7 @@ from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
     RDZV_NO_RESTART_REASONS,
+    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
     RDZV_SHUTDOWN_REASON_GRACEFUL,
     RDZV_SHUTDOWN_REASON_NO_PROGRESS,
 )
@@ -184,6 +185,10 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
         result = self._told if self._told is not None else super()._monitor_workers(worker_group)
         if self._handler.is_closed():
             return self._after_the_end(worker_group, result)
+        if self._handler.attribution_stop_requested():
+            self._stop_workers(worker_group)
+            self._handler.signal_no_restart(RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP)
+            raise NoRestartRequested(RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP)
         if not self._min_healthy or result.state not in _DONE:
             return result
         if self._told is None:
@@ -239,6 +244,9 @@ def _our_handler(spec: WorkerSpec, restart_policy: str) -> Any:
         raise ValueError(what)  # noqa: TRY004 - the documented one for what does not fit
     if restart_policy == MIN_HEALTHY and not hasattr(handler, "try_set_worker_state"):
         raise ValueError(f"{MIN_HEALTHY} needs the handler of _ft_rendezvous")
+    if getattr(spec, "virtual_local_rank", False) and callable(spec.entrypoint):
+        # A function finds its monitor by LOCAL_RANK, which is then 0 for all.
+        raise ValueError("virtual_local_rank: with this agent for programs only, not for functions")
     return handler
 
 

@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
     RDZV_NO_RESTART_REASONS,
+    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
     RDZV_SHUTDOWN_REASON_FAILURE,
     RDZV_SHUTDOWN_REASON_GRACEFUL,
 )
@@ -36,6 +37,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, St
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
+from .followers import CycleFollowers
 from .guest_store import BellStore, GuestStore, connect_guest
 from .hosting import HostThread
 from .membership import (
@@ -87,12 +89,15 @@ class StoreRendezvousHandler(RendezvousHandler):
         clock = SystemClock()
         prefix = keys.prefix(run_id)
         self._host: HostThread | None = None
+        self._followers: CycleFollowers | None = None
         if options.is_store_host:
+            self._followers = CycleFollowers(options.followers, member.arrival.host)
             self._host = HostThread(
                 lambda: connect_guest(BellStore, store, prefix, options.secret),
                 rules,
                 member.arrival.node,
                 clock,
+                self._followers.begin,
             )
             self._host.start()
         self._member = Membership(
@@ -130,6 +135,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             RendezvousConnectionError: the store is gone, or the nodes were started differently.
             UnhealthyNodeException: this node failed its checks, or a rank excluded it.
         """
+        if self._followers is not None:
+            self._followers.ended()
         try:
             placed = self._member.join(self._before_arrival)
         except JobOverError as error:
@@ -196,6 +203,8 @@ class StoreRendezvousHandler(RendezvousHandler):
                 logger.warning("the end of the job could not be told: %s", str(error))
                 is_told = False
         self._member.close()
+        if self._followers is not None:
+            self._followers.close()
         if self._host is not None and self._member.is_over:
             self._host.join(GOODBYE_WAIT_S + LAST_WORDS_S)
         return is_told
@@ -264,6 +273,21 @@ class StoreRendezvousHandler(RendezvousHandler):
             allowed = ", ".join(sorted(RDZV_NO_RESTART_REASONS))
             raise ValueError(f"reason {reason!r}: use one of {allowed}")
         self._end(reason)
+
+    def attribution_stop_requested(self) -> bool:
+        """Return whether the attribution service has stopped the job, or asks for it.
+
+        The node that decides the rounds asks the service, where the parameters name one; the other
+        nodes learn it from the end of the job.
+        """
+        if self._followers is not None and self._followers.stop_requested:
+            return True
+        return self.get_shutdown_reason() == RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
+
+    def shutdown_cycle_info_reporter(self) -> None:
+        """Finish the files about cycles, for 2 s at most; nothing on nodes that write none."""
+        if self._followers is not None:
+            self._followers.end_cycle_info()
 
     def set_agent(self, agent: Any) -> None:
         """Take requests of ranks from `agent.fetch_control_requests()`, if it has that."""

@@ -6,11 +6,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
@@ -27,16 +29,23 @@ class HostThread(threading.Thread):
         rules: What decisions go by.
         node: This node's identity.
         clock: Where the time is read.
+        on_closed: Called with each closed round and the names of its nodes' hosts.
     """
 
     def __init__(
-        self, connect: Callable[[], BellStore], rules: HostRules, node: str, clock: Clock
+        self,
+        connect: Callable[[], BellStore],
+        rules: HostRules,
+        node: str,
+        clock: Clock,
+        on_closed: Callable[[Entry, Placement, Mapping[str, str]], None] | None = None,
     ) -> None:
         super().__init__(name="nvrx-store-host", daemon=True)
         self._connect = connect
         self._rules = rules
         self._node = node
         self._clock = clock
+        self._on_closed = on_closed
 
     def run(self) -> None:
         """Decide until the job is over. A failure is seen by all nodes: nobody answers them."""
@@ -48,7 +57,14 @@ class HostThread(threading.Thread):
                     logger.info("another node decides this job's rounds: %s", first)
                     return
                 epoch = os.urandom(8).hex()
-                Host(store, self._rules, me=self._node, epoch=epoch, clock=self._clock).run()
+                Host(
+                    store,
+                    self._rules,
+                    me=self._node,
+                    epoch=epoch,
+                    clock=self._clock,
+                    on_closed=self._on_closed,
+                ).run()
             finally:
                 store.close()
         except NvrxError as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,6 +30,7 @@ from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
     rdzv_config_get_as_int,
 )
 
+from .followers import FollowerSettings, follower_settings
 from .membership import MemberSettings
 
 if TYPE_CHECKING:
@@ -127,12 +128,14 @@ class NodeOptions:
         is_store_host: Whether it decides the rounds; of several the first one does.
         secret: Key of the digests of the job's values; None takes a generated one.
         infra_rank: Its place in the cluster; -1 where that is unknown.
+        followers: Who follows the cycles, if this node decides the rounds.
     """
 
     addr: str
     is_store_host: bool
     secret: bytes | None = None
     infra_rank: int = -1
+    followers: FollowerSettings = field(default_factory=FollowerSettings)
 
 
 def node_options(params: RendezvousParameters) -> NodeOptions:
@@ -151,6 +154,7 @@ def node_options(params: RendezvousParameters) -> NodeOptions:
         is_store_host=_is_store_host(params),
         secret=read_token(token_file) if token_file else None,
         infra_rank=infrastructure_rank(os.environ),
+        followers=follower_settings(params.config),
     )
 
 

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Output as an object of the user's says: torch's `LogsSpecs`, made from an entry point or given.
+
+For each cycle the object turns the workers' environments into paths, and may add to these. Paths
+are all that it can ask for, so all of it has a place in `WorkerOutput`, but for one thing: a
+console copy of a file that is not the stream's own, which is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+from .output import Filter, Stream, Target, WorkerOutput
+
+__all__ = ["GROUP", "LogSpecsError", "OutputSpecs", "Specs", "load_specs"]
+
+GROUP = "torchrun.logs_specs"
+
+
+class LogSpecsError(NvrxError):
+    """A log specification failed, or asks for what cannot be had."""
+
+
+class Specs(Protocol):
+    """What is needed of torch's `LogsSpecs`."""
+
+    def reify(self, envs: dict[int, dict[str, Any]]) -> Any:
+        """Return where the output of workers with these environments goes."""
+
+
+def load_specs(
+    name: str,
+    *,
+    log_dir: str | None,
+    redirects: Mapping[int, int],
+    tee: Mapping[int, int],
+    local_ranks_filter: frozenset[int] | None,
+) -> Specs:
+    """Return the specification that an entry point makes, called as torchrun calls it.
+
+    Imports torch.
+
+    Raises:
+        ValueError: There is no such entry point, or it does not make one.
+    """
+    from importlib.metadata import entry_points
+
+    flag = f"--logs-specs {name}"
+    found = list(entry_points(group=GROUP, name=name))
+    if not found:
+        known = ", ".join(sorted(entry_points(group=GROUP).names)) or "none"
+        raise ValueError(
+            f"{flag}: no entry point of this name in group {GROUP}; there are: {known}"
+        )
+    from torch.distributed.elastic.multiprocessing import Std as TorchStd
+
+    def as_torch(streams: Mapping[int, int]) -> Any:
+        if len(set(streams.values())) <= 1:
+            return TorchStd(next(iter(streams.values()), 0))
+        return {rank: TorchStd(value) for rank, value in streams.items()}
+
+    try:
+        specs: Any = found[0].load()(
+            log_dir=log_dir,
+            redirects=as_torch(redirects),
+            tee=as_torch(tee),
+            local_ranks_filter=None if local_ranks_filter is None else set(local_ranks_filter),
+        )
+    except Exception as error:
+        raise ValueError(f"{flag}: {type(error).__name__}: {error}") from error
+    if not callable(getattr(specs, "reify", None)):
+        raise ValueError(f"{flag}: makes a {type(specs).__name__}, which is no LogsSpecs")  # noqa: TRY004 - as all that is wrong
+    return specs  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpecs:
+    """What decides where the output of a launch's workers goes.
+
+    Attributes:
+        specs: The user's object.
+        filters: Texts of lines that are wanted a second time, by stream.
+    """
+
+    specs: Specs
+    filters: Mapping[Stream, tuple[str, ...]]
+
+    def outputs(
+        self, envs: Sequence[Mapping[str, str]], error_files: Sequence[str]
+    ) -> list[tuple[WorkerOutput, dict[str, str]]]:
+        """Return the output and the environment of each worker of a cycle, by local rank.
+
+        Args:
+            envs: Their environments so far.
+            error_files: Where `@record` writes, unless the object says otherwise.
+
+        Raises:
+            LogSpecsError: It fails, or what it says cannot be followed.
+        """
+        given: dict[int, dict[str, Any]] = {rank: dict(env) for rank, env in enumerate(envs)}
+        name = type(self.specs).__name__
+        try:
+            dest = self.specs.reify(given)
+        except Exception as error:
+            what = f"log specification {name}: {type(error).__name__}: {error}"
+            raise LogSpecsError(what) from error
+        outputs = []
+        for rank, error_file in enumerate(error_files):
+            try:
+                env = {key: str(value) for key, value in given[rank].items() if value is not None}
+                output = WorkerOutput(
+                    self._target(dest, Stream.STDOUT, rank),
+                    self._target(dest, Stream.STDERR, rank),
+                    env.get(_env.ERROR_FILE, error_file),
+                )
+            except (KeyError, AttributeError, TypeError) as error:
+                what = f"log specification {name}: no {error} for local rank {rank}"
+                raise LogSpecsError(what) from error
+            outputs.append((output, env))
+        return outputs
+
+    def _target(self, dest: Any, stream: Stream, rank: int) -> Target:
+        path = os.fspath(getattr(dest, f"{stream.value}s")[rank])
+        copied = os.fspath(getattr(dest, f"tee_{stream.value}s").get(rank, ""))
+        if copied in ("", os.devnull):
+            copied = ""
+        elif copied != path:
+            raise LogSpecsError(
+                f"log specification {type(self.specs).__name__}: {stream.value} of local rank "
+                f"{rank} goes to {path or 'the console'!r} and {copied!r} is copied to the console;"
+                " ft_launcher copies only the file that it writes"
+            )
+        return Target(path or None, bool(copied), filter=self._filter(dest, stream, copied))
+
+    def _filter(self, dest: Any, stream: Stream, copied: str) -> Filter | None:
+        texts = self.filters.get(stream, ())
+        path = os.fspath(getattr(dest, f"filtered_{stream.value}", ""))
+        return Filter(path, texts) if texts and copied and path else None
