@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of one wrapped call in its rank."""
+"""One call of a wrapped function."""

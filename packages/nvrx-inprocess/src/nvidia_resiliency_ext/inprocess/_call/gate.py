@@ -59,7 +59,8 @@ class AtomicLock:
 
     def __init__(self) -> None:
         self._lock = _thread.RLock()
-        self._is_own = self._lock._is_owned  # noqa: SLF001 - as threading.Condition does
+        # As threading.Condition asks it.
+        self._is_own = self._lock._is_owned  # type: ignore[attr-defined]  # noqa: SLF001
         # Held by the one who is next.
         self._turn = _thread.allocate_lock()
 

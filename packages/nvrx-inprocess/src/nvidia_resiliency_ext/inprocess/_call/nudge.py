@@ -54,7 +54,7 @@ class Nudge:
         """Have the handler called; from any thread, and never after `withdraw` has begun."""
         # Ends a system call; and, for a main thread that blocks all signals, the flag behind it.
         signal.pthread_kill(self._main_ident, self.number)
-        _thread.interrupt_main(self.number)  # type: ignore[arg-type] - real-time ones have no name
+        _thread.interrupt_main(self.number)  # type: ignore[arg-type]  # real-time: no name
 
     def withdraw(self) -> None:
         """Give the signal back; the handler may be called once more meanwhile.

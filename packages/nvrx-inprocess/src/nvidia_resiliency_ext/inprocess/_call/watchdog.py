@@ -90,6 +90,10 @@ class Watchdog:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _stamp_unless_held(self) -> None:
+        if not self._is_paused and not self._stopped.is_set():
+            self._target.stamp_auto()
+
     def _run(self) -> None:
         while not self._stopped.wait(self._interval_s):
             if self._is_paused or not self._semaphore.request():
@@ -97,8 +101,7 @@ class Watchdog:
             # As long as the main thread runs no bytecode, this is where the thread stays.
             self._semaphore.wait()
             with self._lock:
-                if not self._is_paused and not self._stopped.is_set():
-                    self._target.stamp_auto()
+                self._stamp_unless_held()
 
 
 class _Semaphore:
