@@ -226,53 +226,22 @@ def gives_up() -> Any:
 
 
 @call
-def killed() -> Any:
-    """The last rank is killed; the others go on without it."""
+def losses() -> Any:
+    """The last rank is killed, then the first; then another leaves; one returns."""
 
     @inprocess.Wrapper(**QUICK)
     def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
         assert wrapper is not None
-        if wrapper.iteration == 0:
-            meet(f"killed{len(results)}", WORLD)
-            if INITIAL_RANK == WORLD - 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+        iteration = wrapper.iteration
+        meet(f"losses{len(results)}.{iteration}", WORLD - iteration)
+        if (iteration, INITIAL_RANK) in ((0, WORLD - 1), (1, 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (iteration, INITIAL_RANK) == (2, 1):
+            sys.exit(7)
+        if iteration < WORLD - 1:
             time.sleep(WAIT_S)
         reports = wrapper.restart_reports
-        return seen(wrapper), reports[0].terminated, sorted(reports[0].seconds)
-
-    return function()
-
-
-@call
-def first_killed() -> Any:
-    """Rank 0 is killed; the others go on without it."""
-
-    @inprocess.Wrapper(**QUICK)
-    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
-        assert wrapper is not None
-        if wrapper.iteration == 0:
-            meet(f"first{len(results)}", WORLD)
-            if INITIAL_RANK == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(WAIT_S)
-        return seen(wrapper)
-
-    return function()
-
-
-@call
-def exits() -> Any:
-    """Rank 0 leaves by SystemExit, the others go on without it."""
-
-    @inprocess.Wrapper(**QUICK)
-    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
-        assert wrapper is not None
-        if wrapper.iteration == 0:
-            meet(f"exits{len(results)}", WORLD)
-            if INITIAL_RANK == 0:
-                sys.exit(7)
-            time.sleep(WAIT_S)
-        return seen(wrapper)
+        return seen(wrapper), [each.terminated for each in reports], sorted(reports[0].seconds)
 
     return function()
 
@@ -287,7 +256,7 @@ def monitor_killed() -> Any:
     )
     def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
         assert wrapper is not None
-        meet("before", WORLD)
+        meet(f"before{len(results)}", WORLD)
         path = FOLDER / f"monitor{INITIAL_RANK}.pid"
         before = int(path.read_text())
         if INITIAL_RANK == 0:
@@ -296,7 +265,7 @@ def monitor_killed() -> Any:
         while not path.exists() or path.read_text() in ("", str(before)):
             assert time.monotonic() < deadline, "there is no other monitor"
             time.sleep(0.01)
-        meet("after", WORLD)
+        meet(f"after{len(results)}", WORLD)
         return seen(wrapper)
 
     return function()

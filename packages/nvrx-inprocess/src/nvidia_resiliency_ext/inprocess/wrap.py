@@ -44,6 +44,8 @@ from .state import State
 from .store import StoreMixin, TCPStore
 from .terminate import Terminate
 
+__all__ = ["CallWrapper", "RestartReport", "Wrapper"]
+
 logger = logging.getLogger("nvrx")
 
 F = TypeVar("F", bound=Callable[..., Any])
