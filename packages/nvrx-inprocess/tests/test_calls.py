@@ -21,7 +21,8 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
     """
     calls = (
         "returns", "one_raises", "all_raise", "asks_for_restart", "reserve", "hangs", "collective",
-        "in_atomic", "gives_up", "monitor_killed", "returns", "left_over",
+        "in_atomic", "gives_up", "monitor_killed", "trains_in_peace", "trains", "many_restarts",
+        "returns", "left_over",
     )  # fmt: skip
     ended = jobs.run_calls(tmp_path, 3, *calls)
     texts = "\n".join(end.text[-3000:] for end in ended)
@@ -35,6 +36,12 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
         assert results["collective"] == [seen(rank, 1, 3), 3.0]
         assert results["in_atomic"] == [seen(rank, 1, 3), "begin and end" if rank else ""]
         assert results["monitor_killed"] == seen(rank, 0, 3)
+        assert results["trains_in_peace"][0] == 0
+        assert results["trains"][0] == 10
+        assert results["trains"][1:] == results["trains_in_peace"][1:]
+        early, late = results["many_restarts"]
+        assert late[:2] == early[:2]
+        assert late[2] < early[2] + 8
         message, terminated = results["gives_up"]
         assert "iteration=2" in message
         assert terminated == [2]

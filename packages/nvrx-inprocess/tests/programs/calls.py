@@ -271,6 +271,93 @@ def monitor_killed() -> Any:
     return function()
 
 
+def trained(faults: int) -> list[float]:
+    """Train a small model with DDP, with so many faults; return its weights."""
+    saved = FOLDER / f"saved{len(results)}.pt"
+    steps, every = 4 + 3 * FAULTS, 2
+
+    @inprocess.Wrapper(**QUICK)
+    def train(wrapper: inprocess.CallWrapper | None = None) -> list[float]:
+        assert wrapper is not None
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        name = FOLDER / f"ddp{len(results)}.{wrapper.iteration}"
+        dist.init_process_group("gloo", init_method=f"file://{name}", rank=rank, world_size=size)
+        torch.manual_seed(7)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        step = 0
+        if saved.exists():
+            state = torch.load(saved, weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            step = state["step"]
+        while step < steps:
+            inputs = torch.randn(24, 8, generator=torch.Generator().manual_seed(step))
+            mine = inputs[rank::size]
+            optimizer.zero_grad()
+            loss = (model(mine).sum(dim=1) - mine.sum(dim=1)).square().mean()
+            loss.backward()
+            if wrapper.iteration < faults and step == 2 + 3 * wrapper.iteration:
+                if rank == wrapper.iteration % size:
+                    raise RuntimeError("in the middle of a step")
+                dist.barrier()
+            optimizer.step()
+            step += 1
+            if step % every == 0 and rank == 0:
+                with wrapper.atomic():
+                    both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                    torch.save({**both, "step": step}, saved.with_suffix(".part"))
+                    saved.with_suffix(".part").replace(saved)
+        weights = [float(value) for each in model.parameters() for value in each.flatten()]
+        dist.barrier()
+        dist.destroy_process_group()
+        return [wrapper.iteration, *weights]
+
+    return train()
+
+
+FAULTS = 10
+
+
+@call
+def trains_in_peace() -> Any:
+    """Train without a fault."""
+    return trained(0)
+
+
+@call
+def trains() -> Any:
+    """Train with ten restarts."""
+    return trained(FAULTS)
+
+
+def resources() -> tuple[int, int, float]:
+    """Return how many threads and descriptors this process has, and its memory in MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    fds = len(os.listdir("/proc/self/fd"))
+    return threading.active_count(), fds, pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@call
+def many_restarts() -> Any:
+    """Restart again and again; return resources early and late."""
+    early, late = 20, 80
+    found: list[tuple[int, int, float]] = []
+
+    @inprocess.Wrapper(**QUICK)
+    def function(wrapper: inprocess.CallWrapper | None = None) -> None:
+        assert wrapper is not None
+        if wrapper.iteration in (early, late):
+            found.append(resources())
+        if wrapper.iteration < late:
+            if wrapper.iteration % WORLD == INITIAL_RANK:
+                raise RuntimeError("again")
+            time.sleep(WAIT_S)
+
+    function()
+    return found
+
+
 @call
 def left_over() -> Any:
     """Return what calls have left behind in this process."""
