@@ -42,6 +42,8 @@ _SEND_LIMIT_S = 1.0
 _LEAVE_LIMIT_S = 5.0
 _JOIN_LIMIT_S = 10.0
 _STABLE_S = 60.0
+_SHORTEST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
 _MOST_LOSSES = 8
 
 
@@ -109,16 +111,18 @@ class MonitorLink:
         """Say that we are ready for the next iteration."""
         self._say(messages.Arrived(self._iteration))
 
-    def leave(self, is_lost: bool) -> bool:
+    def leave(self, is_lost: bool, *, is_discarded: bool = False) -> bool:
         """Say that we leave the call, and wait until the monitor has it, 5 s at most.
 
         Args:
             is_lost: The others have to do without us; otherwise the call is over.
+            is_discarded: By rank assignment, on all ranks alike: nobody expects us in the next
+                iteration, so that it need not be interrupted.
 
         Returns:
             Whether the monitor has it.
         """
-        self._say(messages.Left(is_lost))
+        self._say(messages.Left(is_lost, is_discarded))
         return self._leave_noted.wait(_LEAVE_LIMIT_S)
 
     def close(self) -> None:
@@ -168,8 +172,6 @@ class MonitorLink:
                 logger.warning(
                     "the monitor of this node is gone (%s); another one is needed", error
                 )
-            except Exception:
-                logger.exception("a piece of news could not be passed on")
             if not self._come_back():
                 return
 
@@ -185,7 +187,7 @@ class MonitorLink:
             elif isinstance(
                 message, (messages.Interrupted, messages.Completed, messages.StoreLost)
             ):
-                self._hear(message)
+                self._pass_on(message)
 
     def _collect(self, part: messages.DecisionPart) -> None:
         if part.number == 0:
@@ -194,7 +196,13 @@ class MonitorLink:
         if part.number == part.count - 1:
             decision = decode_decision("".join(self._parts))
             self._parts = []
-            self._hear(messages.Decided(part.iteration, decision))
+            self._pass_on(messages.Decided(part.iteration, decision))
+
+    def _pass_on(self, news: News) -> None:
+        try:
+            self._hear(news)
+        except Exception:
+            logger.exception("a piece of news could not be passed on")
 
     def _come_back(self) -> bool:
         """Find or start another monitor and say everything again; return whether that worked."""
@@ -202,11 +210,14 @@ class MonitorLink:
             if self._sock is not None:
                 self._sock.close()
                 self._sock = None
+        if self._leave_noted.is_set():
+            return False  # whoever comes next has nothing to do for us
         now = time.monotonic()
         self._losses = [*(at for at in self._losses if at > now - _STABLE_S), now]
         if len(self._losses) > _MOST_LOSSES:
             return self._give_up(f"{_MOST_LOSSES} monitors of this node ended within a minute")
         deadline = Deadline.after(max(self._settings.heartbeat_timeout_s, start.START_LIMIT_S))
+        pause_s = _SHORTEST_PAUSE_S
         while not self._closed.is_set():
             try:
                 sock = self._connect(Deadline.after(min(deadline.remaining(), start.START_LIMIT_S)))
@@ -214,6 +225,8 @@ class MonitorLink:
                 if deadline.expired():
                     return self._give_up(str(error))
                 logger.warning("%s", error)
+                self._closed.wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             with self._lock:
                 if self._closed.is_set():
@@ -227,7 +240,7 @@ class MonitorLink:
 
     def _give_up(self, text: str) -> bool:
         if not self._closed.is_set():
-            self._hear(messages.StoreLost(f"this rank has no monitor any more: {text}"))
+            self._pass_on(messages.StoreLost(f"this rank has no monitor any more: {text}"))
         return False
 
     def _connect(self, deadline: Deadline) -> socket.socket:

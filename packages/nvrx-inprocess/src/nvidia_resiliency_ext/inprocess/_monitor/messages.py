@@ -93,9 +93,13 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The rank leaves the call: lost for the others, or because the call is over."""
+    """The rank leaves the call: lost for the others, or because the call is over.
+
+    Who is discarded by rank assignment has no number in the next iteration: nobody misses it.
+    """
 
     is_lost: bool
+    is_discarded: bool
 
 
 @dataclass(frozen=True, slots=True)

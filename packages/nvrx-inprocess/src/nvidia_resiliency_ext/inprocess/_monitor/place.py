@@ -79,7 +79,10 @@ class NodePlace:
         """Return a connection to the monitor, or `None` when none listens."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            # Without blocking: the queue of a monitor that is stopped may be full.
+            sock.settimeout(0.0)
             sock.connect(os.path.join(self.path, _SOCKET))
+            sock.settimeout(None)
         except (ConnectionRefusedError, *_GONE):
             sock.close()
             return None
@@ -193,7 +196,8 @@ def _flock(fd: int, timeout_s: float) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        pass
+        if timeout_s <= 0:
+            raise DeadlineExceededError("somebody holds the lock") from None
     else:
         return
     guard = threading.Lock()

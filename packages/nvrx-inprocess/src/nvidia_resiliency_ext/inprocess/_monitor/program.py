@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import socket
+import threading
 import time
 
 from nvidia_resiliency_ext.inprocess._monitor import messages
@@ -18,6 +19,7 @@ from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView
 from nvidia_resiliency_ext.inprocess._monitor.place import NodePlace
 from nvidia_resiliency_ext.inprocess._monitor.processes import Processes
 from nvidia_resiliency_ext.inprocess._monitor.serving import Host, Serving
+from nvidia_resiliency_ext.inprocess._monitor.store_side import warm_up
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 
@@ -27,6 +29,7 @@ logger = logging.getLogger("nvrx")
 
 _NOBODY_CAME_S = 300.0
 _HELLO_WITHIN_S = 10.0
+_WARM_UP_AFTER_S = 0.5
 _MOST_STRANGERS = 32
 _ASK_AGAIN_S = 0.1
 _LET_IN_AT_ONCE = 64
@@ -76,6 +79,10 @@ class Monitor:
         self._wait_for_anybody_until_s = time.monotonic() + _NOBODY_CAME_S
         self._loop.watch(listener.fileno(), self._let_in)
         place.remove_stale_siblings()
+        # Not at once: the import keeps the interpreter busy, and somebody may be about to come.
+        self._warm_up = threading.Timer(_WARM_UP_AFTER_S, warm_up)
+        self._warm_up.daemon = True
+        self._warm_up.start()
 
     def run(self) -> None:
         """Serve until nobody is left."""
@@ -94,6 +101,7 @@ class Monitor:
             serving.close()
         for stranger in list(self._strangers):
             stranger.close()
+        self._warm_up.cancel()
         self._processes.close()
         self._journal.close()
         self._listener.close()
@@ -193,14 +201,18 @@ class Monitor:
 
     def _end(self) -> bool:
         """End, unless somebody is just coming; return whether."""
+        if not self._is_at_home():
+            return True  # our directory was removed: nobody can come, and no lock must be made
         with contextlib.suppress(OSError, NvrxError), self._place.locked(0.0):
             self._let_in()
             if self._strangers:
                 return False
-            if self._place.socket_inode() == self._socket_inode is not None:
+            if self._is_at_home():
                 self._place.remove()
-            self._loop.unwatch(self._listener.fileno())
-            self._listener.close()
             return True
-        # Whoever holds the lock connects to us, or finds the directory gone and needs us not.
-        return self._place.socket_inode() != self._socket_inode
+        # Whoever holds the lock is about to connect to us.
+        return False
+
+    def _is_at_home(self) -> bool:
+        inode = self._place.socket_inode()
+        return inode is not None and inode == self._socket_inode

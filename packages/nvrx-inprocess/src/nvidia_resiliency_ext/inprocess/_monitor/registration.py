@@ -20,10 +20,27 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.inprocess._monitor.store_side import Desk
     from nvidia_resiliency_ext.inprocess._protocol.board import Board
 
-__all__ = ["Registration"]
+__all__ = ["Adopted", "Registration"]
 
 # One look at the neighbour in so many is left out: it makes room for the wait for the outcome.
 _LEFT_OUT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A rank of this node that another monitor served, and that has not come to this one.
+
+    Attributes:
+        rank: Its initial rank.
+        pid: Its process.
+        start_ticks: When that was started; `None` for unknown: it must not be signalled.
+        has_left: It had left the call.
+    """
+
+    rank: int
+    pid: int
+    start_ticks: int | None
+    has_left: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +75,7 @@ class Registration:
         self._roll = RollFile(directory, settings.prefix)
         self._ranks: dict[int, tuple[int, int | None]] = {}
         self._rolled = self._roll.read()
+        self._is_rolled = bool(self._rolled)
         self._node_id: int | None = None
         self._is_asking = False
         self._is_writing = False
@@ -71,7 +89,7 @@ class Registration:
         rank: int,
         pid: int,
         start_ticks: int,
-        adopt: Callable[[int, int, int | None], None],
+        adopt: Callable[[Adopted], None],
     ) -> None:
         """A rank of this node has come.
 
@@ -79,18 +97,23 @@ class Registration:
             rank: Its initial rank.
             pid: Its process.
             start_ticks: When that was started.
-            adopt: Called with rank, process and start of those that a monitor before us served.
+            adopt: Called with each of those that a monitor before us served.
         """
         if self._ranks.get(rank) == (pid, start_ticks):
             return
         self._ranks[rank] = (pid, start_ticks)
-        self._roll.write({**self._rolled, rank: (pid, start_ticks)})
         self._rolled[rank] = (pid, start_ticks)
+        self._roll.write(self._rolled)
         if self._node_id is not None:
             self._register()
         elif not self._is_asking:
             self._is_asking = True
             self._desk.submit(lambda board: board.nodes(), lambda nodes: self._asked(nodes, adopt))
+
+    def left(self, rank: int) -> None:
+        """A rank of this node has left the call: whoever follows us must not look after it."""
+        if self._rolled.pop(rank, None) is not None and self._rolled:
+            self._roll.write(self._rolled)
 
     def tick(self, now: float, participants: Collection[int]) -> float:
         """Renew the lease and look at the next one, when it is time; return when that is next."""
@@ -110,9 +133,7 @@ class Registration:
         """Forget the ranks of this node."""
         self._roll.remove()
 
-    def _asked(
-        self, nodes: Iterable[NodeEntry], adopt: Callable[[int, int, int | None], None]
-    ) -> None:
+    def _asked(self, nodes: Iterable[NodeEntry], adopt: Callable[[Adopted], None]) -> None:
         nodes = tuple(nodes)
         own = next((node for node in nodes if not self._ranks.keys().isdisjoint(node.ranks)), None)
         self._node_id = min(self._ranks) if own is None else own.node_id
@@ -123,7 +144,8 @@ class Registration:
                     known_pid, ticks = self._rolled.get(rank, (None, None))
                     ticks = ticks if known_pid == pid else None
                     self._ranks[rank] = (pid, ticks)
-                    adopt(rank, pid, ticks)
+                    has_left = self._is_rolled and rank not in self._rolled
+                    adopt(Adopted(rank, pid, ticks, has_left))
         self._register()
 
     def _register(self) -> None:

@@ -96,6 +96,7 @@ class Member:
         world_size: The number of ranks in that iteration.
         ended: Why it takes no further part, if so.
         is_leaving: It has said so itself.
+        is_discarded: It has no number in the iteration after the one it began last.
         is_settled: It left a call that needs it no more.
     """
 
@@ -105,6 +106,7 @@ class Member:
     world_size: int = -1
     ended: Interruption | None = None
     is_leaving: bool = False
+    is_discarded: bool = False
     is_settled: bool = False
 
     @property
@@ -206,10 +208,11 @@ class Roster:
         self._said.arrived.add(initial_rank)
         return [Arrive(iteration, self._arrival_of(initial_rank), self._participants[iteration])]
 
-    def left(self, initial_rank: int, *, is_lost: bool) -> list[Effect]:
+    def left(self, initial_rank: int, *, is_lost: bool, is_discarded: bool = False) -> list[Effect]:
         """A rank leaves the call: because it is over, or lost for the others."""
         member = self.members[initial_rank]
         member.is_leaving = True
+        member.is_discarded = is_discarded
         if self.is_over or (not is_lost and initial_rank in self._said.completed):
             member.is_settled = True
             return []
@@ -330,7 +333,7 @@ class Roster:
             effects += self._interrupt(rank, Interruption.UNRESPONSIVE)
         elif not member.is_leaving:
             effects += self._interrupt(rank, Interruption.TERMINATED)
-        elif member.iteration == self.position and not self._has_reported(rank):
+        elif not member.is_discarded and not self._has_reported(rank):
             effects += self._interrupt(rank, Interruption.BASE_EXCEPTION)
         # One that was discarded, or leaves, says so; the number of any other may be unknown.
         is_out = member is not None and member.is_leaving
@@ -352,7 +355,10 @@ class Roster:
 
     def _follow(self) -> list[Effect]:
         """Wait for the fate of the position, as long as that matters to anybody here."""
-        if self._followed >= self.position or self.is_over or self.is_settled:
+        if self._followed >= self.position or self.is_over:
+            return []
+        members = self.members.items()
+        if all(each.is_settled or rank not in self.participants for rank, each in members):
             return []
         self._followed = self.position
         return [Follow(self.position, self.participants)]

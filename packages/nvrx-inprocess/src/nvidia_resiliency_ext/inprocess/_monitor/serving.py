@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.inprocess._monitor.journal import Journal
     from nvidia_resiliency_ext.inprocess._monitor.loop import Connection, Loop
     from nvidia_resiliency_ext.inprocess._monitor.processes import Processes
+    from nvidia_resiliency_ext.inprocess._monitor.registration import Adopted
     from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
     from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
     from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
@@ -200,7 +201,10 @@ class Serving:
     def _heard(self, rank: int, message: object) -> None:
         if isinstance(message, messages.Left):
             logger.info("monitor_process: initial rank %d leaves", rank)
-            self._do(self._roster.left(rank, is_lost=message.is_lost))
+            self._registration.left(rank)
+            self._do(
+                self._roster.left(rank, is_lost=message.is_lost, is_discarded=message.is_discarded)
+            )
             self._send(rank, messages.LeaveNoted())
             return
         try:
@@ -237,13 +241,15 @@ class Serving:
             self._host.processes.look()
         for rank, seat in list(self._seats.items()):
             member = self._roster.members[rank]
-            if member.is_present and seat.pid in self._host.processes:
+            # Who has not come back may have left the call, unless it is still counted on.
+            is_expected = seat.page is not None or rank in self._roster.participants
+            if member.is_present and is_expected and seat.pid in self._host.processes:
                 due_s = min(due_s, self._judge(rank, seat, now))
         return due_s
 
     def _judge(self, rank: int, seat: _Seat, now: float) -> float:
         stamps = seat.look()
-        if stamps is None or (seat.page is None and seat.start_ticks is None):
+        if stamps is None:
             return math.inf
         is_interrupted = self._roster.is_interrupted(self._roster.members[rank].iteration)
         since_s = seat.watch.interrupted_s
@@ -260,6 +266,8 @@ class Serving:
 
     def _obey(self, rank: int, seat: _Seat, effect: verdict.Effect) -> None:
         if isinstance(effect, verdict.SendSignals):
+            if seat.start_ticks is None:
+                return  # the number may be another process's by now
             names = ", ".join(number.name for number in effect.signals)
             logger.warning("monitor_process: %s to target_pid=%d", names, seat.pid)
             self._host.processes.signal(seat.pid, effect.signals)
@@ -361,17 +369,21 @@ class Serving:
 
     # --- parts ---
 
-    def _adopt(self, rank: int, pid: int, start_ticks: int | None) -> None:
+    def _adopt(self, found: Adopted) -> None:
         """Take in a rank that another monitor of this node served, and that has not come yet."""
+        rank = found.rank
         if rank in self._seats:
             return
         self._roster.attach(rank)
-        self._seats[rank] = _Seat(pid, start_ticks, time.monotonic())
-        logger.info("monitor_process: takes over initial rank %d, target_pid=%d", rank, pid)
+        self._seats[rank] = _Seat(found.pid, found.start_ticks, time.monotonic())
+        logger.info("monitor_process: takes over initial rank %d, target_pid=%d", rank, found.pid)
+        if found.has_left:
+            self._do(self._roster.left(rank, is_lost=True))
+            return
         try:
-            self._host.processes.hold(pid, start_ticks)
+            self._host.processes.hold(found.pid, found.start_ticks)
         except OSError:
-            self.process_ended(pid)
+            self.process_ended(found.pid)
 
     @property
     def _has_present(self) -> bool:

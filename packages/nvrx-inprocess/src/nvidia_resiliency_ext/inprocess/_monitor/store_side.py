@@ -8,6 +8,7 @@ back as calls in its own thread. A store that hangs therefore holds up nobody bu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import queue
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
     from nvidia_resiliency_ext.inprocess._protocol.board import Board
 
-__all__ = ["Desk", "open_board"]
+__all__ = ["Desk", "open_board", "warm_up"]
 
 logger = logging.getLogger("nvrx")
 
@@ -38,6 +39,15 @@ def open_board(settings: MonitorSettings) -> Board:
 
     make = factory.load_named(settings.store_factory, settings.store_file)
     return Board(make(**factory.load_kwargs(settings.store_kwargs)), settings.prefix)
+
+
+def warm_up() -> None:
+    """Import what connecting will need; nobody waits for it."""
+    from nvidia_resiliency_ext.inprocess._monitor.boot import complete_package
+
+    complete_package()
+    with contextlib.suppress(ImportError):
+        import torch.distributed  # noqa: F401 - for its effect
 
 
 @dataclass(frozen=True, slots=True)
