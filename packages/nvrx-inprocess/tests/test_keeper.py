@@ -23,6 +23,7 @@ from nvidia_resiliency_ext.inprocess._store.hosting import (
 )
 from nvidia_resiliency_ext.inprocess._store.identity import StoreInUseError
 from nvidia_resiliency_ext.inprocess.store import TCPStore
+from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
 SOON = timedelta(seconds=20)
 END_S = 30.0
@@ -106,24 +107,12 @@ def test_a_keeper_listens_at_its_address_alone(keeper: Keeper) -> None:
         socket.create_connection(("127.0.0.2", keeper.endpoint.port), 5)
 
 
-def test_a_keeper_ends_when_nobody_is_connected() -> None:
-    """It stays while somebody is, and ends soon after the last one has gone."""
-    keeper = start(idle_s=0.4)
-    assert keeper.process is not None
-    store = TCPStore.connect(keeper.endpoint, SOON)
-    with pytest.raises(subprocess.TimeoutExpired):
-        keeper.process.wait(1.5)
-    store.set("k", "v")
-    del store
-    assert keeper.process.wait(END_S) == 0
-
-
 STARTER = """
 import sys
 from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
 from nvidia_resiliency_ext.inprocess._store.hosting import KeeperTimes, keep_store
 from nvidia_resiliency_ext.inprocess.store import TCPStore
-times = KeeperTimes(idle_s=60.0)
+times = KeeperTimes(idle_s=0.4)
 here = Endpoint("127.0.0.1", 0, is_served=False)
 keeper = keep_store(here, "job", TCPStore.connect, is_single_node=True, times=times)
 print(keeper.process.pid, keeper.endpoint.port, flush=True)
@@ -131,8 +120,8 @@ sys.stdin.read()
 """
 
 
-def test_a_keeper_outlives_its_starter() -> None:
-    """SIGKILL of the process that started it, and of its group, leaves the store as it was."""
+def test_a_keeper_outlives_its_starter_while_it_is_needed() -> None:
+    """SIGKILL of its starter's group leaves the store to who is connected; then the port is free."""
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTER],
         stdin=subprocess.PIPE,
@@ -142,13 +131,19 @@ def test_a_keeper_outlives_its_starter() -> None:
     )
     assert starter.stdout is not None
     pid, port = map(int, starter.stdout.readline().split())
+    keeper = PidHandle(pid)
     try:
+        assert not keeper.wait(1.0)  # it stays with its starter, connected or not
+        store = TCPStore.connect(Endpoint("127.0.0.1", port, is_served=True), SOON)
         os.killpg(starter.pid, signal.SIGKILL)
         starter.communicate()
-        endpoint = Endpoint("127.0.0.1", port, is_served=True)
-        TCPStore.connect(endpoint, SOON).set("k", "v")
+        assert not keeper.wait(1.5)
+        store.set("k", "v")
+        del store
+        assert keeper.wait(END_S)
     finally:
-        os.kill(pid, signal.SIGTERM)
+        keeper.signal(signal.SIGKILL)
+        keeper.close()
 
 
 def test_a_start_that_says_nothing_is_given_up() -> None:

@@ -56,9 +56,15 @@ class NewsReader:
         self._post = post
         self._hearer = hearer
         self._closed = threading.Event()
+        self._broken_s: float | None = None
         self._to_follow: queue.SimpleQueue[tuple[int, frozenset[int]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nvrx-news", daemon=True)
         self._thread.start()
+
+    def broken_s(self, now: float) -> float:
+        """Return for how long there has been no connection, after one broke."""
+        broken_s = self._broken_s
+        return 0.0 if broken_s is None else now - broken_s
 
     def follow(self, iteration: int, participants: frozenset[int]) -> None:
         """Follow an iteration after those before it."""
@@ -80,7 +86,9 @@ class NewsReader:
                         break
                     # A connection may break without the store being lost.
                     logger.info("monitor_process: the store is connected to again: %s", error)
+                    self._broken_s = time.monotonic()
                     board = open_board(self._settings)
+                    self._broken_s = None
                     self._follow(board, *order)
         except Exception as error:
             if not self._closed.is_set():

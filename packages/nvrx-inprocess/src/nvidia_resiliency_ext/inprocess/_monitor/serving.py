@@ -316,7 +316,8 @@ class Serving:
             if self._desk.is_open
             else self._settings.barrier_timeout_s
         )
-        if self._desk.busy_s(now) > limit_s:
+        # A wait for news notices a broken connection at once, the desk at its next operation.
+        if max(self._desk.busy_s(now), self._news.broken_s(now)) > limit_s:
             self._store_lost(f"the store has not answered for {limit_s:g} s")
 
     def _do_lost(self, ranks: Iterable[int]) -> None:
