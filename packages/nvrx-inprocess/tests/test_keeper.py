@@ -121,7 +121,7 @@ sys.stdin.read()
 
 
 def test_a_keeper_outlives_its_starter_while_it_is_needed() -> None:
-    """SIGKILL of its starter's group leaves the store to who is connected; then the port is free."""
+    """SIGKILL of its starter's group leaves the store to who is connected, then it ends."""
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTER],
         stdin=subprocess.PIPE,
