@@ -184,8 +184,12 @@ class Board:
         return leases
 
     def forget(self, iteration: int) -> None:
-        """Remove the keys of an iteration that nobody needs any more."""
-        for key in self._keys(iteration).all():
+        """Remove the lists of an iteration that has been decided.
+
+        Outcome and decision stay: a node that was cut off, or whose ranks have all ended, may
+        still wait for them.
+        """
+        for key in self._keys(iteration).lists():
             self._access.delete(key)
 
     def _keys(self, iteration: int) -> IterationKeys:

@@ -32,9 +32,10 @@ class IterationKeys:
     arrived: str
     decision: str
 
-    def all(self) -> tuple[str, ...]:
-        """Return every key."""
-        return tuple(getattr(self, name) for name in self.__slots__)
+    def lists(self) -> tuple[str, ...]:
+        """Return every key but those of the values that are set once."""
+        kept = ("outcome", "decision")
+        return tuple(getattr(self, name) for name in self.__slots__ if name not in kept)
 
 
 def iteration_prefix(iteration: int) -> str:

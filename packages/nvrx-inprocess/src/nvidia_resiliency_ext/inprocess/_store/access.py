@@ -14,6 +14,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nvidia_resiliency_ext.inprocess._protocol.errors import ForeignValueError, StoreLostError
+from nvidia_resiliency_ext.inprocess.utils import torch_older_than
+
+from .sockets import is_listening
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -27,7 +30,7 @@ _SHORTEST_WAIT_S = 0.001
 # How much earlier than asked a wait may end, and how much later it is no end of that wait.
 _EARLY_S = 0.01
 _LATE_S = 2.0
-_CLONE_S = 1.0
+_CLONE_S = 10.0
 
 _Answer = TypeVar("_Answer")
 
@@ -59,8 +62,9 @@ class StoreAccess:
         except ValueError:
             # Stores in memory and in files say it themselves.
             raise ForeignValueError(key, self.peek(key) or "") from None
-        except StoreLostError:
-            self._explain_counter(key)
+        except StoreLostError as error:
+            if "timeout" not in str(error).lower():
+                self._explain_counter(key)
             raise
 
     def append(self, key: str, text: str) -> None:
@@ -160,20 +164,21 @@ class StoreAccess:
 
     def _explain_counter(self, key: str) -> None:
         """TCPStore ends the connection of whoever adds to what is no number: find out."""
+        if not is_listening(self._store):
+            return
         try:
             usual = self._store.timeout
-            # So long does torch try to connect to a store that is gone.
+            # So long does torch try to connect to a store that has just gone.
             self._store.set_timeout(timedelta(seconds=_CLONE_S))
             clone = self._store.clone()
             clone.set_timeout(usual)
-            another = StoreAccess(clone)
-            text = another.peek(key)
         except (AttributeError, RuntimeError, StoreLostError):
             return
-        digits = (text or "0").removeprefix("-")
+        self._store, self._lost = clone, None
+        text = self.peek(key) or "0"
+        digits = text.removeprefix("-")
         if not (digits.isascii() and digits.isdigit() and len(digits) < 19):  # noqa: PLR2004
-            self._store, self._lost = another._store, None
-            raise ForeignValueError(key, text or "")
+            raise ForeignValueError(key, text)
 
     def _call(self, function: Callable[[], _Answer], limit_s: float | None = None) -> _Answer:
         if self._lost is not None:
@@ -186,8 +191,8 @@ class StoreAccess:
             # torch: DistNetworkError, DistStoreError and others, all of them RuntimeError.
             if limit_s is not None and is_expiry(error, time.monotonic() - began, limit_s):
                 raise TimeoutError from None
-            self._lost = _first_line(error)
-            raise StoreLostError(f"the store does not answer: {self._lost}") from None
+            self._lost = f"the store does not answer: {_first_line(error)}"
+            raise StoreLostError(self._lost) from None
 
 
 def is_expiry(error: BaseException, elapsed_s: float, limit_s: float) -> bool:
@@ -195,8 +200,9 @@ def is_expiry(error: BaseException, elapsed_s: float, limit_s: float) -> bool:
 
     The network's own timeouts use the same words, but come at other times.
     """
-    if type(error).__name__ == "DistStoreError":
-        return True
+    name = type(error).__name__
+    if name == "DistStoreError" or (name == "DistNetworkError" and not torch_older_than("2.5")):
+        return name == "DistStoreError"
     text = str(error).lower()
     is_timeout = "timeout" in text or "timed out" in text
     return is_timeout and limit_s - _EARLY_S <= elapsed_s <= limit_s + _LATE_S

@@ -25,6 +25,9 @@ from .sockets import is_reachable_from_elsewhere
 logger = logging.getLogger("nvrx")
 
 _MODULE = "nvidia_resiliency_ext.inprocess._store.keeper"
+# torch asks the name server for the name of whoever connects, and serves nobody meanwhile.
+_RESOLVER = "RES_OPTIONS"
+_QUICK = "timeout:1 attempts:1"
 _PROBE_S = 5.0
 _LONGEST_REPORT = 1 << 14
 
@@ -144,6 +147,7 @@ def _start(
             pass_fds=[writing],
             start_new_session=True,
             cwd="/",
+            env={_RESOLVER: _QUICK, **os.environ},
         )
         os.close(writing)
         writing = -1

@@ -67,6 +67,20 @@ def is_reachable_from_elsewhere(host: str) -> bool:
     return not all(address.is_loopback for address in addresses)
 
 
+def is_listening(store: Any) -> bool:
+    """Return whether somebody listens where a TCPStore, or one below prefixes, is connected to."""
+    while not hasattr(store, "port"):
+        below = getattr(store, "base_store", None) or getattr(store, "underlying_store", None)
+        if below is None:
+            return False
+        store = below
+    try:
+        socket.create_connection((store.host, store.port), _PROBE_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def limit_answers(port: int, timeout_s: float, known: frozenset[str] = frozenset()) -> int:
     """Let clients connected to `port` wait at most so long for an answer; return how many.
 

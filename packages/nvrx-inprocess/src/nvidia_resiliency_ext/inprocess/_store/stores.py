@@ -28,7 +28,7 @@ _TIMEOUT = timedelta(seconds=300)
 # A store that lives answers in less than a millisecond; what blocks longer has lost its host.
 ANSWER_TIMEOUT_S = 20.0
 # What connecting may take beyond the given time: torch itself is not exact.
-_GRACE_S = 5.0
+_GRACE_S = 1.0
 
 
 class TCPStore(StoreMixin, TorchTCPStore):
