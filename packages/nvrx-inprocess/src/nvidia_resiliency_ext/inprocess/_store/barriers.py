@@ -60,7 +60,7 @@ def pass_barrier(
         raise _overflow(group_name, count, rendezvous_count)
     if count == rendezvous_count:
         access.set(place.done, _DONE)
-    elif not _wait(access, place, timeout, timeout_chunk, lambda: False):
+    elif _is_none(timeout) or not _wait(access, place, timeout, timeout_chunk, lambda: False):
         raise _too_late(group_name, rendezvous_count)
 
 
@@ -84,9 +84,11 @@ def pass_reentrant_barrier(
         return arrived == rendezvous_count
 
     access.append(place.arrived, "".join(f"{rank}," for rank in ranks))
-    if access.add(place.count, len(ranks)) >= rendezvous_count and look():
+    is_worth_looking = access.add(place.count, len(ranks)) >= rendezvous_count
+    if is_worth_looking and look():
         return
-    if not _wait(access, place, timeout, timeout_chunk, look):
+    # Who only arrives, for another rank say, asks the store nothing more.
+    if _is_none(timeout) or not _wait(access, place, timeout, timeout_chunk, look):
         raise _too_late(group_name, rendezvous_count)
 
 
@@ -130,6 +132,10 @@ def _wait(
         if access.wait(place.done, min(left_s, slice_s)) or look():
             return True
     return access.check(place.done)
+
+
+def _is_none(timeout: timedelta | None) -> bool:
+    return timeout is not None and timeout <= timedelta(0)
 
 
 def _overflow(group_name: str, count: int, rendezvous_count: int) -> BarrierOverflow:
