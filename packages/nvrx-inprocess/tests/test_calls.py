@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+import chaos
 import jobs
 import pytest
 
@@ -56,3 +57,9 @@ def test_who_is_lost_is_done_without(tmp_path: Path) -> None:
     assert who == seen(0, 3, 1)
     assert terminated == [[3], [0], [1]]
     assert {"abort", "unwind", "barrier", "initialize"} <= set(phases)
+
+
+def test_twenty_random_faults(tmp_path: Path) -> None:
+    """Whatever happens to whom and when, the others end with the right result."""
+    wrong, _ = chaos.failures(tmp_path, seed=1, trials=20)
+    assert not wrong, "\n".join(wrong)

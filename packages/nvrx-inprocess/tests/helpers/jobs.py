@@ -42,16 +42,19 @@ class Ended:
         return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
 
-def run_calls(
-    folder: Path, world: int, *calls: str, nodes: dict[int, Path] | None = None
-) -> list[Ended]:
-    """Let `world` ranks make calls, and return how each has ended.
+def run_calls(folder: Path, world: int, *calls: str) -> list[Ended]:
+    """Let `world` ranks make calls, by their names in `programs/calls.py`; return their ends."""
+    return run_program(folder, world, "calls.py", *calls)
+
+
+def run_program(folder: Path, world: int, program: str, *words: str) -> list[Ended]:
+    """Run a program as `world` ranks of one node, and return how each has ended.
 
     Args:
-        folder: A directory of the test's own.
+        folder: A directory of the test's own; its part `shared` is the program's first argument.
         world: How many ranks.
-        calls: Names in `programs/calls.py`.
-        nodes: Directories for temporary files, by rank, for ranks that are not on one node.
+        program: In `programs`.
+        words: Further arguments.
     """
     base = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "NVRX", "TORCH"))}
     base.pop("LOCAL_RANK", None)
@@ -60,16 +63,15 @@ def run_calls(
     base |= {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
         "RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TMPDIR": str(folder),
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         started = []
         for rank in range(world):
-            place = nodes[rank] if nodes is not None else folder
             file = stack.enter_context((folder / f"rank{rank}.log").open("w"))
             process = subprocess.Popen(
-                [sys.executable, str(PROGRAMS / "calls.py"), str(shared), *calls],
-                env={**base, "RANK": str(rank), "TMPDIR": str(place)},
-                stdout=file, stderr=file,
+                [sys.executable, str(PROGRAMS / program), str(shared), *words],
+                env={**base, "RANK": str(rank)}, stdout=file, stderr=file,
             )  # fmt: skip
             stack.callback(process.wait)
             stack.callback(process.kill)

@@ -381,7 +381,7 @@ class CallLoop:
         parts, state = self._parts, self.state
         parts.page.phase = ProgressPhase.IDLE
         log_exc(state, error, "leaving")
-        parts.link.leave(is_lost=True)
+        parts.link.leave(is_lost=True, is_discarded=isinstance(error, RankDiscarded))
         terminate_callback = self._settings.terminate
         if terminate_callback is not None:
             try:
