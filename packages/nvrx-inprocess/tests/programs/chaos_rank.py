@@ -145,6 +145,7 @@ def seconds(value: float) -> dt.timedelta:
 
 @inprocess.Wrapper(
     store_kwargs={"port": int(os.environ["MASTER_PORT"]) + 1},
+    monitor_process_logfile=str(FOLDER / "monitor.log"),
     initialize=AtStart(),
     abort=inprocess.Compose(inprocess.abort.AbortTorchDistributed(), AtAbort()),
     finalize=AtFinalize(),
@@ -167,7 +168,10 @@ def work(trial: Trial, call: inprocess.CallWrapper) -> list[Any]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     SCENE.at("start")
     name = FOLDER / f"group{trial.number}.{call.iteration}"
-    dist.init_process_group("gloo", init_method=f"file://{name}", rank=rank, world_size=size)
+    # Nothing interrupts a wait inside torch's stores, which is where a rank waits for its peers.
+    dist.init_process_group(
+        "gloo", init_method=f"file://{name}", rank=rank, world_size=size, timeout=seconds(1)
+    )
     total = 0.0
     for step in range(STEPS):
         call.ping()

@@ -13,8 +13,20 @@ __all__ = [
     "backend_of",
     "backends",
     "destroy_all",
+    "forget_unfinished",
     "is_gloo",
 ]
+
+# Of torch's `_World`; later versions may have fewer.
+_REGISTERS = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "pg_to_tag",
+    "tags_to_pg",
+    "pg_coalesce_state",
+)
 
 logger = logging.getLogger("nvrx")
 
@@ -80,6 +92,31 @@ def destroy_all() -> None:
 
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def forget_unfinished() -> None:
+    """Let a creation of groups that was cut short leave nothing behind; for the main thread.
+
+    torch counts groups, and the count stands in the keys by which ranks meet: a rank that had begun
+    would never meet one that had not. A group that was finished after the abort is destroyed.
+    """
+    from torch import distributed
+
+    if not distributed.is_available():
+        return
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+        return
+    c10d = distributed.distributed_c10d
+    world = c10d._world  # noqa: SLF001 - torch resets it only with a default group
+    for name in _REGISTERS:
+        register = getattr(world, name, None)
+        if register is not None:
+            register.clear()
+    unregister = getattr(c10d, "_unregister_all_process_groups", None)
+    if unregister is not None:
+        unregister()
+    world.group_count = 0
 
 
 def _device_types(group: Any) -> list[Any]:

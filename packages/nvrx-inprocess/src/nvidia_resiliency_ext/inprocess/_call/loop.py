@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nvidia_resiliency_ext.inprocess._abort.groups import forget_unfinished
 from nvidia_resiliency_ext.inprocess._monitor.messages import (
     Completed,
     Decided,
@@ -130,6 +131,8 @@ class CallLoop:
             except BaseException as error:
                 self._leave(error)
                 raise
+        self._parts.page.phase = ProgressPhase.IDLE
+        self._parts.link.leave(is_lost=False)
         if self._settings.completion is not None:
             try:
                 self._settings.completion(self.state.freeze())
@@ -303,6 +306,9 @@ class CallLoop:
             )
         parts.page.rearm()
         parts.watchdog.resume()
+        if settings.abort is not None:
+            with self._watch.measure(Phase.UNWIND):
+                forget_unfinished()
         frozen = state.freeze()
         with self._watch.measure(Phase.FINALIZE):
             if settings.finalize is not None:
