@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from . import _gather
+from ._checks import check_callable, check_duration, check_integer
 from ._ranks.activate import clamp_active, round_down
 from ._ranks.groups import failing
 from ._ranks.layers import Layer, LayerFlag
@@ -156,8 +157,8 @@ class MaxActiveWorldSize(RankFilter):
     """
 
     def __init__(self, max_active_world_size: int | None = None) -> None:
-        if max_active_world_size is not None and max_active_world_size < 1:
-            raise ValueError(f"max_active_world_size must be at least 1: {max_active_world_size}")
+        if max_active_world_size is not None:
+            check_integer("max_active_world_size", max_active_world_size, least=1)
         self.max_active_world_size = max_active_world_size
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
@@ -178,8 +179,7 @@ class ActiveWorldSizeDivisibleBy(RankFilter):
     """
 
     def __init__(self, divisor: int = 1) -> None:
-        if divisor < 1:
-            raise ValueError(f"divisor must be at least 1: {divisor}")
+        check_integer("divisor", divisor, least=1)
         self.divisor = divisor
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
@@ -210,10 +210,8 @@ class FilterCountGroupedByKey(RankFilter):
     ) -> None:
         if not isinstance(key_or_fn, str) and not callable(key_or_fn):
             raise TypeError(f"key_or_fn must be a str or callable, not {key_or_fn!r}")
-        if not callable(condition):
-            raise TypeError(f"condition must be callable, not {condition!r}")
-        if not isinstance(timeout, timedelta):
-            raise TypeError(f"timeout must be a timedelta, not {timeout!r}")
+        check_callable("condition", condition)
+        check_duration("timeout", timeout)
         self.key_or_fn = key_or_fn
         self.condition = condition
         self.timeout = timeout
@@ -260,8 +258,8 @@ class Tree(RankAssignment):
         for layer in layers:
             if not isinstance(layer, Layer):
                 raise TypeError(f"layers must be Layer objects, not {layer!r}")
-        if world_size_filter is not None and not callable(world_size_filter):
-            raise TypeError(f"world_size_filter must be callable, not {world_size_filter!r}")
+        if world_size_filter is not None:
+            check_callable("world_size_filter", world_size_filter)
         self.layers = list(layers)
         self.world_size_filter = world_size_filter
         self._picture: Picture | None = None

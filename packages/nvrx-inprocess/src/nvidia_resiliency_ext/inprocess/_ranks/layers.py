@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.inprocess._checks import check_integer
+
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.inprocess.state import State
 
@@ -46,9 +48,9 @@ class Layer:
     flag: LayerFlag | None = None
 
     def __post_init__(self) -> None:
-        _check_limit("min_ranks", self.min_ranks)
+        check_integer("min_ranks", self.min_ranks, least=0)
         if self.max_ranks is not None:
-            _check_limit("max_ranks", self.max_ranks)
+            check_integer("max_ranks", self.max_ranks, least=0)
             if self.min_ranks > self.max_ranks:
                 raise ValueError(
                     f"min_ranks must be at most max_ranks: {self.min_ranks} > {self.max_ranks}"
@@ -61,10 +63,3 @@ class Layer:
     def has(self, flag: LayerFlag) -> bool:
         """Tell whether the flag is set."""
         return self.flag is not None and flag in self.flag
-
-
-def _check_limit(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, not {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative: {value}")
