@@ -156,6 +156,19 @@ def test_many_iterations_leave_a_bounded_store():
     assert max(on_ranks(one, range(3)).values()) <= 4 * 3 + 1
 
 
+def test_names_of_the_same_iteration_stay():
+    """Only a later iteration deletes, for a rank that was filtered out may still be reading."""
+    common = dist.HashStore()
+
+    def one(rank):
+        store = dist.PrefixStore("", common)
+        for _ in range(3):
+            _gather.gather(store, _gather.Caller(rank, rank, 7), ["k"], range(2), _WAIT)
+
+    on_ranks(one, range(2))
+    assert all(common.check([f"rank_assignment/7/{n}/record"]) for n in range(3))
+
+
 def test_few_operations_and_bytes():
     """A rank needs 4 operations, the last one 6, and reads each key list once for many ranks."""
     common, size = dist.HashStore(), 64

@@ -227,7 +227,7 @@ class FilterCountGroupedByKey(RankFilter):
             living = [rank for rank in range(state.world_size) if rank not in terminated]
             keys = [_key_of(self.key_or_fn, state)]
             runs = _gather.gather(ctx.store, _caller(state), keys, living, self.timeout)
-            ctx.terminated_ranks = terminated | failing(runs, self.condition)
+            ctx.terminated_ranks = set(terminated) | failing(runs, self.condition)
         return ctx
 
 
