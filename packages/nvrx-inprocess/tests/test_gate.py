@@ -277,11 +277,30 @@ def test_a_thread_that_blocks_signals_is_left(gate: MainThreadGate, helper: Help
     """Even when the function has blocked all signals, its bytecode is interrupted."""
     with pytest.raises(RankShouldRestart), gate.inside():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        start = time.perf_counter()
         try:
             helper.interrupt()
             spin(30)
         finally:
+            taken_s = time.perf_counter() - start
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert taken_s < 10
+    assert helper.result() is not None
+
+
+def test_signals_blocked_at_the_entry(gate: MainThreadGate, helper: Helper) -> None:
+    """A program that has blocked all signals is interrupted in a call, and they stay blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        start = time.perf_counter()
+        with pytest.raises(RankShouldRestart), gate.inside():
+            helper.interrupt(0.01)
+            time.sleep(30)
+        assert time.perf_counter() - start < 10
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == blocked
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert helper.result() is not None
 
 
@@ -313,6 +332,8 @@ def test_first_unwinding_is_left_in_peace(gate: MainThreadGate, helper: Helper) 
             helper.interrupt()
             spin(30)
         finally:
+            # One that comes by itself, as one that was sent twice, does nothing.
+            gate._nudge.send()
             spin(0.1)
             cleaned_up = True
     result = helper.result()
@@ -333,8 +354,11 @@ def test_lost_in_a_destructor(
 
     start = time.perf_counter()
     with pytest.raises(RankShouldRestart), gate.inside():
-        Stuck()
-        spin(30)
+        try:
+            Stuck()
+            spin(30)
+        finally:
+            spin(0.1)
     result = helper.result()
     assert unraisable == [RankShouldRestart]
     assert result is not None
@@ -390,6 +414,46 @@ def test_atomic_block_is_not_interrupted(
         spin(30)
     assert done
     assert helper.result() is not None
+
+
+def test_atomic_block_is_not_interrupted_later_either(
+    gate: MainThreadGate, lock: AtomicLock, helper: Helper
+) -> None:
+    """A function that has swallowed the exception can still finish its block."""
+    with pytest.raises(RankShouldRestart), gate.inside():
+        try:
+            helper.interrupt(quiet_s=0.02)
+            spin(30)
+        except RankShouldRestart:
+            with lock:
+                spin(0.1)
+                done = True
+        spin(30)
+    assert done
+    result = helper.result()
+    assert result is not None
+    assert result.count == 2
+
+
+def test_who_waits_for_the_lock_comes_next(lock: AtomicLock) -> None:
+    """A thread that takes the lock over and over does not keep the interruption from it."""
+    for _ in range(20):
+        had_it = threading.Event()
+
+        def take(had_it: threading.Event = had_it) -> None:
+            with lock:
+                had_it.set()
+
+        thread = threading.Thread(target=take)
+        with lock:
+            thread.start()
+            while not lock._is_waited_for:
+                pass
+            with lock:
+                assert not had_it.is_set(), "a nested block does not wait"
+        with lock:
+            assert had_it.is_set()
+        thread.join()
 
 
 def test_main_thread_waits_for_the_lock(

@@ -55,31 +55,45 @@ class AtomicLock:
     that waits for it can be interrupted.
     """
 
-    __slots__ = ("_is_own", "_lock", "_turn")
+    __slots__ = ("_acquire", "_is_own", "_is_waited_for", "_release", "_turn")
 
     def __init__(self) -> None:
-        self._lock = _thread.RLock()
+        lock = _thread.RLock()
+        self._acquire = lock.acquire
+        self._release = lock.release
         # As threading.Condition asks it.
-        self._is_own = self._lock._is_owned  # type: ignore[attr-defined]  # noqa: SLF001
+        self._is_own = lock._is_owned  # type: ignore[attr-defined]  # noqa: SLF001
         # Held by the one who is next.
         self._turn = _thread.allocate_lock()
+        self._is_waited_for = False
+
+    # Whoever interrupts holds the lock: nothing is raised in a thread that has it.
 
     def __enter__(self) -> None:
-        # Whoever interrupts holds the lock: nothing is raised here once we have it.
-        if self._is_own():
-            self._lock.acquire()
-            return
-        with self._turn:
-            self._lock.acquire()
+        if (self._is_waited_for and not self._is_own()) or not self._acquire(False):
+            self._wait()
 
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._release()
+
+    def _wait(self) -> None:
+        with self._turn:
+            self._is_waited_for = True
+            try:
+                self._acquire()
+            finally:
+                self._is_waited_for = False
 
     def held_by_others(self) -> bool:
         """Say whether another thread than the calling one holds it now."""
-        if not self._lock.acquire(blocking=False):
+        if not self._acquire(False):
             return True
-        self._lock.release()
+        self._release()
         return False
 
 
