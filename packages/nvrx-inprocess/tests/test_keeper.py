@@ -179,7 +179,7 @@ def test_reports_are_one_line_of_json(tmp_path: Path) -> None:
         command = [
             *(sys.executable, "-m", "nvidia_resiliency_ext.inprocess._store.keeper"),
             *("--address=127.0.0.1", f"--port={taken.getsockname()[1]}", "--job=j"),
-            *("--first-s=1", "--idle-s=1", f"--report-fd={writing}"),
+            *(f"--starter={os.getpid()}", "--idle-s=1", f"--report-fd={writing}"),
         ]
         done = subprocess.run(command, pass_fds=[writing], check=False, cwd=tmp_path, timeout=50)
         os.close(writing)

@@ -283,7 +283,7 @@ def trained(faults: int) -> list[float]:
         name = FOLDER / f"ddp{len(results)}.{wrapper.iteration}"
         dist.init_process_group("gloo", init_method=f"file://{name}", rank=rank, world_size=size)
         torch.manual_seed(7)
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1, bias=False))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         step = 0
         if saved.exists():
