@@ -119,6 +119,20 @@ def test_backfill_beyond_the_ranks_there_are():
     assert assign(layers, 8, {0, 2, 3, 4, 5, 6}) == ["- 0 - - - - - 1"]
 
 
+def test_reserves_go_to_the_lowest_lost_ranks_first():
+    """Losses are served by rank, not by active rank, where earlier losses have mixed the two."""
+    found = assign([Layer(max_ranks=5, flag=RESERVE)], 8, {0}, {0, 6}, caller=3)
+    assert found == ["- 1 2 3 4 r r 0", "- - 2 3 4 0 1 -"]
+
+
+def test_backfill_keeps_numbers_in_order():
+    """Movers take the lost numbers in order, where earlier losses have mixed ranks and numbers."""
+    assert assign([Layer(flag=BACKFILL)], 6, {0}, {0, 4}, caller=2) == [
+        "- 1 2 3 4 0",
+        "- - 2 0 1 -",
+    ]
+
+
 def test_climb_stops_at_a_layer_without_reserve():
     """Reserves of other branches are out of reach if the branch itself has no RESERVE."""
     layers = [Layer(max_ranks=6, flag=RESERVE), Layer(key_or_fn=by(4))]

@@ -107,7 +107,7 @@ class SlowTree:
         return [leaf for leaf in self.leaves if leaf in gone]
 
     def _reserve(self, losses: dict[int, SlowLeaf]) -> None:
-        for number in sorted(losses):
+        for number in sorted(losses, key=lambda n: losses[n].position):
             while number in losses:
                 pairs = self._pairs(losses[number], losses)
                 if not pairs:

@@ -118,19 +118,19 @@ class TreePlan:
                 branch.reserves.append(place)
                 branch = branch.parent
 
-    def _end(self, places: Iterable[int]) -> list[tuple[int, int]]:
-        """End ranks, and branches with too few others; return lost numbers and their places."""
+    def _end(self, places: Iterable[int]) -> dict[int, int]:
+        """End ranks, and branches with too few others; return lost numbers by place, ascending."""
         levels = self.layout.levels
         touched = [set(level) if self._is_first else set() for level in levels]
         self._is_first = False
-        losses: list[tuple[int, int]] = []
+        losses: dict[int, int] = {}
 
         def end(place: int) -> None:
             self.alive[place] = 0
             number = self.numbers[place]
             if number >= 0:
                 self.numbers[place] = INACTIVE
-                losses.append((number, place))
+                losses[place] = number
             branch: Branch | None = self.layout.bottom[place]
             while branch is not None:
                 branch.living -= 1
@@ -146,19 +146,16 @@ class TreePlan:
                 for place in range(branch.start, branch.stop):
                     if self.alive[place]:
                         end(place)
-        losses.sort()
-        return losses
+        return dict(sorted(losses.items()))
 
-    def _call_reserves(self, losses: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Let reserves take over lost numbers; return what nobody took."""
-        pending = {place: number for number, place in losses}
-        left: list[tuple[int, int]] = []
-        for number, place in losses:
+    def _call_reserves(self, losses: dict[int, int]) -> dict[int, int]:
+        """Let reserves take over lost numbers, one place after the other; return what is left."""
+        pending, left = dict(losses), {}
+        for place in losses:
             while place in pending:
                 found = self._reserve_for(place)
                 if found is None:
-                    left.append((number, place))
-                    del pending[place]
+                    left[place] = pending.pop(place)
                     break
                 for lost, reserve in moves(self, place, *found, pending):
                     self._take(reserve, pending.pop(lost))
@@ -191,18 +188,19 @@ class TreePlan:
             branch.active += 1
             branch = branch.parent
 
-    def _backfill(self, losses: list[tuple[int, int]]) -> list[int]:
+    def _backfill(self, losses: dict[int, int]) -> list[int]:
         """Let the last active ranks take over lost numbers; return the numbers that nobody has."""
         if self._domain_depth == len(self._layers):
-            return [number for number, _ in losses]
+            return list(losses.values())
         domains: dict[Branch, list[int]] = {}
-        for number, place in losses:
+        for place, number in losses.items():
             domain = above(self.layout.bottom[place], self._domain_depth)
             domains.setdefault(domain, []).append(number)
         gaps: list[int] = []
         for domain, lost in domains.items():
             held = [n for n in self.numbers[domain.start : domain.stop] if n >= 0]
             movers = heapq.nlargest(len(lost), held)[::-1]
+            lost.sort()
             for number, mover in zip(lost, movers, strict=False):
                 place = self.holders[mover]
                 self.numbers[place] = number
