@@ -38,6 +38,7 @@ def train(job: Job, name: str, *extra: str) -> Path:
     return folder
 
 
+@pytest.mark.slow  # The demo below does both, too.
 @pytest.mark.timeout(180)
 def test_weights_after_a_kill_and_a_hang(job: Job) -> None:
     """After a SIGKILL and a SIGSTOP the weights are those of an undisturbed run, bit for bit."""

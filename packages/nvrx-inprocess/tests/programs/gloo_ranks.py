@@ -143,7 +143,7 @@ def run(rank: int, port: int) -> None:
         result = play(rank, name, store)
         result["server"] = server.echoes()
         result["store"] = store.add("alive", 1) > 0
-        print(json.dumps(result), flush=True)
+        os.write(1, json.dumps(result).encode() + b"\n")  # whole, beside the others' lines
     # The one that hosts the store goes last.
     store.add("done", 1)
     while rank == 0 and store.add("done", 0) < WORLD_SIZE:

@@ -45,7 +45,9 @@ class Recording:
         iteration: int,
         collector: Callable[[str], Any] = TorchFRTraceCollector,
     ) -> None:
-        self._collector = collector(os.path.join(path, f"iter_{iteration}"))
+        self._path = os.path.join(path, f"iter_{iteration}")
+        self._make = collector
+        self._collector: Any = None
         self._dump: Any = None
 
     def take(self, timeout_s: float) -> None:
@@ -59,6 +61,8 @@ class Recording:
 
         def run() -> None:
             try:
+                # Made here, too: it looks at devices, which may be what hangs.
+                self._collector = self._make(self._path)
                 self._dump = self._collector.take()
             except Exception as error:  # noqa: BLE001 - raised by the caller
                 errors.append(error)

@@ -29,6 +29,7 @@ logger = logging.getLogger("nvrx")
 
 _TIMEOUT = dt.timedelta(seconds=10)
 _RECORDER_TIMEOUT_S = 1.0
+_DESTROY_AT_LEAST_S = 1.0
 
 
 class AbortTorchDistributed(Abort):
@@ -68,6 +69,8 @@ class AbortTorchDistributed(Abort):
         failures.of_all(_tasks(), deadline)
         # Again: a lazy one may have connected meanwhile.
         failures.of("gloo", end_gloo_connections)
+        if deadline.remaining() < _DESTROY_AT_LEAST_S:
+            deadline = Deadline.after(_DESTROY_AT_LEAST_S)
         failures.of_all([("destroy_process_group", groups.destroy_all)], deadline)
         if recording is not None:
             recording.save()

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ABORT_DEADLINE_S", "Pausable", "Phases", "terminate"]
 
-# NCCL needs seconds for many communicators; the rest of 30 s between the default soft and hard
-# timeouts is for unwinding.
-ABORT_DEADLINE_S = 10.0
+# Of the 30 s between the default soft and hard timeouts. One member may use half of it, as much as
+# `AbortTorchDistributed` allows itself.
+ABORT_DEADLINE_S = 20.0
 
 
 class Pausable(Protocol):
