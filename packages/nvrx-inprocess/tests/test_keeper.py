@@ -24,15 +24,15 @@ from nvidia_resiliency_ext.inprocess._store.hosting import (
 )
 from nvidia_resiliency_ext.inprocess._store.identity import StoreInUseError
 from nvidia_resiliency_ext.inprocess.store import TCPStore
+from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
 SOON = timedelta(seconds=20)
 END_S = 30.0
 HERE = Endpoint("127.0.0.1", 0, is_served=False)
 
 
-def start(endpoint: Endpoint = HERE, job: str = "job", idle_s: float = 60.0) -> Keeper:
-    times = KeeperTimes(idle_s=idle_s)
-    return keep_store(endpoint, job, TCPStore.connect, is_single_node=True, times=times)
+def start(endpoint: Endpoint = HERE, job: str = "job") -> Keeper:
+    return keep_store(endpoint, job, TCPStore.connect, is_single_node=True)
 
 
 @pytest.fixture(scope="module")
@@ -115,24 +115,12 @@ def test_a_keeper_listens_at_its_address_alone(keeper: Keeper) -> None:
         socket.create_connection(("127.0.0.2", keeper.endpoint.port), 5)
 
 
-def test_a_keeper_ends_when_nobody_is_connected() -> None:
-    """It stays while somebody is, and ends soon after the last one has gone."""
-    keeper = start(idle_s=0.4)
-    assert keeper.process is not None
-    store = TCPStore.connect(keeper.endpoint, SOON)
-    with pytest.raises(subprocess.TimeoutExpired):
-        keeper.process.wait(1.5)
-    store.set("k", "v")
-    del store
-    assert keeper.process.wait(END_S) == 0
-
-
 STARTER = """
 import sys
 from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
 from nvidia_resiliency_ext.inprocess._store.hosting import KeeperTimes, keep_store
 from nvidia_resiliency_ext.inprocess.store import TCPStore
-times = KeeperTimes(idle_s=60.0)
+times = KeeperTimes(idle_s=0.5)
 here = Endpoint("127.0.0.1", 0, is_served=False)
 keeper = keep_store(here, "job", TCPStore.connect, is_single_node=True, times=times)
 print(keeper.process.pid, keeper.endpoint.port, flush=True)
@@ -140,8 +128,8 @@ sys.stdin.read()
 """
 
 
-def test_a_keeper_outlives_its_starter() -> None:
-    """SIGKILL of the process that started it, and of its group, leaves the store as it was."""
+def test_a_keeper_outlives_its_starter_and_then_its_users() -> None:
+    """SIGKILL of its starter's group leaves the store to those who use it; after them it ends."""
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTER],
         stdin=subprocess.PIPE,
@@ -151,13 +139,17 @@ def test_a_keeper_outlives_its_starter() -> None:
     )
     assert starter.stdout is not None
     pid, port = map(int, starter.stdout.readline().split())
-    try:
+    with PidHandle(pid) as keeper:
+        # It stays with its starter, though nobody is connected.
+        assert not keeper.wait(1.0)
+        store = TCPStore.connect(Endpoint("127.0.0.1", port, is_served=True), SOON)
         os.killpg(starter.pid, signal.SIGKILL)
         starter.communicate()
-        endpoint = Endpoint("127.0.0.1", port, is_served=True)
-        TCPStore.connect(endpoint, SOON).set("k", "v")
-    finally:
-        os.kill(pid, signal.SIGTERM)
+        assert not keeper.wait(1.5)
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+        del store
+        assert keeper.wait(END_S)
 
 
 def test_a_start_that_says_nothing_is_given_up() -> None:
@@ -184,7 +176,7 @@ def test_reports_are_one_line_of_json(tmp_path: Path) -> None:
         command = [
             *(sys.executable, "-m", "nvidia_resiliency_ext.inprocess._store.keeper"),
             *("--address=127.0.0.1", f"--port={taken.getsockname()[1]}", "--job=j"),
-            *("--first-s=1", "--idle-s=1", f"--report-fd={writing}"),
+            *(f"--starter={os.getpid()}", "--idle-s=1", f"--report-fd={writing}"),
         ]
         done = subprocess.run(command, pass_fds=[writing], check=False, cwd=tmp_path, timeout=50)
         os.close(writing)
