@@ -31,9 +31,8 @@ END_S = 30.0
 HERE = Endpoint("127.0.0.1", 0, is_served=False)
 
 
-def start(endpoint: Endpoint = HERE, job: str = "job", idle_s: float = 60.0) -> Keeper:
-    times = KeeperTimes(idle_s=idle_s)
-    return keep_store(endpoint, job, TCPStore.connect, is_single_node=True, times=times)
+def start(endpoint: Endpoint = HERE, job: str = "job") -> Keeper:
+    return keep_store(endpoint, job, TCPStore.connect, is_single_node=True)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +120,7 @@ import sys
 from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
 from nvidia_resiliency_ext.inprocess._store.hosting import KeeperTimes, keep_store
 from nvidia_resiliency_ext.inprocess.store import TCPStore
-times = KeeperTimes(idle_s=0.4)
+times = KeeperTimes(idle_s=0.5)
 here = Endpoint("127.0.0.1", 0, is_served=False)
 keeper = keep_store(here, "job", TCPStore.connect, is_single_node=True, times=times)
 print(keeper.process.pid, keeper.endpoint.port, flush=True)
@@ -129,8 +128,8 @@ sys.stdin.read()
 """
 
 
-def test_a_keeper_outlives_its_starter_while_it_is_needed() -> None:
-    """SIGKILL of its starter's group leaves the store to who is connected, then it ends."""
+def test_a_keeper_outlives_its_starter_and_then_its_users() -> None:
+    """SIGKILL of its starter's group leaves the store to those who use it; after them it ends."""
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTER],
         stdin=subprocess.PIPE,
@@ -140,19 +139,17 @@ def test_a_keeper_outlives_its_starter_while_it_is_needed() -> None:
     )
     assert starter.stdout is not None
     pid, port = map(int, starter.stdout.readline().split())
-    keeper = PidHandle(pid)
-    try:
-        assert not keeper.wait(1.0)  # it stays with its starter, connected or not
+    with PidHandle(pid) as keeper:
+        # It stays with its starter, though nobody is connected.
+        assert not keeper.wait(1.0)
         store = TCPStore.connect(Endpoint("127.0.0.1", port, is_served=True), SOON)
         os.killpg(starter.pid, signal.SIGKILL)
         starter.communicate()
         assert not keeper.wait(1.5)
         store.set("k", "v")
+        assert store.get("k") == b"v"
         del store
         assert keeper.wait(END_S)
-    finally:
-        keeper.signal(signal.SIGKILL)
-        keeper.close()
 
 
 def test_a_start_that_says_nothing_is_given_up() -> None:

@@ -99,6 +99,19 @@ def test_waits_end_when_their_time_is_over(make: Make) -> None:
     assert access.get_all(["there"], 0.1) == ["1"]
 
 
+def test_a_wait_that_ends_in_vain_is_no_value(server: Any) -> None:
+    """Somebody who peeks at a missing key wakes those who wait for it; they do not see a value."""
+    found: list[str | None] = []
+    board = Board(server.clone(), P)
+    thread = threading.Thread(target=lambda: found.append(board.decision(0, 1.0)), daemon=True)  # type: ignore[arg-type]
+    thread.start()
+    key = iteration_keys(P, 0).decision
+    while thread.is_alive():
+        StoreAccess(server).peek(key)
+        thread.join(0.02)
+    assert found == [None]
+
+
 def test_additions_of_many_threads_all_stand(make: Make) -> None:
     """What several connections append and count at once is all there."""
 

@@ -105,18 +105,19 @@ class StoreAccess:
     def peek(self, key: str) -> str | None:
         """Return the value of a key for which nobody waits, or None; it never waits.
 
-        TCPStore takes it for a change of the key and wakes, in vain, those who wait for it.
+        TCPStore takes it for a change of a missing key: those who wait for it get an empty value.
         """
         text = self.swap(key, _NOTHING, _NOTHING)
         return None if text == _NOTHING else text
 
     def get(self, key: str, timeout_s: float) -> str | None:
-        """Wait in the store for a value; None after `timeout_s`."""
+        """Wait in the store for a value; None after `timeout_s`, or earlier by mistake."""
         if not self._is_extended:
             # FileStore waits twice as long in `get`.
             return self._read(key) if self.wait(key, timeout_s) else None
         found = self._limited(timeout_s, lambda: self._store.get(key))
-        return None if found is None else self._text(key, found)
+        # Nobody sets an empty value: that is a wait which was ended in vain.
+        return self._text(key, found) if found else None
 
     def wait(self, key: str, timeout_s: float) -> bool:
         """Wait in the store until a key has a value; False after `timeout_s`."""
