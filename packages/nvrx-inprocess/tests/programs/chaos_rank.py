@@ -11,16 +11,15 @@ import contextlib
 import datetime as dt
 import json
 import os
-import random
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from chaos_plan import IN_RESTART, Trial, plan
 
 from nvidia_resiliency_ext import inprocess
 from nvidia_resiliency_ext.inprocess import rank_assignment as ranks
@@ -33,44 +32,6 @@ ACTIVE = WORLD - 1
 STEPS = 4
 ASLEEP_S = 60.0
 
-IN_FUNCTION = ("initialize", "start", "ping", "atomic", "collective", "end")
-IN_RESTART = ("abort", "finalize", "rank_assignment")
-HARMLESS = {
-    "raise": (*IN_FUNCTION, "abort"),
-    "restart": IN_FUNCTION[1:],
-    "sleep": ("start", "ping"),
-}
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What happens in a call: `kind` at `moment`, to these initial ranks.
-
-    At a moment of a restart, another rank raises first.
-    """
-
-    number: int
-    kind: str
-    moment: str
-    victims: tuple[int, ...]
-
-    def first(self) -> int | None:
-        """Return the rank that raises to begin a restart, if one has to."""
-        return (self.victims[0] + 1) % ACTIVE if self.moment in IN_RESTART else None
-
-
-def plan(seed: int, count: int) -> list[Trial]:
-    """Return the trials of a seed; the last one kills."""
-    chance = random.Random(seed)
-    trials = []
-    for number in range(count - 1):
-        kind = chance.choice(list(HARMLESS))
-        victims = tuple(chance.sample(range(ACTIVE), chance.choice((1, 1, 2))))
-        trials.append(Trial(number, kind, chance.choice(HARMLESS[kind]), victims))
-    victims = tuple(chance.sample(range(WORLD), chance.choice((1, 2))))
-    moment = chance.choice((*IN_FUNCTION, *IN_RESTART))
-    return [*trials, Trial(count - 1, "kill", moment, victims)]
-
 
 class Scene:
     """What goes on in this rank's present call."""
@@ -82,7 +43,7 @@ class Scene:
     def at(self, moment: str) -> None:
         """Let happen what is to happen here."""
         trial = self.trial
-        if self.iteration == 0 and moment == "collective" and trial.first() == ME:
+        if self.iteration == 0 and moment == "collective" and trial.first(ACTIVE) == ME:
             raise RuntimeError("the fault before the fault")
         due = self.iteration == 0 or moment in IN_RESTART
         if self.fired or not due or moment != trial.moment or ME not in trial.victims:
@@ -190,7 +151,7 @@ def work(trial: Trial, call: inprocess.CallWrapper) -> list[Any]:
 
 def main() -> None:
     """Go through the trials; a line of JSON for each."""
-    for trial in plan(SEED, TRIALS):
+    for trial in plan(SEED, TRIALS, WORLD):
         SCENE.trial, SCENE.fired, SCENE.iteration = trial, False, 0
         begun = time.monotonic()
         value = work(trial, None)  # type: ignore[arg-type]

@@ -124,6 +124,9 @@ class Monitor:
                 logger.warning("monitor_process: a connection is refused: %s", error)
                 sock.close()
                 continue
+            with contextlib.suppress(ProcessLookupError, OSError):
+                # From now on its life decides, too, though it may never say anything.
+                self._processes.hold(pid)
             self._make_stranger(Connection(self._loop, sock, pid))
 
     def _make_stranger(self, connection: Connection) -> None:
