@@ -332,6 +332,7 @@ def gloo_ranks(*arguments: str, **environment: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("unnamed",)], ids=["named", "unnamed"])
 def test_real_ranks_are_unblocked(arguments: tuple[str, ...], tmp_path: Path) -> None:
     """Four ranks, groups that are pinned: all are out at once, and nothing else is broken.

@@ -30,6 +30,8 @@ SOON = timedelta(seconds=20)
 END_S = 30.0
 HERE = Endpoint("127.0.0.1", 0, is_served=False)
 
+pytestmark = pytest.mark.slow
+
 
 def start(endpoint: Endpoint = HERE, job: str = "job") -> Keeper:
     return keep_store(endpoint, job, TCPStore.connect, is_single_node=True)
