@@ -186,11 +186,13 @@ def in_atomic() -> Any:
     def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
         assert wrapper is not None
         path = FOLDER / f"atomic{len(results)}.{INITIAL_RANK}"
-        meet(f"atomics{len(results)}.{wrapper.iteration}", WORLD)
         if wrapper.iteration == 0:
+            mark = f"atomics{len(results)}"
             if INITIAL_RANK == 0:
+                meet(mark, WORLD)
                 raise RuntimeError("while others write")
             with wrapper.atomic():
+                meet(mark, WORLD)
                 path.write_text("be")
                 end = time.monotonic() + 0.3
                 while time.monotonic() < end:
