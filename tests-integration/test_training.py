@@ -75,7 +75,14 @@ def test_weights_after_a_kill_and_a_hang(job: Job) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["minimal", "heartbeats", "sections"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("minimal", marks=pytest.mark.slow),
+        "heartbeats",
+        pytest.param("sections", marks=pytest.mark.slow),
+    ],
+)
 def test_an_example_recovers_from_a_kill(job: Job, name: str) -> None:
     """Each example goes on from its checkpoint after a rank was killed."""
     place = "--output" if name == "sections" else "--checkpoint"

@@ -146,7 +146,7 @@ def main() -> int:
     for name in names:
         started = time.monotonic()
         problem = test_alone(
-            options.root.resolve(), name, wheels, os.environ.get("NVRX_TEST_WORKERS", "2")
+            options.root.resolve(), name, wheels, os.environ.get("NVRX_TEST_WORKERS", "3")
         )
         result = problem or "ok"
         print(f"alone: {name}: {result} ({time.monotonic() - started:.1f} s)", flush=True)

@@ -39,6 +39,8 @@ ALIASES = {
     "multistorageclient": "multi-storage-client",
     "opentelemetry": "opentelemetry-sdk",
 }
+# Modules of the standard library that only Pythons after the one that runs this have.
+LATER_STANDARD = {"annotationlib"}
 # Several distributions share these import names; longer ones are listed in ALIASES.
 SHARED_NAMES = {"google"}
 
@@ -163,7 +165,7 @@ def check_import(dist: Distribution, item: Import, owners: dict[str, str]) -> st
     first = item.target.split(".")[0]
     if first == NAMESPACE or first in owners:
         return check_own(dist, item, owners)
-    if first in sys.stdlib_module_names or first == "__future__":
+    if first in sys.stdlib_module_names or first in {"__future__", *LATER_STANDARD}:
         return None
     if first in dist.host_imports:
         if item.inside_function:

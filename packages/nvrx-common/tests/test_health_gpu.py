@@ -97,6 +97,32 @@ def test_broken_binding_is_no_broken_hardware(nvml, works, tmp_path) -> None:
     ) or "nvmlDeviceGetCount" in works
 
 
+@pytest.mark.parametrize(
+    ("rank", "visible", "expected"),
+    [
+        (1, None, True),
+        (2, None, False),
+        (0, "", False),
+        (0, "1", True),
+        (1, "1", True),
+        (5, "1", False),
+        (0, "GPU-nothing", False),
+    ],
+)
+def test_device_of_a_rank_is_there_or_not(nvml, monkeypatch, rank, visible, expected) -> None:
+    """Whether a local rank has a GPU follows the driver's count and CUDA_VISIBLE_DEVICES."""
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert health_check.PynvmlMixin().has_device(rank) is expected
+
+
+@pytest.mark.parametrize("answers", [{"return.nvmlInit": 9}, {"return.nvmlDeviceGetCount": 15}])
+def test_driver_that_cannot_say_gives_no_answer(nvml, answers) -> None:
+    """Without driver, or with one that fails, nobody knows whether a GPU is there."""
+    nvml.answers |= answers
+    assert health_check.PynvmlMixin().has_device(0) is None
+
+
 def test_healthy_gpus(nvml) -> None:
     """Nothing to recover on any GPU is healthy, with what was read as evidence."""
     result = gpu_check().check()

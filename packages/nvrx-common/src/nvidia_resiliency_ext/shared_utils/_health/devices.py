@@ -71,6 +71,19 @@ class PynvmlMixin:
         """Return whether there is a driver to ask, and it answers."""
         return _or_none("driver_version") is not None
 
+    def has_device(self, local_rank: int) -> bool | None:
+        """Return whether there is a GPU for a local rank; `None` where the driver cannot say."""
+        try:
+            device = resolve_device(local_rank)
+            if isinstance(device, int):
+                count: int = session().ask("device_count")
+                return 0 <= device < count
+        except NvmlCallError as error:
+            return False if error.code == NvmlCallError.NOT_FOUND else None
+        except NvmlError:
+            return None
+        return device is not None
+
     def get_gpu_pci_mapping(self) -> dict[int, str]:
         """Return the PCI address of each GPU, as `dddd:bb:dd.f`; empty when it cannot be told."""
         mapping = {}

@@ -10,6 +10,7 @@ from nvidia_resiliency_ext.fault_tolerance._env import (
     CURRENT_CYCLE_INFO,
     FT_LAUNCHER_IPC_SOCKET,
     FT_RANK_MONITOR_IPC_SOCKET,
+    INPROCESS_STORE,
     RUN_ID,
 )
 
@@ -50,6 +51,7 @@ class JobEnvironment:
     launcher_socket: str
     monitor_sockets: tuple[str, ...]
     omp_num_threads: str | None = None
+    inprocess_store: str | None = None
     virtual_devices: tuple[str, ...] | None = None
 
 
@@ -67,6 +69,9 @@ def shared_variables(job: JobEnvironment, inherited: Mapping[str, str]) -> dict[
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "TORCH_ELASTIC_WORKER_IDENTICAL": inherited.get("TORCH_ELASTIC_WORKER_IDENTICAL", "1"),
     }
+    if job.inprocess_store is not None:
+        # Ranks that restart in their processes meet there: it outlives them all.
+        added[INPROCESS_STORE] = inherited.get(INPROCESS_STORE, job.inprocess_store)
     if job.omp_num_threads is not None:
         added["OMP_NUM_THREADS"] = job.omp_num_threads
     return added

@@ -143,7 +143,7 @@ class Job:
         )
         stack.callback(self._gate.close)
         self._gate.prepare()
-        self._build_environment()
+        self._build_environment(meeting)
         stack.callback(self._sweep)
         self._standbys = StandbyStarter(
             plan,
@@ -261,7 +261,7 @@ class Job:
         if self._bad_node_hook is not None:
             self._bad_node_hook.report(cause)
 
-    def _build_environment(self) -> None:
+    def _build_environment(self, meeting: Meeting | None) -> None:
         plan, place = self._plan, self._place
         self._environment = JobEnvironment(
             nproc=plan.nproc_per_node,
@@ -272,6 +272,7 @@ class Job:
             launcher_socket=place.launcher_socket,
             monitor_sockets=place.monitor_sockets,
             omp_num_threads=plan.omp_num_threads,
+            inprocess_store=None if meeting is None else meeting.address,
             virtual_devices=plan.virtual_devices,
         )
         inherited = {k: v for k, v in self._environ.items() if k not in OF_AN_OUTER_RANK}

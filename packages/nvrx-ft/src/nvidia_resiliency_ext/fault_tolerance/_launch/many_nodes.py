@@ -98,6 +98,11 @@ class Meeting:
         return self.listener is not None
 
     @property
+    def address(self) -> str:
+        """Where the store is, as `host:port`."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
     def store_host(self) -> StoreHost:
         """Where the job's servers run."""
         return StoreHost(self.is_here, self.host, is_shared=True)

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base class of what unblocks a main thread."""
+
+from __future__ import annotations
+
+import abc
+
+from nvidia_resiliency_ext.inprocess.state import FrozenState
+
+__all__ = ["Abort"]
+
+
+class Abort(abc.ABC):
+    """Called on a helper thread after an interruption; it must let the main thread go on."""
+
+    @abc.abstractmethod
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Do it, and return the state."""
+        raise NotImplementedError

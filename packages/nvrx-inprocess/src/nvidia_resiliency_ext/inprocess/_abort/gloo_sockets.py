@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends gloo's connections of this process, and nobody else's; a blocked collective then fails.
+
+gloo has no abort that ends a collective, and closing its process group does not happen while
+anything refers to it. But each of its devices has a thread that waits for all its sockets with one
+epoll descriptor. The kernel tells which thread is gloo's, for which descriptor it waits, and which
+sockets that descriptor watches: nothing is guessed from addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    _Wait = tuple[int, int, int]
+
+__all__ = ["end_gloo_connections"]
+
+logger = logging.getLogger("nvrx")
+
+_TASKS = "/proc/self/task"
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_LOOP_NAMES = frozenset({"gloo_tcp_loop", "gloo_tls_loop"})
+_WAIT_CALLS = {"x86_64": (232, 281, 441), "aarch64": (22, 441)}  # epoll_wait, _pwait, _pwait2
+# How gloo's loop waits: room for so many events, for so many milliseconds. For versions (before
+# 2026) in which the thread has no name.
+_LOOP_WAIT = (64, 10)
+_FIELDS = 5  # of the line that the kernel shows of a call: its number, then its arguments
+_LOOKS = 200  # a thread that is at work waits again within microseconds
+
+
+def end_gloo_connections() -> int:
+    """Shut down every connection of every gloo device of this process.
+
+    The sockets stay open: they are gloo's to close. A collective that waits for one fails within
+    gloo's next round, on both sides.
+
+    Returns:
+        How many there were.
+    """
+    ended = 0
+    for descriptor in _watched_sockets():
+        with contextlib.suppress(OSError):
+            ended += _shut_down(descriptor)
+    return ended
+
+
+def _watched_sockets() -> Iterator[int]:
+    for loop in _loops():
+        yield from _targets(loop)
+
+
+def _loops() -> set[int]:
+    """Return the epoll descriptors of gloo's threads."""
+    tasks = os.listdir(_TASKS)
+    named = [task for task in tasks if _read(f"{_TASKS}/{task}/comm").strip() in _LOOP_NAMES]
+    if named:
+        # At work for a moment, perhaps; then it waits again.
+        looks = (_first(_wait(task) for _ in range(_LOOKS)) for task in named)
+        waits = [wait for wait in looks if wait is not None]
+        if len(waits) < len(named):
+            logger.warning("a thread of gloo's cannot be looked at; its group is not unblocked")
+        return {wait[0] for wait in waits}
+    python_threads = {str(thread.native_id) for thread in threading.enumerate()}
+    waits = [wait for task in tasks if task not in python_threads and (wait := _wait(task))]
+    return {wait[0] for wait in waits if wait[1:] == _LOOP_WAIT and _is_like_gloos(wait[0])}
+
+
+def _first(waits: Iterator[_Wait | None]) -> _Wait | None:
+    for wait in waits:
+        if wait is not None:
+            return wait
+        os.sched_yield()
+    return None
+
+
+def _wait(task: str) -> _Wait | None:
+    """Return descriptor, room and timeout of the epoll call in which a thread is, if it is."""
+    fields = _read(f"{_TASKS}/{task}/syscall").split()
+    for _ in range(_LOOKS):
+        if fields != ["running"]:
+            break
+        os.sched_yield()
+        fields = _read(f"{_TASKS}/{task}/syscall").split()
+    if len(fields) < _FIELDS or int(fields[0]) not in _WAIT_CALLS.get(platform.machine(), ()):
+        return None
+    descriptor, _, room, timeout = (int(field, 16) for field in fields[1:_FIELDS])
+    return descriptor, room, timeout
+
+
+def _is_like_gloos(epoll: int) -> bool:
+    """Say whether it watches a pipe, a listening TCP socket, and else only TCP sockets."""
+    pipes = listening = 0
+    for descriptor in _targets(epoll):
+        link = _link(descriptor)
+        if link.startswith("pipe:"):
+            pipes += 1
+        elif not link.startswith("socket:"):
+            return False
+        else:
+            with contextlib.suppress(OSError), _borrowed(descriptor) as each:
+                if each.type != socket.SOCK_STREAM or each.family not in _FAMILIES:
+                    return False
+                listening += each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    return pipes == 1 and listening == 1
+
+
+def _targets(epoll: int) -> list[int]:
+    lines = _read(f"/proc/self/fdinfo/{epoll}").splitlines()
+    return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+
+
+def _shut_down(descriptor: int) -> bool:
+    """Shut a connection down, if it is one; the number may be anything's by now."""
+    link = _link(descriptor)
+    if not link.startswith("socket:"):
+        return False
+    with _borrowed(descriptor) as connection:
+        is_same = _link(connection.fileno()) == link
+        if not is_same or connection.family not in _FAMILIES:
+            return False
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        connection.shutdown(socket.SHUT_RDWR)
+        return True
+
+
+def _borrowed(descriptor: int) -> socket.socket:
+    return socket.socket(fileno=os.dup(descriptor))
+
+
+def _link(descriptor: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""

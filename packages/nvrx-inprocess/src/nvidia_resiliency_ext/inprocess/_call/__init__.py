@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call of a wrapped function."""

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of one wrapped call: run the function, and after an interruption run it again.
+
+It knows nothing of stores and sockets: `MonitorLink` speaks for it, `MainThreadGate` stops it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nvidia_resiliency_ext.inprocess._abort.groups import forget_unfinished
+from nvidia_resiliency_ext.inprocess._monitor.messages import (
+    Completed,
+    Decided,
+    Interrupted,
+    StoreLost,
+)
+from nvidia_resiliency_ext.inprocess._monitor.page import Phase as ProgressPhase
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, format_interruption_records
+from nvidia_resiliency_ext.inprocess.exception import HealthCheckError, InternalError
+from nvidia_resiliency_ext.inprocess.monitor_thread import RankShouldRestart
+from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignmentCtx, RankDiscarded
+from nvidia_resiliency_ext.inprocess.state import Mode
+from nvidia_resiliency_ext.inprocess.store import BarrierTimeout
+from nvidia_resiliency_ext.inprocess.utils import log_exc
+
+from .collection import YoungGarbage
+from .newsbox import NewsBox
+from .report import Phase, RestartReport, Stopwatch, recent_reports
+from .termination import terminate
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.inprocess._monitor.link import MonitorLink
+    from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
+    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
+    from nvidia_resiliency_ext.inprocess.state import FrozenState, State
+
+    from .gate import AtomicLock, MainThreadGate
+    from .record import RestartRecord
+    from .settings import Settings
+    from .watchdog import Watchdog
+
+logger = logging.getLogger("nvrx")
+
+_News = TypeVar("_News", Completed, Decided, Interrupted)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a loop works with; all are the caller's to close.
+
+    Attributes:
+        base_store: What `rank_assignment` gets.
+        link: Speaks for this rank.
+        page: What the monitor sees of this rank.
+        gate: Stops the main thread.
+        lock: What `atomic()` holds.
+        watchdog: Makes the main thread's stamps.
+        box: What the monitor has said.
+        record: Where restarts are recorded.
+        inject: Puts the call's wrapper into the function's arguments.
+    """
+
+    base_store: Any
+    link: MonitorLink
+    page: ProgressPage
+    gate: MainThreadGate
+    lock: AtomicLock
+    watchdog: Watchdog
+    box: NewsBox[Any]
+    record: RestartRecord
+    inject: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]
+
+
+class CallLoop:
+    """One wrapped call in its rank. All methods are called by the main thread unless they say so.
+
+    Args:
+        settings: The wrapper's parameters.
+        state: This rank, before ranks were assigned; it is changed as the call goes on.
+        parts: What the loop works with.
+        restart_health_check: Checks this rank before it goes on, or None.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        state: State,
+        parts: Parts,
+        restart_health_check: Callable[[FrozenState], Any] | None,
+    ) -> None:
+        self._settings = settings
+        self.state = state
+        self._parts = parts
+        self._restart_health_check = restart_health_check
+        self._watch = Stopwatch(time.monotonic)
+        self._participants = frozenset(range(state.world_size))
+        self._reported_at: float | None = None
+        self._stopping = threading.Lock()  # guards the two below
+        self._entered = self._stopped_in = -1
+        self._restarting: threading.Thread | None = None
+        self._cause = ""
+        self._reporters: tuple[int, ...] = ()
+        self._has_begun = False
+        self._pending: RestartReport | None = None
+        self.reports: deque[RestartReport] = recent_reports()
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call `fn` until all ranks have completed it; return its value, None where inactive.
+
+        Raises:
+            BaseException: what this rank leaves with; the others go on without it.
+        """
+        with YoungGarbage() as garbage:
+            try:
+                self._assign(set())
+                while True:
+                    self._begin()
+                    done = self._attempt(fn, args, kwargs)
+                    if done is not None:
+                        break
+                    self._restart()
+                    garbage.collect()
+            except BaseException as error:
+                self._leave(error)
+                raise
+        self._parts.page.phase = ProgressPhase.IDLE
+        self._parts.link.leave(is_lost=False)
+        if self._settings.completion is not None:
+            try:
+                self._settings.completion(self.state.freeze())
+            except Exception as error:  # noqa: BLE001 - the function's value counts
+                log_exc(self.state, error, "completion")
+        return done[0]
+
+    # One iteration ---------------------------------------------------------------------------
+
+    def _assign(self, terminated: set[int]) -> None:
+        ctx = RankAssignmentCtx(self.state, self._parts.base_store, terminated)
+        self.state.copy_from(self._settings.rank_assignment(ctx).state)
+        if self.state.mode is Mode.INITIALIZED:
+            # Only renumbered: everybody works then.
+            self.state.mode = Mode.ACTIVE
+            self.state.active_rank = self.state.rank
+            self.state.active_world_size = self.state.world_size
+
+    def _begin(self) -> None:
+        state, parts = self.state, self._parts
+        state.set_distributed_vars()
+        parts.page.rearm()
+        self._reported_at = None
+        self._has_begun = True
+        assert state.rank is not None
+        parts.link.begin(state.iteration, state.rank, state.world_size, self._participants)
+
+    def _attempt(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any] | None:
+        """Run the iteration; return the function's value in a tuple, None after an interruption."""
+        state, parts, settings = self.state, self._parts, self._settings
+        try:
+            with parts.gate.inside():
+                parts.page.phase = ProgressPhase.GUARDED
+                with self._stopping:
+                    self._entered = state.iteration
+                    self._stop_if_interrupted()
+                frozen = state.freeze()
+                with self._watch.measure(Phase.INITIALIZE):
+                    if settings.initialize is not None:
+                        settings.initialize(frozen)
+                self._say_restarted()
+                self._check(settings.health_check, frozen)
+                value = None
+                if state.mode is Mode.ACTIVE:
+                    given, named = parts.inject(fn, args, kwargs)
+                    value = fn(*given, **named)
+                    del given, named
+                parts.page.rearm()
+                parts.link.completed()
+                self._await_completion()
+                return (value,)
+        except RankShouldRestart:
+            if self._interruption() is None:
+                # The function itself asked for it.
+                self._report()
+        except Exception as error:  # noqa: BLE001 - any of the user's
+            log_exc(state, error, "function")
+            state.fn_exception = error
+            self._report()
+        return None
+
+    def _report(self) -> None:
+        self._reported_at = time.monotonic()
+        self._parts.link.report(Interruption.EXCEPTION)
+
+    def _check(self, check: Callable[[FrozenState], Any] | None, frozen: FrozenState) -> None:
+        if check is None:
+            return
+        try:
+            check(frozen)
+        except HealthCheckError:
+            raise
+        except Exception as error:
+            raise HealthCheckError(f"a health check failed: {error}") from error
+
+    def _await_completion(self) -> None:
+        """Wait until all have completed; a reserve has nothing to do and waits without limit."""
+        limit_s = None
+        if self.state.mode is Mode.ACTIVE:
+            limit_s = self._settings.completion_timeout.total_seconds()
+        if self._parts.box.wait(self._completion, limit_s) is None:
+            raise BarrierTimeout(
+                f"not all ranks have completed iteration {self.state.iteration} within"
+                f" {limit_s:g} s (completion_timeout)"
+            )
+
+    # What has been said ----------------------------------------------------------------------
+
+    def hear(self, news: Any) -> None:
+        """Take what the monitor says; called in the link's thread."""
+        self._parts.box.add(news)
+        with self._stopping:
+            self._stop_if_interrupted()
+
+    def _stop_if_interrupted(self) -> None:
+        """Stop the function, in a thread of its own: the link must go on listening meanwhile.
+
+        An interruption of an iteration that this rank has not entered yet waits until it has.
+        """
+        news = self._interruption()
+        if news is None or news.iteration != self._entered or self._restarting is not None:
+            return
+        self._restarting = threading.Thread(
+            target=self._stop_function, args=(news,), name="nvrx-inprocess-restart", daemon=True
+        )
+        self._restarting.start()
+
+    def _stop_function(self, news: Interrupted) -> None:
+        if self._reported_at is not None:
+            self._watch.add(Phase.LAST_CALL, time.monotonic() - self._reported_at)
+        cause = format_interruption_records(news.records)
+        phases = terminate(
+            self._settings.abort,
+            self.state.freeze(),
+            self._parts.gate,
+            self._parts.lock,
+            self._parts.watchdog,
+            cause,
+            quiet_s=self._settings.soft_timeout.total_seconds(),
+        )
+        self._watch.add(Phase.ABORT, phases.lock_s + phases.abort_s)
+        self._watch.add(Phase.UNWIND, phases.raise_s + phases.unwind_s)
+        self._stopped_in = news.iteration
+        self._parts.box.wake()
+
+    def _find(self, kind: type[_News]) -> _News | None:
+        """Return what was said of this kind about the present iteration."""
+        news: _News | None = self._parts.box.find(
+            lambda news: isinstance(news, kind) and news.iteration == self.state.iteration
+        )
+        return news
+
+    def _interruption(self) -> Interrupted | None:
+        return self._find(Interrupted)
+
+    def _completion(self) -> Completed | None:
+        self._raise_if_lost()
+        return self._find(Completed)
+
+    def _decision(self) -> Decided | None:
+        self._raise_if_lost()
+        return self._find(Decided)
+
+    def _stopped(self) -> Interrupted | None:
+        """Return the interruption when all of this rank has been stopped for it."""
+        self._raise_if_lost()
+        return self._interruption() if self._stopped_in == self.state.iteration else None
+
+    def _raise_if_lost(self) -> None:
+        lost = self._parts.box.find(lambda news: isinstance(news, StoreLost))
+        if lost is not None:
+            raise InternalError(f"the store of the job is lost: {lost.text}")
+
+    # A restart -------------------------------------------------------------------------------
+
+    def _restart(self) -> None:
+        """Go from the interrupted iteration to the next.
+
+        Raises:
+            BaseException: this rank does not go on.
+        """
+        state, parts, settings = self.state, self._parts, self._settings
+        limit_s = settings.barrier_timeout.total_seconds()
+        news = parts.box.wait(self._stopped, limit_s)
+        if news is None:
+            raise InternalError(
+                f"iteration {state.iteration} was not interrupted within {limit_s:g} s"
+                " (barrier_timeout) of this rank's report"
+            )
+        parts.page.rearm()
+        parts.watchdog.resume()
+        if settings.abort is not None:
+            with self._watch.measure(Phase.UNWIND):
+                forget_unfinished()
+        frozen = state.freeze()
+        with self._watch.measure(Phase.FINALIZE):
+            if settings.finalize is not None:
+                settings.finalize(frozen)
+        with self._watch.measure(Phase.HEALTH_CHECK):
+            self._check(self._restart_health_check, frozen)
+        del frozen
+        with self._watch.measure(Phase.BARRIER):
+            decided = self._arrive(limit_s)
+        decision = decided.decision
+        if state.initial_rank not in decision.going_on:
+            raise RankDiscarded(
+                f"rank {state.initial_rank} was given up in iteration {state.iteration}:"
+                f" {format_interruption_records(decision.records)}"
+            )
+        self._cause = format_interruption_records(decision.records)
+        self._reporters = tuple(sorted({record.rank for record in decision.records}))
+        self._participants = frozenset(decision.going_on)
+        with self._watch.measure(Phase.RANK_ASSIGNMENT):
+            # Whoever leaves from here on leaves the next iteration.
+            self._has_begun = False
+            self._assign(set(decision.terminated))
+        self._advance(decision)
+
+    def _arrive(self, limit_s: float) -> Decided:
+        parts = self._parts
+        parts.page.phase = ProgressPhase.AT_BARRIER
+        parts.link.arrive()
+        decided: Decided | None = parts.box.wait(self._decision, limit_s)
+        if decided is None:
+            raise BarrierTimeout(
+                f"not all ranks have come to the end of iteration {self.state.iteration} within"
+                f" {limit_s:g} s (barrier_timeout)"
+            )
+        return decided
+
+    def _advance(self, decision: Decision) -> None:
+        state = self.state
+        ended = tuple(
+            each.initial_rank
+            for each in decision.participants
+            if each.initial_rank not in decision.going_on
+        )
+        self._pending = RestartReport(
+            iteration=state.iteration,
+            cause=self._cause,
+            ranks=self._reporters,
+            terminated=ended,
+            kept=tuple(sorted(decision.going_on)),
+            world_size=state.world_size,
+        )
+        old = state.iteration
+        self._restarting = None
+        state.advance()
+        self._parts.box.forget(lambda news: getattr(news, "iteration", old + 1) <= old)
+
+    def _say_restarted(self) -> None:
+        pending, self._pending = self._pending, None
+        seconds = self._watch.take()
+        if pending is None:
+            return
+        report = dataclasses.replace(pending, seconds=seconds)
+        self.reports.append(report)
+        logger.info("%s", report.line())
+        if self.state.rank == 0:
+            assert self.state.initial_rank is not None
+            self._parts.record.add(report, self.state.initial_rank)
+
+    # Leaving ---------------------------------------------------------------------------------
+
+    def _leave(self, error: BaseException) -> None:
+        """Tell the others that this rank ends, and let the user clean up."""
+        # Where the exception was raised during another one that only served the restart, the
+        # user sees its own causes alone.
+        error.__suppress_context__ = True
+        parts, state = self._parts, self.state
+        parts.page.phase = ProgressPhase.IDLE
+        log_exc(state, error, "leaving")
+        parts.link.leave(is_lost=True, is_discarded=isinstance(error, RankDiscarded))
+        terminate_callback = self._settings.terminate
+        if terminate_callback is not None:
+            try:
+                terminate_callback(state.freeze())
+            except Exception as problem:  # noqa: BLE001 - the first exception counts
+                log_exc(state, problem, "terminate")

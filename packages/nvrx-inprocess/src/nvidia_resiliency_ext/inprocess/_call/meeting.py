@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of a call come together: the store, its keeper, what stands before its keys."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[attr-defined]
+
+from nvidia_resiliency_ext.inprocess._monitor import factory
+from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
+from nvidia_resiliency_ext.inprocess._protocol.errors import StoreLostError
+from nvidia_resiliency_ext.inprocess._store.endpoint import (
+    Endpoint,
+    cycle_prefix,
+    find_endpoint,
+    job_name,
+)
+from nvidia_resiliency_ext.inprocess._store.hosting import keep_store
+from nvidia_resiliency_ext.inprocess.store import StoreMixin, TCPStore
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.inprocess.state import State
+
+    from .settings import Settings
+
+_CONNECT = f"{__name__}:connect_store"
+_NONCE = "nonce"
+_LONGEST_NONCE = 64
+_HOSTED_LIMIT = timedelta(seconds=5)
+
+# Calls are collective, so all ranks count alike.
+_calls = itertools.count()
+# Endpoints that this process has seen served, so that later calls need not ask.
+_served: set[tuple[str, int]] = set()
+
+
+class CallStore(StoreMixin, TorchPrefixStore):
+    """The keys of one call.
+
+    Args:
+        prefix: What stands before them.
+        store: Where they are kept.
+    """
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        super().__init__(prefix, store)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What a call meets in.
+
+    Attributes:
+        store: This rank's connection, with the call's prefix.
+        monitor_settings: What the node's monitor needs to take part.
+    """
+
+    store: Any
+    monitor_settings: MonitorSettings
+
+
+def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.environ) -> Meeting:
+    """Connect to the job's store and wait until all ranks have come.
+
+    Raises:
+        BarrierTimeout: they have not, within `barrier_timeout`.
+        StoreLostError: there is no store.
+        Exception: what the user's `store_factory` raises.
+    """
+    kwargs = dict(settings.store_kwargs or {})
+    if settings.store_factory is TCPStore:
+        endpoint = find_endpoint(environ, kwargs.get("host_name"), kwargs.get("port"))
+        timeout = kwargs.get("timeout", timedelta(seconds=300))
+        store = _connect(endpoint, min(timeout, settings.barrier_timeout), environ)
+        name, file = _CONNECT, ""
+        text = factory.dump_kwargs({"host": endpoint.host, "port": endpoint.port})
+    else:
+        name, file = factory.name_of(settings.store_factory)
+        text = factory.dump_kwargs(kwargs)
+        store = settings.store_factory(**kwargs)
+    prefix = f"{cycle_prefix(environ)}{next(_calls)}"
+    call_store = CallStore(prefix, store)
+    assert state.rank is not None
+    if state.rank == 0:
+        # What was left behind in a store that outlives jobs must not be met again.
+        call_store.set(_NONCE, secrets.token_hex(8))
+    call_store.initial_barrier([state.rank], state.world_size, settings.barrier_timeout)
+    nonce = call_store.get(_NONCE).decode("ascii", "replace")[:_LONGEST_NONCE]
+    own = f"{prefix}/{nonce}/"
+    return Meeting(call_store, _monitor_settings(settings, own, name, file, text))
+
+
+def connect_store(host: str, port: int) -> TCPStore:
+    """Connect to a store that is served; named to monitors, which call it."""
+    return TCPStore.connect(Endpoint(host, port, is_served=True), timedelta(seconds=60))
+
+
+def _connect(endpoint: Endpoint, limit: timedelta, environ: Mapping[str, str]) -> TCPStore:
+    where = (endpoint.host, endpoint.port)
+    if not endpoint.is_served and _is_host(environ) and endpoint.is_here():
+        if where in _served:
+            # It is there from an earlier call, unless all were away for long.
+            try:
+                return TCPStore.connect(endpoint, min(limit, _HOSTED_LIMIT))
+            except StoreLostError:
+                pass
+        alone = environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "1")
+        keep_store(endpoint, job_name(environ), TCPStore.connect, is_single_node=alone)
+        _served.add(where)
+    return TCPStore.connect(endpoint, limit)
+
+
+def _is_host(environ: Mapping[str, str]) -> bool:
+    """Return whether this is the rank of its node that sees to the store's keeper."""
+    local_rank = environ.get("LOCAL_RANK") or environ.get("RANK") or "0"
+    return local_rank == "0"
+
+
+def _monitor_settings(
+    settings: Settings, prefix: str, name: str, file: str, kwargs: str
+) -> MonitorSettings:
+    return MonitorSettings(
+        prefix=prefix,
+        store_factory=name,
+        store_file=file,
+        store_kwargs=kwargs,
+        log_file=settings.monitor_process_logfile or "",
+        pid_file=settings.monitor_process_pidfile or "",
+        interval_s=settings.monitor_process_interval.total_seconds(),
+        heartbeat_interval_s=settings.heartbeat_interval.total_seconds(),
+        heartbeat_timeout_s=settings.heartbeat_timeout.total_seconds(),
+        soft_timeout_s=settings.soft_timeout.total_seconds(),
+        hard_timeout_s=settings.hard_timeout.total_seconds(),
+        barrier_timeout_s=settings.barrier_timeout.total_seconds(),
+        last_call_wait_s=settings.last_call_wait.total_seconds(),
+        termination_grace_s=settings.termination_grace_time.total_seconds(),
+    )

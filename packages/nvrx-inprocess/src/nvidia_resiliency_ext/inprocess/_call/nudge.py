@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A signal of its own that makes the main thread call a function, even out of a blocking call.
+
+A real-time signal that nothing in the process uses is lent while it is needed. The system call in
+which the main thread waits ends with EINTR, whereupon Python calls the handler.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    Handler = Callable[[int, FrameType | None], Any]
+
+__all__ = ["Nudge", "free_signal"]
+
+_STATUS = "/proc/thread-self/status"
+_TAKEN_FIELDS = ("SigIgn", "SigCgt")
+
+
+class Nudge:
+    """The handler stands from `install` to `withdraw`, both called by the main thread.
+
+    Attributes:
+        number: The signal.
+
+    Args:
+        handler: Called in the main thread some time after each `send`; several may be one.
+
+    Raises:
+        RuntimeError: Every real-time signal is in use.
+    """
+
+    def __init__(self, handler: Handler) -> None:
+        self.number = free_signal()
+        self._handler = handler
+        self._main_ident = threading.get_ident()
+        self._previous: Any = None
+        self._blocked: set[Any] = set()
+
+    def install(self) -> None:
+        """Take the signal."""
+        self._previous = signal.signal(self.number, self._handler)
+        self._blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {self.number})
+
+    def send(self) -> None:
+        """Have the handler called; from any thread, and never after `withdraw` has begun."""
+        # Ends a system call; and, for a main thread that blocks all signals, the flag behind it.
+        signal.pthread_kill(self._main_ident, self.number)
+        _thread.interrupt_main(self.number)  # type: ignore[arg-type]  # real-time: no name
+
+    def withdraw(self) -> None:
+        """Give the signal back; the handler may be called once more meanwhile.
+
+        One that the function has put in our handler's place stays.
+        """
+        # What was sent is delivered or taken here: by default it would end the process.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {self.number})
+        try:
+            while signal.sigtimedwait({self.number}, 0) is not None:
+                pass
+            if signal.getsignal(self.number) == self._handler:
+                signal.signal(self.number, self._previous)
+        finally:
+            if self.number not in self._blocked:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {self.number})
+
+
+def free_signal() -> int:
+    """Return a real-time signal that this process neither handles nor ignores.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    taken = _taken()
+    for number in range(int(signal.SIGRTMAX), int(signal.SIGRTMIN) - 1, -1):
+        if not taken >> (number - 1) & 1 and signal.getsignal(number) is signal.SIG_DFL:
+            return number
+    raise RuntimeError("every real-time signal of this process is in use")
+
+
+def _taken() -> int:
+    # Python knows only its own handlers; the kernel knows those of libraries, too.
+    taken = 0
+    with contextlib.suppress(OSError), open(_STATUS, encoding="ascii", errors="replace") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name in _TAKEN_FIELDS:
+                taken |= int(value, 16)
+    return taken

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts a rank's restarts into the job's record of events, where there is one."""
+
+from __future__ import annotations
+
+import os
+
+from nvidia_resiliency_ext.shared_utils.events import EventLog, InprocRestart
+
+from .report import RestartReport
+
+
+class RestartRecord:
+    """The record of one call; it writes nothing where no launcher keeps one."""
+
+    def __init__(self) -> None:
+        self._log = EventLog.join(src="wrapper")
+        cycle = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        self._cycle = int(cycle) if cycle.isascii() and cycle.isdecimal() else None
+
+    def add(self, report: RestartReport, rank: int) -> None:
+        """Record a restart. One rank does it for all."""
+        event = InprocRestart(
+            iteration=report.iteration,
+            cause=report.cause,
+            ranks=report.ranks,
+            phases=report.seconds,
+            kept_ranks=report.kept,
+        )
+        self._log.record(event, cycle=self._cycle, rank=rank)
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._log.close()

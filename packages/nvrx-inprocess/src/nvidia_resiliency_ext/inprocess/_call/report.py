@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each restart was and how long its phases took."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+KEPT_REPORTS = 32
+
+
+class Phase(enum.Enum):
+    """The parts of a restart, in their order."""
+
+    DETECT = "detect"
+    LAST_CALL = "last_call"
+    ABORT = "abort"
+    UNWIND = "unwind"
+    FINALIZE = "finalize"
+    HEALTH_CHECK = "health_check"
+    BARRIER = "barrier"
+    RANK_ASSIGNMENT = "rank_assignment"
+    INITIALIZE = "initialize"
+
+
+@dataclass(frozen=True, slots=True)
+class RestartReport:
+    """One restart of this rank.
+
+    Attributes:
+        iteration: The iteration that was interrupted.
+        cause: The interruption records, for people.
+        ranks: Initial ranks that reported or were reported.
+        terminated: Initial ranks that do not go on.
+        kept: Initial ranks that go on.
+        world_size: Ranks that go on.
+        seconds: Duration by phase; phases that did not occur are absent.
+    """
+
+    iteration: int
+    cause: str
+    ranks: tuple[int, ...] = ()
+    terminated: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    world_size: int = 0
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def line(self) -> str:
+        """Return the report as one line: a fixed word and JSON."""
+        values = dataclasses.asdict(self)
+        del values["kept"]  # the line does not grow with the job
+        values["seconds"] = {name: round(value, 6) for name, value in self.seconds.items()}
+        values["total_s"] = round(sum(self.seconds.values()), 6)
+        return f"inprocess restart {json.dumps(values, separators=(',', ':'))}"
+
+
+class Stopwatch:
+    """Collects the phases of the restart that goes on; they may overlap only by being nested.
+
+    Args:
+        monotonic: Returns seconds.
+    """
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._seconds: dict[Phase, float] = {}
+
+    def add(self, phase: Phase, seconds: float) -> None:
+        """Count seconds to a phase."""
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + max(0.0, seconds)
+
+    @contextmanager
+    def measure(self, phase: Phase) -> Iterator[None]:
+        """Count what the body takes, whether it raises or not."""
+        start = self._monotonic()
+        try:
+            yield
+        finally:
+            self.add(phase, self._monotonic() - start)
+
+    def take(self) -> dict[str, float]:
+        """Return the durations in the phases' order, and begin anew."""
+        seconds, self._seconds = self._seconds, {}
+        return {phase.value: seconds[phase] for phase in Phase if phase in seconds}
+
+
+def recent_reports() -> collections.deque[RestartReport]:
+    """Return an empty list of the last reports, bounded."""
+    return collections.deque(maxlen=KEPT_REPORTS)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of `Wrapper` in one value, and whether they fit together: pure, nothing is made."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.inprocess._abort.base import Abort
+from nvidia_resiliency_ext.inprocess.completion import Completion
+from nvidia_resiliency_ext.inprocess.finalize import Finalize
+from nvidia_resiliency_ext.inprocess.health_check import HealthCheck
+from nvidia_resiliency_ext.inprocess.initialize import Initialize
+from nvidia_resiliency_ext.inprocess.rank_filter import RankFilter
+from nvidia_resiliency_ext.inprocess.terminate import Terminate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "Bases",
+    "Settings",
+    "check_distributed",
+    "check_paths",
+    "check_relations",
+    "check_settings",
+    "check_types",
+]
+
+
+@dataclass(frozen=True)
+class Bases:
+    """Classes that arguments must be of and that cannot be imported here without torch.
+
+    Attributes:
+        store: What `store_factory` must be a subclass of.
+        rank_assignment: What `rank_assignment` must be an instance of.
+        rank_filter: What `rank_filter` may be an instance of, beside the older `RankFilter`.
+    """
+
+    store: type
+    rank_assignment: type
+    rank_filter: type
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of `Wrapper`, under the same names; `Wrapper` documents them."""
+
+    store_factory: type[Any]
+    rank_assignment: Any
+    store_kwargs: dict[str, Any] | None = None
+    initialize: Initialize | None = None
+    abort: Abort | None = None
+    finalize: Finalize | None = None
+    health_check: HealthCheck | None = None
+    rank_filter: Any = None
+    monitor_thread_interval: timedelta = timedelta(seconds=1)
+    monitor_process_interval: timedelta = timedelta(seconds=1)
+    heartbeat_interval: timedelta = timedelta(seconds=1)
+    progress_watchdog_interval: timedelta = timedelta(seconds=1)
+    soft_timeout: timedelta = timedelta(seconds=60)
+    hard_timeout: timedelta = timedelta(seconds=90)
+    heartbeat_timeout: timedelta = timedelta(seconds=30)
+    barrier_timeout: timedelta = timedelta(seconds=120)
+    completion_timeout: timedelta = timedelta(seconds=120)
+    last_call_wait: timedelta = timedelta(seconds=1)
+    termination_grace_time: timedelta = timedelta(seconds=5)
+    monitor_process_logfile: str | None = None
+    monitor_process_pidfile: str | None = None
+    enabled: bool = True
+    completion: Completion | None = None
+    terminate: Terminate | None = None
+
+
+_CALLBACKS: Mapping[str, type] = {
+    "initialize": Initialize,
+    "abort": Abort,
+    "finalize": Finalize,
+    "health_check": HealthCheck,
+    "completion": Completion,
+    "terminate": Terminate,
+}
+
+_TIMES = tuple(field.name for field in fields(Settings) if isinstance(field.default, timedelta))
+
+_PATHS = ("monitor_process_logfile", "monitor_process_pidfile")
+
+_ORDERS = (
+    ("soft_timeout", "hard_timeout", "barrier_timeout"),
+    ("monitor_process_interval", "barrier_timeout"),
+    ("monitor_process_interval", "heartbeat_timeout"),
+    ("monitor_process_interval", "soft_timeout"),
+    ("heartbeat_timeout", "barrier_timeout"),
+    ("heartbeat_interval", "heartbeat_timeout"),
+    ("monitor_thread_interval", "soft_timeout"),
+    ("progress_watchdog_interval", "soft_timeout"),
+)
+"""What must be less than what comes after it."""
+
+
+def check_settings(settings: Settings, bases: Bases, *, is_distributed_available: bool) -> None:
+    """Check all arguments.
+
+    Args:
+        settings: The arguments.
+        bases: What classes some of them must be of.
+        is_distributed_available: What `torch.distributed.is_available()` says.
+
+    Raises:
+        TypeError: An argument has the wrong type; the message begins with its name.
+        ValueError: Arguments do not fit together; the message has the relation and the values.
+    """
+    check_types(settings, bases)
+    check_relations(settings)
+    check_paths(settings)
+    check_distributed(is_available=is_distributed_available)
+
+
+def check_types(settings: Settings, bases: Bases) -> None:
+    """Check each argument's type.
+
+    Raises:
+        TypeError: One is wrong; the message begins with its name.
+    """
+    factory: Any = settings.store_factory
+    if not isinstance(factory, type) or not issubclass(factory, bases.store):
+        raise _type_error("store_factory", f"a subclass of {bases.store.__name__}", factory)
+    _check_type(settings, "store_kwargs", dict, NoneType)
+    keys: set[Any] = set(settings.store_kwargs or ())
+    if not all(isinstance(key, str) for key in keys):
+        raise _type_error("store_kwargs", "a dict whose keys are str", settings.store_kwargs)
+    for name, base in _CALLBACKS.items():
+        _check_type(settings, name, base, NoneType)
+    _check_type(settings, "rank_assignment", bases.rank_assignment)
+    _check_type(settings, "rank_filter", bases.rank_filter, RankFilter, NoneType)
+    for name in _TIMES:
+        _check_type(settings, name, timedelta)
+    for name in _PATHS:
+        _check_type(settings, name, str, NoneType)
+    _check_type(settings, "enabled", bool)
+
+
+def check_relations(settings: Settings) -> None:
+    """Check that times are not negative, and which must be shorter than which.
+
+    Raises:
+        ValueError: Some are not; the message has the relation and the values.
+    """
+    for name in _TIMES:
+        if getattr(settings, name) < timedelta(0):
+            raise ValueError(f"{name} >= 0 does not hold: {_shown(settings, (name,))}")
+    for names in _ORDERS:
+        values = [getattr(settings, name) for name in names]
+        if not all(map(timedelta.__lt__, values, values[1:])):
+            raise ValueError(f"{' < '.join(names)} does not hold: {_shown(settings, names)}")
+
+
+def check_paths(settings: Settings) -> None:
+    """Check that paths are absolute: the monitor runs in another directory.
+
+    Raises:
+        ValueError: One is not.
+    """
+    for name in _PATHS:
+        path = getattr(settings, name)
+        if path is not None and not os.path.isabs(path):
+            raise ValueError(f"os.path.isabs({name}) does not hold: {name}={path!r}")
+
+
+def check_distributed(*, is_available: bool) -> None:
+    """Check that this torch can connect ranks at all.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if not is_available:
+        raise ValueError("torch.distributed.is_available() does not hold: this torch lacks it")
+
+
+def _check_type(settings: Settings, name: str, *classes: type) -> None:
+    value = getattr(settings, name)
+    if not isinstance(value, classes):
+        names = ["None" if cls is NoneType else cls.__name__ for cls in classes]
+        # RankFilter stands there twice: the present and the older class.
+        raise _type_error(name, " or ".join(dict.fromkeys(names)), value)
+
+
+def _type_error(name: str, wanted: str, value: object) -> TypeError:
+    return TypeError(f"{name} must be {wanted}, not {type(value).__name__} {repr(value)[:200]}")
+
+
+def _shown(settings: Settings, names: tuple[str, ...]) -> str:
+    return ", ".join(f"{name}={getattr(settings, name)}" for name in names)

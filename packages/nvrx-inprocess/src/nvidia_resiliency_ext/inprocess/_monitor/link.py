@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rank's connection to the monitor of its node, for one call.
+
+What the rank says is kept until the next iteration, so that a new monitor can be told all of it.
+Sending never decides anything: a connection that breaks is seen by the link's thread, which finds
+or starts another monitor and says everything again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.inprocess._monitor import messages, start
+from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
+from nvidia_resiliency_ext.inprocess._protocol.decision import decode_decision
+from nvidia_resiliency_ext.inprocess.exception import InternalError
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.wire import (
+    receive_message,
+    send_message,
+    send_with_fds,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from nvidia_resiliency_ext.inprocess._monitor.messages import News
+    from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
+    from nvidia_resiliency_ext.inprocess.attribution import Interruption
+
+__all__ = ["MonitorLink", "MonitorSettings"]
+
+logger = logging.getLogger("nvrx")
+
+_SEND_LIMIT_S = 1.0
+_LEAVE_LIMIT_S = 5.0
+_JOIN_LIMIT_S = 10.0
+_STABLE_S = 60.0
+_SHORTEST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+_MOST_LOSSES = 8
+
+
+class MonitorLink:
+    """One rank's side of one call.
+
+    Args:
+        settings: What the monitor must know about the call.
+        page: The rank's stamps.
+        hear: Called with each piece of news, in the link's thread.
+    """
+
+    def __init__(
+        self, settings: MonitorSettings, page: ProgressPage, hear: Callable[[News], None]
+    ) -> None:
+        self._settings = settings
+        self._page = page
+        self._hear = hear
+        # Guards the connection and what was said.
+        self._lock = threading.Lock()
+        self._sock: socket.socket | None = None
+        self._said: list[object] = []
+        self._initial_rank = self._world_size = -1
+        self._iteration = 0
+        self._closed = threading.Event()
+        self._leave_noted = threading.Event()
+        self._parts: list[str] = []
+        self._losses: list[float] = []
+        self._thread: threading.Thread | None = None
+        self.monitor_pid: int | None = None
+
+    def attach(self, initial_rank: int, world_size: int) -> None:
+        """Come to the monitor of this node, which is started if there is none.
+
+        Raises:
+            InternalError: It does not answer within 10 s, or does not want us.
+        """
+        self._initial_rank, self._world_size = initial_rank, world_size
+        deadline = Deadline.after(start.START_LIMIT_S)
+        sock = self._connect(deadline)
+        with self._lock:
+            self._sock = sock
+        self._thread = threading.Thread(target=self._run, name="nvrx-link", daemon=True)
+        self._thread.start()
+
+    def begin(
+        self, iteration: int, rank: int, world_size: int, participants: Collection[int]
+    ) -> None:
+        """Say that an iteration begins, with our number in it."""
+        who = messages.pack_ranks(participants)
+        with self._lock:
+            self._iteration = iteration
+            self._said = [messages.Begun(iteration, rank, world_size, who)]
+            self._send(self._said[0])
+
+    def report(self, kind: Interruption) -> None:
+        """Say that something went wrong here."""
+        self._say(messages.Reported(self._iteration, kind))
+
+    def completed(self) -> None:
+        """Say that the function has returned."""
+        self._say(messages.Done(self._iteration))
+
+    def arrive(self) -> None:
+        """Say that we are ready for the next iteration."""
+        self._say(messages.Arrived(self._iteration))
+
+    def leave(self, is_lost: bool, *, is_discarded: bool = False) -> bool:
+        """Say that we leave the call, and wait until the monitor has it, 5 s at most.
+
+        Args:
+            is_lost: The others have to do without us; otherwise the call is over.
+            is_discarded: By rank assignment, on all ranks alike: nobody expects us in the next
+                iteration, so that it need not be interrupted.
+
+        Returns:
+            Whether the monitor has it.
+        """
+        self._say(messages.Left(is_lost, is_discarded))
+        return self._leave_noted.wait(_LEAVE_LIMIT_S)
+
+    def close(self) -> None:
+        """End the connection and the thread; harmless when repeated."""
+        with self._lock:
+            self._closed.set()
+            if self._sock is not None:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_LIMIT_S)
+            if thread.is_alive():
+                logger.warning("the thread of the link to the monitor does not end")
+        with self._lock:
+            if self._sock is not None:
+                self._sock.close()
+                self._sock = None
+
+    # --- saying ---
+
+    def _say(self, message: object) -> None:
+        with self._lock:
+            self._said.append(message)
+            self._send(message)
+
+    def _send(self, message: object) -> None:
+        if self._sock is None:
+            return  # the thread says it when there is a monitor again
+        try:
+            send_message(self._sock, messages.FROM_RANK, message, _SEND_LIMIT_S)
+        except (OSError, NvrxError) as error:
+            logger.debug("the monitor does not take a message: %s", error)
+            # A stream with half a message in it is of no use: the thread sees its end.
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._listen()
+            except (OSError, NvrxError) as error:
+                if self._closed.is_set():
+                    return
+                logger.warning(
+                    "the monitor of this node is gone (%s); another one is needed", error
+                )
+            if not self._come_back():
+                return
+
+    def _listen(self) -> None:
+        sock = self._sock
+        assert sock is not None
+        while True:
+            message = receive_message(sock, messages.TO_RANK, None)
+            if isinstance(message, messages.LeaveNoted):
+                self._leave_noted.set()
+            elif isinstance(message, messages.DecisionPart):
+                self._collect(message)
+            elif isinstance(
+                message, (messages.Interrupted, messages.Completed, messages.StoreLost)
+            ):
+                self._pass_on(message)
+
+    def _collect(self, part: messages.DecisionPart) -> None:
+        if part.number == 0:
+            self._parts = []
+        self._parts.append(part.text)
+        if part.number == part.count - 1:
+            decision = decode_decision("".join(self._parts))
+            self._parts = []
+            self._pass_on(messages.Decided(part.iteration, decision))
+
+    def _pass_on(self, news: News) -> None:
+        try:
+            self._hear(news)
+        except Exception:
+            logger.exception("a piece of news could not be passed on")
+
+    def _come_back(self) -> bool:
+        """Find or start another monitor and say everything again; return whether that worked."""
+        with self._lock:
+            if self._sock is not None:
+                self._sock.close()
+                self._sock = None
+        if self._leave_noted.is_set():
+            return False  # whoever comes next has nothing to do for us
+        now = time.monotonic()
+        self._losses = [*(at for at in self._losses if at > now - _STABLE_S), now]
+        if len(self._losses) > _MOST_LOSSES:
+            return self._give_up(f"{_MOST_LOSSES} monitors of this node ended within a minute")
+        deadline = Deadline.after(max(self._settings.heartbeat_timeout_s, start.START_LIMIT_S))
+        pause_s = _SHORTEST_PAUSE_S
+        while not self._closed.is_set():
+            try:
+                sock = self._connect(Deadline.after(min(deadline.remaining(), start.START_LIMIT_S)))
+            except InternalError as error:
+                if deadline.expired():
+                    return self._give_up(str(error))
+                logger.warning("%s", error)
+                self._closed.wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            with self._lock:
+                if self._closed.is_set():
+                    sock.close()
+                    return False
+                self._sock = sock
+                for message in self._said:
+                    self._send(message)
+            return True
+        return False
+
+    def _give_up(self, text: str) -> bool:
+        if not self._closed.is_set():
+            self._pass_on(messages.StoreLost(f"this rank has no monitor any more: {text}"))
+        return False
+
+    def _connect(self, deadline: Deadline) -> socket.socket:
+        sock = start.connect_or_start(deadline)
+        try:
+            self._introduce(sock, deadline)
+            answer = receive_message(sock, messages.TO_RANK, deadline.remaining())
+        except (OSError, NvrxError) as error:
+            sock.close()
+            raise InternalError(f"the monitor of this node does not answer: {error}") from error
+        if isinstance(answer, messages.Welcome):
+            self.monitor_pid = answer.pid
+            return sock
+        sock.close()
+        why = answer.text if isinstance(answer, messages.Refused) else "it speaks nonsense"
+        raise InternalError(f"the monitor of this node refuses us: {why}")
+
+    def _introduce(self, sock: socket.socket, deadline: Deadline) -> None:
+        with self._lock:
+            begun = next((one for one in self._said if isinstance(one, messages.Begun)), None)
+        hello = messages.Hello(
+            messages.VERSION, self._settings, self._initial_rank, self._world_size, begun
+        )
+        data = messages.FROM_RANK.encode(hello)
+        send_with_fds(sock, data, [self._page.fd], deadline.remaining())

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks and their monitor say to each other; values only.
+
+Each direction has its own closed set. A rank begins with `Hello`, its page attached, and then
+tells what it does; every message may come twice, after a monitor was replaced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks, parse_ranks
+from nvidia_resiliency_ext.shared_utils.wire import MessageSet
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
+
+__all__ = [
+    "FROM_RANK",
+    "TO_RANK",
+    "VERSION",
+    "Arrived",
+    "Begun",
+    "Completed",
+    "Decided",
+    "DecisionPart",
+    "Done",
+    "Hello",
+    "Interrupted",
+    "LeaveNoted",
+    "Left",
+    "News",
+    "Refused",
+    "Reported",
+    "StoreLost",
+    "Welcome",
+    "pack_ranks",
+    "split_decision",
+    "unpack_ranks",
+]
+
+VERSION = 1
+_PART_CHARACTERS = 400_000
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The rank begins an iteration; `participants` are initial ranks, packed."""
+
+    iteration: int
+    rank: int
+    world_size: int
+    participants: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A rank comes, or comes back, to say what it began last; its page is attached."""
+
+    version: int
+    settings: MonitorSettings
+    initial_rank: int
+    world_size: int
+    begun: Begun | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """Something went wrong on the rank."""
+
+    iteration: int
+    interruption: Interruption
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The rank's function has returned."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The rank is ready for the next iteration."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The rank leaves the call: lost for the others, or because the call is over.
+
+    Who is discarded by rank assignment has no number in the next iteration: nobody misses it.
+    """
+
+    is_lost: bool
+    is_discarded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The monitor serves the rank."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The monitor will not serve the rank."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveNoted:
+    """The monitor knows that the rank leaves, and speaks for it from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionPart:
+    """A piece of a decision's text."""
+
+    iteration: int
+    number: int
+    count: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """News: the iteration is interrupted, and the last call for faults is over."""
+
+    iteration: int
+    records: tuple[InterruptionRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """News: all ranks have completed; the call is over."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLost:
+    """News: nobody can agree on anything any more."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """News: who goes on."""
+
+    iteration: int
+    decision: Decision
+
+
+News = Interrupted | Completed | Decided | StoreLost
+
+FROM_RANK = MessageSet(Hello, MonitorSettings, Begun, Reported, Interruption, Done, Arrived, Left)
+TO_RANK = MessageSet(
+    Welcome,
+    Refused,
+    LeaveNoted,
+    DecisionPart,
+    Interrupted,
+    InterruptionRecord,
+    Interruption,
+    Completed,
+    StoreLost,
+)
+
+
+def pack_ranks(ranks: Collection[int]) -> str:
+    """Return a set of ranks as text, short for whole runs of them."""
+    return format_ranks(ranks)
+
+
+def unpack_ranks(text: str) -> frozenset[int]:
+    """Return the ranks of a text.
+
+    Raises:
+        ValueError: It is none.
+    """
+    return frozenset(parse_ranks(text))
+
+
+def split_decision(iteration: int, text: str) -> list[DecisionPart]:
+    """Return a decision's text in pieces that fit a frame."""
+    starts = range(0, max(len(text), 1), _PART_CHARACTERS)
+    return [
+        DecisionPart(iteration, number, len(starts), text[start : start + _PART_CHARACTERS])
+        for number, start in enumerate(starts)
+    ]

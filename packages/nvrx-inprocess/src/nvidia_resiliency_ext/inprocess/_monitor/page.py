@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page that a rank shares with its monitor: stamps in 8-byte words; nobody is judged here.
+
+The rank makes the memory and writes it; the monitor only reads, through `pread`, so that nothing
+that the rank does to the memory can hurt it. Every word is written by one store, and a reader
+relies on no order between two words. Times are CLOCK_MONOTONIC nanoseconds.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["PageError", "PageView", "Phase", "ProgressPage", "Stamps"]
+
+_MAGIC = 0x4E56_5258_4950_0001
+_W_MAGIC, _W_AUTO, _W_MANUAL, _W_UNPROTECTED, _W_PHASE, _W_EPOCH = range(6)
+_LAYOUT = struct.Struct("=6q")
+_SIZE_BYTES = _LAYOUT.size
+_NS = 1e-9
+_NAME = "nvrx-progress"
+# Numbers of linux/fcntl.h, where this Python does not know them.
+_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
+_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
+
+_now_ns = time.monotonic_ns
+
+
+class PageError(NvrxError):
+    """A descriptor does not hold a progress page."""
+
+
+class Phase(enum.IntEnum):
+    """Where in a call the rank is."""
+
+    IDLE = 0
+    """Outside of what timeouts are for."""
+    GUARDED = 1
+    """Between the start of an iteration and its end."""
+    AT_BARRIER = 2
+    """It waits for the others' arrival."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stamps:
+    """What one look at a page showed.
+
+    Attributes:
+        auto_s: When the main thread last ran, in seconds of the monotonic clock.
+        manual_s: The last ping of this iteration, `None` before the first.
+        is_protected: Whether timeouts count.
+        phase: Where in the call the rank is.
+        epoch: Changes with every `rearm`.
+    """
+
+    auto_s: float
+    manual_s: float | None
+    is_protected: bool
+    phase: Phase
+    epoch: int
+
+
+class ProgressPage:
+    """The rank's side of the page.
+
+    `stamp_auto` and `stamp_manual` are one store each: no lock, no system call but the clock's.
+
+    Example:
+        >>> page = ProgressPage.create()
+        >>> page.stamp_manual()
+        >>> PageView(os.dup(page.fd)).read().manual_s is not None
+        True
+        >>> page.close()
+    """
+
+    __slots__ = ("_lock", "_mapping", "_words", "fd", "stamp_manual")
+
+    _words: memoryview[int]
+    stamp_manual: Callable[[], None]
+    """Note a ping; the manual timeout counts from the first one of an iteration."""
+
+    def __init__(self, fd: int) -> None:
+        """Take over fresh memory; use `create`."""
+        self.fd = fd
+        self._mapping = mmap.mmap(fd, _SIZE_BYTES)
+        self._words = memoryview(self._mapping).cast("q")
+        self._lock = threading.Lock()  # guards the depth of `unprotected`
+        self.stamp_manual = _stamper(self._words, _W_MANUAL)
+        self._words[_W_MAGIC] = _MAGIC
+        self._words[_W_AUTO] = _now_ns()
+
+    @classmethod
+    def create(cls) -> ProgressPage:
+        """Make a page that no holder of its descriptor can shrink.
+
+        Raises:
+            OSError: There is no memory or no descriptor.
+        """
+        fd = _make_memory()
+        try:
+            return cls(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def stamp_auto(self) -> None:
+        """Note that the main thread runs."""
+        self._words[_W_AUTO] = _now_ns()
+
+    def rearm(self) -> None:
+        """Start afresh: fresh stamps, no manual timeout, protection on."""
+        with self._lock:
+            words = self._words
+            words[_W_AUTO] = _now_ns()
+            words[_W_MANUAL] = 0
+            words[_W_UNPROTECTED] = 0
+            words[_W_EPOCH] += 1
+
+    @property
+    def phase(self) -> Phase:
+        """Where in the call the rank is."""
+        return Phase(self._words[_W_PHASE])
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self._words[_W_PHASE] = phase
+
+    @property
+    def unprotected(self) -> int:
+        """How many blocks without timeouts are open; they nest."""
+        depth: int = self._words[_W_UNPROTECTED]
+        return depth
+
+    @unprotected.setter
+    def unprotected(self, depth: int) -> None:
+        self._words[_W_UNPROTECTED] = max(depth, 0)
+
+    def disable_timeouts(self) -> None:
+        """Open a block without timeouts."""
+        with self._lock:
+            self.unprotected += 1
+
+    def enable_timeouts(self) -> None:
+        """Close a block without timeouts; time counts from now on when it was the last."""
+        with self._lock:
+            words = self._words
+            words[_W_AUTO] = now = _now_ns()
+            if words[_W_MANUAL]:
+                words[_W_MANUAL] = now
+            self.unprotected -= 1
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory itself goes with the object, stamps stay legal."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class PageView:
+    """The monitor's side of the page; owns its descriptor."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        """Take over a descriptor.
+
+        Raises:
+            PageError: It is no page; the descriptor is closed.
+        """
+        self.fd = fd
+        try:
+            self.read()
+        except PageError:
+            self.close()
+            raise
+
+    def read(self) -> Stamps:
+        """Take one look.
+
+        Raises:
+            PageError: The memory was shrunk or overwritten.
+        """
+        try:
+            data = os.pread(self.fd, _SIZE_BYTES, 0)
+        except OSError as error:
+            raise PageError(f"a progress page cannot be read: {error}") from error
+        if len(data) < _SIZE_BYTES:
+            raise PageError("a progress page is too short")
+        magic, auto, manual, unprotected, phase, epoch = _LAYOUT.unpack(data)
+        if magic != _MAGIC or not Phase.IDLE <= phase <= Phase.AT_BARRIER:
+            raise PageError("the memory is no progress page of this version")
+        return Stamps(
+            auto_s=auto * _NS,
+            manual_s=manual * _NS if manual else None,
+            is_protected=unprotected <= 0,
+            phase=Phase(phase),
+            epoch=epoch,
+        )
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _stamper(words: memoryview[int], at: int) -> Callable[[], None]:
+    # A function over local names: a method would look up two attributes on every call.
+    now_ns = _now_ns
+
+    def stamp() -> None:
+        words[at] = now_ns()
+
+    return stamp
+
+
+def _make_memory() -> int:
+    fd = _sealed_memory()
+    return _file_memory() if fd is None else fd
+
+
+def _sealed_memory() -> int | None:
+    if os.environ.get("NVRX_FORCE_NO_MEMFD") == "1" or not hasattr(os, "memfd_create"):
+        return None
+    try:
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError:
+        return None  # seccomp or an old kernel
+    try:
+        os.posix_fallocate(fd, 0, _SIZE_BYTES)
+        fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _file_memory() -> int:
+    """Return a file without a name, in the first place that has room for it."""
+    last_error: OSError | None = None
+    for directory in ("/dev/shm", None):  # noqa: S108 - the file has no name there
+        try:
+            fd, path = tempfile.mkstemp(prefix=_NAME, dir=directory)
+        except OSError as error:
+            last_error = error
+            continue
+        try:
+            os.unlink(path)
+            # Blocks now: a store into a hole of a full file system kills with SIGBUS.
+            os.posix_fallocate(fd, 0, _SIZE_BYTES)
+        except OSError as error:
+            os.close(fd)
+            last_error = error
+            continue
+        return fd
+    raise OSError(errno.ENOSPC, "no place for a progress page") from last_error

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This node among the nodes of a call: its entry in the store, its lease, the lease it watches."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.inprocess._monitor.ring import Ring
+from nvidia_resiliency_ext.inprocess._monitor.roll import RollFile
+from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
+    from nvidia_resiliency_ext.inprocess._monitor.store_side import Desk
+    from nvidia_resiliency_ext.inprocess._protocol.board import Board
+
+__all__ = ["Adopted", "Registration"]
+
+# One look at the neighbour in so many is left out: it makes room for the wait for the outcome.
+_LEFT_OUT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A rank of this node that another monitor served, and that has not come to this one.
+
+    Attributes:
+        rank: Its initial rank.
+        pid: Its process.
+        start_ticks: When that was started; `None` for unknown: it must not be signalled.
+        has_left: It had left the call.
+    """
+
+    rank: int
+    pid: int
+    start_ticks: int | None
+    has_left: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What one heartbeat has found."""
+
+    nodes: tuple[NodeEntry, ...] | None
+    leases: dict[int, int] | None
+
+
+class Registration:
+    """Keeps the node known, and notices when another node is not heard of.
+
+    Args:
+        settings: Times.
+        directory: Where the roll lies.
+        desk: Runs what is done at the store.
+        lost: Called with the initial ranks of a lost node.
+    """
+
+    def __init__(
+        self,
+        settings: MonitorSettings,
+        directory: str,
+        desk: Desk,
+        lost: Callable[[Iterable[int]], None],
+    ) -> None:
+        self._desk = desk
+        self._lost = lost
+        self._interval_s = settings.heartbeat_interval_s
+        self._ring = Ring(settings.heartbeat_interval_s, settings.heartbeat_timeout_s)
+        self._roll = RollFile(directory, settings.prefix)
+        self._ranks: dict[int, tuple[int, int | None]] = {}
+        self._rolled = self._roll.read()
+        self._is_rolled = bool(self._rolled)
+        self._node_id: int | None = None
+        self._is_asking = False
+        self._is_writing = False
+        self._is_behind = False
+        self._is_beating = False
+        self._beats = 0
+        self._beat_s = -math.inf
+
+    def came(
+        self,
+        rank: int,
+        pid: int,
+        start_ticks: int,
+        adopt: Callable[[Adopted], None],
+    ) -> None:
+        """A rank of this node has come.
+
+        Args:
+            rank: Its initial rank.
+            pid: Its process.
+            start_ticks: When that was started.
+            adopt: Called with each of those that a monitor before us served.
+        """
+        if self._ranks.get(rank) == (pid, start_ticks):
+            return
+        self._ranks[rank] = (pid, start_ticks)
+        self._rolled[rank] = (pid, start_ticks)
+        self._roll.write(self._rolled)
+        if self._node_id is not None:
+            self._register()
+        elif not self._is_asking:
+            self._is_asking = True
+            self._desk.submit(lambda board: board.nodes(), lambda nodes: self._asked(nodes, adopt))
+
+    def left(self, rank: int) -> None:
+        """A rank of this node has left the call: whoever follows us must not look after it."""
+        if self._rolled.pop(rank, None) is not None and self._rolled:
+            self._roll.write(self._rolled)
+
+    def tick(self, now: float, participants: Collection[int]) -> float:
+        """Renew the lease and look at the next one, when it is time; return when that is next."""
+        if self._node_id is None or now < self._beat_s:
+            return self._beat_s if self._node_id is not None else math.inf
+        self._beat_s = now + self._interval_s
+        if not self._is_beating:
+            self._is_beating = True
+            self._beats += 1
+            node_id = self._node_id
+            must_ask = not self._ring.covers(participants)
+            wanted = self._ring.to_read(node_id, participants) if self._beats % _LEFT_OUT else []
+            self._desk.submit(lambda board: _beat(board, node_id, wanted, must_ask), self._beaten)
+        return self._beat_s
+
+    def close(self) -> None:
+        """Forget the ranks of this node."""
+        self._roll.remove()
+
+    def _asked(self, nodes: Iterable[NodeEntry], adopt: Callable[[Adopted], None]) -> None:
+        nodes = tuple(nodes)
+        own = next((node for node in nodes if not self._ranks.keys().isdisjoint(node.ranks)), None)
+        self._node_id = min(self._ranks) if own is None else own.node_id
+        self._ring.update({node.node_id: node.ranks for node in nodes})
+        if own is not None:
+            for rank, pid in zip(own.ranks, own.pids, strict=True):
+                if rank not in self._ranks:
+                    known_pid, ticks = self._rolled.get(rank, (None, None))
+                    ticks = ticks if known_pid == pid else None
+                    self._ranks[rank] = (pid, ticks)
+                    has_left = self._is_rolled and rank not in self._rolled
+                    adopt(Adopted(rank, pid, ticks, has_left))
+        self._register()
+
+    def _register(self) -> None:
+        if self._is_writing:
+            self._is_behind = True
+            return
+        assert self._node_id is not None
+        self._is_writing = True
+        self._is_behind = False
+        ranks = tuple(sorted(self._ranks))
+        pids = tuple(self._ranks[rank][0] for rank in ranks)
+        node = NodeEntry(self._node_id, ranks, pids, os.uname().nodename)
+        self._desk.submit(lambda board: board.register_node(node), lambda _: self._registered())
+
+    def _registered(self) -> None:
+        self._is_writing = False
+        if self._is_behind:
+            self._register()
+
+    def _beaten(self, look: _Look) -> None:
+        self._is_beating = False
+        if look.nodes is not None:
+            self._ring.update({node.node_id: node.ranks for node in look.nodes})
+        if look.leases is not None:
+            lost = self._ring.looked(look.leases, time.monotonic())
+            if lost:
+                self._lost(lost)
+
+
+def _beat(board: Board, node_id: int, wanted: list[int], must_ask: bool) -> _Look:
+    board.renew_lease(node_id)
+    return _Look(
+        nodes=tuple(board.nodes()) if must_ask else None,
+        leases=board.leases(wanted) if wanted else None,
+    )

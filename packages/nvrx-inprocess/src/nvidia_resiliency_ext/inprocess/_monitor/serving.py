@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call as the monitor serves it: hands what happens to the roster, and does what that says.
+
+It decides nothing itself: `roster`, `verdict` and `ring` do. All of it runs in the loop's thread;
+the store is touched by the threads of `store_side` and `news` only.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.inprocess._monitor import messages, roster, verdict
+from nvidia_resiliency_ext.inprocess._monitor.news import Hearer, NewsReader, read_fate
+from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView, Phase, Stamps
+from nvidia_resiliency_ext.inprocess._monitor.registration import Registration
+from nvidia_resiliency_ext.inprocess._monitor.store_side import Desk
+from nvidia_resiliency_ext.inprocess._protocol.decision import encode_decision
+from nvidia_resiliency_ext.inprocess.attribution import Interruption
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from nvidia_resiliency_ext.inprocess._monitor.journal import Journal
+    from nvidia_resiliency_ext.inprocess._monitor.loop import Connection, Loop
+    from nvidia_resiliency_ext.inprocess._monitor.processes import Processes
+    from nvidia_resiliency_ext.inprocess._monitor.registration import Adopted
+    from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
+    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
+    from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
+
+__all__ = ["Host", "Serving"]
+
+logger = logging.getLogger("nvrx")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What the program lends to each call."""
+
+    loop: Loop
+    processes: Processes
+    journal: Journal
+    directory: str
+
+
+@dataclass(slots=True)
+class _Seat:
+    """What there is of a rank beside its place in the roster."""
+
+    pid: int
+    start_ticks: int | None
+    since_s: float
+    page: PageView | None = None
+    connection: Connection | None = None
+    watch: verdict.Watch = field(default_factory=verdict.Watch)
+
+    def look(self) -> Stamps | None:
+        """Return what the page shows, `None` when it cannot be read."""
+        if self.page is None:
+            # It has not come back since another monitor died: stuck, perhaps.
+            return Stamps(self.since_s, None, is_protected=True, phase=Phase.GUARDED, epoch=0)
+        try:
+            return self.page.read()
+        except PageError as error:
+            logger.warning("monitor_process: process %d: %s", self.pid, error)
+            self.close_page()
+            return None
+
+    def close_page(self) -> None:
+        if self.page is not None:
+            self.page.close()
+            self.page = None
+
+
+class Serving:
+    """Everything about one call on this node.
+
+    Args:
+        host: Loop, processes and journal of the program.
+        settings: Of the first rank that came.
+        world_size: How many ranks the call has.
+    """
+
+    def __init__(self, host: Host, settings: MonitorSettings, world_size: int) -> None:
+        self._host = host
+        self._settings = settings
+        self._world_size = world_size
+        self._limits = verdict.Limits(
+            soft_s=settings.soft_timeout_s,
+            hard_s=settings.hard_timeout_s,
+            barrier_s=settings.barrier_timeout_s,
+            grace_s=settings.termination_grace_s,
+            interval_s=settings.interval_s,
+        )
+        self._roster = roster.Roster(world_size)
+        self._seats: dict[int, _Seat] = {}
+        self._lost_text: str | None = None
+        self._nobody_since_s: float | None = None
+        self._look_s = -math.inf
+        self._hearer = Hearer(self._outcome, self._last_call_over, self._decided, self._store_lost)
+        self._desk = Desk(settings, host.loop.post, self._store_lost)
+        self._news = NewsReader(settings, host.loop.post, self._hearer)
+        self._registration = Registration(settings, host.directory, self._desk, self._do_lost)
+
+    # --- what the program calls ---
+
+    def hello(self, connection: Connection, hello: messages.Hello, page: PageView) -> str | None:
+        """Take in a rank; return why not, if so. The page is ours from now on."""
+        rank = hello.initial_rank
+        problem = self._refusal(connection.pid, hello)
+        if problem is not None:
+            page.close()
+            return problem
+        now = time.monotonic()
+        start_ticks = self._host.processes.hold(connection.pid)
+        seat = self._seats.setdefault(rank, _Seat(connection.pid, start_ticks, now))
+        if seat.connection is not None:
+            seat.connection.close()
+        seat.close_page()
+        seat.start_ticks, seat.page, seat.connection = start_ticks, page, connection
+        connection.on_message = lambda message: self._heard(rank, message)
+        connection.on_over = lambda: self._hung_up(seat, connection)
+        self._host.journal.open_log(hello.settings.log_file, rank)
+        self._host.journal.write_pid(hello.settings.pid_file, rank)
+        logger.info(
+            "monitor_process pid=%d serves initial rank %d, target_pid=%d",
+            os.getpid(),
+            rank,
+            connection.pid,
+        )
+        connection.send(messages.Welcome(os.getpid()))
+        self._roster.attach(rank)
+        if hello.begun is not None:
+            self._heard(rank, hello.begun)
+        self._registration.came(rank, connection.pid, start_ticks, self._adopt)
+        if self._lost_text is not None:
+            connection.send(messages.StoreLost(self._lost_text))
+        self._look_s = now  # a fresh rank is looked at at once
+        return None
+
+    def process_ended(self, pid: int) -> None:
+        """A process has ended, perhaps a rank of ours."""
+        for rank, seat in self._seats.items():
+            if seat.pid == pid:
+                logger.info("monitor_process: initial rank %d, target_pid=%d, ended", rank, pid)
+                self._do(self._roster.ended(rank))
+                seat.close_page()
+
+    def tick(self, now: float) -> float:
+        """Do what is due; return when to come again at the latest."""
+        if now >= self._look_s:
+            self._look_s = self._look_at_all(now)
+        self._mind_store(now)
+        return min(self._look_s, self._registration.tick(now, self._roster.participants))
+
+    def is_over(self, now: float) -> bool:
+        """Return whether nobody needs this call any more."""
+        if self._has_present:
+            self._nobody_since_s = None
+            return False
+        if any(seat.connection is not None for seat in self._seats.values()):
+            return False
+        if self._nobody_since_s is None:
+            self._nobody_since_s = now
+        is_settled = self._roster.is_settled and self._desk.pending == 0
+        return is_settled or self._lost_text is not None or now >= self._owed_until_s
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._desk.close()
+        self._news.close()
+        self._registration.close()
+        for seat in self._seats.values():
+            seat.close_page()
+            if seat.connection is not None:
+                seat.connection.close()
+
+    # --- what ranks say ---
+
+    def _refusal(self, pid: int, hello: messages.Hello) -> str | None:
+        rank = hello.initial_rank
+        if not 0 <= rank < hello.world_size or hello.world_size != self._world_size:
+            return f"rank {rank} of {hello.world_size} is none of this call's {self._world_size}"
+        seat = self._seats.get(rank)
+        if seat is not None and seat.pid != pid:
+            return f"initial rank {rank} is process {seat.pid}, not {pid}"
+        member = self._roster.members.get(rank)
+        if member is not None and not member.is_present:
+            return f"initial rank {rank} has left this call"
+        try:
+            self._host.processes.hold(pid)
+        except OSError as error:
+            return f"process {pid} cannot be watched: {error}"
+        return None
+
+    def _heard(self, rank: int, message: object) -> None:
+        if isinstance(message, messages.Left):
+            logger.info("monitor_process: initial rank %d leaves", rank)
+            self._registration.left(rank)
+            self._do(
+                self._roster.left(rank, is_lost=message.is_lost, is_discarded=message.is_discarded)
+            )
+            self._send(rank, messages.LeaveNoted())
+            return
+        try:
+            self._do(self._effects_of(rank, message))
+        except ValueError as error:
+            logger.warning("monitor_process: initial rank %d says nonsense: %s", rank, error)
+
+    def _effects_of(self, rank: int, message: object) -> list[roster.Effect]:
+        if isinstance(message, messages.Begun):
+            who = messages.unpack_ranks(message.participants)
+            return self._roster.begun(
+                rank, message.iteration, message.rank, message.world_size, who
+            )
+        if isinstance(message, messages.Reported):
+            logger.info(
+                "monitor_process: initial rank %d reports %s", rank, message.interruption.name
+            )
+            return self._roster.reported(rank, message.iteration, message.interruption)
+        if isinstance(message, messages.Done):
+            return self._roster.completed(rank, message.iteration)
+        if isinstance(message, messages.Arrived):
+            return self._roster.arrived(rank, message.iteration)
+        raise ValueError(f"a second {type(message).__name__}")
+
+    def _hung_up(self, seat: _Seat, connection: Connection) -> None:
+        if seat.connection is connection:
+            seat.connection = None
+
+    # --- what is seen of ranks ---
+
+    def _look_at_all(self, now: float) -> float:
+        due_s = now + self._settings.interval_s
+        if self._host.processes.must_be_looked_at:
+            self._host.processes.look()
+        for rank, seat in list(self._seats.items()):
+            member = self._roster.members[rank]
+            # Who has not come back may have left the call, unless it is still counted on.
+            is_expected = seat.page is not None or rank in self._roster.participants
+            if member.is_present and is_expected and seat.pid in self._host.processes:
+                due_s = min(due_s, self._judge(rank, seat, now))
+        return due_s
+
+    def _judge(self, rank: int, seat: _Seat, now: float) -> float:
+        stamps = seat.look()
+        if stamps is None:
+            return math.inf
+        is_interrupted = self._roster.is_interrupted(self._roster.members[rank].iteration)
+        since_s = seat.watch.interrupted_s
+        before = replace(seat.watch, interrupted_s=(since_s or now) if is_interrupted else None)
+        found = verdict.judge(before, stamps, self._limits, now)
+        if verdict.HardTimeout() in found.effects:
+            # Nobody is killed on one look.
+            again = seat.look()
+            found = verdict.judge(before, again or stamps, self._limits, time.monotonic())
+        seat.watch = found.watch
+        for effect in found.effects:
+            self._obey(rank, seat, effect)
+        return found.due_s
+
+    def _obey(self, rank: int, seat: _Seat, effect: verdict.Effect) -> None:
+        if isinstance(effect, verdict.SendSignals):
+            if seat.start_ticks is None:
+                return  # the number may be another process's by now
+            names = ", ".join(number.name for number in effect.signals)
+            logger.warning("monitor_process: %s to target_pid=%d", names, seat.pid)
+            self._host.processes.signal(seat.pid, effect.signals)
+            return
+        name = type(effect).__name__
+        logger.warning("monitor_process: initial rank %d, target_pid=%d: %s", rank, seat.pid, name)
+        if isinstance(effect, verdict.GiveUp):
+            self._do(self._roster.ended(rank))
+        else:
+            is_soft = isinstance(effect, verdict.SoftTimeout)
+            kind = Interruption.SOFT_TIMEOUT if is_soft else Interruption.HARD_TIMEOUT
+            self._do(self._roster.timed_out(rank, kind))
+
+    # --- what the store says ---
+
+    def _outcome(self, iteration: int, is_completed: bool) -> None:
+        logger.info(
+            "monitor_process: iteration %d is %s",
+            iteration,
+            "completed" if is_completed else "interrupted",
+        )
+        self._do(self._roster.outcome(iteration, is_completed=is_completed))
+
+    def _last_call_over(self, iteration: int, records: tuple[InterruptionRecord, ...]) -> None:
+        self._do(self._roster.last_call_over(iteration, records))
+
+    def _decided(self, iteration: int, decision: Decision) -> None:
+        logger.info(
+            "monitor_process: iteration %d is decided, %d ranks go on",
+            iteration,
+            len(decision.going_on),
+        )
+        self._do(self._roster.decided(iteration, decision))
+
+    def _store_lost(self, text: str) -> None:
+        if self._lost_text is not None or self._roster.is_over:
+            return
+        logger.error("monitor_process: the store is lost: %s", text)
+        self._lost_text = text
+        for rank in self._seats:
+            self._send(rank, messages.StoreLost(text))
+
+    def _mind_store(self, now: float) -> None:
+        limit_s = (
+            self._settings.heartbeat_timeout_s
+            if self._desk.is_open
+            else self._settings.barrier_timeout_s
+        )
+        # A wait for news notices a broken connection at once, the desk at its next operation.
+        if max(self._desk.busy_s(now), self._news.broken_s(now)) > limit_s:
+            self._store_lost(f"the store has not answered for {limit_s:g} s")
+
+    def _do_lost(self, ranks: Iterable[int]) -> None:
+        self._do(self._roster.lost(ranks))
+
+    # --- effects ---
+
+    def _do(self, effects: Iterable[roster.Effect]) -> None:
+        for effect in effects:
+            self._do_one(effect)
+
+    def _do_one(self, effect: roster.Effect) -> None:
+        if isinstance(effect, roster.Tell):
+            self._tell(effect.initial_rank, effect.news)
+        elif isinstance(effect, roster.Follow):
+            self._news.follow(effect.iteration, effect.participants)
+        elif isinstance(effect, roster.Interrupt):
+            interrupt = effect
+            self._desk.submit(
+                lambda board: board.interrupt(
+                    interrupt.iteration, interrupt.records, interrupt.participants
+                )
+            )
+        elif isinstance(effect, roster.Arrive):
+            arrive = effect
+            self._desk.submit(
+                lambda board: board.arrive(arrive.iteration, arrive.arrival, arrive.participants)
+            )
+        elif isinstance(effect, roster.Complete):
+            complete = effect
+            self._desk.submit(lambda board: board.complete(complete.iteration, complete.arrival))
+        else:
+            iteration = effect.iteration
+            self._desk.submit(
+                lambda board: read_fate(board, iteration, self._hearer), lambda tell: tell()
+            )
+
+    def _tell(self, rank: int, news: messages.News) -> None:
+        if isinstance(news, messages.Decided):
+            text = encode_decision(news.decision)
+            for part in messages.split_decision(news.iteration, text):
+                self._send(rank, part)
+        else:
+            self._send(rank, news)
+
+    def _send(self, rank: int, message: object) -> None:
+        connection = self._seats[rank].connection
+        if connection is not None:
+            connection.send(message)
+
+    # --- parts ---
+
+    def _adopt(self, found: Adopted) -> None:
+        """Take in a rank that another monitor of this node served, and that has not come yet."""
+        rank = found.rank
+        if rank in self._seats:
+            return
+        self._roster.attach(rank)
+        self._seats[rank] = _Seat(found.pid, found.start_ticks, time.monotonic())
+        logger.info("monitor_process: takes over initial rank %d, target_pid=%d", rank, found.pid)
+        if found.has_left:
+            self._do(self._roster.left(rank, is_lost=True))
+            return
+        try:
+            self._host.processes.hold(found.pid, found.start_ticks)
+        except OSError:
+            self.process_ended(found.pid)
+
+    @property
+    def _has_present(self) -> bool:
+        return any(
+            member.is_present and self._seats[rank].pid in self._host.processes
+            for rank, member in self._roster.members.items()
+        )
+
+    @property
+    def _owed_until_s(self) -> float:
+        since_s = math.inf if self._nobody_since_s is None else self._nobody_since_s
+        settings = self._settings
+        return since_s + settings.barrier_timeout_s + settings.heartbeat_timeout_s

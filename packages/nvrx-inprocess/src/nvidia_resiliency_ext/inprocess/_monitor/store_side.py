@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The monitor's thread that writes to the store, one operation after the other.
+
+The loop that watches ranks never calls the store: it hands operations in, and gets the results
+back as calls in its own thread. A store that hangs therefore holds up nobody but this thread, and
+`busy_s` tells for how long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.inprocess._monitor import factory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
+    from nvidia_resiliency_ext.inprocess._protocol.board import Board
+
+__all__ = ["Desk", "open_board", "warm_up"]
+
+logger = logging.getLogger("nvrx")
+
+
+def open_board(settings: MonitorSettings) -> Board:
+    """Connect to the store of a call; called in the thread that will use it."""
+    from nvidia_resiliency_ext.inprocess._monitor.boot import complete_package
+
+    complete_package()
+    from nvidia_resiliency_ext.inprocess._protocol.board import Board
+
+    make = factory.load_named(settings.store_factory, settings.store_file)
+    return Board(make(**factory.load_kwargs(settings.store_kwargs)), settings.prefix)
+
+
+def warm_up() -> None:
+    """Import what connecting will need; nobody waits for it."""
+    from nvidia_resiliency_ext.inprocess._monitor.boot import complete_package
+
+    complete_package()
+    with contextlib.suppress(ImportError):
+        import torch.distributed  # noqa: F401 - for its effect
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    run: Callable[[Board], Any]
+    done: Callable[[Any], None] | None
+
+
+class Desk:
+    """Owns one thread with one store connection, and the operations that wait for it.
+
+    Args:
+        settings: Which store.
+        post: Has something called in the loop's thread.
+        lost: Called there, once, with a text when the store cannot be used any more.
+    """
+
+    def __init__(
+        self,
+        settings: MonitorSettings,
+        post: Callable[[Callable[[], None]], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        self._settings = settings
+        self._post = post
+        self._lost = lost
+        self._waiting: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._started_s: float | None = time.monotonic()
+        self._pending = 0  # operations not done; written by the loop's thread only
+        self._board: Board | None = None
+        self._thread = threading.Thread(target=self._run, name="nvrx-store", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has been connected."""
+        return self._board is not None
+
+    @property
+    def pending(self) -> int:
+        """How many operations are not done."""
+        return self._pending
+
+    def busy_s(self, now: float) -> float:
+        """Return for how long the operation of this moment has been running."""
+        started_s = self._started_s
+        return 0.0 if started_s is None else now - started_s
+
+    def submit(
+        self, run: Callable[[Board], Any], done: Callable[[Any], None] | None = None
+    ) -> None:
+        """Have an operation done after those that wait.
+
+        Args:
+            run: The operation; it may run twice, if the connection breaks.
+            done: Called in the loop's thread with the result.
+        """
+        self._pending += 1
+        self._waiting.put(_Operation(run, done))
+
+    def close(self) -> None:
+        """Let the thread end after what waits."""
+        self._waiting.put(None)
+
+    def _run(self) -> None:
+        try:
+            self._board = open_board(self._settings)
+            self._started_s = None
+            while (operation := self._waiting.get()) is not None:
+                self._started_s = time.monotonic()
+                result = self._perform(operation)
+                self._started_s = None
+                self._post(functools.partial(self._finish, operation, result))
+        except Exception as error:
+            logger.debug("monitor_process: the store is lost", exc_info=True)
+            text = f"{type(error).__name__}: {error}"
+            self._post(lambda: self._lost(text))
+        finally:
+            self._started_s = None
+            self._board = None
+
+    def _perform(self, operation: _Operation) -> Any:
+        assert self._board is not None
+        try:
+            return operation.run(self._board)
+        except Exception as error:  # noqa: BLE001 - stores raise all sorts
+            # A connection may break without the store being lost; all operations may be repeated.
+            logger.info("monitor_process: the store is connected to again: %s", error)
+            self._board = open_board(self._settings)
+            return operation.run(self._board)
+
+    def _finish(self, operation: _Operation, result: Any) -> None:
+        self._pending -= 1
+        if operation.done is not None:
+            operation.done(result)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decision that ends an interrupted iteration, and its text; no I/O.
+
+In the text neighbours are joined, so that it is short where nearly everybody goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+
+from .errors import ForeignValueError
+
+_MOST_RANKS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """How a participant has reached the end of an iteration.
+
+    Attributes:
+        initial_rank: Who.
+        rank: Its number in this iteration, if it goes on.
+        world_size: How many numbers there are, if it goes on.
+        is_out: It was discarded or leaves. Without number and not out: it has ended.
+    """
+
+    initial_rank: int
+    rank: int | None
+    world_size: int | None
+    is_out: bool
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it takes part in the next iteration."""
+        return self.rank is not None and not self.is_out
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Who goes on, who has ended, and what was reported.
+
+    Attributes:
+        participants: How each participant has arrived, by initial rank.
+        terminated: Numbers of this iteration that nobody has who goes on.
+        records: What was reported, of initial ranks.
+    """
+
+    participants: tuple[Arrival, ...]
+    terminated: tuple[int, ...]
+    records: tuple[InterruptionRecord, ...]
+
+    @cached_property
+    def going_on(self) -> frozenset[int]:
+        """Initial ranks that take part in the next iteration."""
+        return frozenset(self._ranks)
+
+    @cached_property
+    def world_size(self) -> int:
+        """How many numbers this iteration had, 0 if nobody goes on."""
+        return len(self._ranks) + len(self.terminated)
+
+    def rank_of(self, initial_rank: int) -> int | None:
+        """Return the number that a rank has in this iteration, None unless it goes on."""
+        return self._ranks.get(initial_rank)
+
+    @cached_property
+    def _ranks(self) -> dict[int, int]:
+        return {
+            arrival.initial_rank: arrival.rank
+            for arrival in self.participants
+            if arrival.rank is not None and not arrival.is_out
+        }
+
+
+def encode_decision(decision: Decision) -> str:
+    """Return the text of a decision."""
+    pairs = [(a.initial_rank, a.rank) for a in decision.participants if a.goes_on]
+    # Only neighbours with neighbouring numbers are joined.
+    going = _runs((initial, rank) for initial, rank in pairs if rank is not None)
+    stay = [arrival for arrival in decision.participants if not arrival.goes_on]
+    fields = {
+        "world_size": decision.world_size,
+        "going": going,
+        "left": _runs((arrival.initial_rank,) for arrival in stay if arrival.is_out),
+        "ended": _runs((arrival.initial_rank,) for arrival in stay if not arrival.is_out),
+        "records": _record_fields(decision.records),
+    }
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def decode_decision(text: str, key: str = "decision") -> Decision:
+    """Return the decision that a text says.
+
+    Raises:
+        ForeignValueError: it is the text of none.
+    """
+    try:
+        fields = json.loads(text)
+        world_size = fields["world_size"]
+        going = [
+            Arrival(initial, rank, world_size, is_out=False)
+            for initial, rank in _spread(fields["going"], 2)
+        ]
+        left = [Arrival(rank, None, None, is_out=True) for (rank,) in _spread(fields["left"], 1)]
+        ended = [Arrival(rank, None, None, is_out=False) for (rank,) in _spread(fields["ended"], 1)]
+        records = _parse_record_fields(fields["records"])
+        taken = {arrival.rank for arrival in going}
+        initials = {arrival.initial_rank for arrival in (*going, *left, *ended)}
+        _require(_is_count(world_size))
+        _require(len(taken) == len(going))
+        _require(len(initials) == len(going) + len(left) + len(ended))
+        _require(all(rank is not None and rank < world_size for rank in taken))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ForeignValueError(key, text) from None
+    participants = sorted((*going, *left, *ended), key=lambda arrival: arrival.initial_rank)
+    terminated = tuple(rank for rank in range(world_size) if rank not in taken)
+    return Decision(tuple(participants), terminated, records)
+
+
+def encode_records(records: Iterable[InterruptionRecord]) -> str:
+    """Return records as a short text: ranks by kind."""
+    return json.dumps(_record_fields(records), separators=(",", ":"))
+
+
+def decode_records(text: str, key: str = "records") -> tuple[InterruptionRecord, ...]:
+    """Return the records that a text says.
+
+    Raises:
+        ForeignValueError: it is no such text.
+    """
+    try:
+        return _parse_record_fields(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ForeignValueError(key, text) from None
+
+
+def _record_fields(records: Iterable[InterruptionRecord]) -> dict[str, list[list[int]]]:
+    by_kind: dict[str, list[int]] = {}
+    for record in records:
+        by_kind.setdefault(record.interruption.name, []).append(record.rank)
+    return {name: _runs((rank,) for rank in sorted(ranks)) for name, ranks in by_kind.items()}
+
+
+def _parse_record_fields(fields: Any) -> tuple[InterruptionRecord, ...]:
+    return tuple(
+        InterruptionRecord(rank, Interruption[name])
+        for name, runs in fields.items()
+        for (rank,) in _spread(runs, 1)
+    )
+
+
+def _runs(values: Iterable[tuple[int, ...]]) -> list[list[int]]:
+    """Join values that follow each other in every place: [*first, how many]."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and all(runs[-1][place] + runs[-1][-1] == n for place, n in enumerate(value)):
+            runs[-1][-1] += 1
+        else:
+            runs.append([*value, 1])
+    return runs
+
+
+def _spread(runs: Sequence[Sequence[int]], places: int) -> Iterator[tuple[int, ...]]:
+    total = 0
+    for run in runs:
+        _require(isinstance(run, list) and len(run) == places + 1 and all(map(_is_count, run)))
+        total += run[-1]
+        _require(total <= _MOST_RANKS)
+        for step in range(run[-1]):
+            yield tuple(first + step for first in run[:-1])
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MOST_RANKS
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise ValueError

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in the lists of an iteration, whether they are whole, and what follows; no I/O.
+
+A list is a text to which everybody appends entries that end in `;`. The same entry may stand in it
+twice: after the loss of a monitor its successor says again what was said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+
+from .decision import Arrival, Decision
+from .errors import ForeignValueError
+from .numbers import parse_number
+
+_END = ";"
+_LEFT = "-"
+_ENDED = "?"
+_MOST_RANKS_OF_A_NODE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEntry:
+    """A node as its monitor has announced it.
+
+    Attributes:
+        node_id: The smallest initial rank of the node.
+        ranks: Its initial ranks.
+        pids: Their processes, in the same order.
+        host: Its name, for people.
+    """
+
+    node_id: int
+    ranks: tuple[int, ...]
+    pids: tuple[int, ...]
+    host: str
+
+
+def format_arrival(arrival: Arrival) -> str:
+    """Return an arrival as an entry of a list."""
+    if arrival.goes_on:
+        said = f"{arrival.rank}:{arrival.world_size}"
+    else:
+        said = _LEFT if arrival.is_out else _ENDED
+    return f"{arrival.initial_rank}:{said}{_END}"
+
+
+def parse_arrivals(text: str, key: str = "arrivals") -> list[Arrival]:
+    """Return the arrivals of a list.
+
+    Raises:
+        ForeignValueError: it holds something else.
+    """
+    return [_parse_arrival(entry, key) for entry in _entries(text, key)]
+
+
+def _parse_arrival(entry: str, key: str) -> Arrival:
+    parts = entry.split(":")
+    initial_rank = parse_number(parts[0])
+    if initial_rank is not None:
+        if parts[1:] in ([_LEFT], [_ENDED]):
+            return Arrival(initial_rank, None, None, is_out=parts[1] == _LEFT)
+        rank, world_size = map(parse_number, parts[1:]) if len(parts) == 3 else (None, None)  # noqa: PLR2004
+        if rank is not None and world_size is not None and rank < world_size:
+            return Arrival(initial_rank, rank, world_size, is_out=False)
+    raise ForeignValueError(key, entry)
+
+
+def format_records(records: Iterable[InterruptionRecord]) -> str:
+    """Return records, of initial ranks, as entries of a list."""
+    return "".join(f"{record.rank}:{record.interruption.name}{_END}" for record in records)
+
+
+def parse_records(text: str, key: str = "interruption_records") -> list[InterruptionRecord]:
+    """Return the records of a list.
+
+    Raises:
+        ForeignValueError: it holds something else.
+    """
+    records = []
+    for entry in _entries(text, key):
+        number, _, name = entry.partition(":")
+        rank = parse_number(number)
+        if rank is None or name not in Interruption.__members__:
+            raise ForeignValueError(key, entry)
+        records.append(InterruptionRecord(rank, Interruption[name]))
+    return records
+
+
+def is_whole(arrivals: Iterable[Arrival], participants: frozenset[int]) -> bool:
+    """Return whether every participant stands in the list, in whatever form."""
+    return participants <= {arrival.initial_rank for arrival in arrivals}
+
+
+def is_complete(completions: Iterable[Arrival]) -> bool:
+    """Return whether every rank of the world that the entries name has completed."""
+    ranks: dict[int, set[int]] = {}
+    for entry in completions:
+        if entry.rank is not None and entry.world_size is not None:
+            ranks.setdefault(entry.world_size, set()).add(entry.rank)
+    return any(len(found) == world_size for world_size, found in ranks.items())
+
+
+def have_all_reported(
+    records: Iterable[InterruptionRecord],
+    arrivals: Iterable[Arrival],
+    participants: frozenset[int],
+) -> bool:
+    """Return whether nobody is left of whom a record may still come."""
+    heard = {record.rank for record in records}
+    return participants <= heard.union(arrival.initial_rank for arrival in arrivals)
+
+
+def decide(
+    arrivals: Sequence[Arrival],
+    participants: frozenset[int],
+    records: Iterable[InterruptionRecord],
+) -> Decision:
+    """Return what follows from a whole list.
+
+    Who stands in it in several forms does not go on: it has ended after it had arrived. Neither do
+    those who contradict a smaller initial rank in the size of the world or in a number: were they
+    to go on, two ranks would take themselves for the same.
+    """
+    said: dict[int, Arrival] = {}
+    for arrival in arrivals:
+        known = said.get(arrival.initial_rank, arrival)
+        if arrival.initial_rank in participants:
+            said[arrival.initial_rank] = _both(known, arrival)
+    world_size: int | None = None
+    taken: set[int] = set()
+    for initial_rank, arrival in sorted(said.items()):
+        if arrival.rank is not None:
+            world_size = arrival.world_size if world_size is None else world_size
+            if arrival.world_size != world_size or arrival.rank in taken:
+                said[initial_rank] = _out(arrival)
+            else:
+                taken.add(arrival.rank)
+    terminated = tuple(rank for rank in range(world_size or 0) if rank not in taken)
+    settled = tuple(said[initial_rank] for initial_rank in sorted(said))
+    return Decision(settled, terminated, _in_order(records))
+
+
+def _both(known: Arrival, arrival: Arrival) -> Arrival:
+    if arrival == known or not known.goes_on:
+        return known
+    return _out(arrival) if arrival.goes_on else arrival
+
+
+def _out(arrival: Arrival) -> Arrival:
+    return Arrival(arrival.initial_rank, None, None, is_out=True)
+
+
+def _in_order(records: Iterable[InterruptionRecord]) -> tuple[InterruptionRecord, ...]:
+    return tuple(sorted(set(records), key=lambda record: (record.interruption.value, record.rank)))
+
+
+def format_node(node: NodeEntry) -> str:
+    """Return a node as a line of the list of nodes."""
+    fields = [node.node_id, list(node.ranks), list(node.pids), node.host]
+    return json.dumps(fields, separators=(",", ":")) + "\n"
+
+
+def parse_nodes(text: str, key: str = "nodes") -> list[NodeEntry]:
+    """Return the nodes of the list, by number; the last entry of a number counts.
+
+    Raises:
+        ForeignValueError: it holds something else.
+    """
+    found: dict[int, NodeEntry] = {}
+    for line in text.splitlines():
+        node = _parse_node(line, key)
+        found[node.node_id] = node
+    return [found[node_id] for node_id in sorted(found)]
+
+
+def _parse_node(line: str, key: str) -> NodeEntry:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        fields = None
+    match fields:
+        case [int(node_id), [*ranks], [*pids], str(host)] if len(ranks) == len(
+            pids
+        ) <= _MOST_RANKS_OF_A_NODE and all(
+            _is_number(number) for number in (node_id, *ranks, *pids)
+        ):
+            return NodeEntry(node_id, tuple(ranks), tuple(pids), host)
+    raise ForeignValueError(key, line)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _entries(text: str, key: str) -> list[str]:
+    if not text:
+        return []
+    if not text.endswith(_END):
+        raise ForeignValueError(key, text)
+    return text[: -len(_END)].split(_END)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the store is, and what stands before all keys of a job; from arguments and environment."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+
+from .sockets import is_ours
+
+STORE_VARIABLE = "NVRX_INPROCESS_STORE"
+_LAST_PORT = 65535
+_LONGEST_NAME = 64
+# torchrun's own name for a job to which nobody has given one.
+_NAMELESS = ("", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a store listens.
+
+    Attributes:
+        host: Name or address.
+        port: Its port.
+        is_served: Somebody else serves it already: nobody here has to.
+    """
+
+    host: str
+    port: int
+    is_served: bool
+
+    def is_here(self) -> bool:
+        """Return whether its address is one of this host."""
+        return is_ours(self.host)
+
+    def __str__(self) -> str:
+        """Return it as `NVRX_INPROCESS_STORE` has it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def find_endpoint(
+    environ: Mapping[str, str], host: str | None = None, port: int | None = None
+) -> Endpoint:
+    """Return the endpoint of the environment, else that of the arguments and `MASTER_*`.
+
+    Raises:
+        ConfigError: something is missing, or no endpoint.
+    """
+    text = environ.get(STORE_VARIABLE)
+    if text:
+        return _parse_endpoint(text)
+    return named_endpoint(environ, host, port)
+
+
+def named_endpoint(
+    environ: Mapping[str, str], host: str | None = None, port: int | None = None
+) -> Endpoint:
+    """Return the endpoint of the arguments; what is missing comes from `MASTER_*`.
+
+    Raises:
+        ConfigError: that is missing, too, or no endpoint.
+    """
+    if host is None:
+        host = environ.get("MASTER_ADDR")
+        if not host:
+            raise ConfigError("MASTER_ADDR is not set, and no host_name is given for the store")
+    if port is None:
+        port = _parse_port("MASTER_PORT", environ.get("MASTER_PORT", ""))
+    return Endpoint(host, port, is_served=False)
+
+
+def job_name(environ: Mapping[str, str]) -> str:
+    """Return a name of the job that is the same on all its nodes and in all its cycles."""
+    elastic = environ.get("TORCHELASTIC_RUN_ID", "")
+    slurm = environ.get("SLURM_JOB_ID", "")
+    # Where nobody has named the job its meeting point does; ports may change with the cycle.
+    meeting = f"{environ.get('MASTER_ADDR', '')}-{environ.get('MASTER_PORT', '')}"
+    return next((_plain(name) for name in (elastic, slurm) if name not in _NAMELESS), None) or (
+        _plain(meeting)
+    )
+
+
+def cycle_name(environ: Mapping[str, str]) -> str:
+    """Return a name of the launch cycle: how often Slurm and the launcher have started again."""
+    counts = (
+        environ.get("SLURM_RESTART_COUNT") or "0",
+        environ.get("TORCHELASTIC_RESTART_COUNT") or "0",
+    )
+    return ".".join(_plain(count) for count in counts)
+
+
+def cycle_prefix(environ: Mapping[str, str]) -> str:
+    """Return what stands before all keys of this job in this launch cycle."""
+    return f"nvrx/{job_name(environ)}/{cycle_name(environ)}/"
+
+
+def _parse_endpoint(text: str) -> Endpoint:
+    host, colon, port = text.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        colon = ""
+    if not colon or not host:
+        raise ConfigError(f"{STORE_VARIABLE}={text!r}: expected host:port or [address]:port")
+    return Endpoint(host, _parse_port(STORE_VARIABLE, port), is_served=True)
+
+
+def _parse_port(name: str, text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 6 and 0 < int(text) <= _LAST_PORT:  # noqa: PLR2004
+        return int(text)
+    raise ConfigError(f"{name}: {text!r} is no port, expected 1 to {_LAST_PORT}")
+
+
+def _plain(name: str) -> str:
+    """Return a name without characters that mean something in keys, and not too long."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:_LONGEST_NAME]
+    if plain == name:
+        return name
+    # Two names must not become one.
+    return f"{plain[:_LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every store of the wrapper offers beside torch's own methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Collection, Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+from nvidia_resiliency_ext.inprocess._protocol.errors import ForeignValueError
+from nvidia_resiliency_ext.inprocess._protocol.numbers import parse_number
+from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
+
+from . import barriers
+from .access import StoreAccess
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from nvidia_resiliency_ext.inprocess.state import State
+
+_INTERRUPTED = "any_rank_interrupted"
+_COMPLETED = "any_rank_completed"
+_RECORDS = "interruption_records"
+_RECORDS_LOCK = "interruption_records_lock"
+_TERMINATED = "terminated_ranks"
+_DONE = "1"
+
+
+class StoreMixin:
+    """Barriers, and what ranks tell each other; mix it into any torch Store, before torch's class.
+
+    Ranks write plain text and JSON. What somebody else wrote raises `ForeignValueError`, a store
+    that does not answer `StoreLostError`. Waits raise `torch.distributed.DistStoreError` when time
+    is over.
+
+    Attributes:
+        critical_ranks: Ranks whose end ends the store.
+    """
+
+    critical_ranks: tuple[int, ...] = ()
+
+    # Barriers. torch has a method `barrier` of its own since 2.13; this one stands before it.
+
+    def barrier(
+        self,
+        ranks: Collection[int],
+        group_name: str,
+        rendezvous_count: int,
+        timeout: timedelta | None,
+        timeout_chunk: timedelta | None = None,
+    ) -> None:
+        """Arrive for `ranks` and wait for the others; once per store and name.
+
+        Args:
+            ranks: Who arrives.
+            group_name: Name of the barrier.
+            rendezvous_count: How many ranks belong there.
+            timeout: How long to wait; None waits without a limit.
+            timeout_chunk: How long a single wait in the store may take.
+
+        Raises:
+            BarrierTimeout: not all arrived in time.
+            BarrierOverflow: more arrived than belong there.
+        """
+        barriers.pass_barrier(
+            self._access(), ranks, group_name, rendezvous_count, timeout, timeout_chunk
+        )
+
+    def reentrant_barrier(
+        self,
+        ranks: Collection[int],
+        group_name: str,
+        rendezvous_count: int,
+        timeout: timedelta | None,
+        timeout_chunk: timedelta | None = None,
+    ) -> None:
+        """Do as `barrier`, but a rank that arrives again counts once."""
+        barriers.pass_reentrant_barrier(
+            self._access(), ranks, group_name, rendezvous_count, timeout, timeout_chunk
+        )
+
+    def is_rank_at_reentrant_barrier(self, rank: int, group_name: str) -> bool:
+        """Return whether a rank, or somebody for it, has arrived."""
+        return barriers.is_rank_at_reentrant_barrier(self._access(), rank, group_name)
+
+    def initial_barrier(
+        self,
+        ranks: Collection[int],
+        rendezvous_count: int,
+        timeout: timedelta | None,
+        timeout_chunk: timedelta | None = None,
+    ) -> None:
+        """Pass the barrier before the first iteration."""
+        # Not self.barrier: what another class puts under that name is none of ours.
+        StoreMixin.barrier(self, ranks, "initial_barrier", rendezvous_count, timeout, timeout_chunk)
+
+    def completion_barrier(
+        self,
+        ranks: Collection[int],
+        rendezvous_count: int,
+        timeout: timedelta | None,
+        timeout_chunk: timedelta | None = None,
+    ) -> None:
+        """Pass the barrier of those who have completed an iteration."""
+        StoreMixin.barrier(
+            self, ranks, "completion_barrier", rendezvous_count, timeout, timeout_chunk
+        )
+
+    def iteration_barrier(
+        self,
+        ranks: Collection[int],
+        rendezvous_count: int,
+        timeout: timedelta | None,
+        timeout_chunk: timedelta | None = None,
+    ) -> None:
+        """Pass the barrier at the end of an interrupted iteration."""
+        self.reentrant_barrier(ranks, "iteration_barrier", rendezvous_count, timeout, timeout_chunk)
+
+    def termination_barrier(
+        self,
+        ranks: Collection[int],
+        rendezvous_count: int,
+        timeout: timedelta | None,
+        timeout_chunk: timedelta | None = None,
+    ) -> None:
+        """Pass the barrier before the store may end."""
+        self.reentrant_barrier(
+            ranks, "termination_barrier", rendezvous_count, timeout, timeout_chunk
+        )
+
+    # Ranks.
+
+    def set_initial_rank(self, rank: int, initial_rank: int) -> None:
+        """Say which initial rank has a number."""
+        self._access().set(f"initial_rank_{rank}", str(initial_rank))
+
+    def get_initial_ranks(self, ranks: Iterable[int]) -> list[int]:
+        """Return the initial ranks that have these numbers; waits until all are known."""
+        return [_number(key, text) for key, text in self._texts(f"initial_rank_{r}" for r in ranks)]
+
+    def set_active_rank(self, rank: int, active_rank: int | None) -> None:
+        """Say which active rank a rank has, None for none."""
+        self._access().set(f"active_rank_{rank}", json.dumps(active_rank))
+
+    def get_all_active_ranks(self, world_size: int) -> list[int | None]:
+        """Return the active rank of each rank; waits until all are known."""
+        found = self._texts(f"active_rank_{rank}" for rank in range(world_size))
+        return [None if text == "null" else _number(key, text) for key, text in found]
+
+    def send_heartbeat(self, rank: int) -> None:
+        """Say that a rank lives, with the time of its host."""
+        self._access().set(f"heartbeat_{rank}", repr(time.time()))
+
+    def get_heartbeat(self, rank: int) -> float:
+        """Return when a rank has said that it lives; waits until it has."""
+        return self.get_all_heartbeats([rank])[0]
+
+    def get_all_heartbeats(self, ranks: Iterable[int]) -> list[float]:
+        """Return when these ranks have said that they live; waits until all have."""
+        return [_seconds(key, text) for key, text in self._texts(f"heartbeat_{r}" for r in ranks)]
+
+    # What ranks tell each other for the assignment of ranks.
+
+    def send_state(self, state: State, rank: int) -> None:
+        """Tell the others the state of a rank, without its exception."""
+        fields = {
+            field.name: getattr(state, field.name)
+            for field in dataclasses.fields(state)
+            if field.name != "fn_exception"
+        }
+        fields["mode"] = state.mode.name
+        self._access().set(f"state_{rank}", json.dumps(fields))
+
+    def get_states(self, ranks: Iterable[int]) -> list[State]:
+        """Return the states of ranks; waits until all are known."""
+        return [_state(key, text) for key, text in self._texts(f"state_{r}" for r in ranks)]
+
+    def send_key(self, key: Any, rank: int) -> None:
+        """Tell the others the key of a rank: anything that JSON can say."""
+        self._access().set(f"key_{rank}", json.dumps(key))
+
+    def get_keys(self, ranks: Iterable[int]) -> list[Any]:
+        """Return the keys of ranks; waits until all are known."""
+        return [_json(key, text) for key, text in self._texts(f"key_{rank}" for rank in ranks)]
+
+    # What happens to an iteration.
+
+    def record_interrupted(self, records: Sequence[InterruptionRecord] | None = None) -> None:
+        """Say that the iteration is interrupted; records count until they are locked."""
+        access = self._access()
+        if records and access.add(_RECORDS_LOCK, 0) == 0:
+            access.append(_RECORDS, "".join(f"{record};" for record in records))
+        access.set(_INTERRUPTED, _DONE)
+
+    def lock_interruption_records(self) -> None:
+        """Let records that come from now on not count."""
+        self._access().add(_RECORDS_LOCK, 1)
+
+    def get_interruption_records(self) -> list[InterruptionRecord]:
+        """Return the records of the iteration."""
+        records = []
+        for text in (self._access().peek(_RECORDS) or "").split(";"):
+            if text:
+                try:
+                    records.append(InterruptionRecord.from_str(text))
+                except ValueError:
+                    raise ForeignValueError(_RECORDS, text) from None
+        return records
+
+    def wait_for_interrupted(self, timeout: timedelta) -> None:
+        """Wait until somebody says that the iteration is interrupted.
+
+        Raises:
+            torch.distributed.DistStoreError: nobody did in time.
+        """
+        self._wait_for(_INTERRUPTED, timeout)
+
+    def record_completed(self) -> None:
+        """Say that a rank has completed."""
+        self._access().set(_COMPLETED, _DONE)
+
+    def wait_for_completed(self, timeout: timedelta) -> None:
+        """Wait until a rank has completed.
+
+        Raises:
+            torch.distributed.DistStoreError: none did in time.
+        """
+        self._wait_for(_COMPLETED, timeout)
+
+    def record_terminated_ranks(self, ranks: Iterable[int]) -> None:
+        """Say that ranks will not take part any more."""
+        self._access().append(_TERMINATED, "".join(f"{rank}," for rank in ranks))
+
+    def get_terminated_ranks(self) -> set[int]:
+        """Return the ranks that will not take part any more."""
+        return barriers.parse_ranks(self._access().peek(_TERMINATED) or "", _TERMINATED)
+
+    def _access(self) -> StoreAccess:
+        return StoreAccess(cast("Store", self))
+
+    def _texts(self, keys: Iterable[str]) -> list[tuple[str, str]]:
+        wanted = list(keys)
+        limit_s = cast("Any", self).timeout.total_seconds()
+        found = self._access().get_all(wanted, limit_s)
+        for key, text in zip(wanted, found, strict=True):
+            if text is None:
+                raise _expired(key, limit_s)
+        return [(key, text or "") for key, text in zip(wanted, found, strict=True)]
+
+    def _wait_for(self, key: str, timeout: timedelta) -> None:
+        if not self._access().wait(key, timeout.total_seconds()):
+            raise _expired(key, timeout.total_seconds())
+
+
+def _expired(key: str, limit_s: float) -> Exception:
+    from torch.distributed import DistStoreError
+
+    return cast("Exception", DistStoreError(f"{key} was not set within {limit_s:g} s"))
+
+
+def _number(key: str, text: str) -> int:
+    number = parse_number(text)
+    if number is None:
+        raise ForeignValueError(key, text)
+    return number
+
+
+def _seconds(key: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ForeignValueError(key, text) from None
+
+
+def _json(key: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ForeignValueError(key, text) from None
+
+
+def _state(key: str, text: str) -> State:
+    from nvidia_resiliency_ext.inprocess.state import Mode, State
+
+    fields = _json(key, text)
+    numbers = {field.name for field in dataclasses.fields(State)} - {"mode", "fn_exception"}
+    if (
+        not isinstance(fields, dict)
+        or fields.keys() != numbers | {"mode"}
+        or fields["mode"] not in Mode.__members__
+        or not all(type(fields[name]) in (int, type(None)) for name in numbers)
+    ):
+        raise ForeignValueError(key, text)
+    return State(**{**fields, "mode": Mode[fields["mode"]]})

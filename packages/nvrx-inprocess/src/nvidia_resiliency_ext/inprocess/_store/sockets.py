@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sockets under torch's stores: where they listen, and how long a client waits for an answer.
+
+A torch client waits for the answer to anything but `wait` without a limit, and has no way to be
+closed. Its socket is found among this process's descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+BACKLOG = 4096
+# The kernel asks an idle connection for a sign of life after a minute, and gives it as long.
+_IDLE_S = 60
+_PROBE_S = 10
+_SILENT_S = 60
+
+_OURS_NOT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen at the address that a name means here, and at no other.
+
+    Raises:
+        OSError: EADDRINUSE where somebody listens there, EADDRNOTAVAIL where it is not ours.
+    """
+    problems: list[OSError] = []
+    for family, address in _addresses(host, port):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _watch_over(listener)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            problems.append(error)
+        else:
+            return listener
+    # That it is in use says more than that the name's other address is not ours.
+    raise next((error for error in problems if error.errno not in _OURS_NOT), problems[0])
+
+
+def is_ours(host: str) -> bool:
+    """Return whether a name means an address of this host."""
+    for family, address in _addresses(host, 0):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
+def is_reachable_from_elsewhere(host: str) -> bool:
+    """Return whether a name means here an address that other hosts can use.
+
+    Many hosts take their own name for 127.0.1.1, while others take it for the real address.
+    """
+    addresses = [ipaddress.ip_address(str(address[0])) for _, address in _addresses(host, 0)]
+    return not all(address.is_loopback for address in addresses)
+
+
+def is_listening(store: Any) -> bool:
+    """Return whether somebody listens where a TCPStore, or one below prefixes, is connected to."""
+    while not hasattr(store, "port"):
+        below = getattr(store, "base_store", None) or getattr(store, "underlying_store", None)
+        if below is None:
+            return False
+        store = below
+    try:
+        socket.create_connection((store.host, store.port), _PROBE_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def limit_answers(port: int, timeout_s: float, known: frozenset[str] = frozenset()) -> int:
+    """Let clients connected to `port` wait at most so long for an answer; return how many.
+
+    An operation whose answer does not come then fails with "Socket Timeout". A `wait` is not cut
+    short: its limit comes on top.
+
+    Args:
+        port: Port of the store.
+        timeout_s: Limit in seconds.
+        known: Sockets that are left alone, from `connected_sockets`.
+    """
+    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    count = 0
+    for _, sock in _connected(port, known):
+        with sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            _watch_over(sock)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_S * 1000)
+            count += 1
+    return count
+
+
+def connected_sockets(port: int) -> frozenset[str]:
+    """Return the kernel's names of this process's sockets that are connected to `port`."""
+    names = []
+    for name, sock in _connected(port, frozenset()):
+        sock.close()
+        names.append(name)
+    return frozenset(names)
+
+
+@contextlib.contextmanager
+def cutting_after(port: int, timeout_s: float) -> Iterator[None]:
+    """End connections to `port` that are made inside and are not ready after `timeout_s`.
+
+    Without it, connecting to a program that is no store would block its thread for ever.
+    """
+    known = connected_sockets(port)
+
+    def cut() -> None:
+        for _, sock in _connected(port, known):
+            with sock, contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(timeout_s, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def count_served(port: int, most: int) -> int:
+    """Return how many connections this process serves at `port`, counting to `most`."""
+    count = 0
+    for _, sock in _own_sockets():
+        with sock, contextlib.suppress(OSError):
+            if sock.getsockname()[1] == port and sock.getpeername():
+                count += 1
+        if count >= most:
+            break
+    return count
+
+
+def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(int(family), address) for family, *_, address in found]
+
+
+def _watch_over(sock: socket.socket) -> None:
+    """Let the kernel notice a peer that is gone; accepted sockets inherit it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+
+
+def _connected(port: int, known: frozenset[str]) -> Iterator[tuple[str, socket.socket]]:
+    for name, sock in _own_sockets():
+        try:
+            is_wanted = name not in known and sock.getpeername()[1] == port
+        except OSError:
+            is_wanted = False
+        if is_wanted:
+            yield name, sock
+        else:
+            sock.close()
+
+
+def _own_sockets() -> Iterator[tuple[str, socket.socket]]:
+    """Yield this process's TCP sockets, each by a second descriptor."""
+    for number in os.listdir("/proc/self/fd"):
+        # Between these lines the descriptor may become another one's, or nobody's.
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                continue
+            sock = socket.socket(fileno=os.dup(int(number)))
+            name = os.readlink(f"/proc/self/fd/{sock.fileno()}")
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                yield name, sock
+            else:
+                sock.close()

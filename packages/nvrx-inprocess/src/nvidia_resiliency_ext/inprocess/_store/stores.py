@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's stores with the methods of `StoreMixin`; each connection serves one thread."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import FileStore as TorchFileStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore as TorchTCPStore  # type: ignore[attr-defined]
+
+from nvidia_resiliency_ext.inprocess._protocol.errors import StoreLostError
+from nvidia_resiliency_ext.inprocess._protocol.keys import iteration_prefix
+
+from .endpoint import Endpoint, named_endpoint
+from .mixin import StoreMixin
+from .sockets import connected_sockets, cutting_after, limit_answers, listen
+
+logger = logging.getLogger("nvrx")
+
+_TIMEOUT = timedelta(seconds=300)
+# A store that lives answers in less than a millisecond; what blocks longer has lost its host.
+ANSWER_TIMEOUT_S = 20.0
+# What connecting may take beyond the given time: torch itself is not exact.
+_GRACE_S = 1.0
+
+
+class TCPStore(StoreMixin, TorchTCPStore):
+    """A store over TCP; rank 0 hosts it unless somebody else listens there already.
+
+    Args:
+        host_name: Where it listens; `MASTER_ADDR` by default.
+        port: Its port; `MASTER_PORT` by default.
+        world_size: How many processes will connect; `WORLD_SIZE` by default.
+        timeout: How long connecting, and waiting for a key, may take.
+        wait_for_workers: Whether the host waits until all have connected.
+        multi_tenant: Whether several stores of this process share one server.
+        use_libuv: Which of torch's servers it is.
+    """
+
+    critical_ranks = (0,)
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the signature is given
+        self,
+        host_name: str | None = None,
+        port: int | None = None,
+        world_size: int | None = None,
+        timeout: timedelta = _TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        use_libuv: bool = True,
+    ) -> None:
+        endpoint = named_endpoint(os.environ, host_name, port)
+        options = {
+            "world_size": int(os.environ["WORLD_SIZE"]) if world_size is None else world_size,
+            "timeout": timeout,
+            "wait_for_workers": wait_for_workers,
+            "multi_tenant": multi_tenant,
+            "use_libuv": use_libuv,
+        }
+        is_host = int(os.environ.get("RANK", "0")) == 0
+        if not is_host or not self._host(endpoint, options):
+            self._join(endpoint, options)
+
+    @classmethod
+    def connect(
+        cls, endpoint: Endpoint, timeout: timedelta = _TIMEOUT, *, use_libuv: bool = True
+    ) -> TCPStore:
+        """Connect to a store that somebody serves; never host one.
+
+        Raises:
+            StoreLostError: nobody does, or it is no store.
+        """
+        store = cls.__new__(cls)
+        options = {"timeout": timeout, "wait_for_workers": False, "use_libuv": use_libuv}
+        TCPStore._join(store, endpoint, options)
+        return store
+
+    def clone(self) -> TCPStore:
+        """Return the same store over a connection of its own, for another thread."""
+        endpoint = Endpoint(self.host, self.port, is_served=True)
+        return TCPStore.connect(endpoint, _timeout_of(self), use_libuv=self._use_libuv)
+
+    def limit_answers(self, timeout_s: float) -> None:
+        """Let this process's connections to this port wait at most so long for an answer."""
+        limit_answers(self.port, timeout_s)
+
+    def _host(self, endpoint: Endpoint, options: dict[str, Any]) -> bool:
+        """Serve the store here; False if somebody serves that port already."""
+        options = dict(options)
+        listener = None
+        if not options["multi_tenant"]:
+            try:
+                listener = listen(endpoint.host, endpoint.port)
+            except socket.gaierror as error:
+                raise StoreLostError(f"{endpoint.host} does not resolve: {error}") from None
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return False
+                # The address may be that of a gateway: then torch listens at all addresses.
+                logger.warning(
+                    "the store listens at all addresses: %s is none of this host", endpoint.host
+                )
+        port = endpoint.port
+        if listener is not None:
+            port = listener.getsockname()[1]
+            options["master_listen_fd"] = listener.detach()
+        try:
+            self._open(endpoint.host, port, is_master=True, options=options)
+        except RuntimeError as error:
+            if "EADDRINUSE" in str(error):
+                return False
+            raise
+        return True
+
+    def _join(self, endpoint: Endpoint, options: dict[str, Any]) -> None:
+        known = connected_sockets(endpoint.port)
+        limit_s = options["timeout"].total_seconds()
+        try:
+            with cutting_after(endpoint.port, limit_s + _GRACE_S):
+                self._open(endpoint.host, endpoint.port, is_master=False, options=options)
+        except RuntimeError as error:
+            first, _, _ = str(error).partition("\n")
+            raise StoreLostError(f"no store answers at {endpoint}: {first}") from None
+        limit_answers(endpoint.port, ANSWER_TIMEOUT_S, known)
+
+    def _open(self, host: str, port: int, *, is_master: bool, options: dict[str, Any]) -> None:
+        self._use_libuv = options["use_libuv"]
+        super().__init__(host, port, is_master=is_master, **options)
+
+
+class FileStore(StoreMixin, TorchFileStore):
+    """A store in a file that all processes can reach.
+
+    Args:
+        path: The file.
+        world_size: How many processes use it; negative if that is not known.
+        timeout: How long waiting for a key may take.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], world_size: int = -1, timeout: timedelta = _TIMEOUT
+    ) -> None:
+        super().__init__(os.fspath(path), world_size)
+        self._path = os.fspath(path)
+        self._world_size = world_size
+        self.set_timeout(timeout)
+
+    def clone(self) -> FileStore:
+        """Return the same store for another thread."""
+        return FileStore(self._path, self._world_size, _timeout_of(self))
+
+
+class PrefixStore(StoreMixin, TorchPrefixStore):
+    """The keys of one iteration.
+
+    Args:
+        iteration: Which.
+        store: Where they are kept.
+
+    Attributes:
+        base_store: The store that was given.
+    """
+
+    def __init__(self, iteration: int, store: Any) -> None:
+        super().__init__(iteration_prefix(iteration), store)
+        self.iteration = iteration
+        self.base_store = store
+        with contextlib.suppress(AttributeError):
+            self.critical_ranks = store.critical_ranks
+
+    def clone(self) -> PrefixStore:
+        """Return the same keys over a connection of their own, for another thread."""
+        return PrefixStore(self.iteration, self.base_store.clone())
+
+
+def _timeout_of(store: Any) -> timedelta:
+    # torch's stubs do not know the property.
+    timeout: timedelta = store.timeout
+    return timeout

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errors of in-process restart, by what they do to the rank.
+
+RestartError                     an ordinary error; in the function it makes all ranks restart
+  HealthCheckError                 a health check failed; after a fault the rank leaves with it
+  InternalError                    a part of the wrapper did not do its duty
+  TimeoutError                     a part, or a callback, did not end in its time
+RestartAbort (BaseException)     the rank leaves the wrapper at once
+
+`RankDiscarded`, `FaultCounterExceeded` and the errors of barriers stand beside what raises them.
+"""
+
+from __future__ import annotations
+
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+__all__ = ["HealthCheckError", "InternalError", "RestartAbort", "RestartError", "TimeoutError"]
+
+
+class RestartError(NvrxError):
+    """Base of the errors of in-process restart."""
+
+
+class RestartAbort(BaseException):
+    """Ends the wrapper on this rank at once; the others go on without it."""
+
+
+class HealthCheckError(RestartError):
+    """A health check found this rank unfit; its cause is what the check raised."""
+
+
+class InternalError(RestartError):
+    """A part of the wrapper did not do its duty."""
+
+
+class TimeoutError(RestartError):  # noqa: A001 - the name that users catch
+    """Something did not end within the time given to it."""

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cleans up a rank after a fault: the base class, and clean-up with a time limit."""
+
+from __future__ import annotations
+
+import abc
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ._bounded import call_bounded
+from ._checks import check_callable, check_duration
+from ._cuda import device_of_rank
+from .state import FrozenState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Finalize", "ThreadedFinalize"]
+
+
+class Finalize(abc.ABC):
+    """Called on each rank after the abort, when the function has been left.
+
+    What it raises makes this rank leave the wrapper.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Do it, and return the state."""
+        raise NotImplementedError
+
+
+class ThreadedFinalize(Finalize):
+    """Calls a function in a thread and waits for it no longer than the timeout.
+
+    The thread has the rank's CUDA device as its current one, if the process uses CUDA.
+
+    Args:
+        timeout: How long the function may take.
+        fn: What is called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | None = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        check_duration("timeout", timeout)
+        check_callable("fn", fn)
+        self.timeout = timeout
+        self.fn = fn
+        self.args = () if args is None else tuple(args)
+        self.kwargs = {} if kwargs is None else dict(kwargs)
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Run the function and return the state.
+
+        Raises:
+            exception.TimeoutError: It has not ended in time.
+            BaseException: What it raised.
+        """
+        # Asked here: another thread has another current device.
+        device = device_of_rank()
+        call_bounded(f"{type(self).__name__}-{state.rank}", lambda: self._run(device), self.timeout)
+        return state
+
+    def _run(self, device: int | None) -> None:
+        if device is None:
+            self.fn(*self.args, **self.kwargs)
+            return
+        import torch
+
+        with torch.cuda.device(device):
+            self.fn(*self.args, **self.kwargs)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is this rank fit to go on? The base class and the checks that are built in.
+
+A check raises when the rank is unfit. Where there is nothing to look at, no GPU or no adapter, it
+says so in one line and passes.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ._bounded import call_bounded
+from ._checks import check_duration, check_integer
+from ._cuda import device_of_rank, is_in_use
+from .exception import HealthCheckError, RestartError
+from .state import FrozenState
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
+
+__all__ = [
+    "ChainedGPUHealthCheck",
+    "ChainedNVLHealthCheck",
+    "ChainedNicHealthCheck",
+    "CudaHealthCheck",
+    "FaultCounter",
+    "FaultCounterExceeded",
+    "HealthCheck",
+]
+
+logger = logging.getLogger("nvrx")
+
+_DEFAULT_TIMEOUT = timedelta(seconds=30)
+
+
+class HealthCheck(abc.ABC):
+    """Called on each rank at the start of an iteration, and after `Finalize` before the next.
+
+    At the start an exception makes all ranks restart; after `Finalize` it makes this rank leave.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Look, and return the state."""
+        raise NotImplementedError
+
+
+class CudaHealthCheck(HealthCheck):
+    """Does the rank's CUDA device still answer? Passes if the process does not use CUDA.
+
+    Args:
+        timeout: How long both synchronisations together may take.
+
+    Raises:
+        TypeError: The timeout is not a `timedelta`.
+    """
+
+    def __init__(self, timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
+        check_duration("timeout", timeout)
+        self.timeout = timeout
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Synchronise the device twice, in a thread, and return the state.
+
+        Raises:
+            exception.TimeoutError: The device has not answered in time.
+            RuntimeError: The device is in error.
+        """
+        device = device_of_rank()
+        if device is not None:
+            name = f"{type(self).__name__}-{state.rank}"
+            call_bounded(name, lambda: _synchronize_twice(device), self.timeout)
+        return state
+
+
+class FaultCounter(HealthCheck):
+    """Lets a rank take part in so many restarts of which its own function was the cause.
+
+    It counts within one call of the wrapped function.
+
+    Args:
+        max_rank_faults: The most; `None` for any number.
+
+    Raises:
+        TypeError: It is not an integer.
+    """
+
+    def __init__(self, max_rank_faults: int | None = None) -> None:
+        if max_rank_faults is not None:
+            check_integer("max_rank_faults", max_rank_faults)
+        self.max_rank_faults = max_rank_faults
+        self.faults_count = 0
+        self._iteration = 0
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Count, and return the state.
+
+        Raises:
+            FaultCounterExceeded: This was one fault too many.
+        """
+        if state.iteration < self._iteration:
+            self.faults_count = 0  # iterations only start again with a new call
+        self._iteration = state.iteration
+        if state.fn_exception is not None:
+            self.faults_count += 1
+            if self.max_rank_faults is not None and self.faults_count > self.max_rank_faults:
+                raise FaultCounterExceeded(
+                    f"faults_count={self.faults_count} / max_rank_faults={self.max_rank_faults}"
+                )
+        return state
+
+
+class FaultCounterExceeded(RestartError):  # noqa: N818 - the name that users catch
+    """This rank's function has failed more often than `FaultCounter` allows."""
+
+
+class _ChainedHealthCheck(HealthCheck):
+    """Asks a check of nvrx-common, made with this object, as some compare with what was then.
+
+    Attributes:
+        device_index: Local rank whose device is looked at; `None` looks at all of the node.
+    """
+
+    _check_name: ClassVar[str]
+
+    def __init__(self, device_index: int | None = None) -> None:
+        self.device_index = device_index
+        self._has_said_why = False
+        self._check: Any = None
+        try:
+            # Not before: it brings what talks to the driver.
+            from nvidia_resiliency_ext.shared_utils import health_check
+
+            self._check = getattr(health_check, self._check_name)(device_index=device_index)
+        except Exception as error:  # noqa: BLE001 - a check that cannot run is no failed check
+            self._skip(f"it cannot be set up: {type(error).__name__}: {error}")
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Look, and return the state.
+
+        Raises:
+            HealthCheckError: Something is wrong with the device.
+        """
+        if self._check is None or self._is_device_missing():
+            return state
+        result: HealthResult = self._check.check()
+        if result.status == "unhealthy":
+            self._on_unhealthy(result)
+        return state
+
+    def _on_unhealthy(self, result: HealthResult) -> None:
+        raise HealthCheckError(
+            f"health check {result.name} ({result.component}) failed: {result.reason}"
+        )
+
+    def _is_device_missing(self) -> bool:
+        # A rank that uses CUDA has had a device: if that is not there any more, it is lost.
+        if self.device_index is None or is_in_use():
+            return False
+        if self._check.has_device(self.device_index) is not False:
+            return False
+        self._skip(f"there is no GPU for local rank {self.device_index}, and CUDA is not in use")
+        return True
+
+    def _skip(self, reason: str) -> None:
+        if not self._has_said_why:
+            self._has_said_why = True
+            logger.info("%s is skipped: %s", type(self).__name__, reason)
+
+
+class ChainedGPUHealthCheck(_ChainedHealthCheck):
+    """Does the driver want nothing done to the GPU?
+
+    Args:
+        device_index: Local rank whose GPU is looked at; `None` looks at all of the node.
+    """
+
+    _check_name = "GPUHealthCheck"
+
+
+class ChainedNVLHealthCheck(_ChainedHealthCheck):
+    """Are the GPU's NVLinks up? The answer is only logged: a job can go on without some.
+
+    Args:
+        device_index: Local rank whose GPU is looked at; `None` looks at all of the node.
+    """
+
+    _check_name = "NVLHealthCheck"
+
+    def _on_unhealthy(self, result: HealthResult) -> None:
+        # The check itself has logged it.
+        del result
+
+
+class ChainedNicHealthCheck(_ChainedHealthCheck):
+    """Has a link of the GPU's network adapter gone down since this object was made?
+
+    Args:
+        device_index: Local rank whose adapter is looked at; `None` looks at none.
+    """
+
+    _check_name = "NicHealthCheck"
+
+
+def _synchronize_twice(device: int) -> None:
+    import torch
+
+    try:
+        torch.cuda.synchronize(device)
+    except Exception as error:  # noqa: BLE001 - what lasts is raised again below
+        # What was under way when the fault happened may fail here, once, on a sound device.
+        logger.warning("CUDA device %d reports %s; looking again", device, error)
+    torch.cuda.synchronize(device)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs at the start of every iteration: the base class, and the limit of restarts."""
+
+from __future__ import annotations
+
+import abc
+
+from ._checks import check_integer
+from .exception import RestartAbort
+from .state import FrozenState
+
+__all__ = ["Initialize", "RetryController"]
+
+
+class Initialize(abc.ABC):
+    """Called on each rank at the start of every iteration, the first included.
+
+    An `Exception` makes all ranks restart, any other exception makes this rank leave.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Do it, and return the state."""
+        raise NotImplementedError
+
+
+class RetryController(Initialize):
+    """Ends the job when there were too many restarts or too few ranks are left.
+
+    Args:
+        max_iterations: How many times the function may be run; `None` for any number.
+        min_world_size: The fewest living ranks.
+        min_active_world_size: The fewest ranks that run the function.
+
+    Raises:
+        TypeError: An argument is not an integer.
+    """
+
+    def __init__(
+        self,
+        max_iterations: int | None = None,
+        min_world_size: int = 1,
+        min_active_world_size: int = 1,
+    ) -> None:
+        if max_iterations is not None:
+            check_integer("max_iterations", max_iterations)
+        check_integer("min_world_size", min_world_size)
+        check_integer("min_active_world_size", min_active_world_size)
+        self.max_iterations = max_iterations
+        self.min_world_size = min_world_size
+        self.min_active_world_size = min_active_world_size
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Return the state.
+
+        Raises:
+            RestartAbort: A limit is passed.
+        """
+        active = state.world_size if state.active_world_size is None else state.active_world_size
+        if (
+            state.world_size < self.min_world_size
+            or active < self.min_active_world_size
+            or (self.max_iterations is not None and state.iteration >= self.max_iterations)
+        ):
+            raise RestartAbort(
+                f"{state.iteration=} {self.max_iterations=} "
+                f"{state.world_size=} {self.min_world_size=} "
+                f"{state.active_world_size=} {self.min_active_world_size=}"
+            )
+        return state

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The monitor as one rank sees it, and helpers for processes; the monitor itself is `_monitor`.
+
+One monitor serves all ranks of a node. Nothing here forks: what must run beside a rank is started
+by exec.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from nvidia_resiliency_ext.inprocess._monitor import factory, start
+from nvidia_resiliency_ext.inprocess._monitor.link import MonitorLink, MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.messages import Decided
+from nvidia_resiliency_ext.inprocess._monitor.page import Phase, ProgressPage
+from nvidia_resiliency_ext.shared_utils.children import PidHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from datetime import timedelta
+
+    from nvidia_resiliency_ext.inprocess._monitor.messages import News
+    from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
+
+__all__ = ["MonitorProcess", "daemonize_fn", "is_process_active", "terminate_process"]
+
+_KILL_AGAIN_S = 1.0
+_KILL_TIMES = 30
+
+
+def is_process_active(process: psutil.Process) -> bool:
+    """Return whether a process runs and is more than a zombie."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def terminate_process(
+    process: psutil.Process, termination_grace_time: timedelta, log: logging.Logger
+) -> None:
+    """End a process: SIGCONT and SIGTERM, after the grace SIGKILL, too, until it is gone.
+
+    Args:
+        process: Which one; a number that another process took over is left alone.
+        termination_grace_time: From SIGTERM to SIGKILL.
+        log: Told what is sent.
+    """
+    if not is_process_active(process):
+        return
+    try:
+        handle = PidHandle(process.pid)
+    except ProcessLookupError:
+        return
+    with handle:
+        if not is_process_active(process):
+            return
+        _send(handle, (signal.SIGCONT, signal.SIGTERM), log)
+        if handle.wait(termination_grace_time.total_seconds()):
+            return
+        for _ in range(_KILL_TIMES):
+            _send(handle, (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL), log)
+            if handle.wait(_KILL_AGAIN_S):
+                return
+        log.error("process %d does not end after SIGKILL", process.pid)
+
+
+def daemonize_fn(
+    fn: Callable[..., object],
+    fn_args: Sequence[object] = (),
+    fn_kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Call a function in a new process that is nobody's child, and do not wait for it.
+
+    The process has a session of its own, `/` as its directory, the null device as its streams,
+    and nothing of ours but the environment.
+
+    Args:
+        fn: Can be imported by its name.
+        fn_args: Plain values, timedeltas or paths.
+        fn_kwargs: Likewise.
+
+    Raises:
+        TypeError: The function has no name, or an argument is none of these.
+        InternalError: The process cannot be started.
+    """
+    order = {
+        "call": factory.name_of(fn, "fn"),
+        "args": factory.dump_args(fn_args),
+        "kwargs": factory.dump_kwargs(fn_kwargs or {}, "fn_kwargs"),
+    }
+    start.run_detached(order)
+
+
+class MonitorProcess:
+    """One rank's use of the monitor.
+
+    Args:
+        rank: Initial rank.
+        world_size: Initial number of ranks.
+        soft_timeout: Age of a stamp at which a restart is asked for.
+        hard_timeout: Age of a stamp at which the process is killed.
+        termination_grace_time: From SIGTERM to SIGKILL.
+        barrier_timeout: Limit for who waits for the others.
+        interval: How often stamps are looked at.
+        heartbeat_interval: How often the node's lease is renewed.
+        heartbeat_timeout: Age at which a node counts as lost.
+        log_filename: Absolute path or None.
+        pid_filename: Absolute path or None.
+        store_factory: Makes the store; can be imported by its name.
+        store_kwargs: Its arguments, plain values.
+        prefix: Before every key of the call.
+        hear: Called, in another thread, with each piece of news.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - a signature that is given
+        self,
+        rank: int,
+        world_size: int,
+        soft_timeout: timedelta,
+        hard_timeout: timedelta,
+        termination_grace_time: timedelta,
+        barrier_timeout: timedelta,
+        interval: timedelta,
+        heartbeat_interval: timedelta,
+        heartbeat_timeout: timedelta,
+        log_filename: str | None,
+        pid_filename: str | None,
+        store_factory: Callable[..., Any],
+        store_kwargs: Mapping[str, Any] | None,
+        prefix: str = "nvrx/",
+        hear: Callable[[News], None] | None = None,
+    ) -> None:
+        name, file = factory.name_of(store_factory)
+        settings = MonitorSettings(
+            prefix=prefix,
+            store_factory=name,
+            store_file=file,
+            store_kwargs=factory.dump_kwargs(store_kwargs or {}),
+            log_file=log_filename or "",
+            pid_file=pid_filename or "",
+            interval_s=interval.total_seconds(),
+            heartbeat_interval_s=heartbeat_interval.total_seconds(),
+            heartbeat_timeout_s=heartbeat_timeout.total_seconds(),
+            soft_timeout_s=soft_timeout.total_seconds(),
+            hard_timeout_s=hard_timeout.total_seconds(),
+            barrier_timeout_s=barrier_timeout.total_seconds(),
+            termination_grace_s=termination_grace_time.total_seconds(),
+        )
+        self._rank = rank
+        self._world_size = world_size
+        self._participants = frozenset(range(world_size))
+        self._hear_too = hear
+        self._page = ProgressPage.create()
+        self._link = MonitorLink(settings, self._page, self._hear)
+
+    def start(self) -> None:
+        """Start the monitor of this node, unless it runs."""
+        start.ensure_started()
+
+    def can_create_store(self) -> None:
+        """Let the monitor connect to the store: it is there now."""
+        self._link.attach(self._rank, self._world_size)
+
+    def start_iteration(self, rank: int, world_size: int, iteration: int) -> None:
+        """Begin an iteration with fresh stamps."""
+        self._page.rearm()
+        self._page.phase = Phase.GUARDED
+        self._link.begin(iteration, rank, world_size, self._participants)
+
+    def send_timestamp(self) -> None:
+        """Say that there is progress."""
+        self._page.stamp_auto()
+
+    def record_interrupted(self, records: Iterable[InterruptionRecord]) -> None:
+        """Report what went wrong on this rank."""
+        for record in records:
+            self._link.report(record.interruption)
+
+    def disable_sibling_monitor(self) -> None:
+        """Do nothing: nodes watch each other, and no rank can be watched by mistake."""
+
+    def disable_timeouts(self) -> None:
+        """Open a block without timeouts."""
+        self._page.disable_timeouts()
+
+    def enable_timeouts(self) -> None:
+        """Close it."""
+        self._page.enable_timeouts()
+
+    def shutdown(self) -> None:
+        """Leave the call."""
+        self._page.phase = Phase.IDLE
+        self._link.leave(is_lost=False)
+        self._link.close()
+        self._page.close()
+
+    def _hear(self, news: News) -> None:
+        if isinstance(news, Decided):
+            self._participants = frozenset(news.decision.going_on)
+        if self._hear_too is not None:
+            self._hear_too(news)
+
+
+def _send(handle: PidHandle, signals: tuple[signal.Signals, ...], log: logging.Logger) -> None:
+    log.info("sending %s to %d", ", ".join(each.name for each in signals), handle.pid)
+    for each in signals:
+        handle.signal(each)

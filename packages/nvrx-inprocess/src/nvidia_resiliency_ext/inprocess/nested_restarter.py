@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callbacks that write what this layer of restart does, for tools that follow several layers.
+
+The launcher writes the same lines as `InJob`. They go to standard output, whatever the program's
+logging is set to: `[<time>] [ALWAYS] [InprocessRestarter.Restarter] [NestedRestarter] ...`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass, field
+
+from nvidia_resiliency_ext.shared_utils.restarter_lines import (
+    IN_PROCESS,
+    RestarterStage,
+    RestarterState,
+    format_restarter_line,
+)
+
+from ._abort.base import Abort
+from .completion import Completion
+from .initialize import Initialize
+from .state import FrozenState
+from .terminate import Terminate
+
+__all__ = [
+    "NestedRestarterAborted",
+    "NestedRestarterCallback",
+    "NestedRestarterFinalized",
+    "NestedRestarterHandlingCompleted",
+    "NestedRestarterHandlingStarting",
+    "NestedRestarterLogger",
+]
+
+_LOGGER_NAME = "InprocessRestarter.Restarter"
+_FORMAT = "[%(asctime)s] [ALWAYS] [%(name)s] %(message)s"
+
+
+class _StdoutHandler(logging.Handler):
+    """Writes to what is standard output at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stdout.write(self.format(record) + "\n")
+            sys.stdout.flush()
+        except Exception:  # noqa: BLE001 - as every handler: a full disk is no reason to fail
+            self.handleError(record)
+
+
+class NestedRestarterLogger:
+    """Writes lines for tools that follow layers of restart.
+
+    Attributes:
+        rank: The rank in whose name it writes, an attribute `connected_rank` of each record.
+    """
+
+    def __init__(self) -> None:
+        self.rank: int | None = None
+
+    @property
+    def restarter_logger(self) -> logging.Logger:
+        """The logger of these lines; all objects share it."""
+        logger = logging.getLogger(_LOGGER_NAME)
+        if not any(isinstance(handler, _StdoutHandler) for handler in logger.handlers):
+            handler = _StdoutHandler()
+            handler.setFormatter(logging.Formatter(_FORMAT))
+            logger.addHandler(handler)
+            logger.setLevel(logging.INFO)
+            logger.propagate = False
+        return logger
+
+    def log_for_restarter(self, message: str) -> None:
+        """Write a line."""
+        self.restarter_logger.info("%s", message, extra={"connected_rank": self.rank})
+
+    def set_connected_rank(self, rank: int | None) -> None:
+        """Say in whose name lines are written."""
+        self.rank = rank
+
+
+_shared = NestedRestarterLogger()
+
+
+@dataclass
+class NestedRestarterCallback:
+    """Writes one line when it is called on the special rank.
+
+    Attributes:
+        restarter_state: The state that is entered.
+        restarter_stage: The stage of that state, if it has any.
+        logger: Writes the line.
+        special_rank: Initial rank of the only rank that writes.
+    """
+
+    restarter_state: RestarterState | str
+    restarter_stage: RestarterStage | str | None = None
+    logger: NestedRestarterLogger = field(default=_shared, repr=False)
+    special_rank: int = 0
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Write the line, and return the state."""
+        if state.initial_rank == self.special_rank:
+            self.logger.set_connected_rank(state.initial_rank)
+            entered = self._entered(state)
+            self.logger.log_for_restarter(format_restarter_line(IN_PROCESS, *entered))
+        return state
+
+    def _entered(
+        self, state: FrozenState
+    ) -> tuple[RestarterState | str, RestarterStage | str | None]:
+        del state
+        return self.restarter_state, self.restarter_stage
+
+
+class NestedRestarterHandlingCompleted(NestedRestarterCallback, Initialize):
+    """Writes `initialize` at the start of a call, and that a fault is handled at each restart.
+
+    Args:
+        special_rank: Initial rank of the only rank that writes.
+    """
+
+    def __init__(self, special_rank: int = 0) -> None:
+        super().__init__(RestarterState.INITIALIZE.value, special_rank=special_rank)
+
+    def _entered(
+        self, state: FrozenState
+    ) -> tuple[RestarterState | str, RestarterStage | str | None]:
+        # By the iteration, not by a flag: the same object serves call after call.
+        if state.iteration == 0:
+            return RestarterState.INITIALIZE, None
+        return RestarterState.HANDLING, RestarterStage.COMPLETED
+
+
+@dataclass
+class NestedRestarterHandlingStarting(NestedRestarterCallback, Abort):
+    """Writes that the handling of a fault starts."""
+
+    restarter_state: RestarterState | str = RestarterState.HANDLING.value
+    restarter_stage: RestarterStage | str | None = RestarterStage.STARTING.value
+
+
+@dataclass
+class NestedRestarterFinalized(NestedRestarterCallback, Completion):
+    """Writes that the function has completed."""
+
+    restarter_state: RestarterState | str = RestarterState.FINALIZED.value
+
+
+@dataclass
+class NestedRestarterAborted(NestedRestarterCallback, Terminate):
+    """Writes that the rank leaves with an exception."""
+
+    restarter_state: RestarterState | str = RestarterState.ABORTED.value

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time stamps of a rank's progress under the names that programs know; see `_call/watchdog.py`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from ._call.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+__all__ = ["ProgressWatchdog", "Timestamp"]
+
+
+@dataclass(frozen=True)
+class Timestamp:
+    """When a rank last showed progress, in seconds of the monotonic clock.
+
+    Attributes:
+        auto: When its main thread last ran bytecode.
+        manual: When its function last called `ping`; `None` as long as it has not.
+    """
+
+    auto: float | None = None
+    manual: float | None = None
+
+    def is_timed_out(self, timeout: timedelta) -> bool:
+        """Say whether one of the two is older than the timeout."""
+        oldest = time.monotonic() - timeout.total_seconds()
+        return any(value is not None and value < oldest for value in (self.auto, self.manual))
+
+
+class _Receiver(Protocol):
+    def send_timestamp(self, timestamp: Timestamp, /) -> object: ...
+
+
+class ProgressWatchdog:
+    """Sends a time stamp for every sign of progress.
+
+    Args:
+        rank: For messages.
+        monitor_process: Its `send_timestamp` gets every stamp, in whichever thread it is made.
+        interval: Time between two automatic stamps.
+    """
+
+    def __init__(self, rank: int, monitor_process: _Receiver, interval: timedelta) -> None:
+        self.rank = rank
+        self._receiver = monitor_process
+        self._watchdog = Watchdog(self, interval.total_seconds())
+        # Guards the stamp, so that none goes out in front of an older one.
+        self._lock = threading.Lock()
+        self._timestamp = Timestamp()
+        self._paused = threading.Event()
+        self._is_shut_down = False
+
+    def start(self) -> None:
+        """Begin to stamp."""
+        self._watchdog.start()
+
+    def stamp_auto(self) -> None:
+        """Note that the main thread runs bytecode, and send it."""
+        with self._lock:
+            self._timestamp = Timestamp(time.monotonic(), self._timestamp.manual)
+            self._receiver.send_timestamp(self._timestamp)
+
+    def ping(self) -> None:
+        """Note that the function makes progress, and send it."""
+        with self._lock:
+            self._timestamp = Timestamp(self._timestamp.auto, time.monotonic())
+            self._receiver.send_timestamp(self._timestamp)
+
+    def reset(self) -> None:
+        """Begin anew: the function need not call `ping` until it has called it again."""
+        with self._lock:
+            self._timestamp = Timestamp(time.monotonic())
+            self._receiver.send_timestamp(self._timestamp)
+
+    def send(self) -> None:
+        """Send the last stamp again."""
+        with self._lock:
+            self._receiver.send_timestamp(self._timestamp)
+
+    def pause_and_synchronize(self) -> None:
+        """Begin anew with one stamp, then send no automatic one until `resume`."""
+        with self._lock:
+            self._timestamp = Timestamp(self._timestamp.auto)
+        self._watchdog.pause()
+        self._paused.set()
+
+    def spin_till_paused(self) -> None:
+        """Wait until it is paused."""
+        self._paused.wait()
+
+    def resume(self) -> None:
+        """Go on after a pause; harmless when there was none.
+
+        Raises:
+            RuntimeError: It was shut down.
+        """
+        if self._is_shut_down:
+            raise RuntimeError("the progress watchdog was shut down")
+        self._paused.clear()
+        self._watchdog.resume()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End, with one more stamp; harmless when repeated.
+
+        Args:
+            timeout: Seconds to wait for the thread.
+        """
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        self._watchdog.stop(timeout)
+        self.stamp_auto()

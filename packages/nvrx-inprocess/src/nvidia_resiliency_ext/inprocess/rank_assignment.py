@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rank assignment: who goes on after a restart, under which number, and who is active.
+
+Each class is called with a `RankAssignmentCtx` on every living rank, decides the same everywhere,
+and changes the context for the calling rank. What is decided stands in `_ranks`; a rank that is
+not in the result raises `RankDiscarded`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import itertools
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from . import _gather
+from ._checks import check_callable, check_duration, check_integer
+from ._ranks.activate import clamp_active, round_down
+from ._ranks.groups import failing
+from ._ranks.layers import Layer, LayerFlag
+from ._ranks.layout import Layout
+from ._ranks.renumber import fill, shift
+from ._ranks.tree import TreePlan
+from ._ranks.views import LeafMap, Node, Picture
+from .exception import InternalError, RestartError
+from .state import Mode, State
+
+__all__ = [
+    "ActivateAllRanks",
+    "ActiveWorldSizeDivisibleBy",
+    "FillGaps",
+    "FilterCountGroupedByKey",
+    "FilterGroupedByKey",
+    "Layer",
+    "LayerFlag",
+    "MaxActiveWorldSize",
+    "RankAssignment",
+    "RankAssignmentCtx",
+    "RankDiscarded",
+    "RankFilter",
+    "ShiftRanks",
+    "Tree",
+]
+
+logger = logging.getLogger("nvrx")
+
+# Ranks build the tree right after the initial barrier.
+_TREE_TIMEOUT = timedelta(seconds=120)
+
+
+class RankDiscarded(RestartError):  # noqa: N818 - the name that users catch
+    """This rank has no place in the next iteration; it leaves the wrapper, the others go on."""
+
+
+@dataclass
+class RankAssignmentCtx:
+    """What a rank assignment is called with, and returns.
+
+    Attributes:
+        state: Where the calling rank stands.
+        store: The store of the call.
+        terminated_ranks: Ranks that do not go on, in the numbering of the state.
+    """
+
+    state: State
+    store: Any
+    terminated_ranks: set[int]
+
+
+class RankAssignment(abc.ABC):
+    """Base of all rank assignments."""
+
+    @abc.abstractmethod
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Return the context with new state and terminated ranks.
+
+        Raises:
+            RankDiscarded: The calling rank does not go on.
+        """
+        raise NotImplementedError
+
+
+class RankFilter(RankAssignment):
+    """Base of rank assignments that choose among ranks and give no new numbers."""
+
+
+class _Renumber(RankAssignment):
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Give the calling rank its new number; who is active is open again.
+
+        Raises:
+            RankDiscarded: The calling rank is terminated.
+        """
+        old = _rank_of(ctx.state)
+        rank, world_size = self._renumber(old, ctx.state.world_size, ctx.terminated_ranks)
+        if rank is None:
+            raise RankDiscarded(f"rank {old} was terminated")
+        if rank != old:
+            logger.info(
+                "rank %d of %d is now %d of %d", old, ctx.state.world_size, rank, world_size
+            )
+        ctx.state = dataclasses.replace(
+            ctx.state,
+            rank=rank,
+            world_size=world_size,
+            mode=Mode.INITIALIZED,
+            active_rank=None,
+            active_world_size=None,
+        )
+        ctx.terminated_ranks = set()
+        return ctx
+
+    @staticmethod
+    @abc.abstractmethod
+    def _renumber(
+        rank: int, world_size: int, terminated: Collection[int]
+    ) -> tuple[int | None, int]: ...
+
+
+class ShiftRanks(_Renumber):
+    """Survivors keep their order and move up: of 8 without {1, 4, 5}, 2, 3, 6, 7 become 1 to 4."""
+
+    _renumber = staticmethod(shift)
+
+
+class FillGaps(_Renumber):
+    """Survivors keep their number where they can; the last ones take the free numbers, ascending.
+
+    Of 8 without {1, 4, 5}: 0, 2 and 3 stay, 6 becomes 1 and 7 becomes 4.
+    """
+
+    _renumber = staticmethod(fill)
+
+
+class ActivateAllRanks(RankFilter):
+    """Every rank is active."""
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Activate the calling rank."""
+        return _activate(ctx, ctx.state.world_size)
+
+
+class MaxActiveWorldSize(RankFilter):
+    """At most so many ranks are active, the first ones; the others are reserves.
+
+    Args:
+        max_active_world_size: The limit; `None` for none.
+
+    Raises:
+        ValueError: It is less than 1.
+    """
+
+    def __init__(self, max_active_world_size: int | None = None) -> None:
+        if max_active_world_size is not None:
+            check_integer("max_active_world_size", max_active_world_size, least=1)
+        self.max_active_world_size = max_active_world_size
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Activate the calling rank, or make it a reserve."""
+        state = ctx.state
+        limit = self.max_active_world_size
+        return _activate(ctx, clamp_active(state.world_size, state.active_world_size, limit))
+
+
+class ActiveWorldSizeDivisibleBy(RankFilter):
+    """As many ranks are active as make a multiple of a number; the others are reserves.
+
+    Args:
+        divisor: The number.
+
+    Raises:
+        ValueError: It is less than 1.
+    """
+
+    def __init__(self, divisor: int = 1) -> None:
+        check_integer("divisor", divisor, least=1)
+        self.divisor = divisor
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Activate the calling rank, or make it a reserve."""
+        state = ctx.state
+        return _activate(ctx, round_down(state.world_size, state.active_world_size, self.divisor))
+
+
+class FilterCountGroupedByKey(RankFilter):
+    """Ranks whose group has not the right size are terminated; a renumbering step must follow.
+
+    All living ranks call it together and tell each other their keys through the store.
+
+    Args:
+        key_or_fn: The key of the group, or what is called with the rank's `State` to get it.
+        condition: Is called with the number of living ranks of a group; the group stays if true.
+        timeout: How long ranks wait for each other.
+
+    Raises:
+        TypeError: An argument has another type.
+    """
+
+    def __init__(
+        self,
+        key_or_fn: str | Callable[[State], str],
+        condition: Callable[[int], bool],
+        timeout: timedelta = timedelta(seconds=60),
+    ) -> None:
+        if not isinstance(key_or_fn, str) and not callable(key_or_fn):
+            raise TypeError(f"key_or_fn must be a str or callable, not {key_or_fn!r}")
+        check_callable("condition", condition)
+        check_duration("timeout", timeout)
+        self.key_or_fn = key_or_fn
+        self.condition = condition
+        self.timeout = timeout
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Add the ranks of groups that fail to the terminated ones.
+
+        Raises:
+            exception.TimeoutError: Some living ranks have not called in time.
+        """
+        state, terminated = ctx.state, ctx.terminated_ranks
+        if _rank_of(state) not in terminated:
+            living = [rank for rank in range(state.world_size) if rank not in terminated]
+            keys = [_key_of(self.key_or_fn, state)]
+            runs = _gather.gather(ctx.store, _caller(state), keys, living, self.timeout)
+            ctx.terminated_ranks = set(terminated) | failing(runs, self.condition)
+        return ctx
+
+
+FilterGroupedByKey = FilterCountGroupedByKey
+
+
+class Tree(RankAssignment):
+    """Ranks stand in a tree of topology or of groups; reserves replace lost ranks near them.
+
+    It counts, activates, replaces and renumbers in one, so it stands alone and in no `Compose`.
+    The guide "Reserve ranks and topology" tells with examples what it does.
+
+    Args:
+        layers: From the root, to which all ranks belong, down to the one above the ranks.
+        world_size_filter: Maps the number of active ranks to the one that is wanted, at most as
+            many; the others become reserves.
+
+    Raises:
+        ValueError: There are no layers.
+        TypeError: An argument has another type.
+    """
+
+    def __init__(
+        self, layers: list[Layer], world_size_filter: Callable[[int], int] | None = None
+    ) -> None:
+        if not layers:
+            raise ValueError("a tree needs at least one layer: layers is empty")
+        for layer in layers:
+            if not isinstance(layer, Layer):
+                raise TypeError(f"layers must be Layer objects, not {layer!r}")
+        if world_size_filter is not None:
+            check_callable("world_size_filter", world_size_filter)
+        self.layers = list(layers)
+        self.world_size_filter = world_size_filter
+        self._picture: Picture | None = None
+        self._store: weakref.ref[Any] | None = None
+
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Take the losses into account, and give the calling rank its new numbers.
+
+        Raises:
+            RankDiscarded: The calling rank, or a branch that it belongs to, is lost.
+            RuntimeError: Not all ranks have the same key on layer 0.
+            exception.TimeoutError: In the first call some ranks have not told their keys in time.
+        """
+        if self._begins(ctx):
+            self._picture = self._build(ctx.state, ctx.store)
+            self._store = _reference(ctx.store)
+        picture, state = self._drawn(), ctx.state
+        plan = picture.plan
+        plan.lose(ctx.terminated_ranks, self.world_size_filter)
+        picture.iteration = state.iteration
+        place = picture.places.get(-1 if state.initial_rank is None else state.initial_rank)
+        if place is None or not plan.alive[place]:
+            raise RankDiscarded(
+                f"initial rank {state.initial_rank} (was rank {state.rank}) is lost"
+            )
+        new = picture.state(place)
+        ctx.state = dataclasses.replace(
+            state,
+            rank=new.rank,
+            world_size=new.world_size,
+            mode=new.mode,
+            active_rank=new.active_rank,
+            active_world_size=new.active_world_size,
+        )
+        ctx.terminated_ranks = set()
+        return ctx
+
+    @property
+    def init_rank_map(self) -> LeafMap:
+        """Leaves by initial rank, lost ones too; each has a `state`."""
+        picture = self._drawn()
+        return LeafMap(picture, picture.places)
+
+    @property
+    def rank_map(self) -> LeafMap:
+        """Leaves by present rank."""
+        picture = self._drawn()
+        return LeafMap(picture, picture.plan.order)
+
+    @property
+    def tree(self) -> Node:
+        """The root."""
+        picture = self._drawn()
+        return Node(picture, picture.plan.layout.root)
+
+    def _drawn(self) -> Picture:
+        if self._picture is None:
+            raise InternalError("the tree is built in the first call; there was none")
+        return self._picture
+
+    def _begins(self, ctx: RankAssignmentCtx) -> bool:
+        """Tell whether the wrapped function has been called anew.
+
+        The state is then one that no assignment has touched. Somebody may call a tree by hand and
+        pass the first state each time, with losses and the same store: that goes on.
+        """
+        if self._picture is None or self._store is None:
+            return True
+        if ctx.state.mode is not Mode.INITIALIZED:
+            return False
+        return not ctx.terminated_ranks or self._store() is not ctx.store
+
+    def _build(self, state: State, store: Any) -> Picture:
+        keys = [_key_of(layer.key_or_fn, state) for layer in self.layers]
+        if _gather.can_gather(store):
+            initial_ranks: Sequence[int] = range(state.world_size)
+            if state.rank != state.initial_rank:
+                raise InternalError("a Tree gives numbers itself; it stands in no Compose")
+            runs = _gather.gather(store, _caller(state), keys, initial_ranks, _TREE_TIMEOUT)
+            layout = Layout(len(self.layers), runs)
+        else:
+            initial_ranks, all_keys = _exchange(store, state, keys)
+            layout = Layout(len(self.layers), _runs(all_keys))
+        if layout.ranks != list(range(state.world_size)):
+            warnings.warn(
+                "ranks are not numbered in the depth-first order of the tree; active ranks are",
+                UserWarning,
+                stacklevel=3,
+            )
+        return Picture(self.layers, TreePlan(self.layers, layout), initial_ranks)
+
+
+def _exchange(
+    store: Any, state: State, keys: list[str]
+) -> tuple[list[int], Sequence[Iterable[Any]]]:
+    """Return all initial ranks and keys by rank, from a store that has the four methods only."""
+    rank, ranks = _rank_of(state), list(range(state.world_size))
+    store.send_state(state, rank)
+    store.send_key(keys, rank)
+    states = store.get_states(ranks)
+    initial_ranks = [
+        each.rank if each.initial_rank is None else each.initial_rank for each in states
+    ]
+    return initial_ranks, store.get_keys(ranks)
+
+
+def _runs(all_keys: Iterable[Iterable[Any]]) -> Iterator[tuple[tuple[str, ...], range]]:
+    """Yield keys with the ranks in a row that have them."""
+    rank = 0
+    for keys, same in itertools.groupby(all_keys):
+        stop = rank + len(list(same))
+        yield tuple(map(str, keys)), range(rank, stop)
+        rank = stop
+
+
+def _activate(ctx: RankAssignmentCtx, active_world_size: int) -> RankAssignmentCtx:
+    rank = _rank_of(ctx.state)
+    is_active = rank < active_world_size
+    ctx.state = dataclasses.replace(
+        ctx.state,
+        mode=Mode.ACTIVE if is_active else Mode.INACTIVE,
+        active_rank=rank if is_active else None,
+        active_world_size=active_world_size,
+    )
+    return ctx
+
+
+def _caller(state: State) -> _gather.Caller:
+    return _gather.Caller(_rank_of(state), _initial_rank_of(state), state.iteration)
+
+
+def _key_of(key_or_fn: str | Callable[[State], str], state: State) -> str:
+    return str(key_or_fn(state) if callable(key_or_fn) else key_or_fn)
+
+
+def _rank_of(state: Any) -> int:
+    if state.rank is None:
+        raise InternalError(f"{state} has no rank")
+    return int(state.rank)
+
+
+def _initial_rank_of(state: Any) -> int:
+    return _rank_of(state) if state.initial_rank is None else int(state.initial_rank)
+
+
+def _reference(store: Any) -> weakref.ref[Any] | None:
+    # No strong one: a call leaves no store behind.
+    try:
+        return weakref.ref(store)
+    except TypeError:
+        return None

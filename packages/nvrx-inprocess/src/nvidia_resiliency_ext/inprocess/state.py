@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a rank stands in a call: `State`, which the wrapper changes, and its frozen snapshot.
+
+Callbacks get the snapshot. It shares its values with the state, so it costs nothing and works for
+exceptions that cannot be copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import _env
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["FrozenState", "Mode", "State", "freeze_dataclass"]
+
+
+class Mode(enum.Enum):
+    """What a rank does in this iteration."""
+
+    INITIALIZED = enum.auto()
+    ACTIVE = enum.auto()
+    INACTIVE = enum.auto()
+    TERMINATED = enum.auto()
+
+
+def freeze_dataclass(cls: type[Any]) -> type[Any]:
+    """Return a frozen dataclass with the fields of `cls`, named `Frozen` and its name.
+
+    Raises:
+        TypeError: `cls` is no dataclass.
+    """
+    fields = [(each.name, each.type, _same_field(each)) for each in dataclasses.fields(cls)]
+    name = f"Frozen{cls.__name__}"
+    frozen = dataclasses.make_dataclass(name, fields, frozen=True)
+    frozen.__module__ = cls.__module__
+    frozen.__doc__ = f"A snapshot of `{cls.__name__}`; assignment raises `FrozenInstanceError`."
+    return frozen
+
+
+def _same_field(field: dataclasses.Field[Any]) -> Any:
+    names = ("default", "default_factory", "init", "repr", "hash", "compare", "metadata", "kw_only")
+    options: Any = {name: getattr(field, name) for name in names}
+    return dataclasses.field(**options)
+
+
+@dataclass
+class State:
+    """Where a rank stands; see the guide for the three ways of numbering.
+
+    Attributes:
+        rank: The wrapper's number for this rank; changes as ranks are lost.
+        world_size: How many ranks live.
+        active_rank: What the function sees as `RANK`; `None` while the rank is a reserve.
+        active_world_size: What the function sees as `WORLD_SIZE`.
+        initial_rank: `RANK` at the call; never changes.
+        initial_world_size: `WORLD_SIZE` at the call; never changes.
+        iteration: 0 for the first run of the function, one more for each restart.
+        mode: What the rank does.
+        fn_exception: What the function raised on this rank; `None` if only others failed.
+    """
+
+    rank: int | None
+    world_size: int
+    active_rank: int | None = None
+    active_world_size: int | None = None
+    initial_rank: int | None = None
+    initial_world_size: int | None = None
+    iteration: int = 0
+    mode: Mode = Mode.INITIALIZED
+    fn_exception: Exception | None = None
+
+    def __post_init__(self) -> None:
+        if self.initial_rank is None:
+            self.initial_rank = self.rank
+        if self.initial_world_size is None:
+            self.initial_world_size = self.world_size
+
+    @classmethod
+    def from_env(cls) -> State:
+        """Return the state at the call, from `RANK` (default 0) and `WORLD_SIZE` (default 1).
+
+        Raises:
+            ValueError: One of them is not a number.
+        """
+        return cls(_env.number("RANK", 0), _env.number("WORLD_SIZE", 1))
+
+    def set_distributed_vars(self) -> None:
+        """Export `RANK` and `WORLD_SIZE` for this iteration.
+
+        A rank without active rank runs no function; it gets the pair from before the call, so
+        that what reads them, a callback say, always finds two numbers that fit each other.
+        """
+        rank, world_size = self.active_rank, self.active_world_size
+        if rank is None or world_size is None:
+            rank, world_size = self.initial_rank, self.initial_world_size
+        if rank is not None and world_size is not None:
+            _env.export_ranks(rank, world_size)
+
+    def advance(self) -> None:
+        """Begin the next iteration; lets go of the exception and all that its frames hold."""
+        self.iteration += 1
+        self.fn_exception = None
+
+    def freeze(self) -> FrozenState:
+        """Return a snapshot that shares its values, the exception above all, with this state."""
+        return FrozenState(**vars(self))
+
+    def copy_from(self, other: State | FrozenState, fields: Iterable[str] | None = None) -> None:
+        """Take over fields of another state, all by default.
+
+        Raises:
+            ValueError: There is no such field; nothing was changed.
+        """
+        names = list(_NAMES if fields is None else fields)
+        unknown = [name for name in names if name not in _NAMES]
+        if unknown:
+            raise ValueError(f"a state has no {unknown[0]!r}, only {', '.join(_NAMES)}")
+        for name in names:
+            setattr(self, name, getattr(other, name))
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(State))
+
+if TYPE_CHECKING:
+    # What the call below builds, for tools that cannot run it; a test compares the two.
+    @dataclass(frozen=True)
+    class FrozenState:
+        """A snapshot of `State`; assignment raises `FrozenInstanceError`."""
+
+        rank: int | None
+        world_size: int
+        active_rank: int | None = None
+        active_world_size: int | None = None
+        initial_rank: int | None = None
+        initial_world_size: int | None = None
+        iteration: int = 0
+        mode: Mode = Mode.INITIALIZED
+        fn_exception: Exception | None = None
+
+else:
+    FrozenState = freeze_dataclass(State)

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The key-value stores through which ranks agree, with barriers; the face of `_store`."""
+
+from __future__ import annotations
+
+from ._store.barriers import BarrierError, BarrierOverflow, BarrierTimeout
+from ._store.mixin import StoreMixin
+from ._store.stores import FileStore, PrefixStore, TCPStore
+
+__all__ = [
+    "BarrierError",
+    "BarrierOverflow",
+    "BarrierTimeout",
+    "FileStore",
+    "PrefixStore",
+    "StoreMixin",
+    "TCPStore",
+]

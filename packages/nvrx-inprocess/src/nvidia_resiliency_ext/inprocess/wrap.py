@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Wrapper`, which runs a function again after a fault, and `CallWrapper`, one call of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from ._call.gate import AtomicLock, MainThreadGate, require_main_thread
+from ._call.loop import CallLoop, Parts
+from ._call.meeting import meet
+from ._call.newsbox import NewsBox
+from ._call.record import RestartRecord
+from ._call.report import RestartReport
+from ._call.settings import Bases, Settings, check_settings
+from ._call.watchdog import Watchdog
+from ._monitor.link import MonitorLink
+from ._monitor.page import ProgressPage
+from ._monitor.start import ensure_started
+from .abort import Abort, AbortTorchDistributed
+from .completion import Completion
+from .compose import Compose
+from .exception import InternalError
+from .finalize import Finalize
+from .health_check import (
+    ChainedGPUHealthCheck,
+    ChainedNicHealthCheck,
+    ChainedNVLHealthCheck,
+    HealthCheck,
+)
+from .initialize import Initialize
+from .param_utils import substitute_param_value
+from .rank_assignment import ActivateAllRanks, RankAssignment, RankFilter, ShiftRanks
+from .state import State
+from .store import StoreMixin, TCPStore
+from .terminate import Terminate
+
+__all__ = ["CallWrapper", "RestartReport", "Wrapper"]
+
+logger = logging.getLogger("nvrx")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_EXPORTED = ("RANK", "WORLD_SIZE")
+
+
+_ALL_WORK: Any = Compose(ActivateAllRanks(), ShiftRanks())
+
+
+class Wrapper:
+    """Runs a distributed function again, in the same processes, when a rank of it fails.
+
+    Use it as a decorator: `@Wrapper(...)`, or `fn = Wrapper(...)(fn)`. All times are `timedelta`.
+    The function must be fit to be called again, and must not swallow `BaseException`.
+
+    Args:
+        store_factory: `store_factory(**store_kwargs)` makes a connection to the job's store, in
+            every rank and on every node's monitor; importable by its name.
+        store_kwargs: Its arguments: numbers, texts, truth values, None and `timedelta`.
+        initialize: Called at the start of every iteration.
+        abort: Called from a helper thread after a fault; must let the main thread go on.
+        finalize: Called when the function has been left.
+        health_check: Called after `initialize`, and before this rank goes on after a fault.
+        rank_assignment: Numbers the ranks that are left and says which of them work.
+        monitor_thread_interval: Kept for programs that pass it; nothing is polled.
+        monitor_process_interval: Between two looks of the monitor at its ranks.
+        heartbeat_interval: Between two signs of life of a node.
+        progress_watchdog_interval: Between two automatic signs of progress of a rank.
+        soft_timeout: Age of the sign of progress at which all restart.
+        hard_timeout: Age at which the rank's process is killed.
+        heartbeat_timeout: Without a sign of life a node counts as lost after this.
+        barrier_timeout: For all ranks to come to the end of an interrupted iteration.
+        completion_timeout: For all ranks to complete, after this one has.
+        last_call_wait: After the first report of a fault, for others to be reported with it.
+        termination_grace_time: Between SIGTERM and SIGKILL.
+        monitor_process_logfile: Absolute path of the monitor's log; `{rank}` is replaced.
+        monitor_process_pidfile: Absolute path of a file with its process number.
+        enabled: False returns the function itself.
+        completion: Called once when all ranks have completed.
+        terminate: Called once when this rank leaves with an exception.
+        rank_filter: Older form of a part of `rank_assignment`, applied after it.
+
+    Attributes:
+        restart_health_check: What is checked before this rank goes on after a fault: the members of
+            `health_check`, then GPU, NVLink and network checks of device `LOCAL_RANK`; or None.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: two times do not fit together, or a path is not absolute.
+    """
+
+    def __init__(  # noqa: PLR0913 - the signature is given
+        self,
+        *,
+        store_factory: type[StoreMixin] = TCPStore,
+        store_kwargs: dict[str, Any] | None = None,
+        initialize: Initialize | None = None,
+        abort: Abort | None = AbortTorchDistributed(),  # noqa: B008 - has no state
+        finalize: Finalize | None = None,
+        health_check: HealthCheck | None = None,
+        rank_assignment: RankAssignment = _ALL_WORK,
+        rank_filter: Any = None,
+        monitor_thread_interval: timedelta = timedelta(seconds=1),
+        monitor_process_interval: timedelta = timedelta(seconds=1),
+        heartbeat_interval: timedelta = timedelta(seconds=1),
+        progress_watchdog_interval: timedelta = timedelta(seconds=1),
+        soft_timeout: timedelta = timedelta(seconds=60),
+        hard_timeout: timedelta = timedelta(seconds=90),
+        heartbeat_timeout: timedelta = timedelta(seconds=30),
+        barrier_timeout: timedelta = timedelta(seconds=120),
+        completion_timeout: timedelta = timedelta(seconds=120),
+        last_call_wait: timedelta = timedelta(seconds=1),
+        termination_grace_time: timedelta = timedelta(seconds=5),
+        monitor_process_logfile: str | None = None,
+        monitor_process_pidfile: str | None = None,
+        enabled: bool = True,
+        completion: Completion | None = None,
+        terminate: Terminate | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name != "self"}
+        self.settings = Settings(**given)
+        check_settings(
+            self.settings,
+            Bases(StoreMixin, RankAssignment, RankFilter),
+            is_distributed_available=torch.distributed.is_available(),
+        )
+        for name, value in given.items():
+            setattr(self, name, value)
+        self.restart_health_check = _restart_health_check(health_check)
+        if enabled:
+            with contextlib.suppress(InternalError):
+                # Its imports overlap with the program's own; the call says what is wrong.
+                ensure_started()
+
+    def __call__(self, fn: F) -> F:
+        """Return `fn` wrapped, or itself where the wrapper is not enabled."""
+        if not self.settings.enabled:
+            return fn
+
+        @functools.wraps(fn)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with CallWrapper(self) as call:
+                return call(fn, args, kwargs)
+
+        return wrapped  # type: ignore[return-value]
+
+
+def _restart_health_check(check: HealthCheck | None) -> Any:
+    """Return the user's checks and those of this rank's devices; None when there are neither."""
+    local_rank = os.environ.get("LOCAL_RANK")
+    if check is None and local_rank is None:
+        return None
+    members: tuple[Any, ...] = ()
+    if check is not None:
+        members = tuple(_flat(check))
+    if local_rank is not None and local_rank.isascii() and local_rank.isdecimal():
+        index = int(local_rank)
+        members += (
+            ChainedGPUHealthCheck(device_index=index),
+            ChainedNVLHealthCheck(device_index=index),
+            ChainedNicHealthCheck(device_index=index),
+        )
+    return Compose(*members) if members else None
+
+
+def _flat(check: Any) -> Iterator[Any]:
+    if isinstance(check, Compose):
+        for member in check.instances:
+            yield from _flat(member)
+    else:
+        yield check
+
+
+class CallWrapper:
+    """One call of a wrapped function: what the function may ask of the wrapper.
+
+    A parameter of the function that is annotated with this class gets it. Use it as a context
+    manager: it holds a connection to the node's monitor and to the job's store.
+
+    Args:
+        wrapper: The wrapper whose function is called.
+
+    Raises:
+        RuntimeError: this is not the main thread.
+        ValueError: torch.distributed is initialized already.
+        BarrierTimeout: not all ranks have called within `barrier_timeout`.
+    """
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        require_main_thread("a wrapped function")
+        if torch.distributed.is_initialized():
+            raise ValueError(
+                "not torch.distributed.is_initialized() does not hold: call the wrapped function"
+                " before init_process_group, which belongs into the function"
+            )
+        settings = wrapper.settings
+        self._before = {name: os.environ.get(name) for name in _EXPORTED}
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._restore_environment)
+            state = State.from_env()
+            assert state.rank is not None
+            page = ProgressPage.create()
+            stack.callback(page.close)
+            meeting = meet(settings, state)
+            lock = AtomicLock()
+            gate = MainThreadGate()
+            watchdog = Watchdog(page, settings.progress_watchdog_interval.total_seconds())
+            box: NewsBox[Any] = NewsBox(
+                time.monotonic,
+                settings.progress_watchdog_interval.total_seconds(),
+                page.stamp_auto,
+            )
+            stack.callback(box.close)
+            link = MonitorLink(meeting.monitor_settings, page, self._hear)
+            record = RestartRecord()
+            stack.callback(record.close)
+            parts = Parts(
+                base_store=meeting.store,
+                link=link,
+                page=page,
+                gate=gate,
+                lock=lock,
+                watchdog=watchdog,
+                box=box,
+                record=record,
+                inject=self._inject,
+            )
+            self._loop = CallLoop(settings, state, parts, wrapper.restart_health_check)
+            stack.callback(link.close)
+            link.attach(state.rank, state.world_size)
+            watchdog.start()
+            stack.callback(watchdog.stop)
+            self._stack = stack.pop_all()
+        self._page = page
+        self._lock = lock
+        self._meeting = meeting
+        # Without a frame of its own between the caller and the page.
+        self.ping = page.stamp_manual  # type: ignore[method-assign]
+
+    def __enter__(self) -> CallWrapper:  # noqa: PYI034  # Self is not in Python 3.10
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def __call__(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call `fn(*args, **kwargs)`, again after each fault; return its value.
+
+        Raises:
+            BaseException: what this rank leaves with.
+        """
+        return self._loop.run(fn, args, kwargs)
+
+    # What the function may use ---------------------------------------------------------------
+
+    @property
+    def iteration(self) -> int:
+        """How often the function was restarted."""
+        return self._loop.state.iteration
+
+    @property
+    def state(self) -> State:
+        """This rank, as it is now."""
+        return self._loop.state
+
+    @property
+    def store(self) -> Any:
+        """The job's store, without the prefix of an iteration."""
+        return self._meeting.store
+
+    base_store = store
+
+    @property
+    def restart_reports(self) -> tuple[RestartReport, ...]:
+        """The last restarts of this call, with their cause and the time of each phase."""
+        return tuple(self._loop.reports)
+
+    def ping(self) -> None:
+        """Say that there is progress; from the first time in an iteration on it is expected."""
+        self._page.stamp_manual()
+
+    def atomic(self) -> AtomicLock:
+        """Return a context manager: no abort and no restart begins while its body runs."""
+        return self._lock
+
+    @contextlib.contextmanager
+    def disable_hang_protection(self) -> Iterator[None]:
+        """Let the body take as long as it wants; exceptions restart as ever. It nests."""
+        self._disable_hang_protection()
+        try:
+            yield
+        finally:
+            self._enable_hang_protection()
+
+    def _disable_hang_protection(self) -> None:
+        self._page.disable_timeouts()
+
+    def _enable_hang_protection(self) -> None:
+        self._page.enable_timeouts()
+
+    def shutdown(self) -> None:
+        """Leave the wrapper: let go of the monitor, the store and the helper threads."""
+        self._stack.close()
+
+    # Steps -----------------------------------------------------------------------------------
+
+    def _hear(self, news: Any) -> None:
+        self._loop.hear(news)
+
+    def _inject(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        return substitute_param_value(fn, tuple(args), dict(kwargs), {CallWrapper: self})
+
+    def _restore_environment(self) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

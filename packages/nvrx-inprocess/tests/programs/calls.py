@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that makes the wrapped calls it is asked for, one after the other, and says what happened.
+
+Arguments: a directory that all ranks share, and the names of the calls.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nvidia_resiliency_ext import inprocess
+from nvidia_resiliency_ext.inprocess import rank_assignment as ranks
+from nvidia_resiliency_ext.inprocess.monitor_thread import RankShouldRestart
+
+FOLDER = Path(sys.argv[1])
+INITIAL_RANK = int(os.environ["RANK"])
+WORLD = int(os.environ["WORLD_SIZE"])
+WAIT_S = 40.0
+CALLS: dict[str, Callable[[], Any]] = {}
+
+
+def seconds(value: float) -> dt.timedelta:
+    """Return a time."""
+    return dt.timedelta(seconds=value)
+
+
+QUICK = {"last_call_wait": seconds(0), "store_kwargs": {"port": int(os.environ["MASTER_PORT"]) + 1}}
+
+
+def call(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Make a call known by its name."""
+    CALLS[function.__name__] = function
+    return function
+
+
+def meet(mark: str, count: int) -> None:
+    """Wait until so many ranks are here."""
+    (FOLDER / f"{mark}.{INITIAL_RANK}").touch()
+    deadline = time.monotonic() + WAIT_S
+    while len(list(FOLDER.glob(f"{mark}.*"))) < count:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nobody else comes to {mark}")
+        time.sleep(0.002)
+
+
+class UncopyableError(Exception):
+    """Cannot be copied or pickled."""
+
+    def __init__(self, first: int, second: threading.Lock) -> None:
+        super().__init__(first)
+        self.second = second
+
+
+def seen(wrapper: inprocess.CallWrapper) -> dict[str, Any]:
+    """Return what a function can see of itself."""
+    return {
+        "iteration": wrapper.iteration,
+        "rank": os.environ["RANK"],
+        "world_size": os.environ["WORLD_SIZE"],
+    }
+
+
+def fails_once(error: Callable[[], BaseException], who: Callable[[int], bool]) -> Any:
+    """Call a function in which some ranks raise at first, while the others wait."""
+
+    @inprocess.Wrapper(**QUICK)
+    def function(wrapper: inprocess.CallWrapper) -> dict[str, Any]:
+        mark = f"fails{len(results)}"
+        meet(f"{mark}.{wrapper.iteration}", WORLD)
+        if wrapper.iteration == 0:
+            if who(INITIAL_RANK):
+                raise error()
+            time.sleep(WAIT_S)
+        return seen(wrapper)
+
+    return function(None)  # type: ignore[arg-type]
+
+
+@call
+def returns() -> Any:
+    """Return at once."""
+
+    @inprocess.Wrapper(**QUICK)
+    def function(value: int, *, wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        return value, seen(wrapper)
+
+    return function(INITIAL_RANK * 10)
+
+
+@call
+def one_raises() -> Any:
+    """One of them raises; the others sleep."""
+    return fails_once(lambda: RuntimeError("one"), lambda rank: rank == 1)
+
+
+@call
+def all_raise() -> Any:
+    """All raise at once, with an exception that cannot be copied."""
+    return fails_once(lambda: UncopyableError(1, threading.Lock()), lambda _rank: True)
+
+
+@call
+def asks_for_restart() -> Any:
+    """The function itself asks for a restart."""
+    return fails_once(lambda: RankShouldRestart("please"), lambda rank: rank == 0)
+
+
+@call
+def reserve() -> Any:
+    """Two work; then one of them raises, and both work again."""
+    assignment = inprocess.Compose(ranks.MaxActiveWorldSize(2), ranks.ShiftRanks())
+
+    @inprocess.Wrapper(rank_assignment=assignment, **QUICK)
+    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        meet(f"reserve{len(results)}.{wrapper.iteration}", 2)
+        if wrapper.iteration == 0 and os.environ["RANK"] == "1":
+            raise RuntimeError("active")
+        if wrapper.iteration == 0:
+            time.sleep(WAIT_S)
+        return seen(wrapper)
+
+    return function()
+
+
+@call
+def hangs() -> Any:
+    """One sleeps for longer than the soft timeout, the others return."""
+
+    @inprocess.Wrapper(
+        soft_timeout=seconds(1), monitor_process_interval=seconds(0.1),
+        monitor_thread_interval=seconds(0.1),
+        progress_watchdog_interval=seconds(0.1), **QUICK,
+    )  # fmt: skip
+    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        if wrapper.iteration == 0 and INITIAL_RANK == 1:
+            time.sleep(WAIT_S)
+        return seen(wrapper)
+
+    return function()
+
+
+@call
+def collective() -> Any:
+    """One raises before a collective in which all others wait, with the group in a local name."""
+
+    @inprocess.Wrapper(**QUICK)
+    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        name = FOLDER / f"group{len(results)}.{wrapper.iteration}"
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", init_method=f"file://{name}", rank=rank, world_size=size)
+        group = dist.new_group(timeout=seconds(WAIT_S))
+        dist.barrier(group)
+        if wrapper.iteration == 0 and rank == 0:
+            raise RuntimeError("before the collective")
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=group)
+        dist.barrier(group)
+        dist.destroy_process_group()
+        return seen(wrapper), tensor.item()
+
+    return function()
+
+
+@call
+def in_atomic() -> Any:
+    """An interruption waits for the end of an atomic block; progress is reported by hand."""
+
+    @inprocess.Wrapper(**QUICK)
+    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        path = FOLDER / f"atomic{len(results)}.{INITIAL_RANK}"
+        if wrapper.iteration == 0:
+            mark = f"atomics{len(results)}"
+            if INITIAL_RANK == 0:
+                meet(mark, WORLD)
+                raise RuntimeError("while others write")
+            with wrapper.atomic():
+                meet(mark, WORLD)
+                path.write_text("be")
+                end = time.monotonic() + 0.3
+                while time.monotonic() < end:
+                    wrapper.ping()
+                path.write_text("begin and end")
+            time.sleep(WAIT_S)
+        return seen(wrapper), path.read_text() if path.exists() else ""
+
+    return function()
+
+
+@call
+def gives_up() -> Any:
+    """The number of restarts is limited: all leave with the same exception."""
+    terminated: list[int] = []
+
+    class Note(inprocess.terminate.Terminate):
+        def __call__(self, state: inprocess.FrozenState) -> inprocess.FrozenState:
+            terminated.append(state.iteration)
+            return state
+
+    @inprocess.Wrapper(
+        initialize=inprocess.initialize.RetryController(max_iterations=2), terminate=Note(), **QUICK
+    )
+    def function() -> None:
+        raise RuntimeError("always")
+
+    try:
+        function()
+    except inprocess.exception.RestartAbort as error:
+        return str(error), terminated
+    return "no exception", terminated
+
+
+@call
+def losses() -> Any:
+    """The last rank is killed, then the first; then another leaves; one returns."""
+
+    @inprocess.Wrapper(**QUICK)
+    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        iteration = wrapper.iteration
+        meet(f"losses{len(results)}.{iteration}", WORLD - iteration)
+        if (iteration, INITIAL_RANK) in ((0, WORLD - 1), (1, 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (iteration, INITIAL_RANK) == (2, 1):
+            sys.exit(7)
+        if iteration < WORLD - 1:
+            time.sleep(WAIT_S)
+        reports = wrapper.restart_reports
+        return seen(wrapper), [each.terminated for each in reports], sorted(reports[0].seconds)
+
+    return function()
+
+
+@call
+def monitor_killed() -> Any:
+    """The monitor of the node is killed: nobody restarts."""
+
+    @inprocess.Wrapper(
+        monitor_process_pidfile=str(FOLDER / "monitor{rank}.pid"),
+        **{**QUICK, "heartbeat_interval": seconds(0.2)},
+    )
+    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        meet(f"before{len(results)}", WORLD)
+        path = FOLDER / f"monitor{INITIAL_RANK}.pid"
+        before = int(path.read_text())
+        if INITIAL_RANK == 0:
+            os.kill(before, signal.SIGKILL)
+        deadline = time.monotonic() + WAIT_S
+        while not path.exists() or path.read_text() in ("", str(before)):
+            assert time.monotonic() < deadline, "there is no other monitor"
+            time.sleep(0.01)
+        meet(f"after{len(results)}", WORLD)
+        return seen(wrapper)
+
+    return function()
+
+
+def trained(faults: int) -> list[float]:
+    """Train a small model with DDP, with so many faults; return its weights."""
+    saved = FOLDER / f"saved{len(results)}.pt"
+    steps, every = 4 + 3 * FAULTS, 2
+
+    @inprocess.Wrapper(**QUICK)
+    def train(wrapper: inprocess.CallWrapper | None = None) -> list[float]:
+        assert wrapper is not None
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        name = FOLDER / f"ddp{len(results)}.{wrapper.iteration}"
+        dist.init_process_group("gloo", init_method=f"file://{name}", rank=rank, world_size=size)
+        torch.manual_seed(7)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        step = 0
+        if saved.exists():
+            state = torch.load(saved, weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            step = state["step"]
+        while step < steps:
+            inputs = torch.randn(24, 8, generator=torch.Generator().manual_seed(step))
+            mine = inputs[rank::size]
+            optimizer.zero_grad()
+            loss = (model(mine).sum(dim=1) - mine.sum(dim=1)).square().mean()
+            loss.backward()
+            if wrapper.iteration < faults and step == 2 + 3 * wrapper.iteration:
+                if rank == wrapper.iteration % size:
+                    raise RuntimeError("in the middle of a step")
+                dist.barrier()
+            optimizer.step()
+            step += 1
+            if step % every == 0 and rank == 0:
+                with wrapper.atomic():
+                    both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                    torch.save({**both, "step": step}, saved.with_suffix(".part"))
+                    saved.with_suffix(".part").replace(saved)
+        weights = [float(value) for each in model.parameters() for value in each.flatten()]
+        dist.barrier()
+        dist.destroy_process_group()
+        return [wrapper.iteration, *weights]
+
+    return train()
+
+
+FAULTS = 10
+
+
+@call
+def trains_in_peace() -> Any:
+    """Train without a fault."""
+    return trained(0)
+
+
+@call
+def trains() -> Any:
+    """Train with ten restarts."""
+    return trained(FAULTS)
+
+
+def resources() -> tuple[int, int, float]:
+    """Return how many threads and descriptors this process has, and its memory in MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    fds = len(os.listdir("/proc/self/fd"))
+    return threading.active_count(), fds, pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@call
+def many_restarts() -> Any:
+    """Restart again and again; return resources early and late."""
+    early, late = 20, 80
+    found: list[tuple[int, int, float]] = []
+
+    @inprocess.Wrapper(**QUICK)
+    def function(wrapper: inprocess.CallWrapper | None = None) -> None:
+        assert wrapper is not None
+        if wrapper.iteration in (early, late):
+            found.append(resources())
+        if wrapper.iteration < late:
+            if wrapper.iteration % WORLD == INITIAL_RANK:
+                raise RuntimeError("again")
+            time.sleep(WAIT_S)
+
+    function()
+    return found
+
+
+@call
+def left_over() -> Any:
+    """Return what calls have left behind in this process."""
+    gc.collect()
+    stores = [o for o in gc.get_objects() if isinstance(o, dist.TCPStore)]
+    threads = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    return len(stores), threads, os.environ["RANK"], os.environ["WORLD_SIZE"]
+
+
+results: list[Any] = []
+
+
+def main() -> None:
+    """Make the calls; a line of JSON for each."""
+    for name in sys.argv[2:]:
+        results.append(CALLS[name]())
+        print("RESULT", json.dumps(results[-1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank without torch: does what lines on its input say, and writes what it hears.
+
+Lines are JSON lists: a name and arguments. The rank stamps from a thread until it is told not to.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import threading
+
+import nvidia_resiliency_ext
+
+_BOOT = next(
+    path
+    for folder in nvidia_resiliency_ext.__path__
+    if os.path.exists(path := os.path.join(folder, "inprocess", "_monitor", "boot.py"))
+)
+_spec = importlib.util.spec_from_file_location("boot", _BOOT)
+boot = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(boot)
+boot.make_shell()
+
+from nvidia_resiliency_ext.inprocess._monitor import start  # noqa: E402
+from nvidia_resiliency_ext.inprocess._monitor.link import (  # noqa: E402
+    MonitorLink,
+    MonitorSettings,
+)
+from nvidia_resiliency_ext.inprocess._monitor.messages import Decided, Interrupted  # noqa: E402
+from nvidia_resiliency_ext.inprocess._monitor.page import Phase, ProgressPage  # noqa: E402
+from nvidia_resiliency_ext.inprocess.attribution import Interruption  # noqa: E402
+
+_lock = threading.Lock()
+
+
+def tell(*what):
+    """Write a line."""
+    with _lock:
+        print(json.dumps(what), flush=True)
+
+
+class Rank:
+    """The rank's link, page and stamping thread."""
+
+    def __init__(self, rank, world_size, settings):
+        self.rank, self.world_size = rank, world_size
+        self.page = ProgressPage.create()
+        self.link = MonitorLink(MonitorSettings(**settings), self.page, self.hear)
+        self.stuck = threading.Event()
+        self.stamper = threading.Thread(target=self.stamp, daemon=True)
+        self.stamper.start()
+
+    def stamp(self):
+        while not self.stuck.wait(0.01):
+            self.page.stamp_auto()
+
+    def hear(self, news):
+        name = type(news).__name__
+        if isinstance(news, Decided):
+            made = news.decision
+            records = [[each.rank, each.interruption.name] for each in made.records]
+            tell(name, news.iteration, sorted(made.going_on), list(made.terminated), records)
+        elif isinstance(news, Interrupted):
+            records = [[each.rank, each.interruption.name] for each in news.records]
+            tell(name, news.iteration, records)
+        else:
+            tell(name, getattr(news, "iteration", None), getattr(news, "text", ""))
+
+    def attach(self):
+        self.link.attach(self.rank, self.world_size)
+        tell("attached", self.link.monitor_pid)
+
+    def begin(self, iteration, rank, world_size, who):
+        self.page.rearm()
+        self.page.phase = Phase.GUARDED
+        self.link.begin(iteration, rank, world_size, who)
+        tell("begun", iteration)
+
+    def report(self, kind):
+        self.link.report(Interruption[kind])
+
+    def completed(self):
+        self.link.completed()
+
+    def arrive(self):
+        self.page.phase = Phase.AT_BARRIER
+        self.link.arrive()
+
+    def leave(self, is_lost, is_discarded=False):
+        self.page.phase = Phase.IDLE
+        tell("left", self.link.leave(is_lost, is_discarded=is_discarded))
+
+    def ping(self):
+        self.page.stamp_manual()
+
+    def freeze(self):
+        self.stuck.set()
+        tell("frozen")
+
+    def monitor(self):
+        tell("monitor", self.link.monitor_pid)
+
+    def close(self):
+        self.link.close()
+        tell("closed", [each.name for each in threading.enumerate()])
+
+
+def main():
+    """Obey until the input ends."""
+    rank = Rank(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
+    if "prestart" in sys.argv:
+        start.ensure_started()
+        tell("started")
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        try:
+            getattr(rank, name)(*arguments)
+        except Exception as error:  # noqa: BLE001 - the test judges it
+            tell("error", type(error).__name__, str(error))
+
+
+main()

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chain of aborts: each member runs, whatever the others do."""
+
+import logging
+import threading
+import time
+
+import pytest
+
+from nvidia_resiliency_ext.inprocess._abort.base import Abort
+from nvidia_resiliency_ext.inprocess._abort.chain import run_abort
+from nvidia_resiliency_ext.inprocess.compose import Compose
+from nvidia_resiliency_ext.inprocess.state import FrozenState, State
+
+STATE = State(1, 4).freeze()
+
+
+class Member(Abort):
+    """Notes its calls, then does what it is told."""
+
+    def __init__(self, name: str, calls: list[str], error: BaseException | None = None) -> None:
+        self.__name__ = name
+        self.calls = calls
+        self.error = error
+        self.given: object = None
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        self.calls.append(self.__name__)
+        self.given = state
+        if self.error is not None:
+            raise self.error
+        return state
+
+
+def test_the_last_one_runs_first() -> None:
+    """Members run in the order of `Compose`, nested ones too, and all get the state."""
+    calls: list[str] = []
+    one, two, three = (Member(name, calls) for name in ("one", "two", "three"))
+    steps = run_abort(Compose(one, Compose(two, three)), STATE, 10)
+    assert calls == ["three", "two", "one"] == [step.name for step in steps]
+    assert one.given is STATE
+    assert all(step.error is None and not step.is_late for step in steps)
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), SystemExit(1)])
+def test_one_that_raises(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    """The others run all the same and get the state; what it raised is logged and told."""
+    caplog.set_level(logging.INFO, logger="nvrx")
+    calls: list[str] = []
+    one, two, three = Member("one", calls), Member("two", calls, error), Member("three", calls)
+    steps = run_abort(Compose(one, two, three), STATE, 10)
+    assert calls == ["three", "two", "one"]
+    assert one.given is STATE
+    assert [step.error for step in steps] == [None, repr(error), None]
+    assert "abort two failed" in caplog.text
+    assert "abort one took" in caplog.text
+
+
+def test_one_that_does_not_end() -> None:
+    """The next one starts when half of the time is over; the late one is left to itself."""
+    calls: list[str] = []
+    go_on, has_ended = threading.Event(), threading.Event()
+
+    def hangs(state: FrozenState) -> FrozenState:
+        go_on.wait(30)
+        has_ended.set()
+        return state
+
+    start = time.monotonic()
+    steps = run_abort(Compose(Member("one", calls), hangs), STATE, 0.2)
+    duration_s = time.monotonic() - start
+    go_on.set()
+    assert has_ended.wait(30)
+    assert calls == ["one"]
+    assert [step.is_late for step in steps] == [True, False]
+    assert 0.1 <= duration_s < 10
+
+
+def test_all_are_late() -> None:
+    """Together they are waited for no longer than the deadline, and each has been started."""
+    go_on = threading.Event()
+    started = [threading.Event() for _ in range(3)]
+
+    def hanging(event: threading.Event) -> object:
+        def hangs(state: FrozenState) -> FrozenState:
+            event.set()
+            go_on.wait(30)
+            return state
+
+        return hangs
+
+    start = time.monotonic()
+    steps = run_abort(Compose(*(hanging(event) for event in started)), STATE, 0.1)
+    duration_s = time.monotonic() - start
+    assert all(event.wait(30) for event in started)
+    go_on.set()
+    assert [step.is_late for step in steps] == [True] * 3
+    assert duration_s < 10
+
+
+def test_members_without_parameters_or_result() -> None:
+    """As in `Compose`: one may take nothing, and what one returns goes to the next."""
+    other = State(2, 4).freeze()
+    calls: list[str] = []
+    last = Member("last", calls)
+    steps = run_abort(Compose(last, lambda _state: (other,), lambda: STATE), STATE, 10)
+    assert last.given is other
+    assert len(steps) == 3
+
+
+def test_single_abort() -> None:
+    """An abort that is no `Compose` is a chain of one."""
+    calls: list[str] = []
+    (step,) = run_abort(Member("one", calls), STATE, 10)
+    assert step.name == "one"
+    assert step.duration_s >= 0

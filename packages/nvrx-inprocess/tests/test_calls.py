@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrapped calls by real ranks: what comes back to the function, and what to its caller."""
+
+from pathlib import Path
+
+import chaos
+import jobs
+import pytest
+
+pytestmark = [pytest.mark.timeout(jobs.DEADLINE_S + 30), pytest.mark.slow]
+
+
+def seen(rank: int, iteration: int, world_size: int) -> dict[str, object]:
+    """Return what a function sees of itself."""
+    return {"iteration": iteration, "rank": str(rank), "world_size": str(world_size)}
+
+
+def test_calls_of_three_ranks(tmp_path: Path) -> None:
+    """Whatever one rank raises or misses, all are in the function again, and then return.
+
+    For a monitor that is killed nobody restarts.
+    """
+    calls = (
+        "returns", "one_raises", "all_raise", "asks_for_restart", "reserve", "hangs", "collective",
+        "in_atomic", "gives_up", "monitor_killed", "trains_in_peace", "trains", "many_restarts",
+        "returns", "left_over",
+    )  # fmt: skip
+    ended = jobs.run_calls(tmp_path, 3, *calls)
+    texts = "\n".join(end.text[-3000:] for end in ended)
+    assert [end.code for end in ended] == [0, 0, 0], texts
+    for rank, end in enumerate(ended):
+        results = dict(zip(calls, end.results, strict=True))
+        assert results["returns"] == [rank * 10, seen(rank, 0, 3)]
+        for name in ("one_raises", "all_raise", "asks_for_restart", "hangs"):
+            assert results[name] == seen(rank, 1, 3), name
+        assert results["reserve"] == (seen(rank, 1, 2) if rank < 2 else None)
+        assert results["collective"] == [seen(rank, 1, 3), 3.0]
+        assert results["in_atomic"] == [seen(rank, 1, 3), "begin and end" if rank else ""]
+        assert results["monitor_killed"] == seen(rank, 0, 3)
+        assert results["trains_in_peace"][0] == 0
+        assert results["trains"][0] == 10
+        assert results["trains"][1:] == results["trains_in_peace"][1:]
+        early, late = results["many_restarts"]
+        assert late[:2] == early[:2]
+        assert late[2] < early[2] + 8
+        message, terminated = results["gives_up"]
+        assert "iteration=2" in message
+        assert terminated == [2]
+        assert results["left_over"] == [0, [], str(rank), "3"]
+
+
+def test_who_is_lost_is_done_without(tmp_path: Path) -> None:
+    """Ranks are killed, rank 0 among them, and one leaves with its own code; the rest go on."""
+    ended = jobs.run_calls(tmp_path, 4, "losses")
+    assert [end.code for end in ended] == [-9, 7, 0, -9], ended[2].text[-3000:]
+    who, terminated, phases = ended[2].results[0]
+    assert who == seen(0, 3, 1)
+    assert terminated == [[3], [0], [1]]
+    assert {"abort", "unwind", "barrier", "initialize"} <= set(phases)
+
+
+def test_twenty_random_faults(tmp_path: Path) -> None:
+    """Whatever happens to whom and when, the others end with the right result."""
+    wrong, _ = chaos.failures(tmp_path, seed=1, trials=20)
+    assert not wrong, "\n".join(wrong)

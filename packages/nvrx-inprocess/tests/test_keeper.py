@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that hosts the store: its start, whose it is, and its end."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from nvidia_resiliency_ext.inprocess._store import hosting, sockets
+from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
+from nvidia_resiliency_ext.inprocess._store.hosting import (
+    Keeper,
+    KeeperStartError,
+    KeeperTimes,
+    keep_store,
+)
+from nvidia_resiliency_ext.inprocess._store.identity import StoreInUseError
+from nvidia_resiliency_ext.inprocess.store import TCPStore
+from nvidia_resiliency_ext.shared_utils.children import PidHandle
+
+SOON = timedelta(seconds=20)
+END_S = 30.0
+HERE = Endpoint("127.0.0.1", 0, is_served=False)
+
+pytestmark = pytest.mark.slow
+
+
+def start(endpoint: Endpoint = HERE, job: str = "job") -> Keeper:
+    return keep_store(endpoint, job, TCPStore.connect, is_single_node=True)
+
+
+@pytest.fixture(scope="module")
+def keeper() -> Iterator[Keeper]:
+    """Yield one for all tests that leave it as it was: most of its start is torch's import."""
+    started = start()
+    yield started
+    started.stop()
+
+
+def test_a_keeper_serves_all_and_ends_when_told() -> None:
+    """Once it is started anybody can connect; on SIGTERM it ends with status 0."""
+    keeper = start()
+    assert keeper.process is not None
+    first, second = (TCPStore.connect(keeper.endpoint, SOON) for _ in range(2))
+    first.set("k", "v")
+    assert second.get("k") == b"v"
+    keeper.process.terminate()
+    assert keeper.process.wait(END_S) == 0
+
+
+def test_a_keeper_is_nobodys_child_in_spirit(keeper: Keeper) -> None:
+    """It has a session of its own, no file of its starter's, and signals to a terminal miss it."""
+    assert keeper.process is not None
+    pid = keeper.process.pid
+    assert os.getsid(pid) == pid
+    assert Path(f"/proc/{pid}/cwd").resolve() == Path("/")
+    names = {os.readlink(f"/proc/{pid}/fd/{n}") for n in ("0", "1", "2")}
+    assert names == {os.devnull}
+    shared = _descriptors(pid).intersection(_descriptors(os.getpid()))
+    assert not any(name.startswith(("pipe:", "socket:")) for name in shared)
+    for sent in (signal.SIGHUP, signal.SIGINT):
+        os.kill(pid, sent)
+    TCPStore.connect(keeper.endpoint, SOON).set("k", "v")
+    assert keeper.process.poll() is None
+
+
+def _descriptors(pid: int) -> set[str]:
+    found = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        # The listing's own descriptor is gone by now.
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return found
+
+
+def test_the_same_job_finds_its_keeper_again(keeper: Keeper) -> None:
+    """A second start for the same job joins what runs and cannot end it."""
+    again = start(keeper.endpoint)
+    assert again.process is None
+    assert again.endpoint == keeper.endpoint
+    again.stop()
+    TCPStore.connect(keeper.endpoint, SOON).set("k", "v")
+
+
+def test_another_job_is_turned_away(keeper: Keeper) -> None:
+    """The port belongs to one job: another one's error names port, job and what to do."""
+    with pytest.raises(StoreInUseError, match=r"port \d+ is in use.*'job'.*'other'.*store_kwargs"):
+        start(keeper.endpoint, job="other")
+
+
+def test_a_port_of_something_else_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that is no store at the port is named as such, in bounded time."""
+    monkeypatch.setattr(hosting, "_PROBE_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = Endpoint("127.0.0.1", other.getsockname()[1], is_served=False)
+        with pytest.raises(StoreInUseError, match="no store of this job"):
+            start(taken)
+
+
+def test_an_address_of_another_host_is_a_clear_error() -> None:
+    """A keeper is started where its address is; elsewhere the error says what the system said."""
+    with pytest.raises(KeeperStartError, match=r"192\.0\.2\.1:\d+.*[Aa]ssign"):
+        start(Endpoint("192.0.2.1", 29999, is_served=False))
+
+
+def test_a_keeper_listens_at_its_address_alone(keeper: Keeper) -> None:
+    """Other addresses of the host do not lead to the store."""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", keeper.endpoint.port), 5)
+
+
+STARTER = """
+import sys
+from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
+from nvidia_resiliency_ext.inprocess._store.hosting import KeeperTimes, keep_store
+from nvidia_resiliency_ext.inprocess.store import TCPStore
+times = KeeperTimes(idle_s=0.5)
+here = Endpoint("127.0.0.1", 0, is_served=False)
+keeper = keep_store(here, "job", TCPStore.connect, is_single_node=True, times=times)
+print(keeper.process.pid, keeper.endpoint.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_keeper_outlives_its_starter_and_then_its_users() -> None:
+    """SIGKILL of its starter's group leaves the store to those who use it; after them it ends."""
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert starter.stdout is not None
+    pid, port = map(int, starter.stdout.readline().split())
+    with PidHandle(pid) as keeper:
+        # It stays with its starter, though nobody is connected.
+        assert not keeper.wait(1.0)
+        store = TCPStore.connect(Endpoint("127.0.0.1", port, is_served=True), SOON)
+        os.killpg(starter.pid, signal.SIGKILL)
+        starter.communicate()
+        assert not keeper.wait(1.5)
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+        del store
+        assert keeper.wait(END_S)
+
+
+def test_a_start_that_says_nothing_is_given_up() -> None:
+    """If the process does not speak in time it is killed, and the error says so."""
+    times = KeeperTimes(start_s=0.0)
+    with pytest.raises(KeeperStartError, match="nothing was heard of it within 0 s"):
+        keep_store(HERE, "job", TCPStore.connect, is_single_node=True, times=times)
+
+
+def test_a_loopback_name_is_not_enough_for_many_nodes(caplog: pytest.LogCaptureFixture) -> None:
+    """Where the host's name means a loopback address here, others still reach the store."""
+    keeper = keep_store(HERE, "job", TCPStore.connect)
+    try:
+        assert "listens at all its addresses" in caplog.text
+        socket.create_connection(("127.0.0.2", keeper.endpoint.port), 5).close()
+    finally:
+        keeper.stop()
+
+
+def test_reports_are_one_line_of_json(tmp_path: Path) -> None:
+    """The keeper says where it listens, or why not, in one line, and then lets the pipe go."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        reading, writing = os.pipe()
+        command = [
+            *(sys.executable, "-m", "nvidia_resiliency_ext.inprocess._store.keeper"),
+            *("--address=127.0.0.1", f"--port={taken.getsockname()[1]}", "--job=j"),
+            *(f"--starter={os.getpid()}", "--idle-s=1", f"--report-fd={writing}"),
+        ]
+        done = subprocess.run(command, pass_fds=[writing], check=False, cwd=tmp_path, timeout=50)
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            report = json.loads(pipe.read())
+    assert done.returncode == 1
+    assert report == {"error": "Address already in use", "errno": 98}
+
+
+def test_only_connections_of_others_count() -> None:
+    """The server's own connection is no reason to stay."""
+    store = TCPStore("127.0.0.1", 0, 1, wait_for_workers=False)
+    assert sockets.count_served(store.port, 9) == 1
+    clone = store.clone()
+    clone.set("k", "v")
+    assert sockets.count_served(store.port, 9) == 2
+    assert sockets.count_served(store.port, 1) == 1

@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The monitor's process with real ranks, a real store and real signals."""
+
+import os
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from monitor_lab import Lab, environ_of_monitor, wait_gone
+from torch.distributed import TCPStore
+
+from nvidia_resiliency_ext.inprocess._monitor import messages
+from nvidia_resiliency_ext.inprocess._monitor.place import NodePlace
+from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
+from nvidia_resiliency_ext.inprocess._protocol.board import Board
+from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.wire import receive_message, send_message, send_with_fds
+
+pytestmark = pytest.mark.slow
+
+FAST = {
+    "interval_s": 0.02,
+    "heartbeat_interval_s": 0.1,
+    "heartbeat_timeout_s": 2.0,
+    "termination_grace_s": 0.2,
+}
+HOST = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def port():
+    """Host a store for all calls of this module."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+@pytest.fixture
+def make(port, tmp_path):
+    """Return what makes a lab; it is cleaned up, and leaves nothing behind."""
+    labs = []
+
+    def make_lab(world, port=port, **settings):
+        labs.append(Lab(port, world, tmp_path, **settings))
+        return labs[-1]
+
+    yield make_lab
+    for lab in labs:
+        lab.end_ranks()
+    for lab in labs:
+        lab.close()
+
+
+@pytest.fixture
+def host():
+    """Start a store in a process of its own; return it with its port."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    yield process, int(process.stdout.readline())
+    process.send_signal(signal.SIGCONT)
+    process.kill()
+    process.communicate()
+
+
+def board(lab) -> Board:
+    """Return a board of the lab's call."""
+    store = TCPStore("127.0.0.1", lab.port, is_master=False, timeout=timedelta(seconds=20))
+    return Board(store, lab.prefix)
+
+
+def test_exception_restarts_all_ranks(make) -> None:
+    """One rank's report interrupts all, all go on together, complete and leave."""
+    lab = make(2)
+    ranks = lab.up()
+    ranks[1].do("report", "EXCEPTION")
+    for rank in ranks:
+        assert rank.hear("Interrupted", 0) == ["Interrupted", 0, [[1, "EXCEPTION"]]]
+        rank.do("arrive")
+    for rank in ranks:
+        assert rank.hear("Decided", 0) == ["Decided", 0, [0, 1], [], [[1, "EXCEPTION"]]]
+    lab.begin(1)
+    lab.finish(1, [0, 1])
+
+
+def test_killed_rank_is_terminated_and_the_rest_goes_on(make) -> None:
+    """SIGKILL of a rank, also of the one that started the monitor, is one lost rank."""
+    lab = make(3)
+    first, *rest = lab.up()
+    first.kill()
+    for rank in rest:
+        assert rank.hear("Interrupted", 0)[2] == [[0, "TERMINATED"]]
+        rank.do("arrive")
+    for rank in rest:
+        assert rank.hear("Decided", 0)[2:4] == [[1, 2], [0]]
+    lab.begin(1, [1, 2])
+    lab.finish(1, [1, 2])
+
+
+def test_stopped_rank_times_out_and_is_killed(make) -> None:
+    """SIGSTOP: soft timeout, hard timeout, and the process is ended although it is stopped."""
+    lab = make(2, **FAST, soft_timeout_s=0.6, hard_timeout_s=1.2, barrier_timeout_s=20.0)
+    ranks = lab.up()
+    wait_for_nodes(lab, {0, 1})
+    ranks[1].kill(signal.SIGSTOP)
+    assert ranks[0].hear("Interrupted", 0)[2] == [[1, "SOFT_TIMEOUT"]]
+    ranks[0].do("arrive")
+    assert ranks[1].wait() in {-signal.SIGTERM, -signal.SIGKILL}
+    made = ranks[0].hear("Decided", 0)
+    assert made[2:4] == [[0], [1]]
+    assert [1, "HARD_TIMEOUT"] in made[4]
+
+
+def test_silent_ping_is_a_hang(make) -> None:
+    """Who has pinged once must go on, even if its main thread runs."""
+    lab = make(2, **FAST, soft_timeout_s=0.6, hard_timeout_s=30.0, barrier_timeout_s=60.0)
+    ranks = lab.up()
+    ranks[0].do("ping")
+    assert ranks[1].hear("Interrupted", 0)[2] == [[0, "SOFT_TIMEOUT"]]
+
+
+def test_killed_monitor_is_replaced_and_nobody_is_interrupted(make) -> None:
+    """After SIGKILL of the monitor the ranks have another one, and the call goes on."""
+    lab = make(2)
+    ranks = lab.up()
+    ranks[0].do("completed")
+    old = lab.monitor_pid(0)
+    os.kill(old, signal.SIGKILL)
+    assert wait_gone(old, 5.0)
+    new = old
+    deadline = time.monotonic() + 20.0
+    while new == old and time.monotonic() < deadline:
+        new = lab.monitor_pid(0)
+    assert new != old
+    # What had been said before is known to the new one: rank 0 need not complete again.
+    ranks[1].do("completed")
+    for rank in ranks:
+        rank.hear("Completed", 0)
+    assert not [line for rank in ranks for line in rank.heard if line[0] == "Interrupted"]
+
+
+def test_monitor_killed_with_a_rank(make) -> None:
+    """The new monitor finds out that a rank died with the old one."""
+    lab = make(3)
+    ranks = lab.up()
+    wait_for_nodes(lab, {0, 1, 2})
+    ranks[2].kill()
+    os.kill(lab.monitor_pid(0), signal.SIGKILL)
+    for rank in ranks[:2]:
+        assert rank.hear("Interrupted", 0)[2] == [[2, "TERMINATED"]]
+        rank.do("arrive")
+    for rank in ranks[:2]:
+        assert rank.hear("Decided", 0)[2:4] == [[0, 1], [2]]
+    lab.begin(1, [0, 1])
+    lab.finish(1, [0, 1])
+
+
+def wait_for_nodes(lab, ranks) -> None:
+    """Wait until the ranks stand in the registry of the call."""
+    there = board(lab)
+    deadline = time.monotonic() + 20.0
+    known: set[int] = set()
+    while known != ranks and time.monotonic() < deadline:
+        threading.Event().wait(0.02)  # a test's look: the registry has no event
+        known = {rank for node in there.nodes() for rank in node.ranks}
+    assert known == ranks
+
+
+def test_lost_node_is_seen_by_its_neighbour(make) -> None:
+    """Monitor and ranks of one node killed together: the others go on without them."""
+    lab = make(3, **FAST)
+    lab.start(0, 1, node="a")
+    lab.start(2, node="b")
+    pids = lab.attach(0, 1, 2)
+    assert pids[0] == pids[1] != pids[2]
+    lab.begin(0)
+    wait_for_nodes(lab, {0, 1, 2})
+    os.kill(pids[2], signal.SIGKILL)
+    lab.ranks[2].kill()
+    killed = time.monotonic()
+    for rank in (0, 1):
+        assert lab.ranks[rank].hear("Interrupted", 0)[2] == [[2, "UNRESPONSIVE"]]
+        lab.ranks[rank].do("arrive")
+    for rank in (0, 1):
+        assert lab.ranks[rank].hear("Decided", 0)[2:4] == [[0, 1], [2]]
+    assert time.monotonic() - killed < FAST["heartbeat_timeout_s"] + 2.0
+    lab.begin(1, [0, 1])
+    lab.finish(1, [0, 1])
+
+
+def test_two_that_come_at_once_have_one_monitor(make) -> None:
+    """However many ranks come at once, one monitor is started."""
+    lab = make(4)
+    lab.start(0, 1, 2, 3, options=["prestart"])
+    for rank in lab.all:
+        rank.hear("started")
+    assert len(set(lab.attach(0, 1, 2, 3))) == 1
+
+
+def test_next_call_has_the_same_monitor(make) -> None:
+    """The monitor stays between calls of a process, and serves a call of other ranks beside it."""
+    lab = make(1)
+    [rank] = lab.up()
+    pid = lab.monitor_pid(0)
+    lab.finish(0, [0])
+    other = make(1)
+    other.environ = lab.environ
+    other.up()
+    assert other.monitor_pid(0) == pid
+    assert rank.process.poll() is None
+
+
+def test_lost_leaver_is_missed_and_discarded_one_is_not(make) -> None:
+    """Leaving is acknowledged at once, interrupts the others, and discarding does not."""
+    lab = make(3)
+    ranks = lab.up()
+    ranks[0].do("leave", True)
+    assert ranks[0].hear("left") == ["left", True]
+    for rank in ranks[1:]:
+        assert rank.hear("Interrupted", 0)[2] == [[0, "BASE_EXCEPTION"]]
+        rank.do("arrive")
+    for rank in ranks[1:]:
+        assert rank.hear("Decided", 0)[2:4] == [[1, 2], [0]]
+    lab.begin(1, [1])
+    ranks[2].do("leave", True, True)
+    assert ranks[2].hear("left") == ["left", True]
+    lab.finish(1, [1])
+    assert not [line for line in ranks[1].heard if line[:2] == ["Interrupted", 1]]
+
+
+def test_lost_store_is_told(make, host) -> None:
+    """When the store's host dies, every rank is told."""
+    process, port = host
+    lab = make(2, port=port, **FAST)
+    ranks = lab.up()
+    wait_for_nodes(lab, {0, 1})
+    process.kill()
+    for rank in ranks:
+        assert rank.hear("StoreLost")[2]
+
+
+def test_store_that_hangs_holds_up_no_timeout(make, host) -> None:
+    """While the store is stopped, a stuck rank is killed, leaving is quick, and it is told."""
+    process, port = host
+    lab = make(3, port=port, **FAST, soft_timeout_s=0.6, hard_timeout_s=1.2, barrier_timeout_s=20.0)
+    ranks = lab.up()
+    wait_for_nodes(lab, {0, 1, 2})
+    process.send_signal(signal.SIGSTOP)
+    ranks[1].kill(signal.SIGSTOP)
+    assert ranks[1].wait() in {-signal.SIGTERM, -signal.SIGKILL}
+    before = time.monotonic()
+    ranks[2].do("leave", True)
+    assert ranks[2].hear("left") == ["left", True]
+    assert time.monotonic() - before < 2.0
+    assert "has not answered" in ranks[0].hear("StoreLost")[2]
+
+
+def test_hostile_clients(make) -> None:
+    """Garbage, half frames, floods, strangers and liars cost the monitor nothing but them."""
+    lab = make(2, **FAST)
+    lab.start(0)
+    lab.attach(0)
+    place = NodePlace.find(lab.environ)
+    socks = [place.connect() for _ in range(80)]
+    socks[-1].sendall(b"\xff" * 100)
+    socks[-2].sendall(struct.pack(">I", 50) + b"half")
+    socks[-3].sendall(struct.pack(">I", 4) + b"null")
+    hello = messages.Hello(1, MonitorSettings(**lab.settings), 0, 2, None)
+    send_message(socks[-4], messages.FROM_RANK, hello, 1.0)  # without a page
+    fd = os.memfd_create("short")
+    data = messages.FROM_RANK.encode(hello)
+    send_with_fds(socks[-5], data, [fd], 1.0)
+    os.ftruncate(fd, 4096)
+    send_with_fds(socks[-6], data, [fd], 1.0)
+    os.close(fd)
+    answers = [receive_message(socks[at], messages.TO_RANK, 10.0) for at in (-4, -5, -6)]
+    assert all(isinstance(answer, messages.Refused) for answer in answers)
+    flood = place.connect()
+    flood.settimeout(10.0)
+    with pytest.raises(ConnectionError):
+        _flood(flood, data)
+    lab.start(1)
+    lab.attach(1)
+    lab.begin(0)
+    lab.finish(0, [0, 1])
+    for sock in [*socks, flood]:
+        sock.close()
+
+
+def _flood(sock, data) -> None:
+    while True:
+        sock.sendall(data * 100)
+
+
+def test_another_process_cannot_take_a_rank(make) -> None:
+    """A second process with the same initial rank is refused, and the first keeps its place."""
+    lab = make(2)
+    lab.up()
+    [impostor] = lab.start(0)
+    impostor.do("attach")
+    kind, name, text = impostor.hear("error")
+    assert (kind, name) == ("error", "InternalError")
+    assert "initial rank 0" in text
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"NVRX_FORCE_NO_PIDFD": "1"},
+        {"NVRX_FORCE_NO_MEMFD": "1"},
+        {"TMPDIR": "/sys", "XDG_RUNTIME_DIR": "/proc/nothing"},
+    ],
+    ids=["no-pidfd", "no-memfd", "read-only-places"],
+)
+def test_narrow_hosts(make, environ) -> None:
+    """Without pidfds, memfds or a usable TMPDIR a dead rank is seen all the same."""
+    lab = make(2, **FAST)
+    first, second = lab.up(environ=environ)
+    second.kill()
+    assert first.hear("Interrupted", 0)[2] == [[1, "TERMINATED"]]
+
+
+def test_files_are_private_and_go(make, tmp_path) -> None:
+    """Log and pid files are 0600, follow no link, say what they must, and the pid file goes."""
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    (tmp_path / "log.1").symlink_to(target)
+    (tmp_path / "pid.1").symlink_to(target)
+    (tmp_path / "log.0").write_text("old")
+    lab = make(2, log_file=str(tmp_path / "log.{rank}"), pid_file=str(tmp_path / "pid.{rank}"))
+    lab.up()
+    log, pid = tmp_path / "log.0", tmp_path / "pid.0"
+    assert int(pid.read_text()) == lab.monitor_pid(0)
+    for path in (log, pid):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    text = log.read_text()
+    assert "old" not in text
+    assert f"target_pid={lab.ranks[0].pid}" in text
+    assert "monitor_process" in text
+    assert target.read_text() == "precious"
+    lab.finish(0, [0, 1])
+    lab.close()
+    assert not pid.exists()
+    assert "is over" in log.read_text()
+
+
+def test_it_inherits_nothing(make, tmp_path) -> None:
+    """The monitor is nobody's child, in `/`, with its own session and none of a rank's files."""
+    lab = make(1)
+    with (tmp_path / "open").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        [rank] = lab.start(0)
+    lab.attach(0)
+    pid = lab.monitor_pid(0)
+    found = procfs.read_stat(pid)
+    assert found.ppid not in {os.getpid(), rank.pid}
+    assert found.sid != procfs.read_stat(rank.pid).sid
+    assert os.readlink(f"/proc/{pid}/cwd") == "/"
+    status = Path(f"/proc/{pid}/status").read_text()
+    assert "Umask:\t0077" in status
+    held = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    own = {"/dev/null", str(tmp_path / "monitor-0.log")}
+    # It may be importing at this moment.
+    passing = (".py", ".pyc", ".so")
+    files = {n for n in held if n.startswith("/") and "memfd:" not in n and not n.endswith(passing)}
+    assert files <= own
+    assert not os.path.exists(f"/proc/{rank.pid}/task/{rank.pid}/children") or not (
+        Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split()
+    )
+
+
+def test_nothing_is_left(make) -> None:
+    """When the ranks have ended the monitor ends, and its directory is gone."""
+    lab = make(2)
+    ranks = lab.up()
+    place = NodePlace.find(lab.environ)
+    assert environ_of_monitor(lab.monitor_pid(0))["fds"] <= 24
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    lab.close()
+    assert not os.path.exists(place.path)
+
+
+def test_removed_directory_is_not_made_again(make) -> None:
+    """A monitor whose directory somebody removed serves on, and leaves none behind."""
+    lab = make(2)
+    lab.up()
+    place = NodePlace.find(lab.environ)
+    with place.locked(5.0):
+        place.remove()
+    lab.finish(0, [0, 1])
+    lab.close()
+    assert not os.path.exists(place.path)
+
+
+def test_socket_of_another_user_is_refused(make, monkeypatch, tmp_path) -> None:
+    """A rank does not talk to a socket that another user owns."""
+    from nvidia_resiliency_ext.inprocess._monitor import start
+    from nvidia_resiliency_ext.inprocess.exception import InternalError
+    from nvidia_resiliency_ext.shared_utils.clock import Deadline
+
+    if os.geteuid() != 0:
+        pytest.skip("only root can be two users")
+    place = NodePlace(str(tmp_path / "p"))
+    with place.locked(1.0), place.listen():
+        monkeypatch.setattr(NodePlace, "find", lambda _: place)
+        monkeypatch.setattr("os.geteuid", lambda: 12345)
+        with pytest.raises(InternalError, match="not ours"):
+            start.connect_or_start(Deadline.after(1.0), {})
+        monkeypatch.undo()

@@ -1,0 +1,470 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The monitor's smaller parts: page, names, messages, meeting place, files, traffic."""
+
+import fcntl
+import os
+import pathlib
+import random
+import socket
+import stat
+import sys
+import tempfile
+import threading
+import tracemalloc
+from datetime import timedelta
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from nvidia_resiliency_ext.inprocess import monitor_process, sibling_monitor
+from nvidia_resiliency_ext.inprocess._monitor import factory, messages
+from nvidia_resiliency_ext.inprocess._monitor import page as page_module
+from nvidia_resiliency_ext.inprocess._monitor.channel import Channel
+from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView, Phase, ProgressPage
+from nvidia_resiliency_ext.inprocess._monitor.place import NodePlace
+from nvidia_resiliency_ext.inprocess._monitor.registration import Registration
+from nvidia_resiliency_ext.inprocess._monitor.roll import RollFile
+from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
+from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
+from nvidia_resiliency_ext.inprocess.attribution import Interruption
+from nvidia_resiliency_ext.shared_utils.children import start_child
+from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, UnsafePathError
+
+# --- page ---
+
+
+@pytest.fixture(params=["memfd", "file"])
+def page(request, monkeypatch):
+    """Return a page in each kind of memory."""
+    if request.param == "file":
+        monkeypatch.setenv("NVRX_FORCE_NO_MEMFD", "1")
+    made = ProgressPage.create()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def view(page):
+    """Return the monitor's view of the page."""
+    made = PageView(os.dup(page.fd))
+    yield made
+    made.close()
+
+
+def test_page_shows_what_was_written(page, view) -> None:
+    """Stamps, protection, phase and epoch are seen by whoever holds the descriptor."""
+    first = view.read()
+    assert (first.manual_s, first.is_protected, first.phase) == (None, True, Phase.IDLE)
+    page.stamp_auto()
+    page.stamp_manual()
+    page.phase = Phase.AT_BARRIER
+    seen = view.read()
+    assert seen.auto_s >= first.auto_s
+    assert seen.manual_s is not None
+    assert seen.phase is Phase.AT_BARRIER
+    page.rearm()
+    again = view.read()
+    assert again.manual_s is None
+    assert again.epoch == seen.epoch + 1
+
+
+def test_protection_nests(page, view) -> None:
+    """The inner end of a block without timeouts does not switch them on; a rearm does."""
+    page.disable_timeouts()
+    page.disable_timeouts()
+    page.enable_timeouts()
+    assert not view.read().is_protected
+    page.stamp_manual()
+    before = view.read()
+    page.enable_timeouts()
+    after = view.read()
+    assert after.is_protected
+    assert after.manual_s >= before.manual_s
+    page.disable_timeouts()
+    page.rearm()
+    assert view.read().is_protected
+    page.enable_timeouts()
+    assert view.read().is_protected
+
+
+def test_page_cannot_be_shrunk() -> None:
+    """No holder of the descriptor can take the memory away from under the other."""
+    page = ProgressPage.create()
+    with pytest.raises(PermissionError):
+        os.ftruncate(page.fd, 0)
+    assert fcntl.fcntl(page.fd, 1034) & 2
+    page.close()
+
+
+def test_foreign_memory_is_no_page() -> None:
+    """Short, empty or overwritten memory raises, whatever it is."""
+    for size in (0, 8, 4096):
+        fd = os.memfd_create("foreign")
+        os.ftruncate(fd, size)
+        with pytest.raises(PageError):
+            PageView(fd)
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(fd)
+
+
+def test_ping_allocates_nothing(page) -> None:
+    """A hundred thousand pings leave no memory behind."""
+    only_ours = [tracemalloc.Filter(True, page_module.__file__)]  # other threads allocate, too
+    page.stamp_manual()
+    tracemalloc.start()
+    for _ in range(100_000):
+        page.stamp_manual()
+    snapshot = tracemalloc.take_snapshot().filter_traces(only_ours)
+    tracemalloc.stop()
+    assert sum(trace.size for trace in snapshot.traces) < 1000
+
+
+# --- names and arguments ---
+
+
+def test_arguments_travel_as_text() -> None:
+    """Plain values and timedeltas come back; anything else is named in the error."""
+    kwargs = {"port": 1, "timeout": timedelta(seconds=1.5), "host": "h", "path": pathlib.Path("/x")}
+    assert factory.load_kwargs(factory.dump_kwargs(kwargs)) == {**kwargs, "path": "/x"}
+    with pytest.raises(factory.UnnameableError, match="object"):
+        factory.dump_kwargs({"store": object()})
+
+
+def test_functions_travel_as_names() -> None:
+    """What stands at the top of a module is found again, also through its file alone."""
+    name, file = factory.name_of(socket.create_connection)
+    assert factory.load_named(name, file) is socket.create_connection
+    assert factory.load_named("pathlib:Path.cwd")() == pathlib.Path.cwd()
+    for unnameable in (lambda: None, SimpleNamespace()):
+        with pytest.raises(factory.UnnameableError, match="store_factory"):
+            factory.name_of(unnameable)
+
+
+def test_main_program_is_loaded_under_another_name(tmp_path) -> None:
+    """A factory of the main script is found without running the script."""
+    script = tmp_path / "main.py"
+    script.write_text(
+        "VALUE = 7\ndef make():\n    return VALUE\nif __name__ == '__main__':\n    1/0\n"
+    )
+    try:
+        assert factory.load_named("__main__:make", str(script))() == 7
+        assert factory.load_named("no_such_module_xyz:make", str(script))() == 7
+    finally:
+        sys.modules.pop("__nvrx_main__", None)
+        sys.modules.pop("no_such_module_xyz", None)
+    with pytest.raises(factory.UnnameableError):
+        factory.load_named("__main__:make")
+
+
+# --- messages ---
+
+
+def test_every_message_travels() -> None:
+    """Each message of a rank survives the wire."""
+    hello = messages.Hello(
+        1, MonitorSettings("p", "m:f"), 3, 8, messages.Begun(2, 1, 4, messages.pack_ranks({0, 5}))
+    )
+    for message in (
+        hello,
+        messages.Reported(2, Interruption.EXCEPTION),
+        messages.Done(2),
+        messages.Arrived(2),
+        messages.Left(True, False),
+    ):
+        payload = messages.FROM_RANK.encode_payload(message)
+        assert messages.FROM_RANK.decode(payload) == message
+    assert messages.unpack_ranks(hello.begun.participants) == {0, 5}
+    assert messages.unpack_ranks("") == frozenset()
+
+
+def test_large_decision_is_split() -> None:
+    """A decision of any size comes in pieces that fit a frame."""
+    text = "x" * 1_000_001
+    parts = messages.split_decision(4, text)
+    assert "".join(part.text for part in parts) == text
+    assert {part.count for part in parts} == {len(parts)}
+    assert all(len(messages.TO_RANK.encode(part)) < 1 << 20 for part in parts)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_channel_survives_anything(seed) -> None:
+    """Random bytes end a channel or wait for more; nothing else happens."""
+    draw = random.Random(seed)
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, messages.FROM_RANK, messages.TO_RANK)
+    valid = messages.FROM_RANK.encode(messages.Done(1))
+    for _ in range(50):
+        data = bytearray(valid)
+        if draw.random() < 0.5:
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        try:
+            theirs.sendall(data[: draw.randrange(1, len(data) + 1)])
+        except OSError:
+            break
+        for message in channel.receive():
+            assert isinstance(message, messages.Done)
+        if channel.is_over:
+            break
+    channel.close()
+    theirs.close()
+
+
+# --- meeting place ---
+
+
+@pytest.fixture
+def short_path():
+    """Return a folder with a path short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="nvrx-t") as path:
+        yield path
+
+
+@pytest.fixture
+def environ(short_path):
+    """Return the environment of a job that meets below a short path."""
+    return {"XDG_RUNTIME_DIR": short_path}
+
+
+def test_all_of_a_job_meet(environ) -> None:
+    """Job, cycle and address name the place; it is 0700, and the same for all."""
+    base = {**environ, "MASTER_ADDR": "a", "MASTER_PORT": "1", "SLURM_JOB_ID": "7"}
+    places = [
+        NodePlace.find(each).path
+        for each in (base, {**base, "MASTER_PORT": "2"}, {**base, "NVRX_CYCLE": "1"})
+    ]
+    assert len(set(places)) == 3
+    assert NodePlace.find(dict(base)).path == places[0]
+    assert all(stat.S_IMODE(os.stat(path).st_mode) == 0o700 for path in places)
+
+
+def test_place_that_others_own_is_passed_over(environ, short_path) -> None:
+    """A name that is taken by a file, a link or an open directory is not used."""
+    first = NodePlace.find(environ).path
+    os.rename(first, first + "-moved")
+    os.symlink(first + "-moved", first)
+    environ["TMPDIR"] = os.path.join(short_path, "second")
+    os.mkdir(environ["TMPDIR"])
+    assert NodePlace.find(environ).path.startswith(environ["TMPDIR"])
+    os.unlink(first)
+    os.mkdir(first)
+    os.chmod(first, 0o777)
+    assert NodePlace.find(environ).path.startswith(environ["TMPDIR"])
+    with pytest.raises(UnsafePathError):
+        NodePlace(first)._open_lock()
+
+
+def test_lock_has_a_deadline(environ) -> None:
+    """Whoever waits for a lock that is never freed gets an error, and the lock stays usable."""
+    place = NodePlace.find(environ)
+    with place.locked(1.0):
+        with pytest.raises(DeadlineExceededError):
+            NodePlace(place.path)._lock(0.05)
+        with pytest.raises(DeadlineExceededError):
+            NodePlace(place.path)._lock(0.0)
+    with place.locked(10.0):
+        pass
+    for thread in threading.enumerate():
+        if thread.name == "nvrx-lock":
+            thread.join(10.0)
+
+
+def test_lock_survives_removal(environ) -> None:
+    """Who waited for the lock of a directory that was removed gets that of a new one."""
+    place = NodePlace.find(environ)
+    entered = threading.Event()
+
+    def enter() -> None:
+        with place.locked(10.0):
+            entered.set()
+
+    waiter = threading.Thread(target=enter)
+    with place.locked(1.0):
+        waiter.start()
+        place.remove()
+    waiter.join(10.0)
+    assert entered.is_set()
+    assert os.path.isdir(place.path)
+
+
+def test_stale_siblings_are_removed(environ) -> None:
+    """Directories without a monitor go, that of a living one stays."""
+    places = [NodePlace.find({**environ, "MASTER_PORT": str(port)}) for port in (1, 2, 3)]
+    with places[1].locked(1.0):
+        listener = places[1].listen()
+    places[0].remove_stale_siblings()
+    assert [os.path.exists(place.path) for place in places] == [True, True, False]
+    listener.close()
+
+
+def test_roll_is_read_by_a_follower(tmp_path) -> None:
+    """What one monitor writes another reads; a broken file is no file."""
+    roll = RollFile(str(tmp_path), "call")
+    assert roll.read() == {}
+    roll.write({3: (10, 20)})
+    assert RollFile(str(tmp_path), "call").read() == {3: (10, 20)}
+    [path] = tmp_path.iterdir()
+    path.write_text("{]")
+    assert roll.read() == {}
+    roll.remove()
+    assert not list(tmp_path.iterdir())
+
+
+# --- traffic ---
+
+
+class CountingBoard:
+    """A board that counts operations."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.lease = 0
+
+    def nodes(self):
+        self.count += 1
+        return [NodeEntry(0, (0,), (1,), "a"), NodeEntry(1, (1,), (2,), "b")]
+
+    def register_node(self, _) -> None:
+        self.count += 2
+
+    def renew_lease(self, _) -> None:
+        self.count += 1
+
+    def leases(self, node_ids):
+        self.count += 1
+        self.lease += 1
+        return dict.fromkeys(node_ids, self.lease)
+
+
+class NoThread:
+    """A desk that does everything at once."""
+
+    def __init__(self) -> None:
+        self.board = CountingBoard()
+
+    def submit(self, run, done=None) -> None:
+        result = run(self.board)
+        if done is not None:
+            done(result)
+
+
+def test_idle_traffic_of_a_node(tmp_path) -> None:
+    """A node with one rank costs two store operations per heartbeat interval at most."""
+    settings = MonitorSettings("p", "m:f", heartbeat_interval_s=1.0, heartbeat_timeout_s=30.0)
+    desk = NoThread()
+    lost = []
+    registration = Registration(settings, str(tmp_path), desk, lost.extend)
+    registration.came(0, 1, 1, lambda _: None)
+    registration.tick(0.0, {0, 1})
+    start = desk.board.count
+    beats = 1000
+    for second in range(1, beats + 1):
+        registration.tick(float(second), {0, 1})
+    waits = beats / 10  # one wait for the outcome in ten seconds
+    assert desk.board.count - start + waits <= 2 * beats
+    assert lost == []
+    registration.close()
+
+
+# --- faces ---
+
+
+def test_is_process_active() -> None:
+    """A process that runs is active; a zombie and a gone one are not."""
+    with start_child(["/bin/cat"], stdin=-1) as child:
+        process = psutil.Process(child.pid)
+        assert monitor_process.is_process_active(process)
+        child.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not monitor_process.is_process_active(process)
+        child.wait()
+        assert not monitor_process.is_process_active(process)
+
+
+@pytest.mark.parametrize("program", ["trap '' TERM; read x", "kill -STOP $$; read x", "read x"])
+def test_terminate_process(program, caplog) -> None:
+    """Deaf and stopped processes end, too, after the grace."""
+    import logging
+
+    with start_child(["/bin/sh", "-c", program], stdin=-1) as child:
+        process = psutil.Process(child.pid)
+        monitor_process.terminate_process(
+            process, timedelta(seconds=0.2), logging.getLogger("nvrx.test")
+        )
+        assert child.wait(10.0) is not None
+
+
+def test_daemonize_fn(tmp_path) -> None:
+    """The function runs in a process that is not ours, with what it was given."""
+    (tmp_path / "given").touch()
+    monitor_process.daemonize_fn(os.link, (str(tmp_path / "given"), str(tmp_path / "made")))
+    look = threading.Event()
+    for _ in range(1000):
+        if (tmp_path / "made").exists():
+            break
+        look.wait(0.02)  # a test's look: another process makes it
+    assert (tmp_path / "made").exists()
+    assert not psutil.Process().children()
+    with pytest.raises(TypeError):
+        monitor_process.daemonize_fn(lambda: None)
+
+
+class HeartbeatStore:
+    """What the threads of `sibling_monitor` use of a store."""
+
+    def __init__(self) -> None:
+        self.beats: dict[int, float] = {}
+        self.said = []
+        self.event = threading.Event()
+
+    def send_heartbeat(self, rank) -> None:
+        self.beats[rank] = self.beats.get(rank, 0.0) + 1.0
+        self.event.set()
+
+    def get_heartbeat(self, rank):
+        return self.beats.get(rank, 0.0)
+
+    def get_initial_ranks(self, ranks):
+        return [rank + 10 for rank in ranks]
+
+    def record_interrupted(self, records) -> None:
+        self.said.append(("interrupted", [record.rank for record in records]))
+
+    def record_terminated_ranks(self, ranks) -> None:
+        self.said.append(("terminated", list(ranks)))
+
+    def iteration_barrier(self, ranks, count, _) -> None:
+        self.said.append(("iteration", list(ranks), count))
+
+    def termination_barrier(self, ranks, count, _) -> None:
+        self.said.append(("termination", list(ranks), count))
+        self.event.set()
+
+
+def test_heartbeat_renews() -> None:
+    """The heartbeat of a rank is sent at once and again, until it is shut down."""
+    store = HeartbeatStore()
+    beat = sibling_monitor.Heartbeat(1, store, timedelta(seconds=0.01), timedelta(seconds=1))
+    beat.start()
+    for _ in range(3):
+        assert store.event.wait(10.0)
+        store.event.clear()
+    beat.shutdown()
+    assert store.beats.keys() == {1}
+
+
+def test_sibling_monitor_accounts_for_a_lost_rank() -> None:
+    """A heartbeat that stops is reported, and arrived for at both barriers."""
+    store = HeartbeatStore()
+    watcher = sibling_monitor.SiblingMonitor(
+        store, 0, 2, 12, timeout=timedelta(seconds=0.1), interval=timedelta(seconds=0.01)
+    )
+    watcher.start()
+    assert store.event.wait(20.0)
+    watcher.shutdown()
+    assert store.said[:4] == [
+        ("interrupted", [1]),
+        ("terminated", [1]),
+        ("iteration", [1], 2),
+        ("termination", [11], 12),
+    ]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of `Wrapper` and whether they fit together."""
+
+import dataclasses
+from datetime import timedelta
+
+import pytest
+
+from nvidia_resiliency_ext.inprocess._abort.base import Abort
+from nvidia_resiliency_ext.inprocess._call.settings import Bases, Settings, check_settings
+from nvidia_resiliency_ext.inprocess.compose import Compose
+from nvidia_resiliency_ext.inprocess.rank_filter import MaxActiveWorldSize
+
+
+class StandInStore:
+    pass
+
+
+class StandInAssignment:
+    def __call__(self, ctx):
+        return ctx
+
+
+class StandInFilter(StandInAssignment):
+    pass
+
+
+class SomeAbort(Abort):
+    def __call__(self, state):
+        return state
+
+
+BASES = Bases(StandInStore, StandInAssignment, StandInFilter)
+TIMES = [field.name for field in dataclasses.fields(Settings) if field.type == "timedelta"]
+
+
+def seconds(value: float) -> timedelta:
+    return timedelta(seconds=value)
+
+
+def check(**changes) -> None:
+    available = changes.pop("available", True)
+    given = {"store_factory": StandInStore, "rank_assignment": StandInAssignment(), **changes}
+    check_settings(Settings(**given), BASES, is_distributed_available=available)
+
+
+def test_defaults_are_in_order() -> None:
+    """The defaults of the contract pass, and so does what the reference user gives."""
+    check()
+    check(
+        heartbeat_interval=seconds(30),
+        heartbeat_timeout=seconds(60),
+        termination_grace_time=seconds(1),
+        abort=Compose(SomeAbort(), SomeAbort()),
+        store_kwargs={"timeout": seconds(300), "port": 29502},
+        last_call_wait=seconds(0),
+        monitor_process_logfile="/tmp/log_{rank}",
+    )
+    assert len(TIMES) == 11
+
+
+@pytest.mark.parametrize("name", TIMES)
+@pytest.mark.parametrize("value", [60, 1.5, "1 s", None])
+def test_times_are_timedeltas(name, value) -> None:
+    """A number of seconds, or nothing, is a TypeError that begins with the argument's name."""
+    with pytest.raises(TypeError, match=f"^{name} must be timedelta, not "):
+        check(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("store_factory", dict),
+        ("store_factory", StandInStore()),
+        ("store_factory", None),
+        ("store_kwargs", [1]),
+        ("store_kwargs", {1: 2}),
+        ("initialize", SomeAbort()),
+        ("initialize", lambda state: state),
+        ("abort", SomeAbort),
+        ("abort", Compose(lambda state: state)),
+        ("finalize", 3),
+        ("health_check", "gpu"),
+        ("completion", SomeAbort()),
+        ("terminate", SomeAbort()),
+        ("rank_assignment", None),
+        ("rank_assignment", StandInAssignment),
+        ("rank_filter", StandInAssignment()),
+        ("monitor_process_logfile", 3),
+        ("monitor_process_pidfile", b"/tmp/pid"),
+        ("enabled", 1),
+    ],
+)
+def test_wrong_types_are_named(name, value) -> None:
+    """A wrong type is a TypeError that begins with the argument's name."""
+    with pytest.raises(TypeError, match=f"^{name} must be "):
+        check(**{name: value})
+
+
+def test_both_kinds_of_rank_filter_are_taken() -> None:
+    """The present and the older kind of filter pass."""
+    with pytest.warns(DeprecationWarning, match="MaxActiveWorldSize"):
+        older = MaxActiveWorldSize(4)
+    check(rank_filter=older)
+    check(rank_filter=StandInFilter())
+
+
+@pytest.mark.parametrize(
+    ("relation", "changes"),
+    [
+        ("soft_timeout < hard_timeout < barrier_timeout", {"soft_timeout": 90}),
+        ("soft_timeout < hard_timeout < barrier_timeout", {"hard_timeout": 120}),
+        (
+            "monitor_process_interval < barrier_timeout",
+            {"monitor_process_interval": 130, "soft_timeout": 10},
+        ),
+        ("monitor_process_interval < heartbeat_timeout", {"monitor_process_interval": 30}),
+        (
+            "monitor_process_interval < soft_timeout",
+            {"monitor_process_interval": 20, "soft_timeout": 20},
+        ),
+        ("heartbeat_timeout < barrier_timeout", {"heartbeat_timeout": 120}),
+        ("heartbeat_interval < heartbeat_timeout", {"heartbeat_interval": 30}),
+        ("monitor_thread_interval < soft_timeout", {"monitor_thread_interval": 60}),
+        ("progress_watchdog_interval < soft_timeout", {"progress_watchdog_interval": 61}),
+    ],
+)
+def test_broken_relations_are_quoted(relation, changes) -> None:
+    """A relation that does not hold is a ValueError with its text and all its values."""
+    times = {name: seconds(value) for name, value in changes.items()}
+    with pytest.raises(ValueError, match="does not hold") as caught:
+        check(**times)
+    assert relation in str(caught.value)
+    values = {**{field.name: field.default for field in dataclasses.fields(Settings)}, **times}
+    for name in relation.split(" < "):
+        assert f"{name}={values[name]}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_no_time_is_negative(name) -> None:
+    """A negative time is a ValueError that names it."""
+    with pytest.raises(ValueError, match=f"{name}=-1 day"):
+        check(**{name: timedelta(days=-1)})
+
+
+@pytest.mark.parametrize("name", ["monitor_process_logfile", "monitor_process_pidfile"])
+@pytest.mark.parametrize("path", ["log", "./log", ""])
+def test_paths_are_absolute(name, path) -> None:
+    """A relative path is a ValueError that names the argument: the monitor runs elsewhere."""
+    with pytest.raises(ValueError, match=f"{name}="):
+        check(**{name: path})
+
+
+def test_torch_must_have_distributed() -> None:
+    """A torch built without `torch.distributed` is a ValueError that says so."""
+    with pytest.raises(ValueError, match=r"torch\.distributed\.is_available\(\)"):
+        check(available=False)

@@ -1,0 +1,621 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wrapper's stores: methods, barriers, what is foreign or lost, and how much is said."""
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from protocol_schedules import RealRun
+
+from nvidia_resiliency_ext.inprocess import store as stores
+from nvidia_resiliency_ext.inprocess._protocol.board import Board, Outcome
+from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
+from nvidia_resiliency_ext.inprocess._protocol.errors import ForeignValueError, StoreLostError
+from nvidia_resiliency_ext.inprocess._protocol.keys import iteration_keys
+from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
+from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
+from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+from nvidia_resiliency_ext.inprocess.state import Mode, State
+
+# torch asks for the name of each peer; here nobody may answer.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+SHORT = timedelta(milliseconds=200)
+LONG = timedelta(seconds=20)
+P = "nvrx/job/0.0/0/"
+FAULT = [InterruptionRecord(0, Interruption.EXCEPTION)]
+
+Make = Callable[[], Any]
+
+
+class HashStore(stores.StoreMixin, dist.HashStore):  # type: ignore[name-defined,misc]
+    """The mixin over a store in memory, for speed."""
+
+
+@pytest.fixture(autouse=True)
+def rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+@pytest.fixture(params=["tcp", "tcp without libuv", "file", "prefix over tcp", "prefix over file"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    """Return what makes a connection to one and the same store."""
+    if "file" in request.param:
+        first: Any = stores.FileStore(tmp_path / "store", 2)
+    else:
+        first = stores.TCPStore(
+            "127.0.0.1", 0, 1, wait_for_workers=False, use_libuv="without" not in request.param
+        )
+    if "prefix" in request.param:
+        first = stores.PrefixStore(3, first)
+    return first.clone  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def server() -> Any:
+    return stores.TCPStore("127.0.0.1", 0, 1, wait_for_workers=False)
+
+
+def test_compare_set_of_missing_keys_is_the_same_everywhere(make: Make) -> None:
+    """Only the expected value "" sets a missing key; any other gives itself and sets nothing."""
+    access = StoreAccess(make())
+    assert access.swap("a", "x", "y") == "x"
+    assert not access.check("a")
+    assert access.peek("a") is None
+    assert access.swap("a", "", "1") == "1"
+    assert access.swap("a", "", "2") == "1"
+    assert access.swap("a", "1", "3") == "3"
+    assert access.peek("a") == "3"
+
+
+def test_waits_end_when_their_time_is_over(make: Make) -> None:
+    """A wait for a missing key ends without a value; the store's own limit stays as it was."""
+    store = make()
+    usual = store.timeout
+    access = StoreAccess(store)
+    began = time.monotonic()
+    assert access.get("missing", 0.1) is None
+    assert not access.wait("missing", 0.1)
+    assert access.get_all(["missing"], 0.1) == [None]
+    assert time.monotonic() - began < 5
+    assert store.timeout == usual
+    access.set("there", "1")
+    assert access.get("there", 0.1) == "1"
+    assert access.get_all(["there"], 0.1) == ["1"]
+
+
+def test_a_wait_that_ends_in_vain_is_no_value(server: Any) -> None:
+    """Somebody who peeks at a missing key wakes those who wait for it; they do not see a value."""
+    found: list[str | None] = []
+    board = Board(server.clone(), P)
+    thread = threading.Thread(target=lambda: found.append(board.decision(0, 1.0)), daemon=True)  # type: ignore[arg-type]
+    thread.start()
+    key = iteration_keys(P, 0).decision
+    while thread.is_alive():
+        StoreAccess(server).peek(key)
+        thread.join(0.02)
+    assert found == [None]
+
+
+def test_additions_of_many_threads_all_stand(make: Make) -> None:
+    """What several connections append and count at once is all there."""
+
+    def work(number: int) -> None:
+        access = StoreAccess(make())
+        for step in range(20):
+            access.append("list", f"{number}.{step};")
+            access.add("count", 1)
+
+    in_threads([lambda number=number: work(number) for number in range(4)])
+    access = StoreAccess(make())
+    entries = (access.peek("list") or "").split(";")[:-1]
+    assert sorted(entries) == sorted(f"{n}.{s}" for n in range(4) for s in range(20))
+    assert access.peek("count") == "80"
+
+
+def test_barrier_is_ours(make: Make) -> None:
+    """torch's own method of that name never hides the wrapper's, which counts ranks."""
+    store = make()
+    with pytest.raises(stores.BarrierTimeout, match="group"):
+        store.barrier(ranks=[0], group_name="group", rendezvous_count=2, timeout=SHORT)
+    store.barrier(ranks=[1], group_name="group", rendezvous_count=2, timeout=SHORT)
+    with pytest.raises(stores.BarrierOverflow, match="3 ranks for 2 places"):
+        store.barrier(ranks=[2], group_name="group", rendezvous_count=2, timeout=SHORT)
+
+
+def test_a_rank_counts_once_at_a_reentrant_barrier(make: Make) -> None:
+    """Arriving again, or for others, changes nothing; one rank too many is an error."""
+    store = make()
+    for _ in range(3):
+        with pytest.raises(stores.BarrierTimeout):
+            store.iteration_barrier([0, 1], 3, timedelta(0))
+    assert store.is_rank_at_reentrant_barrier(1, "iteration_barrier")
+    assert not store.is_rank_at_reentrant_barrier(2, "iteration_barrier")
+    store.iteration_barrier([2], 3, timedelta(0))
+    store.iteration_barrier([0], 3, timedelta(0))
+    with pytest.raises(stores.BarrierOverflow):
+        store.iteration_barrier([7], 3, timedelta(0))
+
+
+@pytest.mark.parametrize("name", ["initial", "completion", "iteration", "termination"])
+def test_barriers_let_all_through_together(name: str, server: Any) -> None:
+    """Whoever waits is let through by the last that arrives, whatever the slices of the wait."""
+    passed: list[int] = []
+
+    def work(rank: int) -> None:
+        barrier = getattr(server.clone(), f"{name}_barrier")
+        barrier([rank], 4, timeout=timedelta.max, timeout_chunk=timedelta(milliseconds=50))
+        passed.append(rank)
+
+    in_threads([lambda rank=rank: work(rank) for rank in range(4)])
+    assert sorted(passed) == [0, 1, 2, 3]
+
+
+def test_a_reentrant_barrier_needs_no_last_one(server: Any) -> None:
+    """If the rank that counted last ended before it had looked, those who wait look themselves."""
+    access = StoreAccess(server.clone())
+    key = "inprocess_barrier_prefix:reentrant_barrier:iteration_barrier:arrived"
+    waiting = threading.Thread(
+        target=server.clone().iteration_barrier, args=([0], 2, LONG, SHORT), daemon=True
+    )
+    waiting.start()
+    access.append(key, "1,")
+    waiting.join(15)
+    assert not waiting.is_alive()
+
+
+def test_ranks_and_heartbeats(make: Make) -> None:
+    """What ranks say about themselves is read by the others."""
+    store = make()
+    for rank in range(3):
+        store.set_initial_rank(rank, rank + 5)
+        store.set_active_rank(rank, rank if rank < 2 else None)
+        store.send_heartbeat(rank)
+        store.send_state(State(rank, 3, mode=Mode.ACTIVE, fn_exception=ValueError("x")), rank)
+        store.send_key(["root", f"host {rank}"], rank)
+    assert store.get_initial_ranks(range(3)) == [5, 6, 7]
+    assert store.get_all_active_ranks(3) == [0, 1, None]
+    assert abs(store.get_heartbeat(1) - time.time()) < 60
+    assert len(store.get_all_heartbeats(range(3))) == 3
+    assert store.get_states([2, 0]) == [
+        State(2, 3, mode=Mode.ACTIVE),
+        State(0, 3, mode=Mode.ACTIVE),
+    ]
+    assert store.get_keys([1]) == [["root", "host 1"]]
+
+
+def test_records_count_until_they_are_locked(make: Make) -> None:
+    """Records written before the lock are read by all, later ones are not."""
+    store = make()
+    kinds = [Interruption.EXCEPTION, Interruption.TERMINATED]
+    records = [InterruptionRecord(rank, kind) for rank, kind in enumerate(kinds)]
+    assert store.get_interruption_records() == []
+    store.record_interrupted(records[:1])
+    store.record_interrupted(records[1:])
+    store.lock_interruption_records()
+    store.record_interrupted(records[:1])
+    store.record_interrupted()
+    assert store.get_interruption_records() == records
+
+
+def test_waits_raise_the_error_of_stores(make: Make) -> None:
+    """Expiry is torch's DistStoreError on every store, a value ends the wait."""
+    store = make()
+    for wait in (store.wait_for_interrupted, store.wait_for_completed):
+        with pytest.raises(dist.DistStoreError):
+            wait(SHORT)
+    store.record_interrupted()
+    store.record_completed()
+    store.wait_for_interrupted(SHORT)
+    store.wait_for_completed(SHORT)
+    store.set_timeout(SHORT)
+    with pytest.raises(dist.DistStoreError):
+        store.get_states([9])
+
+
+def test_terminated_ranks_are_a_set(make: Make) -> None:
+    """Ranks said to have ended, by whomever and however often, are known once."""
+    store = make()
+    assert store.get_terminated_ranks() == set()
+    store.record_terminated_ranks([3, 11])
+    store.record_terminated_ranks([3])
+    assert store.get_terminated_ranks() == {3, 11}
+
+
+FOREIGN: list[tuple[str, Callable[[Any], object]]] = [
+    ("initial_rank_0", lambda s: s.get_initial_ranks([0])),
+    ("active_rank_0", lambda s: s.get_all_active_ranks(1)),
+    ("heartbeat_0", lambda s: s.get_heartbeat(0)),
+    ("state_0", lambda s: s.get_states([0])),
+    ("key_0", lambda s: s.get_keys([0])),
+    ("terminated_ranks", lambda s: s.get_terminated_ranks()),
+    ("interruption_records", lambda s: s.get_interruption_records()),
+    ("interruption_records_lock", lambda s: s.record_interrupted(FAULT)),
+    ("inprocess_barrier_prefix:barrier:b:arrived", lambda s: s.barrier([0], "b", 2, SHORT)),
+    (
+        "inprocess_barrier_prefix:reentrant_barrier:b:arrived",
+        lambda s: s.reentrant_barrier([0], "b", 1, SHORT),
+    ),
+    (
+        "inprocess_barrier_prefix:reentrant_barrier:b:count",
+        lambda s: s.reentrant_barrier([0], "b", 1, SHORT),
+    ),
+]
+GARBAGE = ["nonsense", "\u00e9\u00e8", "[" * 3000, '{"rank": 1]']
+
+
+@pytest.mark.parametrize(("key", "use"), FOREIGN, ids=[key for key, _ in FOREIGN])
+def test_foreign_values_are_named(key: str, use: Callable[[Any], object], make: Make) -> None:
+    """Garbage at any key of the mixin gives an error with key and value, on every store."""
+    for number, garbage in enumerate(GARBAGE):
+        store = stores.PrefixStore(number, make())
+        store.set(key, garbage)
+        with pytest.raises(ForeignValueError, match="holds at") as caught:
+            use(store)
+        assert key in caught.value.key
+
+
+BOARD_USES: dict[str, Callable[[Board], object]] = {
+    "outcome": lambda b: (b.outcome(0, 0.1), b.interrupt(0, FAULT, frozenset({0, 1}))),
+    "completions": lambda b: b.complete(0, Arrival(0, 0, 1, is_out=False)),
+    "completed": lambda b: b.complete(0, Arrival(0, 0, 1, is_out=False)),
+    "interruption_records": lambda b: b.records(0),
+    "reported": lambda b: b.interrupt(0, FAULT, frozenset({0, 1})),
+    "all_reported": lambda b: b.wait_all_reported(0, 0.1),
+    "arrivals": lambda b: b.arrive(0, Arrival(0, 0, 1, is_out=False), frozenset({0})),
+    "arrived": lambda b: b.arrive(0, Arrival(0, 0, 1, is_out=False), frozenset({0})),
+    "decision": lambda b: b.decision(0, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", BOARD_USES)
+def test_foreign_values_of_an_iteration_are_named(name: str, make: Make) -> None:
+    """Garbage at any key of the protocol is named, and the board still works for other keys."""
+    for number, garbage in enumerate(GARBAGE):
+        prefix = f"{P}{number}/"
+        board = Board(make(), prefix)
+        key = getattr(iteration_keys(prefix, 0), name)
+        other = make()
+        other.set(key, garbage)
+        other.add("done", 1)  # torch does not wait for what it sets, but for this
+        with pytest.raises(ForeignValueError, match=name) as caught:
+            BOARD_USES[name](board)
+        assert caught.value.key == key
+        board.renew_lease(1)
+        assert board.leases([1]) == {1: 1}
+
+
+def test_foreign_leases_and_nodes_are_named(make: Make) -> None:
+    """Garbage where nodes and leases stand is named."""
+    store = make()
+    board = Board(make(), P)
+    store.set(f"{P}nodes", "garbage")
+    store.set(f"{P}lease_4", "garbage")
+    with pytest.raises(ForeignValueError, match="nodes"):
+        board.nodes()
+    with pytest.raises(ForeignValueError, match="lease_4"):
+        board.leases([4])
+    with pytest.raises(ForeignValueError, match="lease_4"):
+        board.renew_lease(4)
+
+
+def test_nodes_and_leases(make: Make) -> None:
+    """Announced nodes are known with a lease; a node that nobody announced has none."""
+    board = Board(make(), P)
+    entries = [NodeEntry(0, (0, 1), (7, 8), "a"), NodeEntry(2, (2,), (9,), "b")]
+    for entry in entries:
+        board.register_node(entry)
+    board.renew_lease(2)
+    assert board.nodes() == entries
+    assert board.leases([0, 2]) == {0: 1, 2: 2}
+    assert board.leases([0, 5]) == {0: 1}
+    assert board.leases([]) == {}
+
+
+def test_look_does_what_was_left_undone(make: Make) -> None:
+    """Lists that are whole although nobody counted to the end still lead to their value."""
+    board = Board(make(), P)
+    keys = iteration_keys(P, 0)
+    participants = frozenset({0, 1})
+    board.interrupt(0, FAULT, participants)
+    other = make()
+    other.append(keys.arrivals, "0:0:2;1:1:2;")
+    other.add("done", 1)  # torch does not wait for what it appends, but for this
+    assert board.decision(0, 0.05) is None
+    looked = board.look(0, participants)
+    assert looked is not None
+    assert looked.going_on == {0, 1}
+    assert looked.records == tuple(FAULT)
+    assert board.decision(0, 0.05) == looked
+    other.append(iteration_keys(P, 1).completions, "0:0:2;1:1:2;")
+    other.add("done", 1)
+    assert board.look(1, participants) is None
+    assert board.outcome(1, 1) is Outcome.COMPLETED
+
+
+def test_late_words_change_nothing(make: Make) -> None:
+    """After the decision, reports, arrivals and forgetting leave it and the outcome as they are."""
+    board = Board(make(), P)
+    participants = frozenset({0, 1})
+    for rank in (0, 1):
+        board.interrupt(0, [InterruptionRecord(rank, Interruption.EXCEPTION)], participants)
+        board.arrive(0, Arrival(rank, rank, 2, is_out=False), participants)
+    decided = board.decision(0, 1)
+    assert board.wait_all_reported(0, 1)
+    assert {record.rank for record in board.records(0)} == {0, 1}
+    board.interrupt(0, [InterruptionRecord(1, Interruption.TERMINATED)], participants)
+    board.arrive(0, Arrival(1, None, None, is_out=False), participants)
+    for rank in (0, 1):
+        board.complete(0, Arrival(rank, rank, 2, is_out=False))
+    board.forget(0)
+    assert board.decision(0, 1) == decided
+    assert board.outcome(0, 1) is Outcome.INTERRUPTED
+
+
+def test_completion_is_not_undone(make: Make) -> None:
+    """A report that comes after the completion is answered with it and leaves no trace."""
+    board = Board(make(), P)
+    board.complete(0, Arrival(0, 0, 1, is_out=False))
+    assert board.interrupt(0, FAULT, frozenset({0})) is Outcome.COMPLETED
+    board.arrive(0, Arrival(0, None, None, is_out=False), frozenset({0}))
+    assert board.decision(0, 0.05) is None
+    assert board.outcome(0, 0.05) is Outcome.COMPLETED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 100, 20))
+def test_schedules_over_a_real_store(first: int, server: Any) -> None:
+    """In threads over TCP, with faults at any operation, all see one outcome and one decision."""
+    wrong = []
+    for seed in range(first, first + 20):
+
+        def connect(prefix: str = str(seed)) -> Any:
+            client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+            return dist.PrefixStore(prefix, client)
+
+        run = RealRun(seed, connect)
+        try:
+            run.run(timeout_s=30.0)
+        except Exception as error:  # noqa: BLE001 - the report of a schedule
+            wrong.append((seed, repr(error)))
+    assert not wrong
+
+
+class CountingStore:
+    """Counts operations and the bytes of keys and values in both directions."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.operations = 0
+        self.bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+        if name in {"timeout", "set_timeout", "has_extended_api"}:
+            return method
+
+        def call(*args: Any) -> Any:
+            self.operations += 1
+            self.bytes += _size(args)
+            found = method(*args)
+            self.bytes += _size(found)
+            return found
+
+        return call
+
+
+def _size(value: object) -> int:
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, (list, tuple)):
+        return sum(map(_size, value))
+    return 8
+
+
+@pytest.mark.parametrize("world_size", [8, 64, 256])
+@pytest.mark.parametrize("faulty", ["one", "all"])
+def test_a_restart_says_little(world_size: int, faulty: str) -> None:
+    """With a node per rank, at most 8 operations and 4 KiB per restart, but for who decides."""
+    base = dist.HashStore()
+    participants = frozenset(range(world_size))
+    counting = [CountingStore(base) for _ in participants]
+    boards = [Board(store, P) for store in counting]  # type: ignore[arg-type]
+    reporters = participants if faulty == "all" else {0}
+    for rank in sorted(reporters):
+        boards[rank].interrupt(0, [InterruptionRecord(rank, Interruption.EXCEPTION)], participants)
+    last_reporter = counting[max(reporters)]
+    spared = {id(last_reporter)} if faulty == "all" else set()
+    for board in boards:
+        assert board.outcome(0, 1) is Outcome.INTERRUPTED
+        assert board.wait_all_reported(0, 1 if faulty == "all" else 0.001) is (faulty == "all")
+        assert len(board.records(0)) == len(reporters)
+    for rank, board in enumerate(boards):
+        board.arrive(0, Arrival(rank, rank, world_size, is_out=False), participants)
+    for board in boards:
+        decision = board.decision(0, 1)
+        assert decision is not None
+        assert decision.going_on == participants
+    spared.add(id(counting[-1]))
+    ordinary = [store for store in counting if id(store) not in spared]
+    assert max(store.operations for store in ordinary) <= 8
+    assert max(store.bytes for store in ordinary) <= 4096
+    assert counting[-1].operations <= 16
+    assert counting[-1].bytes <= 4096 + 128 * world_size
+
+
+def test_the_store_is_taken_as_it_is_found(server: Any) -> None:
+    """Rank 0 joins a store that listens on the port already, and hosts one where none does."""
+    server.set("k", "v")
+    joined = stores.TCPStore("127.0.0.1", server.port, 1, wait_for_workers=False)
+    assert joined.get("k") == b"v"
+    assert joined.critical_ranks == (0,)
+    assert stores.PrefixStore(2, joined).critical_ranks == (0,)
+
+
+def test_the_environment_names_the_store(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without arguments the store is where MASTER_ADDR and MASTER_PORT say."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    monkeypatch.setenv("RANK", "1")
+    stores.TCPStore().set("said", "1")
+    assert server.get("said") == b"1"
+
+
+def test_a_prefix_store_keeps_what_it_stands_on(server: Any) -> None:
+    """Keys of an iteration are kept below its number; the store below stays reachable."""
+    prefixed = stores.PrefixStore(4, server)
+    prefixed.set("k", "v")
+    assert prefixed.base_store is server
+    assert server.get("_inprocess_4/k") == b"v"
+    assert prefixed.clone().get("k") == b"v"
+
+
+def test_the_store_listens_at_one_address(server: Any) -> None:
+    """A store at 127.0.0.1 cannot be reached at another address of the host."""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", server.port), 5)
+
+
+SERVER = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def foreign_server() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Yield a store in another process, and its port."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+OPERATIONS: dict[str, Callable[[Board], object]] = {
+    "outcome": lambda b: b.outcome(0, 0.5),
+    "interrupt": lambda b: b.interrupt(0, FAULT, frozenset({0, 1})),
+    "renew_lease": lambda b: b.renew_lease(0),
+    "nodes": lambda b: b.nodes(),
+    "leases": lambda b: b.leases([0]),
+}
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_store_is_an_error_in_bounded_time(
+    end: signal.Signals, foreign_server: tuple[subprocess.Popen[str], int]
+) -> None:
+    """Every operation of a store whose host is gone, or hangs, is a StoreLostError, soon."""
+    process, port = foreign_server
+    endpoint = Endpoint("127.0.0.1", port, is_served=True)
+    boards = {}
+    for name in OPERATIONS:
+        store = stores.TCPStore.connect(endpoint, LONG)
+        store.limit_answers(0.3)
+        boards[name] = Board(store, P)
+    boards["leases"].renew_lease(0)
+    process.send_signal(end)
+    # Its kernel knows at once, but ours hears of it a little later.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(0.01 if end is signal.SIGSTOP else 10)
+    for name, use in OPERATIONS.items():
+        began = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(StoreLostError, match="store does not answer"):
+                use(boards[name])
+        assert time.monotonic() - began < 10, name
+
+
+def test_a_wait_is_not_cut_short(server: Any) -> None:
+    """The limit of an answer does not end a wait whose own time is longer."""
+    store = server.clone()
+    store.limit_answers(0.1)
+    began = time.monotonic()
+    assert StoreAccess(store).get("missing", 0.5) is None
+    assert time.monotonic() - began >= 0.49
+    store.set("k", "v")
+    assert store.get("k") == b"v"
+
+
+def test_what_is_no_store_is_an_error() -> None:
+    """Connecting to a program that says nothing, or to nobody, ends in time with StoreLostError."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = Endpoint("127.0.0.1", silent.getsockname()[1], is_served=True)
+        began = time.monotonic()
+        with pytest.raises(StoreLostError, match="no store answers at 127"):
+            stores.TCPStore.connect(endpoint, timedelta(seconds=0.2))
+        assert time.monotonic() - began < 20
+    with pytest.raises(StoreLostError, match="no store answers at 127"):
+        stores.TCPStore.connect(endpoint, timedelta(seconds=0.2))
+
+
+def test_a_helper_that_waits_holds_nobody_up(server: Any) -> None:
+    """A clone has a connection of its own: another thread's wait in the store does not delay it."""
+    waiting, other = server.clone(), server.clone()
+    thread = threading.Thread(target=StoreAccess(waiting).wait, args=("bell", 20.0), daemon=True)
+    thread.start()
+    began = time.monotonic()
+    for number in range(50):
+        other.set("k", str(number))
+    other.set("bell", "1")
+    thread.join(10)
+    assert not thread.is_alive()
+    assert time.monotonic() - began < 5
+
+
+def test_no_thread_or_descriptor_stays_behind() -> None:
+    """A store that is let go takes its threads and sockets along."""
+    stores.TCPStore("127.0.0.1", 0, 1, wait_for_workers=False).clone()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        store = stores.TCPStore("127.0.0.1", 0, 1, wait_for_workers=False)
+        store.clone().set("k", "v")
+        del store
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert threading.active_count() == 1
+
+
+def in_threads(works: list[Callable[[], object]]) -> None:
+    """Run all at once; an error of one is the caller's."""
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for error in itertools.islice(errors, 1):
+        raise error
+    assert not any(thread.is_alive() for thread in threads)
