@@ -81,7 +81,12 @@ def pytest_settings(root: Path, distribution: str, target: Path) -> None:
     """Write the repository's pytest settings for one distribution, without the others' helpers."""
     shared = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["pytest"]
     helpers = root / "packages" / distribution / "tests" / "helpers"
-    lines = ["[pytest]", "addopts = --import-mode=importlib -q", f"pythonpath = {helpers}"]
+    support = root / "tests-support"
+    lines = [
+        "[pytest]",
+        "addopts = --import-mode=importlib -q",
+        f"pythonpath = {helpers} {support}",
+    ]
     lines += [f"timeout = {shared['timeout']}", "tmp_path_retention_policy = failed"]
     for key in ("markers", "filterwarnings"):
         lines += [f"{key} =", *(f"    {item}" for item in shared[key])]

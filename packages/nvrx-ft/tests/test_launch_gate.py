@@ -191,8 +191,8 @@ def test_a_crash_loop_holds_the_start_back(benches):
     bench = benches(backoff_s=0.05)
     bench.gate.cycle_failed(CRASH, 0.1, has_stepped=False)
     assert bench.start() == ["started"]
-    bench.gate.cycle_failed(CRASH, 0.1, has_stepped=False)
     before = bench.clock.monotonic()
+    bench.gate.cycle_failed(CRASH, 0.1, has_stepped=False)
     started = bench.start()
     assert started == []
     bench.run_until(lambda: started)

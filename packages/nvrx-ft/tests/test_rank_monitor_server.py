@@ -82,10 +82,13 @@ def test_a_stale_socket_is_replaced(tmp_path, ranks):
     """The socket that a killed monitor left behind is no obstacle for the next one."""
     for _ in range(2):
         process = RankMonitorServer.run_in_subprocess(CFG, str(tmp_path / "m.sock"))
-        ranks(tmp_path / "m.sock").do("init")
+        rank = ranks(tmp_path / "m.sock")
+        rank.do("init")
         process.kill()
         process.join(20.0)
         assert process.exitcode == -signal.SIGKILL
+        # Or it would come back to the next monitor, whose rank is another process.
+        rank.close()
 
 
 def test_it_ends_with_its_parent(tmp_path):

@@ -27,7 +27,6 @@ __all__ = ["Monitor", "run"]
 
 logger = logging.getLogger("nvrx")
 
-_NOBODY_CAME_S = 300.0
 _HELLO_WITHIN_S = 10.0
 _WARM_UP_AFTER_S = 0.5
 _MOST_STRANGERS = 32
@@ -36,16 +35,17 @@ _LET_IN_AT_ONCE = 64
 _ENDS_WITH_ITS_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
-def run(listener_fd: int, directory: str) -> int:
+def run(listener_fd: int, directory: str, starter: int) -> int:
     """Be the monitor; return the exit code.
 
     Args:
         listener_fd: The socket that ranks connect to.
         directory: The node's private directory.
+        starter: The process that started us: while it lives, somebody may still come.
     """
     for number in _ENDS_WITH_ITS_RANKS:
         signal.signal(number, signal.SIG_IGN)
-    monitor = Monitor(socket.socket(fileno=listener_fd), NodePlace(directory))
+    monitor = Monitor(socket.socket(fileno=listener_fd), NodePlace(directory), starter)
     try:
         monitor.run()
     except Exception:
@@ -62,9 +62,10 @@ class Monitor:
     Args:
         listener: Where ranks come.
         place: The directory to remove in the end.
+        starter: A process for which it stays, though it may never say anything.
     """
 
-    def __init__(self, listener: socket.socket, place: NodePlace) -> None:
+    def __init__(self, listener: socket.socket, place: NodePlace, starter: int) -> None:
         self._listener = listener
         listener.setblocking(False)
         listener.set_inheritable(False)
@@ -76,7 +77,8 @@ class Monitor:
         self._host = Host(self._loop, self._processes, self._journal, place.path)
         self._strangers: dict[Connection, float] = {}
         self._servings: dict[str, Serving] = {}
-        self._wait_for_anybody_until_s = time.monotonic() + _NOBODY_CAME_S
+        with contextlib.suppress(ProcessLookupError, OSError):
+            self._processes.hold(starter)
         self._loop.watch(listener.fileno(), self._let_in)
         place.remove_stale_siblings()
         # Not at once: the import keeps the interpreter busy, and somebody may be about to come.
@@ -90,7 +92,7 @@ class Monitor:
         while True:
             self._loop.turn(due_s - time.monotonic())
             due_s = self._tick(time.monotonic())
-            if self._is_idle(time.monotonic()):
+            if self._is_idle():
                 if self._end():
                     return
                 due_s = min(due_s, time.monotonic() + _ASK_AGAIN_S)
@@ -124,9 +126,6 @@ class Monitor:
                 logger.warning("monitor_process: a connection is refused: %s", error)
                 sock.close()
                 continue
-            with contextlib.suppress(ProcessLookupError, OSError):
-                # From now on its life decides, too, though it may never say anything.
-                self._processes.hold(pid)
             self._make_stranger(Connection(self._loop, sock, pid))
 
     def _make_stranger(self, connection: Connection) -> None:
@@ -190,17 +189,10 @@ class Monitor:
         if self._processes.must_be_looked_at:
             self._processes.look()
             due_s = min(due_s, now + 1.0)
-        return min(due_s, self._wait_for_anybody_until_s) if self._is_waiting(now) else due_s
+        return due_s
 
-    def _is_waiting(self, now: float) -> bool:
-        return now < self._wait_for_anybody_until_s
-
-    def _is_idle(self, now: float) -> bool:
-        if self._servings or len(self._processes):
-            # Somebody came: from now on the ranks' lives decide.
-            self._wait_for_anybody_until_s = -math.inf
-            return False
-        return not self._strangers and not self._is_waiting(now)
+    def _is_idle(self) -> bool:
+        return not (self._servings or len(self._processes) or self._strangers)
 
     def _end(self) -> bool:
         """End, unless somebody is just coming; return whether."""

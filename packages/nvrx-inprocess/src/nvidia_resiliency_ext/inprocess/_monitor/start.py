@@ -101,7 +101,8 @@ def run_detached(order: Mapping[str, object], pass_fds: tuple[int, ...] = ()) ->
 def _start(place: NodePlace) -> None:
     with place.listen() as listener:
         fd = listener.fileno()
-        run_detached({"directory": place.path, "listener": fd}, (fd,))
+        order = {"directory": place.path, "listener": fd, "starter": os.getpid()}
+        run_detached(order, (fd,))
 
 
 def _spawn(order_fd: int, pass_fds: tuple[int, ...]) -> None:

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a test must not leave behind: looks for it, and the fixture that compares before and after.
+
+A conftest names the looks that its tests need: `_guard = leftovers.guard(leftovers.children, ...)`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvidia_resiliency_ext.shared_utils import procfs
+
+Look = Callable[[], Mapping[object, str]]
+
+_GRACE_S = 5.0
+_MARK = "NVRX_TEST_MARK"
+_SHM = "/dev/shm"
+
+
+def children() -> dict[object, str]:
+    """Return our children, zombies included, but not the tracker that multiprocessing keeps."""
+    pids: set[int | None] = set()
+    for task in os.listdir("/proc/self/task"):
+        try:
+            pids.update(map(int, Path(f"/proc/self/task/{task}/children").read_text().split()))
+        except FileNotFoundError:
+            continue
+    return _described(pids - {_tracker("_pid")})
+
+
+def marked_processes() -> dict[object, str]:
+    """Return all processes that were started by this test, whoever their parent is now."""
+    return _described(set(procfs.pids_with_environ(_MARK, os.environ.get(_MARK, "-"))))
+
+
+def threads() -> dict[object, str]:
+    """Return the threads that Python knows."""
+    return {id(thread): thread.name for thread in threading.enumerate()}
+
+
+def descriptors() -> dict[object, str]:
+    """Return what is open, by what the kernel calls it, but not devices."""
+    found: dict[object, str] = {}
+    tracker_fd = str(_tracker("_fd"))
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:
+            continue
+        if descriptor != tracker_fd and not target.startswith(("/dev/", "/proc/")):
+            found[descriptor, target] = "open descriptor"
+    return found
+
+
+def run_directories() -> dict[object, str]:
+    """Return run directories that carry the number of this process.
+
+    Other test processes work in the same places, so the rest is not ours to judge.
+    """
+    found: dict[object, str] = {}
+    for place in {"/tmp", _SHM, os.environ.get("TMPDIR", "/tmp")}:
+        for path in Path(place).glob("nvrx-*/owner.json"):
+            try:
+                if json.loads(path.read_text())["pid"] == os.getpid():
+                    found[path.parent] = "run directory"
+            except (OSError, ValueError, KeyError):
+                continue
+    return found
+
+
+def shared_memory() -> dict[object, str]:
+    """Return the names in /dev/shm that this process maps or that carry its number."""
+    try:
+        names = os.listdir(_SHM)
+    except FileNotFoundError:
+        return {}
+    if not names:
+        return {}
+    maps = Path("/proc/self/maps").read_text()
+    pid = str(os.getpid())
+    return {name: _SHM for name in names if pid in name or f"{_SHM}/{name}" in maps}
+
+
+def guard(*looks: Look, grace_s: float = _GRACE_S) -> Any:
+    """Return a fixture that fails each test after which one of the looks shows something new."""
+
+    @pytest.fixture(autouse=True)
+    def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+        before = _seen(looks)
+        os.environ[_MARK] = f"{os.getpid()}-{time.monotonic_ns()}-{request.node.name}"
+        try:
+            yield
+            # pytest lets go of the other fixtures' values only after this one.
+            request.node.funcargs.clear()
+            left = _new(looks, before)
+            if left:
+                gc.collect()
+            deadline = time.monotonic() + grace_s
+            while left and time.monotonic() < deadline:
+                # Ends of others' processes and threads give no event; this is a test's look.
+                threading.Event().wait(0.02)
+                left = _new(looks, before)
+            assert not left, "the test left behind: " + "; ".join(left)
+        finally:
+            os.environ.pop(_MARK, None)
+
+    return _leaves_nothing_behind
+
+
+def _tracker(name: str) -> int | None:
+    """Return a value of the process that multiprocessing keeps, if it has one."""
+    module = sys.modules.get("multiprocessing.resource_tracker")
+    value: int | None = getattr(getattr(module, "_resource_tracker", None), name, None)
+    return value
+
+
+def _described(pids: set[int | None]) -> dict[object, str]:
+    return {
+        stat.pid: str(stat)
+        for stat in map(procfs.read_stat, filter(None, pids))
+        if stat is not None
+    }
+
+
+def _seen(looks: tuple[Look, ...]) -> dict[Look, Mapping[object, str]]:
+    return {look: look() for look in looks}
+
+
+def _new(looks: tuple[Look, ...], before: Mapping[Look, Mapping[object, str]]) -> list[str]:
+    return [
+        f"{look.__name__}: {key} ({what})"
+        for look in looks
+        for key, what in look().items()
+        if key not in before[look]
+    ]
