@@ -62,6 +62,13 @@ def descriptors() -> dict[object, str]:
     return found
 
 
+def open_pipe_of_libuv() -> None:
+    """Let torch's first store open the pipe that libuv keeps until the process ends."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+
+
 def run_directories() -> dict[object, str]:
     """Return run directories that carry the number of this process.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import leftovers
 import pytest
 
+leftovers.open_pipe_of_libuv()
 _leaves_nothing_behind = leftovers.guard(
     leftovers.children, leftovers.threads, leftovers.descriptors, leftovers.shared_memory
 )

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     EndpointError,
     claim,
     read_token,
     wait_until_reachable,
 )
+from nvidia_resiliency_ext.shared_utils import store_sockets
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
@@ -130,4 +130,4 @@ def test_many_may_connect_at_once() -> None:
         waiting = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(300)]
         for one in waiting:
             one.close()
-    assert endpoint.BACKLOG >= 4096
+    assert store_sockets.BACKLOG >= 4096

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from rendezvous_store import PREFIX, SECRET, Served
 
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import connection, endpoint, keys, store
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, keys, store
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     MAX_VALUE_BYTES,
     ForeignValueError,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
+from nvidia_resiliency_ext.shared_utils import store_sockets
 
 pytestmark = pytest.mark.slow
 
@@ -441,7 +442,7 @@ def test_a_connection_is_watched_over(served: Served) -> None:
     with socket.socket(fileno=os.dup(link._descriptor)) as sock:
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         limit_ms = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-    assert 0 < limit_ms <= connection._SILENT_S * 1000
+    assert 0 < limit_ms <= store_sockets.SILENT_S * 1000
 
 
 def test_the_limit_of_open_files_is_raised_only_as_needed(

@@ -17,14 +17,13 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.store_sockets import (
+    is_connected_to,
+    tcp_sockets,
+    watch_over,
+)
 
 logger = logging.getLogger("nvrx")
-
-# An idle connection is asked for a sign of life after a minute, which also keeps firewalls from
-# forgetting it; one that says nothing for as long is closed.
-_IDLE_S = 60
-_PROBE_S = 10
-_SILENT_S = 60
 
 _one_at_a_time = threading.Lock()
 
@@ -62,7 +61,7 @@ def open_client(make: Callable[[], Any], port: int, timeout_s: float) -> tuple[A
     """
     # One at a time, so that the new socket is the one that was not there before.
     with _one_at_a_time:
-        before = _sockets().keys()
+        before = _names()
         made: list[Any] = []
         failed: list[Exception] = []
 
@@ -89,52 +88,23 @@ def open_client(make: Callable[[], Any], port: int, timeout_s: float) -> tuple[A
 def _new_socket(before: Collection[str], port: int) -> socket.socket | None:
     """Return a second descriptor of the one socket that is new and connected to `port`."""
     found = []
-    for inode, descriptor in _sockets().items():
-        if inode in before:
-            continue
-        with contextlib.suppress(OSError):
-            copy = socket.socket(fileno=os.dup(descriptor))
-            # Meanwhile the descriptor may have become another one's.
-            if _name(copy.fileno()) == inode and _is_connected_to(copy, port):
-                found.append(copy)
-            else:
-                copy.close()
+    for name, sock in tcp_sockets():
+        if name not in before and is_connected_to(sock, port):
+            found.append(sock)
+        else:
+            sock.close()
     if len(found) != 1:
         logger.debug("%d new sockets to port %d: none is used", len(found), port)
         for copy in found:
             copy.close()
         return None
-    _watch_over(found[0])
+    watch_over(found[0])
     return found[0]
 
 
-def _is_connected_to(sock: socket.socket, port: int) -> bool:
-    if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
-        return False
-    try:
-        return bool(sock.getpeername()[1] == port)
-    except OSError:
-        return False
-
-
-def _watch_over(sock: socket.socket) -> None:
-    """Let the kernel notice when the other side is gone."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_S * 1000)
-
-
-def _name(descriptor: int) -> str:
-    return os.readlink(f"/proc/self/fd/{descriptor}")
-
-
-def _sockets() -> dict[str, int]:
-    """Return a descriptor of each of this process's open sockets, by the kernel's name of it."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            target = _name(int(name))
-            if target.startswith("socket:"):
-                found[target] = int(name)
-    return found
+def _names() -> frozenset[str]:
+    names = []
+    for name, sock in tcp_sockets():
+        sock.close()
+        names.append(name)
+    return frozenset(names)

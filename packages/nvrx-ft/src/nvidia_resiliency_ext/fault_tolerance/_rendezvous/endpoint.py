@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
+from nvidia_resiliency_ext.shared_utils.store_sockets import listen_at
 
 DEFAULT_PORT = 29400
 FIRST_PAUSE_S = 0.05
-BACKLOG = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def claim(host: str, port: int, is_host: bool | None) -> socket.socket | None:
     problems: list[OSError] = []
     for family, address in _addresses(host, port):
         try:
-            return _listen(family, address)
+            return listen_at(family, address)
         except OSError as error:
             problems.append(error)
     # Not ours, or another launcher on this machine was faster: then that one is the host.
@@ -66,18 +66,6 @@ def claim(host: str, port: int, is_host: bool | None) -> socket.socket | None:
 
 
 _SERVED_BY_ANOTHER = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-
-
-def _listen(family: int, address: tuple[str, int]) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def wait_until_reachable(  # noqa: PLR0913 - named, and each of them a fact of its own

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.store_sockets import serving_options
 
 from .connection import Link, NoAnswerError, open_client
 from .records import MAX_VALUE_BYTES, ForeignValueError
@@ -293,17 +294,16 @@ def serve(listener: socket.socket, host: str, nodes: int) -> Any:
     Raises:
         StoreLostError: torch cannot serve it.
     """
-    store = _store_class()
+    store, version = _store_class()
     _allow_open_files(_FILES_PER_NODE * nodes + _FILES_BESIDES)
     port = listener.getsockname()[1]
     return _guarded(
         lambda: store(
             host,
             port,
-            is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=CALL_TIMEOUT_S),
-            master_listen_fd=listener.detach(),
+            **serving_options(listener, version),
         )
     )
 
@@ -322,7 +322,7 @@ def _allow_open_files(wanted: int) -> None:
 
 
 def _connect_client(host: str, port: int) -> tuple[Any, Link]:
-    store = _store_class()
+    store, _ = _store_class()
 
     def make() -> Any:
         return store(
@@ -344,17 +344,18 @@ def load_torch() -> None:
     _store_class()
 
 
-def _store_class() -> Any:
-    """Return torch's TCPStore, silent about waits that time out, which are no errors here."""
+def _store_class() -> tuple[Any, str]:
+    """Return torch's TCPStore and version; silent about waits that time out, no errors here."""
     level = os.environ.get(_TORCH_LOG_LEVEL)
     if level is None:
         os.environ[_TORCH_LOG_LEVEL] = "ERROR"
     try:
+        import torch
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
     finally:
         if level is None:
             del os.environ[_TORCH_LOG_LEVEL]
-    return TCPStore
+    return TCPStore, torch.__version__
 
 
 def _guarded(function: Callable[[], Any]) -> Any:

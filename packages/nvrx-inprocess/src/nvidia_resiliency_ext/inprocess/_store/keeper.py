@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
+from nvidia_resiliency_ext.shared_utils.store_sockets import serving_options
 
 from .identity import claim
 from .sockets import count_served, listen
@@ -79,16 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(listener: socket.socket, host: str, port: int) -> Any:
+    import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    # The descriptor is the store's from here on.
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    options = serving_options(listener, torch.__version__)
+    return TCPStore(host, port, wait_for_workers=False, **options)
 
 
 def _stay(port: int, duty: Duty) -> None:

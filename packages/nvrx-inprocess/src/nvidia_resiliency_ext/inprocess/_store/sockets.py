@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sockets under torch's stores: where they listen, and how long a client waits for an answer.
-
-A torch client waits for the answer to anything but `wait` without a limit, and has no way to be
-closed. Its socket is found among this process's descriptors.
-"""
+"""The sockets under torch's stores: where they listen, how long a client waits for an answer."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import ipaddress
-import os
 import socket
 import struct
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-BACKLOG = 4096
-# The kernel asks an idle connection for a sign of life after a minute, and gives it as long.
-_IDLE_S = 60
+from nvidia_resiliency_ext.shared_utils.store_sockets import (
+    is_connected_to,
+    listen_at,
+    tcp_sockets,
+    watch_over,
+)
+
 _PROBE_S = 10
-_SILENT_S = 60
 
 _OURS_NOT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
@@ -34,17 +32,10 @@ def listen(host: str, port: int) -> socket.socket:
     """
     problems: list[OSError] = []
     for family, address in _addresses(host, port):
-        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            _watch_over(listener)
-            listener.bind(address)
-            listener.listen(BACKLOG)
+            return listen_at(family, address)
         except OSError as error:
-            listener.close()
             problems.append(error)
-        else:
-            return listener
     # That it is in use says more than that the name's other address is not ours.
     raise next((error for error in problems if error.errno not in _OURS_NOT), problems[0])
 
@@ -98,8 +89,7 @@ def limit_answers(port: int, timeout_s: float, known: frozenset[str] = frozenset
         with sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            _watch_over(sock)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_S * 1000)
+            watch_over(sock)
             count += 1
     return count
 
@@ -139,7 +129,7 @@ def cutting_after(port: int, timeout_s: float) -> Iterator[None]:
 def count_served(port: int, most: int) -> int:
     """Return how many connections this process serves at `port`, counting to `most`."""
     count = 0
-    for _, sock in _own_sockets():
+    for _, sock in tcp_sockets():
         with sock, contextlib.suppress(OSError):
             if sock.getsockname()[1] == port and sock.getpeername():
                 count += 1
@@ -153,35 +143,9 @@ def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
     return [(int(family), address) for family, *_, address in found]
 
 
-def _watch_over(sock: socket.socket) -> None:
-    """Let the kernel notice a peer that is gone; accepted sockets inherit it."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-
-
 def _connected(port: int, known: frozenset[str]) -> Iterator[tuple[str, socket.socket]]:
-    for name, sock in _own_sockets():
-        try:
-            is_wanted = name not in known and sock.getpeername()[1] == port
-        except OSError:
-            is_wanted = False
-        if is_wanted:
+    for name, sock in tcp_sockets():
+        if name not in known and is_connected_to(sock, port):
             yield name, sock
         else:
             sock.close()
-
-
-def _own_sockets() -> Iterator[tuple[str, socket.socket]]:
-    """Yield this process's TCP sockets, each by a second descriptor."""
-    for number in os.listdir("/proc/self/fd"):
-        # Between these lines the descriptor may become another one's, or nobody's.
-        with contextlib.suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                continue
-            sock = socket.socket(fileno=os.dup(int(number)))
-            name = os.readlink(f"/proc/self/fd/{sock.fileno()}")
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                yield name, sock
-            else:
-                sock.close()

@@ -11,12 +11,14 @@ import socket
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.distributed import FileStore as TorchFileStore  # type: ignore[attr-defined]
 from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[attr-defined]
 from torch.distributed import TCPStore as TorchTCPStore  # type: ignore[attr-defined]
 
 from nvidia_resiliency_ext.inprocess._protocol.errors import StoreLostError
 from nvidia_resiliency_ext.inprocess._protocol.keys import iteration_prefix
+from nvidia_resiliency_ext.shared_utils.store_sockets import serving_options
 
 from .endpoint import Endpoint, named_endpoint
 from .mixin import StoreMixin
@@ -110,9 +112,9 @@ class TCPStore(StoreMixin, TorchTCPStore):
         port = endpoint.port
         if listener is not None:
             port = listener.getsockname()[1]
-            options["master_listen_fd"] = listener.detach()
+            options |= serving_options(listener, torch.__version__)
         try:
-            self._open(endpoint.host, port, is_master=True, options=options)
+            self._open(endpoint.host, port, options={"is_master": True, **options})
         except RuntimeError as error:
             if "EADDRINUSE" in str(error):
                 return False
@@ -124,15 +126,15 @@ class TCPStore(StoreMixin, TorchTCPStore):
         limit_s = options["timeout"].total_seconds()
         try:
             with cutting_after(endpoint.port, limit_s + _GRACE_S):
-                self._open(endpoint.host, endpoint.port, is_master=False, options=options)
+                self._open(endpoint.host, endpoint.port, options={"is_master": False, **options})
         except RuntimeError as error:
             first, _, _ = str(error).partition("\n")
             raise StoreLostError(f"no store answers at {endpoint}: {first}") from None
         limit_answers(endpoint.port, ANSWER_TIMEOUT_S, known)
 
-    def _open(self, host: str, port: int, *, is_master: bool, options: dict[str, Any]) -> None:
+    def _open(self, host: str, port: int, options: dict[str, Any]) -> None:
         self._use_libuv = options["use_libuv"]
-        super().__init__(host, port, is_master=is_master, **options)
+        super().__init__(host, port, **options)
 
 
 class FileStore(StoreMixin, TorchFileStore):

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sockets under torch's TCPStores, which torch neither closes nor shows.
+
+A torch client asks the kernel for no sign of life and waits for answers without a limit. Its socket
+is found among this process's descriptors. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = [
+    "BACKLOG",
+    "SILENT_S",
+    "is_connected_to",
+    "listen_at",
+    "serving_options",
+    "tcp_sockets",
+    "watch_over",
+]
+
+BACKLOG = 4096
+SILENT_S = 60
+"""How long a peer may leave what was sent to it unacknowledged."""
+
+# An idle connection is asked for a sign of life after a minute, which also keeps firewalls from
+# forgetting it; one that says nothing for as long is closed.
+_IDLE_S = 60
+_PROBE_S = 10
+
+_TCP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_TAKES_A_SOCKET = (2, 5)
+
+
+def listen_at(family: int, address: tuple[Any, ...]) -> socket.socket:
+    """Listen at an address for a store's clients; the kernel watches over those that come.
+
+    Raises:
+        OSError: EADDRINUSE where somebody listens there, EADDRNOTAVAIL where it is not ours.
+    """
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _ask_for_life(listener)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def serving_options(listener: socket.socket, torch_version: str) -> dict[str, Any]:
+    """Return what makes a TCPStore serve at a listening socket, which is the store's from here on.
+
+    Before 2.5 torch's newer server cannot take a socket (seen with 2.4.0), so the older one serves;
+    clients notice no difference.
+    """
+    options: dict[str, Any] = {"is_master": True, "master_listen_fd": listener.detach()}
+    if tuple(map(int, re.findall(r"\d+", torch_version)[:2])) < _TAKES_A_SOCKET:
+        options["use_libuv"] = False
+    return options
+
+
+def watch_over(sock: socket.socket) -> None:
+    """Let the kernel notice when the other side of a connection is gone."""
+    _ask_for_life(sock)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
+
+
+def is_connected_to(sock: socket.socket, port: int) -> bool:
+    """Return whether a socket is connected to that port of whatever host."""
+    try:
+        return bool(sock.getpeername()[1] == port)
+    except OSError:
+        return False
+
+
+def tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
+    """Yield each of this process's TCP sockets with the kernel's name, by a second descriptor.
+
+    Whoever takes one closes it.
+    """
+    seen = set()
+    for number in os.listdir("/proc/self/fd"):
+        # Between these lines the descriptor may become another one's, or nobody's.
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                continue
+            sock = socket.socket(fileno=os.dup(int(number)))
+            name = os.readlink(f"/proc/self/fd/{sock.fileno()}")
+            is_tcp = sock.family in _TCP_FAMILIES and sock.type == socket.SOCK_STREAM
+            # A listed number may by now be one of the second descriptors.
+            if is_tcp and name not in seen:
+                seen.add(name)
+                yield name, sock
+            else:
+                sock.close()
+
+
+def _ask_for_life(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
