@@ -21,15 +21,24 @@ def test_a_taken_address_is_an_error(listener) -> None:
         store_sockets.listen_at(socket.AF_INET, listener.getsockname())
 
 
-@pytest.mark.parametrize(
-    ("version", "is_older_server"),
-    [("2.4.0+cu121", True), ("2.5.0", False), ("2.13.0+cpu", False), ("3.0a0", False)],
-)
-def test_an_old_torch_serves_with_its_older_server(listener, version, is_older_server) -> None:
-    """Only a torch whose newer server takes no socket is told not to use it."""
-    options = store_sockets.serving_options(listener.dup(), version)
-    socket.socket(fileno=options.pop("master_listen_fd")).close()
-    assert options == {"is_master": True, **({"use_libuv": False} if is_older_server else {})}
+@pytest.mark.parametrize("version", ["2.6.0", "2.13.0+cpu", "3.0a0"])
+def test_a_store_gets_the_socket(listener, version) -> None:
+    """The very socket that listens is handed over."""
+    given = listener.dup()
+    options = store_sockets.serving_options(given, version)
+    assert given.fileno() == -1
+    with socket.socket(fileno=options.pop("master_listen_fd")) as taken:
+        assert taken.getsockname() == listener.getsockname()
+    assert options == {"is_master": True}
+
+
+@pytest.mark.parametrize("version", ["2.4.0+cu121", "2.5.1"])
+def test_an_old_torch_listens_itself(version) -> None:
+    """Where torch's server takes no socket, the port is free for it."""
+    given = store_sockets.listen_at(socket.AF_INET, ("127.0.0.1", 0))
+    address = given.getsockname()
+    assert store_sockets.serving_options(given, version) == {"is_master": True}
+    store_sockets.listen_at(socket.AF_INET, address).close()
 
 
 def test_connections_to_a_port_are_found(listener) -> None:
