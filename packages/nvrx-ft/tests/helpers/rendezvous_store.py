@@ -72,10 +72,11 @@ def name(index: int) -> str:
 
 
 @contextlib.contextmanager
-def hosted(served: Served, by: HostRules) -> Iterator[Host]:
+def hosted(served: Served, by: HostRules, clock: SystemClock | None = None) -> Iterator[Host]:
     """Run a host beside the test; whatever it raises is raised at the end."""
     stop, failed = threading.Event(), []
-    host = Host(served.connect(), by, me="host", epoch="e", clock=SystemClock(), stop=stop)
+    clock = clock or SystemClock()
+    host = Host(served.connect(), by, me="host", epoch="e", clock=clock, stop=stop)
 
     def run() -> None:
         try:

@@ -384,6 +384,7 @@ class NodeAgent:
             now = self._clock.monotonic()
             self._budget.round_begins(assignment.cycle, assignment.restart_ages_s, now)
             self._tell_budget()
+        self._desk.clock_is_off(assignment.clock_off_s)
         self._chronicle.round_joined(assignment)
         self._failures = []
         self._steps_recorded = Steps(None, 0, self._clock.monotonic())

@@ -84,6 +84,7 @@ class Chronicle:
                 world_size=assignment.world_size,
                 nodes=assignment.group_world_size,
                 reason=reason,
+                clock_off_s=assignment.clock_off_s or None,
             )
         )
 

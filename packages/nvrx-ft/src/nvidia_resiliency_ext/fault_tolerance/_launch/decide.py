@@ -108,6 +108,7 @@ class Assignment:
     master_addr: str
     master_port: int
     restart_ages_s: tuple[float, ...] = ()
+    clock_off_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

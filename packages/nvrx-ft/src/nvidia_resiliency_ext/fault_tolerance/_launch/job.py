@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
 from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
 from nvidia_resiliency_ext.fault_tolerance._monitor.sweep import sweep
-from nvidia_resiliency_ext.fault_tolerance._preempt.deadline import end_of_job
+from nvidia_resiliency_ext.fault_tolerance._preempt.deadline import end_of_job, is_told
 from nvidia_resiliency_ext.fault_tolerance._preempt.desk import PreemptionDesk
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.exclusions import Exclusions
 from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
@@ -321,6 +321,7 @@ class Job:
             signum=config.preempt_signal,
             grace_s=config.preempt_grace,
             end=end_of_job(config.preempt_deadline, self._environ, self._clock.wall()),
+            end_is_told=is_told(config.preempt_deadline),
         )
 
     def _build_monitor(self) -> SharedMonitor | MonitorPerRank | NoMonitor:

@@ -151,6 +151,9 @@ class StoreRendezvous:
             connect_timeout_s=settings.connect_timeout_s,
             settings=dict(settings.must_agree),
         )
+        # A clock that is set meanwhile must not move this node's times against its record.
+        self._wall_ahead_s = clock.wall() - clock.monotonic()
+        self._said_of_clocks = ""
         self._on_lease = on_lease
         self._told_at: float | None = None
         self._fence: Timer | None = None
@@ -263,7 +266,11 @@ class StoreRendezvous:
 
     def _arrive(self, session: NodeSession, arrival: Arrival) -> None:
         """Offer this node; runs in the session's thread, which may wait for the domain."""
-        arrival = dataclasses.replace(arrival, domain=self._settings.domain())
+        arrival = dataclasses.replace(
+            arrival,
+            domain=self._settings.domain(),
+            clock=round(self._clock.monotonic() + self._wall_ahead_s, 3),
+        )
         entry = session.entry
         assert entry is not None
         if entry.phase is Phase.OVER:
@@ -285,6 +292,8 @@ class StoreRendezvous:
                 os.eventfd_write(self._wakeup, 1)
 
     def _event(self, news: News | RoundEvent) -> RoundEvent | None:
+        if isinstance(news, (Placed, Spare)):
+            self._say_clocks(news.entry.clocks)
         if isinstance(news, Placed):
             return self._placed(news)
         if isinstance(news, Spare):
@@ -310,6 +319,12 @@ class StoreRendezvous:
             return StoreLost(news.what, STORE_LOST_STOP_S)
         return news
 
+    def _say_clocks(self, what: str) -> None:
+        """Tell people whose clock is off, the same once."""
+        if what and what != self._said_of_clocks:
+            logger.warning("%s", what)
+        self._said_of_clocks = what
+
     def _placed(self, news: Placed) -> RoundReady:
         entry, place = news.entry, news.place
         assert place.group_rank is not None
@@ -328,6 +343,7 @@ class StoreRendezvous:
             master_addr=entry.master_addr,
             master_port=entry.master_port,
             restart_ages_s=entry.restart_ages_s,
+            clock_off_s=place.clock_off_s,
         )
         return RoundReady(assignment, tuple(range(self._settings.nproc)))
 

@@ -348,6 +348,7 @@ def _blank(entry: Entry) -> Entry:
         master_port=0,
         is_leaving=False,
         save_at=0,
+        clocks="",
     )
 
 
