@@ -575,11 +575,16 @@ def _while_leaving(
     if isinstance(event, RoundLeaves):
         leaving = node.leaving or Leaving(event.cause, is_own=False)
         return dataclasses.replace(node, leaving=leaving), (AskToSave(event.cause),)
-    if isinstance(event, RanksHeld):
-        return node, (ReportHeld(event.calls),)
-    if isinstance(event, SaveAgreed):
-        return node, (ReleaseRanks(event.at),)
+    if isinstance(event, (RanksHeld, SaveAgreed)):
+        return node, _agreeing(event)
     return _out_of_time(node)
+
+
+def _agreeing(event: RanksHeld | SaveAgreed) -> tuple[Effect, ...]:
+    """Return the next step of ranks that are held until it is agreed where all of them save."""
+    if isinstance(event, RanksHeld):
+        return (ReportHeld(event.calls),)
+    return (ReleaseRanks(event.at),)
 
 
 def _preempted(node: Node, event: Preempted) -> Decision:
@@ -677,13 +682,9 @@ def _tolerated(node: Node, cause: Cause) -> Decision:
 def _while_stopping(node: Node, event: Event) -> Decision:
     if isinstance(event, WorkerExited):
         return _without(node, event), ()
-    if isinstance(event, StoreLost) and node.outcome is Outcome.RESTART:
-        return _lost(node, event)
-    if isinstance(event, RoundClosed) and node.outcome is Outcome.RESTART:
-        return dataclasses.replace(node, outcome=Outcome.OVER, over=event), ()
-    if isinstance(event, Preempted) and node.outcome is Outcome.RESTART:
-        leaving = Leaving(event.cause, is_own=True)
-        return _out_of_time(dataclasses.replace(node, leaving=leaving))
+    if isinstance(event, (RanksHeld, SaveAgreed)):
+        # They are held in a call, where they may not even see that they are to stop.
+        return node, _agreeing(event)
     if isinstance(event, Signalled):
         if node.stop_signal is not None:
             again = event.signum == signal.SIGINT
@@ -691,6 +692,18 @@ def _while_stopping(node: Node, event: Event) -> Decision:
         return _signalled(node, event.signum)
     if isinstance(event, GroupStopped):
         return _after_stop(node, event)
+    return _no_more_restart(node, event) if node.outcome is Outcome.RESTART else (node, ())
+
+
+def _no_more_restart(node: Node, event: Event) -> Decision:
+    """Take note of what makes the restart impossible for which workers are being stopped."""
+    if isinstance(event, StoreLost):
+        return _lost(node, event)
+    if isinstance(event, RoundClosed):
+        return dataclasses.replace(node, outcome=Outcome.OVER, over=event), ()
+    if isinstance(event, Preempted):
+        leaving = Leaving(event.cause, is_own=True)
+        return _out_of_time(dataclasses.replace(node, leaving=leaving))
     return node, ()
 
 

@@ -62,7 +62,12 @@ def run_plan(plan: LaunchPlan) -> int:
 
     from .decide import EXIT_FAILURE
     from .job import Job, show_failures
+    from .signals import ignore
 
+    announcing = plan.fault_tolerance.preempt_signal
+    if announcing is not None:
+        # What the job gives back at its end must not kill this process, and its exit code with it.
+        ignore(announcing)
     try:
         with Job(plan, os.environ) as job:
             result = job.run()

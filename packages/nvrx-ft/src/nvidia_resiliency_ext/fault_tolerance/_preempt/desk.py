@@ -32,6 +32,8 @@ DeskEvent = Preempted | RanksHeld | GraceOver
 
 # What a rank stored in a call is seen by others within nanoseconds, or at a switch of context.
 SETTLE_S = 0.02
+# A scheduler may reach a launcher twice, directly and through whoever started it.
+SAME_SIGNAL_S = 1.0
 
 
 class SaveLink(Protocol):
@@ -87,6 +89,8 @@ class PreemptionDesk:
         self._is_asked = False
         self._has_word = False
         self._is_told = False
+        self._signalled_at: float | None = None
+        self._is_over = False
 
     def open(
         self,
@@ -127,13 +131,22 @@ class PreemptionDesk:
     # What happens ----------------------------------------------------------------------------
 
     def is_announcement(self, signum: int) -> bool:
-        """Return whether this signal announces preemption rather than asking for the end."""
-        return self._signum is not None and signum == self._signum and not self._is_told
+        """Return whether this signal announces preemption rather than asking for the end.
+
+        It does so until it has said, a second time, that the time is over.
+        """
+        return self._signum is not None and signum == self._signum and not self._is_over
 
     def announced(self, signum: int) -> None:
-        """Take note of the signal."""
-        name = signal.Signals(signum).name
-        self._tell("preempted", f"host {self._host} must go: {name} was received")
+        """Take note of the signal; one that comes again says that the time is over."""
+        name, now = signal.Signals(signum).name, self._clock.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at = now
+            self._tell("preempted", f"host {self._host} must go: {name} was received")
+        elif now - self._signalled_at > SAME_SIGNAL_S:
+            self._is_over = True
+            logger.warning("%s was received again: ranks have no more time to save", name)
+            self._post(GraceOver())
 
     def _announce_end(self) -> None:
         left_s = (self._end or 0.0) - self._now()
