@@ -238,11 +238,12 @@ def test_launchers_with_other_settings_are_told_apart(
     """Different flags on two hosts: both say which, with both values, and nothing is started."""
     job = nodes_job(2)
     start(job, "2", hosts=[job.network[0]])
-    start(job, "2", hosts=[job.network[1]], max_restarts=7)
+    start(job, "2:3", "--ft-lease", "7", hosts=[job.network[1]], max_restarts=7)
     assert set(job.wait().values()) == {1}
     for host in job.network:
-        assert "--max-restarts is " in job.log(host), job.tails()
-        assert " 7 on node2" in job.log(host), job.tails()
+        for flag, value in (("--max-restarts", 7), ("--nnodes", "2:3"), ("--ft-lease", "7.0")):
+            assert f"{flag} is " in job.log(host), job.tails()
+            assert f" {value} on node2" in job.log(host), job.tails()
     assert not (job.shared / RECORD).exists()
 
 
@@ -266,6 +267,24 @@ def test_an_endpoint_that_resolves_nowhere_is_one_line(nodes_job: Callable[..., 
     for host in job.network:
         assert "nowhere.invalid" in job.log(host), job.tails()
         assert "Traceback" not in job.log(host), job.tails()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("truth", ["its own", "loopback", "nobody's"])
+def test_an_endpoint_that_is_the_wrong_machine_is_told(
+    nodes_job: Callable[..., NodesJob], truth: str
+) -> None:
+    """A host that takes the endpoint's name for another machine says which; all end in time."""
+    job = nodes_job(2)
+    first, second = job.network
+    wrong = {"its own": second.address, "loopback": "127.0.1.1", "nobody's": "10.1.1.99"}[truth]
+    liar = first if truth == "loopback" else second
+    liar.set_names({first.name: wrong})
+    start(job, "2", "--rdzv-conf", "join_timeout=6,store_connect_wait_seconds=6")
+    assert set(job.wait().values()) == {1}, job.tails()
+    assert wrong in job.log(liar), job.tails()
+    assert ("cannot reach it" in job.log(first)) == (truth == "loopback"), job.tails()
+    assert not (job.shared / RECORD).exists()
 
 
 @pytest.mark.slow

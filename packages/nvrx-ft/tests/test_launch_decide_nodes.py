@@ -171,6 +171,14 @@ def test_a_round_that_does_not_close_ends_the_node():
     assert play(Node(POLICY), JoinTimedOut("late"))[1] == [Finish(1, "late")]
 
 
+def test_a_store_host_to_which_nobody_comes_ends_the_job():
+    """It must not serve a store for ever of which it has left the job."""
+    closes, leaves = play(Node(HOST_POLICY), JoinTimedOut("late"))[1]
+    assert leaves == Finish(1, "late")
+    assert isinstance(closes, CloseRendezvous)
+    assert (closes.reason, closes.cause.what) == ("failure", "late")
+
+
 def test_a_drained_node_leaves_at_once_and_its_workers_get_their_time():
     """The others need not wait for the workers of a node that was told to end."""
     node, done = play(running(), Signalled(signal.SIGTERM))

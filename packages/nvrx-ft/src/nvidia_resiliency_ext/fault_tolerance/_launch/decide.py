@@ -8,6 +8,7 @@ events and performs the effects; nothing here reads a clock, a file or a process
     JOINING    RoundReady                RUNNING    StartWorkers
     JOINING    RoundClosed               FINISHED   Finish
     JOINING    Signalled                 FINISHED   CloseRendezvous, Finish
+    JOINING    JoinTimedOut              FINISHED   [CloseRendezvous], Finish(1)
     JOINING    NodeUnfit                 FINISHED   ReportFault, LeaveRendezvous, Finish(1)
     JOINING    NextRoundOpened           JOINING    Join          (a spare tries again)
     RUNNING    WorkerExited (0, last)    FINISHED   CloseRendezvous, Finish(0)   (one node)
@@ -481,7 +482,7 @@ def _while_joining(node: Node, event: Event) -> Decision:
     if isinstance(event, NextRoundOpened):
         return node, (Join(node.cycle + 1, event.cause),)
     if isinstance(event, (StoreLost, JoinTimedOut)):
-        return _finished(node), (Finish(EXIT_FAILURE, event.what),)
+        return _alone(node, event)
     if isinstance(event, NodeUnfit):
         cause = event.cause
         report = ReportFault(cause, Outcome.LEAVE, 0)
@@ -492,6 +493,15 @@ def _while_joining(node: Node, event: Event) -> Decision:
         goes = _goes(node, name, RDZV_SHUTDOWN_REASON_GRACEFUL)
         return _finished(node), (*goes, Finish(EXIT_FAILURE, name))
     return node, ()
+
+
+def _alone(node: Node, event: StoreLost | JoinTimedOut) -> Decision:
+    """Leave, as nobody is there; without its store host there is no job to come to later."""
+    ends: tuple[Effect, ...] = ()
+    if isinstance(event, JoinTimedOut) and node.policy.is_store_host:
+        cause = Cause("join_timeout", event.what, host=node.policy.host, detected_by="rendezvous")
+        ends = (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause),)
+    return _finished(node), (*ends, Finish(EXIT_FAILURE, event.what))
 
 
 def _goes(node: Node, name: str, reason: str) -> tuple[Effect, ...]:

@@ -84,6 +84,7 @@ class NodeSettings:
     unfit_in: Callable[[int], Cause | None] = lambda _round: None
     group: str | None
     must_agree: Mapping[str, str]
+    where: str = ""
 
 
 class HostThread(Protocol):
@@ -360,7 +361,8 @@ class StoreRendezvous:
 
     def _join_timed_out(self) -> None:
         seconds = self._settings.join_timeout_s
-        self._push(JoinTimedOut(f"the round did not close within {seconds:.0f} s"))
+        where = f"; {self._settings.where}" if self._settings.where else ""
+        self._push(JoinTimedOut(f"the round did not close within {seconds:.0f} s{where}"))
 
     def _judge_lease(self) -> None:
         """Pass on how long this node may train, and end it when the lease is too old."""
