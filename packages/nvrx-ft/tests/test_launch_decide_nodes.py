@@ -8,36 +8,40 @@ import signal
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._launch import decide
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import (
-    Assignment,
-    BarrierTimedOut,
-    Cause,
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.node_effects import (
     CloseRendezvous,
     Finish,
-    GroupStopped,
     Join,
-    JoinTimedOut,
     LeaveRendezvous,
-    NextRoundOpened,
-    Node,
     OpenNextRound,
-    Outcome,
-    Phase,
-    Policy,
     ReportBroken,
     ReportFault,
     ReportSuccess,
-    Request,
+    StartWorkers,
+    StopWorkers,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.node_events import (
+    BarrierTimedOut,
+    GroupStopped,
+    JoinTimedOut,
+    NextRoundOpened,
     RequestReceived,
     RoundClosed,
     RoundReady,
     Signalled,
     StartFailed,
-    StartWorkers,
-    StopWorkers,
     StoreLost,
     WorkerExited,
     WorkerStuck,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.node_state import (
+    Assignment,
+    Node,
+    Outcome,
+    Phase,
+    Policy,
+    Request,
 )
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 

@@ -6,27 +6,7 @@ import signal
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._launch import decide
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import (
-    Assignment,
-    Cause,
-    CloseRendezvous,
-    Finish,
-    GroupStopped,
-    Join,
-    LeaveRendezvous,
-    NextRoundOpened,
-    Node,
-    OpenNextRound,
-    Outcome,
-    Phase,
-    Policy,
-    ReportFault,
-    ReportSuccess,
-    RoundReady,
-    Signalled,
-    StopWorkers,
-    WorkerExited,
-)
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._launch.leaving import (
     AskToSave,
     GraceOver,
@@ -38,6 +18,30 @@ from nvidia_resiliency_ext.fault_tolerance._launch.leaving import (
     SaveAgreed,
     StartGrace,
     TellPreempted,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.node_effects import (
+    CloseRendezvous,
+    Finish,
+    Join,
+    LeaveRendezvous,
+    OpenNextRound,
+    ReportFault,
+    ReportSuccess,
+    StopWorkers,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.node_events import (
+    GroupStopped,
+    NextRoundOpened,
+    RoundReady,
+    Signalled,
+    WorkerExited,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.node_state import (
+    Assignment,
+    Node,
+    Outcome,
+    Phase,
+    Policy,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from rendezvous_store import Served, arrival, hosted, name, rules
 
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import RoundReady
 from nvidia_resiliency_ext.fault_tolerance._launch.leaving import Preempted
 from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._launch.node_events import RoundReady
 from nvidia_resiliency_ext.fault_tolerance._launch.store_rendezvous import (
     NodeSettings,
     StoreRendezvous,

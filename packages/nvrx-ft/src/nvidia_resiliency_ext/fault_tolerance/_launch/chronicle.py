@@ -17,8 +17,9 @@ from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-from .decide import Assignment, Cause, Outcome
+from .cause import Cause
 from .faults import Failure
+from .node_state import Assignment, Outcome
 from .records import FailureLog, FailureRecord, RestartTimes
 from .workers import Started
 

@@ -33,9 +33,9 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Parts, Result
+from .cause import Cause
 from .chronicle import Chronicle
 from .cycle_records import CycleRecords
-from .decide import Assignment, Cause, Policy, Signalled, StopRequested
 from .env import (
     OF_AN_OUTER_RANK,
     CycleStamp,
@@ -46,6 +46,8 @@ from .env import (
 from .gate import make_gate
 from .loop import EventLoop, Timer
 from .monitor_link import MonitorPerRank, NoMonitor, SharedMonitor
+from .node_events import Signalled, StopRequested
+from .node_state import Assignment, Policy
 from .output import LOOK_INTERVAL_S, Tee, line_prefix, worker_output
 from .place import make_place
 from .plan import LaunchPlan

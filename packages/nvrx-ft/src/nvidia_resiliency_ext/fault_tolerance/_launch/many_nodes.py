@@ -55,8 +55,8 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 
 from . import surroundings, syntax
+from .cause import Cause
 from .cycle_records import CycleRecords, StoreHost, nodes_of
-from .decide import Cause
 from .fitness import injected_failure
 from .loop import EventLoop
 from .plan import LaunchPlan

@@ -60,8 +60,8 @@ def run_plan(plan: LaunchPlan) -> int:
     """Run a plan and return the exit code; what the machine refuses is one line on stderr."""
     from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 
-    from .decide import EXIT_FAILURE
     from .job import Job, show_failures
+    from .node_state import EXIT_FAILURE
     from .signals import ignore
 
     announcing = plan.fault_tolerance.preempt_signal

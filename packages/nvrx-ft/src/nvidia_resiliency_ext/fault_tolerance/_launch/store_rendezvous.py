@@ -40,9 +40,10 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-from .decide import (
-    Assignment,
-    Cause,
+from .cause import Cause
+from .leaving import RoundLeaves, SaveAgreed
+from .loop import EventLoop, Timer
+from .node_events import (
     JoinTimedOut,
     NextRoundOpened,
     NodeUnfit,
@@ -50,8 +51,7 @@ from .decide import (
     RoundReady,
     StoreLost,
 )
-from .leaving import RoundLeaves, SaveAgreed
-from .loop import EventLoop, Timer
+from .node_state import Assignment
 from .ports import PortReservation
 from .rendezvous import RoundEvent
 

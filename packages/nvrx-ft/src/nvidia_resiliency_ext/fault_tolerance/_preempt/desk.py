@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._launch.leaving import (
     GraceOver,
     Preempted,

@@ -14,7 +14,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
 from . import blame, clocks, host, keys

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 MAX_VALUE_BYTES = 64 * 1024
