@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import signal
-import socketserver
-import threading
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import pytest
+from attribution_service import attribution_service
 from fault_jobs import wait_until
 
 if TYPE_CHECKING:
@@ -20,12 +18,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.netns
 STEPS = 400
-
-
-class UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    """A server of HTTP at a socket in the file system, which hosts without a network reach."""
-
-    daemon_threads = True
 
 
 def hosts_of(job: NodesJob, cycle: int) -> set[str]:
@@ -63,48 +55,19 @@ def test_an_unhealthy_node_is_replaced_by_the_spare(nodes_job: Callable[..., Nod
     job.assert_fenced()
 
 
-class Analysis(http.server.BaseHTTPRequestHandler):
-    """A service that names the bad node of the file beside it."""
-
-    named: ClassVar[str] = ""
-
-    def do_POST(self) -> None:
-        """Take a log."""
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self._reply({})
-
-    def do_GET(self) -> None:
-        """Give the verdict."""
-        verdict = {"action": "RESTART", "reason": "a GPU fell off the bus"}
-        found = {"exclude_nodes": [self.named]}
-        self._reply({"status": "completed", "recommendation": verdict, "attribution": found})
-
-    def _reply(self, value: dict[str, Any]) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
 def test_a_node_that_attribution_names_makes_room(nodes_job: Callable[..., NodesJob]) -> None:
     """At the next round the spare works in its place; nobody is sent away."""
     job = nodes_job(3)
     first, second, third = job.network
-    Analysis.named = second.name
-    socket_path = job.folder / "analysis.sock"
-    server = UnixServer(str(socket_path), Analysis)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     steps = ("--steps", str(STEPS), "--step-ms", "20", "--save-every", "5")
-    flags = [
-        *("--ft-lease", "1", "--ft-per-cycle-applog-prefix", str(job.folder / "log" / "job.log")),
-        *("--ft-attribution-endpoint", f"unix://{socket_path}"),
-        *("--ft-attribution-node-action", "exclude"),
-    ]
-    try:
+    with attribution_service(str(job.folder / "analysis.sock")) as service:
+        verdict = {"action": "RESTART", "reason": "a GPU fell off the bus"}
+        service.decides(verdict, exclude_nodes=[second.name])
+        flags = [
+            *("--ft-lease", "1", "--ft-per-cycle-applog-prefix"),
+            *(str(job.folder / "log" / "job.log"), "--ft-attribution-endpoint", service.url),
+            *("--ft-attribution-node-action", "exclude"),
+        ]
         job.start(*steps, nnodes="2:3", hosts=[first, second], max_restarts=5, flags=flags)
         job.wait_for_step(0, 2, ranks=2)
         job.start(*steps, nnodes="2:3", hosts=[third], max_restarts=5, flags=flags)
@@ -116,9 +79,6 @@ def test_a_node_that_attribution_names_makes_room(nodes_job: Callable[..., Nodes
         job.wait_for_step(2, 2, ranks=2)
         assert hosts_of(job, 2) == {first.name, third.name}
         assert set(job.wait().values()) == {0}, job.tails()
-    finally:
-        server.shutdown()
-        server.server_close()
     job.assert_counted(STEPS)
     job.assert_fenced()
 

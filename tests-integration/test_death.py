@@ -8,6 +8,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+import pytest
 from fault_jobs import WATCHED_SECTIONS, is_running
 
 if TYPE_CHECKING:
@@ -124,9 +125,9 @@ def test_children_of_ranks_that_ignore_signals_are_gone(job: Job) -> None:
     assert not any(is_running(child) for child in children)
 
 
-def test_twenty_restarts_leave_the_launcher_as_it_was(job: Job) -> None:
-    """Over twenty restarts the launcher's memory, files, threads and children stay the same."""
-    last = 20
+@pytest.mark.parametrize("last", [20, pytest.param(50, marks=pytest.mark.slow)])
+def test_restarts_in_a_row_leave_the_launcher_as_it_was(job: Job, last: int) -> None:
+    """Over many restarts the launcher's memory, files, threads and children stay the same."""
     job.start("--last-cycle", str(last), max_restarts=last)
     seen = {}
     for cycle in range(last):

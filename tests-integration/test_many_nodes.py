@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from fault_jobs import SCRIPTED_RANK
 from many_nodes import DDP_RANK, PORT, RECORD
 
 if TYPE_CHECKING:
@@ -122,6 +123,59 @@ def test_a_killed_launcher_is_replaced_by_the_spare(nodes_job: Callable[..., Nod
     job.wait_for_step(1, ranks=4)
     assert spare in with_ranks(job, 1)
     assert_ended_well(job, **{victim.name: -signal.SIGKILL})
+
+
+def scripted(job: NodesJob, nnodes: str, *words: str) -> None:
+    """Start launchers of one scripted rank each; ranks follow the hosts' numbers."""
+    for rank, host in enumerate(job.network):
+        job.start(
+            *words,
+            hosts=[host],
+            nnodes=nnodes,
+            flags=[*QUICK, "--node-rank", str(rank)],
+            program=SCRIPTED_RANK,
+        )
+
+
+@pytest.mark.slow
+def test_a_rank_excludes_its_host(nodes_job: Callable[..., NodesJob]) -> None:
+    """After ExcludeThisNode the spare works in the host's place; the host leaves with 1."""
+    job = nodes_job(3)
+    scripted(job, "2:3", "--last-cycle", "1", "--client", "0:1:ask=ExcludeThisNode")
+    codes = job.wait()
+    assert sorted(codes.values()) == [0, 0, 1], job.tails()
+    (excluded,) = (host for host in job.network if codes[host.name])
+    assert "asked to exclude this node" in job.log(excluded), job.tails()
+    assert sorted(path.name for path in job.shared.glob("progress_*")) == [
+        f"progress_{cycle}_{rank}" for cycle in (0, 1) for rank in (0, 1)
+    ]
+
+
+@pytest.mark.slow
+def test_a_rank_shuts_the_workload_down_on_all_hosts(nodes_job: Callable[..., NodesJob]) -> None:
+    """After ShutdownWorkload no launcher restarts, and each says who asked for it."""
+    job = nodes_job(3)
+    scripted(job, "3", "--last-cycle", "1", "--client", "0:2:ask=ShutdownWorkload")
+    assert set(job.wait().values()) == {1}, job.tails()
+    assert not list(job.shared.glob("progress_1_*"))
+    for host in job.network:
+        assert "asked to shut the workload down" in job.log(host), job.tails()
+
+
+@pytest.mark.slow
+def test_cycles_without_progress_end_all_hosts_with_93(nodes_job: Callable[..., NodesJob]) -> None:
+    """When cycles bring the iteration no further all launchers leave with 93, the spare too."""
+    job = nodes_job(3)
+    iteration = job.folder / "iteration"
+    iteration.write_text("7")
+    flags = ("--ft-max-no-progress-cycles", "2", "--ft-checkpoint-iteration-file", str(iteration))
+    start(job, "2:3", "--ft-lease", "1", *flags, steps=2000)
+    job.wait_for_step(0, 3, ranks=4)
+    job.wait_for(lambda: any("as a spare" in job.log(h) for h in job.network), "a spare")
+    for cycle in (0, 1):
+        job.wait_for_step(cycle, ranks=4)
+        job.signal_rank(cycle, 1)
+    assert set(job.wait().values()) == {93}, job.tails()
 
 
 def test_a_host_that_is_cut_off_stops_before_the_spare_starts(
@@ -238,11 +292,12 @@ def test_launchers_with_other_settings_are_told_apart(
     """Different flags on two hosts: both say which, with both values, and nothing is started."""
     job = nodes_job(2)
     start(job, "2", hosts=[job.network[0]])
-    start(job, "2", hosts=[job.network[1]], max_restarts=7)
+    start(job, "2:3", "--ft-lease", "7", hosts=[job.network[1]], max_restarts=7)
     assert set(job.wait().values()) == {1}
     for host in job.network:
-        assert "--max-restarts is " in job.log(host), job.tails()
-        assert " 7 on node2" in job.log(host), job.tails()
+        for flag, value in (("--max-restarts", 7), ("--nnodes", "2:3"), ("--ft-lease", "7.0")):
+            assert f"{flag} is " in job.log(host), job.tails()
+            assert f" {value} on node2" in job.log(host), job.tails()
     assert not (job.shared / RECORD).exists()
 
 
@@ -269,6 +324,24 @@ def test_an_endpoint_that_resolves_nowhere_is_one_line(nodes_job: Callable[..., 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("truth", ["its own", "loopback", "nobody's"])
+def test_an_endpoint_that_is_the_wrong_machine_is_told(
+    nodes_job: Callable[..., NodesJob], truth: str
+) -> None:
+    """A host that takes the endpoint's name for another machine says which; all end in time."""
+    job = nodes_job(2)
+    first, second = job.network
+    wrong = {"its own": second.address, "loopback": "127.0.1.1", "nobody's": "10.1.1.99"}[truth]
+    liar = first if truth == "loopback" else second
+    liar.set_names({first.name: wrong})
+    start(job, "2", "--rdzv-conf", "join_timeout=6,store_connect_wait_seconds=6")
+    assert set(job.wait().values()) == {1}, job.tails()
+    assert wrong in job.log(liar), job.tails()
+    assert ("cannot reach it" in job.log(first)) == (truth == "loopback"), job.tails()
+    assert not (job.shared / RECORD).exists()
+
+
+@pytest.mark.slow
 def test_a_wrong_token_is_refused(nodes_job: Callable[..., NodesJob]) -> None:
     """A launcher with another token does not get in, and the job of the others is not harmed."""
     job = nodes_job(3)
@@ -286,10 +359,10 @@ def test_a_wrong_token_is_refused(nodes_job: Callable[..., NodesJob]) -> None:
     assert_ended_well(job, steps=300, **{job.network[2].name: 1})
 
 
-def control(job: NodesJob, name: str) -> HostProcess:
+def control(job: NodesJob, name: str, nnodes: str = "2") -> HostProcess:
     """Start the control plane on the first host."""
     host = job.network[0]
-    command = [sys.executable, "-m", CONTROL, "--nnodes", "2", "--rdzv-id", job.id]
+    command = [sys.executable, "-m", CONTROL, "--nnodes", nnodes, "--rdzv-id", job.id]
     return job.start_other(host, [*command, "--rdzv-endpoint", f"{host.name}:{PORT}"], name)
 
 
@@ -313,6 +386,24 @@ def test_training_goes_on_while_the_control_plane_is_away(
     assert_ended_well(job, steps=150)
     assert job.cycles() == [0, 1]
     assert again.wait(10) == 0
+
+
+@pytest.mark.slow
+def test_the_only_working_host_is_replaced_within_20_s(nodes_job: Callable[..., NodesJob]) -> None:
+    """Nodes 1:2 at the default lease: the launcher that works is killed, the spare trains."""
+    job = nodes_job(3)
+    control(job, "control", nnodes="1:2")
+    start(job, "1:2", hosts=list(job.network)[1:], steps=300)
+    job.wait_for_step(0, 3, ranks=2)
+    (working,) = with_ranks(job)
+    (spare,) = (host for host in list(job.network)[1:] if host is not working)
+    job.wait_for(lambda: "as a spare" in job.log(spare), "the spare is there")
+    killed_at = time.monotonic()
+    job.launchers[working.name].kill()
+    job.wait_for_step(1, ranks=2)
+    assert job.first_step(1) - killed_at < 20
+    assert with_ranks(job, 1) == [spare]
+    assert_ended_well(job, steps=300, **{working.name: -signal.SIGKILL})
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from fault_jobs import wait_until
+from numactl_stub import NumactlStub
 
 from nvidia_resiliency_ext.testing_utils.fake_hardware import (
     FakeDriver,
@@ -29,13 +29,6 @@ if TYPE_CHECKING:
     from fault_jobs import Job
 
 RESET_GPU_1 = {"field__1__230": 1}
-NUMACTL = """#!/bin/sh
-echo "$@" >> "$FAKE_NUMACTL_LOG"
-while [ "${1#--}" != "$1" ]; do
-    case $1 in --localalloc) shift;; *) shift 2;; esac
-done
-exec "$@"
-"""
 
 
 @pytest.fixture
@@ -133,23 +126,18 @@ def test_gpu_memory_is_not_waited_for_without_end(job: Job, driver: FakeDriver) 
 @pytest.mark.parametrize("prewarm", ["off", "on"])
 def test_workers_run_under_numactl(job: Job, prewarm: str) -> None:
     """Every worker is bound to the NUMA node of its GPU, also one that comes from a standby."""
-    folder = job.folder / "bin"
-    folder.mkdir()
-    (folder / "numactl").write_text(NUMACTL)
-    (folder / "numactl").chmod(0o755)
-    log = job.folder / "numactl.log"
+    numactl = NumactlStub(job.folder)
     job.start(
         *("--last-cycle", "0", "--client", "--like-torch"),
         flags=["--ft-prewarm-import", "decimal", "--ft-numa-bind-strict", "0"],
         prewarm=prewarm,
         environment={
             "NVRX_GPUS_PER_NUMA": "1",
-            "FAKE_NUMACTL_LOG": str(log),
-            "PATH": f"{folder}:{os.environ['PATH']}",
+            **numactl.environment(),
         },
     )
     assert job.wait() == 0
-    words = sorted(line.split(f" {sys.executable}")[0] for line in log.read_text().splitlines())
+    words = numactl.calls()
     assert {f"--cpunodebind {rank} --localalloc" for rank in range(2)} <= set(words)
     assert all(event["warm"] is (prewarm == "on") for event in job.events("worker_start"))
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,36 @@ def test_ranks_that_do_not_leave_are_stopped_when_the_time_is_over(job: Job) -> 
     announce(job)
     assert job.wait() == 1, job.log()
     assert "not all ranks ended well" in job.log()
+
+
+def test_a_signal_that_does_not_stop_coming_keeps_no_rank_from_saving(job: Job) -> None:
+    """The signal every few milliseconds until the launcher is gone: all save, and it leaves with 0.
+
+    Without the handler of the first one, the last ones would end the launcher itself.
+    """
+    start(job, NEVER_DONE, "--catch", nproc=2)
+    assert job.process is not None
+    deadline = time.monotonic() + 30
+    while job.process.poll() is None:
+        assert time.monotonic() < deadline, job.log()
+        announce(job)
+        time.sleep(0.002)
+    assert job.process.returncode == 0, job.log()
+    assert len(saved(job.out)) == 2
+    assert len(set(saved(job.out))) == 1
+
+
+def test_a_second_signal_later_ends_the_time_to_save(job: Job) -> None:
+    """Ranks that go on after the first one are stopped at the second; that is no success."""
+    start(job, NEVER_DONE, "--ask", "never", nproc=2)
+    announce(job)
+    wait_until(lambda: "to save and leave" in job.log(), job.log)
+    time.sleep(1.1)  # what comes sooner is the same announcement
+    asked_at = time.monotonic()
+    announce(job)
+    assert job.wait() == 1, job.log()
+    assert time.monotonic() - asked_at < 10, "the grace time is 25 s"
+    assert "was received again" in job.log()
 
 
 def test_a_rank_that_has_not_begun_is_not_waited_for(job: Job) -> None:

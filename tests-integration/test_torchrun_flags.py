@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from numactl_stub import NumactlStub
 
 from nvidia_resiliency_ext.testing_utils.fake_hardware import FakeDriver, NoCompilerError
 
@@ -23,11 +23,6 @@ print(f"plum of {rank}")
 print("LOCAL_RANK", os.environ["LOCAL_RANK"], os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 if (rank, cycle) == ("1", "0"):
     raise SystemExit(3)
-"""
-NUMACTL = """#!/bin/sh
-echo "$1" >> "$FAKE_NUMACTL_LOG"
-shift
-exec "$@"
 """
 SPECS = """
 import os
@@ -94,22 +89,17 @@ def test_workers_are_bound_to_cpus_near_their_gpus(job: Job, program: Path) -> N
         )
     except NoCompilerError as error:
         pytest.skip(str(error))
-    folder = job.folder / "bin"
-    folder.mkdir()
-    (folder / "numactl").write_text(NUMACTL)
-    (folder / "numactl").chmod(0o755)
-    log = job.folder / "numactl.log"
+    numactl = NumactlStub(job.folder)
     job.start(
         flags=["--numa-binding", "node"],
         program=program,
         environment={
             **driver.environment(),
-            "FAKE_NUMACTL_LOG": str(log),
-            "PATH": f"{folder}:{os.environ['PATH']}",
+            **numactl.environment(),
         },
     )
     assert job.wait() == 0, job.log()
-    words = log.read_text().splitlines()
+    words = numactl.calls()
     assert len(words) == 4
     assert all(word.startswith("--physcpubind=") and word[-1].isdigit() for word in words)
 

@@ -68,6 +68,19 @@ def test_undisturbed_job() -> None:
     assert timeline.notes == ()
 
 
+def test_a_clock_that_is_off_moves_nothing() -> None:
+    """The events of a node whose clock was found to be off are where those of the others are."""
+    right, wrong = _killed(), Story("n2", launch_id="b")
+    wrong.at(302, CycleStart(world_size=2, clock_off_s=300.2)).at(310, FirstStep(), rank=1)
+    wrong.at(354, CycleEnd(result="failed"))
+    wrong.at(355, CycleStart(world_size=2, clock_off_s=299.8), 1).at(359, FirstStep(), 1, rank=1)
+    wrong.at(400, CycleEnd(result="success"), 1).at(400, JobEnd(result="success"), None)
+    timeline = build_timeline([right.file(), wrong.file()])
+    assert timeline.wall_s == pytest.approx(100, abs=0.5)
+    assert [round(cycle.start - BEGIN) for cycle in timeline.cycles] == [2, 55]
+    assert timeline.seconds["productive"] == pytest.approx(80, abs=1)
+
+
 def test_restart_after_a_kill() -> None:
     """A restart is detection, stop, rendezvous and start-up; work that was not saved is unknown."""
     story = _killed()

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attribution in the launcher: settings, the managed service, and a service that misbehaves."""
 
-import http.server
 import json
 import queue
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
+from attribution_service import LIMIT_S, NOBODY, attribution_service
 
 from nvidia_resiliency_ext.fault_tolerance._attribution import service
 from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
@@ -27,8 +26,6 @@ from nvidia_resiliency_ext.fault_tolerance.attribution_manager import (
 )
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-
-LIMIT_S = 20.0
 
 
 def plan(*words):
@@ -277,62 +274,11 @@ def test_a_missing_package_is_one_clear_message(monkeypatch):
 # --- while a job runs ----------------------------------------------------------------------------
 
 
-class Service(http.server.ThreadingHTTPServer):
-    """A service that answers what the test says, or worse."""
-
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.posts, self.answer, self.mode = [], {"status": "in_flight"}, "well"
-        self.arrived = threading.Condition()
-        self.released = threading.Event()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def wait_for_posts(self, count):
-        """Wait until so many logs were submitted; return path and intent of each."""
-        with self.arrived:
-            assert self.arrived.wait_for(lambda: len(self.posts) >= count, LIMIT_S), self.posts
-            return [(post["log_path"], post["analysis_intent"]) for post in self.posts]
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.arrived:
-            self.server.posts.append(body)
-            self.server.arrived.notify_all()
-        self.reply({})
-
-    def do_GET(self):
-        self.reply(self.server.answer)
-
-    def reply(self, value):
-        mode = self.server.mode
-        if mode == "hangs":
-            self.server.released.wait(60)
-        data = b"\xff{not json" if mode == "garbage" else json.dumps(value).encode()
-        self.send_response(500 if mode == "fails" else 200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def remote():
     """Return a service on the loopback."""
-    made = Service()
-    yield made
-    made.released.set()
-    made.shutdown()
-    made.server_close()
+    with attribution_service() as made:
+        yield made
 
 
 class Watched:
@@ -387,14 +333,14 @@ def test_each_cycle_is_submitted_and_asked_for(remote, watched):
     watch.begin(0)
     watch.begin(0)
     remote.wait_for_posts(1)
-    remote.answer = {"status": "completed", "recommendation": {"action": "RESTART"}}
+    remote.decides({"action": "RESTART"})
     watch.ended()
     remote.wait_for_posts(2)
     watch.begin(1)
     assert remote.wait_for_posts(3) == [
-        ("/logs/job_cycle0.log", "progressive"),
-        ("/logs/job_cycle0.log", "terminal"),
-        ("/logs/job_cycle1.log", "progressive"),
+        ("progressive", "/logs/job_cycle0.log"),
+        ("terminal", "/logs/job_cycle0.log"),
+        ("progressive", "/logs/job_cycle1.log"),
     ]
 
 
@@ -403,16 +349,13 @@ def test_a_store_host_that_only_sees_rounds_close_asks_too(remote, watched):
     watch = watched().watch
     watch.begin(0)
     watch.begin(1)
-    assert ("/logs/job_cycle0.log", "terminal") in remote.wait_for_posts(2)
+    assert ("terminal", "/logs/job_cycle0.log") in remote.wait_for_posts(2)
 
 
 @pytest.mark.parametrize("action", ATTRIBUTION_STOP_ACTIONS)
 def test_stop_reaches_the_launcher_only_where_it_is_to_be_obeyed(remote, watched, action, caplog):
     """STOP is an ERROR with a count in the log; with `no-restart` it ends the job."""
-    remote.answer = {
-        "status": "completed",
-        "recommendation": {"action": "STOP", "reason": "bad dataset"},
-    }
+    remote.decides({"action": "STOP", "reason": "bad dataset"})
     one = watched(stop_action=action)
     one.watch.begin(0)
     one.watch.ended()
@@ -428,11 +371,8 @@ def test_stop_reaches_the_launcher_only_where_it_is_to_be_obeyed(remote, watched
 
 def test_bad_nodes_are_handed_on_or_logged(remote, watched, caplog):
     """Names that the analysis gives reach whoever asked for them; else they are in the log."""
-    remote.answer = {
-        "status": "completed",
-        "recommendation": {"action": "RESTART", "reason": "off the bus"},
-        "attribution": {"exclude_nodes": ["n1", "n1", 7, "", "a b", "n2"]},
-    }
+    named = ["n1", "n1", 7, "", "a b", "n2"]
+    remote.decides({"action": "RESTART", "reason": "off the bus"}, exclude_nodes=named)
     told = queue.SimpleQueue()
     one = watched(on_nodes=lambda nodes, why: told.put((nodes, why)))
     one.watch.begin(0)
@@ -452,7 +392,7 @@ def test_bad_nodes_are_handed_on_or_logged(remote, watched, caplog):
 def test_a_service_that_misbehaves_costs_the_launcher_nothing(remote, watched, mode):
     """Whatever it does, a call returns within milliseconds, and nobody is stopped."""
     remote.mode = mode
-    url = "http://127.0.0.1:1" if mode == "refuses" else None
+    url = NOBODY if mode == "refuses" else None
     one = watched(url)
     before = time.monotonic()
     for cycle in range(20):

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._launch.backoff import crashes_after, delay_s
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 
 
 def loop_of(*cycles):

@@ -16,7 +16,7 @@ from nvidia_resiliency_ext.fault_tolerance._launch.bad_node import (
     is_allowed,
     of_cause,
 )
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 CAUSE = Cause(

@@ -8,36 +8,40 @@ import signal
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._launch import decide
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import (
-    Assignment,
-    BarrierTimedOut,
-    Cause,
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.node_effects import (
     CloseRendezvous,
     Finish,
-    GroupStopped,
     Join,
-    JoinTimedOut,
     LeaveRendezvous,
-    NextRoundOpened,
-    Node,
     OpenNextRound,
-    Outcome,
-    Phase,
-    Policy,
     ReportBroken,
     ReportFault,
     ReportSuccess,
-    Request,
+    StartWorkers,
+    StopWorkers,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.node_events import (
+    BarrierTimedOut,
+    GroupStopped,
+    JoinTimedOut,
+    NextRoundOpened,
     RequestReceived,
     RoundClosed,
     RoundReady,
     Signalled,
     StartFailed,
-    StartWorkers,
-    StopWorkers,
     StoreLost,
     WorkerExited,
     WorkerStuck,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.node_state import (
+    Assignment,
+    Node,
+    Outcome,
+    Phase,
+    Policy,
+    Request,
 )
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 
@@ -169,6 +173,14 @@ def test_losing_the_store_during_a_restart_ends_the_node():
 def test_a_round_that_does_not_close_ends_the_node():
     """A node does not wait for others beyond its limit."""
     assert play(Node(POLICY), JoinTimedOut("late"))[1] == [Finish(1, "late")]
+
+
+def test_a_store_host_to_which_nobody_comes_ends_the_job():
+    """It must not serve a store for ever of which it has left the job."""
+    closes, leaves = play(Node(HOST_POLICY), JoinTimedOut("late"))[1]
+    assert leaves == Finish(1, "late")
+    assert isinstance(closes, CloseRendezvous)
+    assert (closes.reason, closes.cause.what) == ("failure", "late")
 
 
 def test_a_drained_node_leaves_at_once_and_its_workers_get_their_time():

@@ -14,8 +14,8 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._launch import faults, job, output, records, workers
 from nvidia_resiliency_ext.fault_tolerance._launch.chronicle import Chronicle
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import RoundClosed
 from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._launch.node_events import RoundClosed
 from nvidia_resiliency_ext.fault_tolerance._launch.ports import PortInUseError, PortReservation
 from nvidia_resiliency_ext.fault_tolerance._launch.rendezvous import LocalRendezvous
 from nvidia_resiliency_ext.fault_tolerance._launch.signals import SignalInbox

@@ -6,26 +6,7 @@ import signal
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._launch import decide
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import (
-    Assignment,
-    Cause,
-    CloseRendezvous,
-    Finish,
-    GroupStopped,
-    Join,
-    LeaveRendezvous,
-    NextRoundOpened,
-    Node,
-    OpenNextRound,
-    Outcome,
-    Phase,
-    Policy,
-    ReportFault,
-    ReportSuccess,
-    RoundReady,
-    StopWorkers,
-    WorkerExited,
-)
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._launch.leaving import (
     AskToSave,
     GraceOver,
@@ -37,6 +18,30 @@ from nvidia_resiliency_ext.fault_tolerance._launch.leaving import (
     SaveAgreed,
     StartGrace,
     TellPreempted,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.node_effects import (
+    CloseRendezvous,
+    Finish,
+    Join,
+    LeaveRendezvous,
+    OpenNextRound,
+    ReportFault,
+    ReportSuccess,
+    StopWorkers,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.node_events import (
+    GroupStopped,
+    NextRoundOpened,
+    RoundReady,
+    Signalled,
+    WorkerExited,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.node_state import (
+    Assignment,
+    Node,
+    Outcome,
+    Phase,
+    Policy,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
@@ -104,6 +109,13 @@ def test_ranks_that_stay_are_stopped_when_the_time_is_over(status, code):
     assert done[-1] == StopWorkers(signal.SIGTERM, 15.0)
     _, done = play(node, WorkerExited(0, CLEAN), WorkerExited(1, status), GroupStopped())
     assert done[-1].exit_code == code
+
+
+def test_ranks_that_are_held_are_released_while_they_are_stopped():
+    """A signal that ends the job between the question and the answer leaves no rank waiting."""
+    node, _ = play(running(), Preempted(GOES), RoundLeaves(GOES), Signalled(signal.SIGTERM))
+    assert node.phase is Phase.STOPPING
+    assert play(node, RanksHeld(7), SaveAgreed(8))[1] == [ReportHeld(7), ReleaseRanks(8)]
 
 
 def test_a_failure_on_a_node_that_must_go_is_no_restart():

@@ -2,7 +2,8 @@
 """A budget of restarts that refills."""
 
 from nvidia_resiliency_ext.fault_tolerance._launch import decide
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import BudgetChanged, Node, Policy
+from nvidia_resiliency_ext.fault_tolerance._launch.node_events import BudgetChanged
+from nvidia_resiliency_ext.fault_tolerance._launch.node_state import Node, Policy
 from nvidia_resiliency_ext.fault_tolerance._launch.refill import RefillingBudget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Phase

@@ -16,8 +16,8 @@ import pytest
 from torch.distributed.elastic import events
 from torch.distributed.elastic.events import handlers
 
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Assignment
 from nvidia_resiliency_ext.fault_tolerance._launch.faults import ErrorFile, Failure
+from nvidia_resiliency_ext.fault_tolerance._launch.node_state import Assignment
 from nvidia_resiliency_ext.fault_tolerance._launch.torch_events import (
     JobFacts,
     TorchEvents,

@@ -3,7 +3,7 @@
 
 import dataclasses
 
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.blame import BlameRules, blamed, note
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget

@@ -80,6 +80,8 @@ def test_waiting_for_an_endpoint_ends_in_time() -> None:
         with pytest.raises(EndpointError, match="is the launcher of the first node running"):
             wait_until_reachable("127.0.0.1", port, 0.2, SystemClock(), threading.Event())
         assert 0.2 <= time.monotonic() - began < 3
+        with pytest.raises(EndpointError, match=r"localhost:\d+ \(here .*127\.0\.0\.1\)"):
+            wait_until_reachable("localhost", port, 0.0, SystemClock(), threading.Event())
 
 
 def test_waiting_for_an_endpoint_can_be_ended() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rendezvous_store import CAUSE, Served, arrival, hosted, name, rules
 
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, host_loop, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.exclusions import Exclusions

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     MAX_TEXT,
     MAX_VALUE_BYTES,
@@ -24,11 +24,27 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
 )
 
 CAUSE = Cause("exit", "a worker failed", rank=3, exit_code=1, detail={"step": 7, "loss": 0.5})
-ARRIVAL = Arrival("10.0.0.1_7_0", "10.0.0.1", "node1", 4, "nvl", "g", 8, 29500, 2)
+ARRIVAL = Arrival("10.0.0.1_7_0", "10.0.0.1", "node1", 4, "nvl", "g", 8, 29500, 2, 1.5e9)
 ENTRY = Entry(
-    5, Phase.CLOSED, 2, "e", "host", CAUSE, "why", 4, 4, 32, "10.0.0.1", 29500, (0.5, 7.0), True
+    5,
+    Phase.CLOSED,
+    2,
+    "e",
+    "host",
+    CAUSE,
+    "why",
+    4,
+    4,
+    32,
+    "10.0.0.1",
+    29500,
+    (0.5, 7.0),
+    True,
+    False,
+    12,
+    "clocks are off",
 )
-PLACE = Place(2, 3, 24)
+PLACE = Place(2, 3, 24, -180.5)
 NOTE = Note(Kind.RESUMED, "10.0.0.1_7_0", ARRIVAL, WorkerState.FAILED, CAUSE, "text", ENTRY, PLACE)
 RECORDS = (ARRIVAL, NOTE, ENTRY, PLACE)
 
@@ -90,6 +106,8 @@ WRONG_VALUES = [
     *((Entry, "master_port", value) for value in (-1, 65536, "80")),
     *((Place, "round", value) for value in (-1, None, "0")),
     *((Place, "group_rank", value) for value in (-1, None, "0", 0.5)),
+    *((Place, "clock_off_s", value) for value in ("1", None, True, [])),
+    *((Arrival, "clock", value) for value in ("1", True, [])),
     *((Arrival, "nproc", value) for value in (0, -8, 1 << 40, "8")),
     *((Arrival, "node", value) for value in (1, None, "n" * (MAX_TEXT + 1))),
     *((Note, "kind", value) for value in ("gone", None, [])),

@@ -11,12 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import (
-    Cause,
-    NextRoundOpened,
-    RoundReady,
-)
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._launch.node_events import NextRoundOpened, RoundReady
 from nvidia_resiliency_ext.fault_tolerance._launch.rendezvous import RoundEvent
 from nvidia_resiliency_ext.fault_tolerance._launch.store_rendezvous import (
     NodeSettings,

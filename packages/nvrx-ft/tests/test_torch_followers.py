@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from attribution_service import LIMIT_S, STOP, AttributionService, attribution_service
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Candidate, Placement
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Phase
@@ -20,8 +19,6 @@ from nvidia_resiliency_ext.fault_tolerance._torch_faces.followers import (
     FollowerSettings,
     follower_settings,
 )
-
-LIMIT_S = 20.0
 
 
 def node(index: int) -> Candidate:
@@ -37,48 +34,12 @@ def closed(round_: int) -> Entry:
     return Entry(seq=round_, phase=Phase.CLOSED, round=round_, active=2)
 
 
-class Service(http.server.ThreadingHTTPServer):
-    """An attribution service that says STOP."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.posts: list[tuple[str, str]] = []
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    server: Service
-
-    def do_POST(self) -> None:
-        """Take a log."""
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.posts.append((body["analysis_intent"], body["log_path"]))
-        self._reply({})
-
-    def do_GET(self) -> None:
-        """Give the verdict."""
-        self._reply({"status": "completed", "recommendation": {"action": "STOP"}})
-
-    def _reply(self, value: Any) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
 @pytest.fixture
-def service() -> Iterator[Service]:
-    """Give a service."""
-    made = Service()
-    yield made
-    made.shutdown()
-    made.server_close()
+def service() -> Iterator[AttributionService]:
+    """Give a service that says STOP."""
+    with attribution_service() as made:
+        made.decides(STOP)
+        yield made
 
 
 def test_files_about_cycles_are_written_and_finished(tmp_path: Path) -> None:
@@ -97,10 +58,12 @@ def test_files_about_cycles_are_written_and_finished(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("enforces", [True, False])
-def test_stop_is_known_where_it_is_to_be_obeyed(service: Service, enforces: bool) -> None:
+def test_stop_is_known_where_it_is_to_be_obeyed(
+    service: AttributionService, enforces: bool
+) -> None:
     """The logs of cycles go to the service; its STOP is asked for, and is a look at memory."""
     conf = {
-        "attribution_endpoint": f"http://127.0.0.1:{service.server_port}",
+        "attribution_endpoint": service.url,
         "attribution_enforce_stop": enforces,
         "cycle_log_prefix": "/l/job.log",
     }

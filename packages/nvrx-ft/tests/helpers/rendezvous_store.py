@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, keys, store
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
@@ -72,10 +72,11 @@ def name(index: int) -> str:
 
 
 @contextlib.contextmanager
-def hosted(served: Served, by: HostRules) -> Iterator[Host]:
+def hosted(served: Served, by: HostRules, clock: SystemClock | None = None) -> Iterator[Host]:
     """Run a host beside the test; whatever it raises is raised at the end."""
     stop, failed = threading.Event(), []
-    host = Host(served.connect(), by, me="host", epoch="e", clock=SystemClock(), stop=stop)
+    clock = clock or SystemClock()
+    host = Host(served.connect(), by, me="host", epoch="e", clock=clock, stop=stop)
 
     def run() -> None:
         try:

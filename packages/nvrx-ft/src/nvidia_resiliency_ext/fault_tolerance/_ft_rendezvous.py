@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.identity import NodeIdentity
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import NodeSession

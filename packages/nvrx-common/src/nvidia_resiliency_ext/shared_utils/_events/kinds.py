@@ -96,12 +96,16 @@ class JobEnd(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class CycleStart(Event):
-    """A cycle of workers begins on this node: the rendezvous is done and workers start."""
+    """A cycle of workers begins on this node: the rendezvous is done and workers start.
+
+    ``clock_off_s`` is how far this node's wall clock is ahead of the others', where that was found.
+    """
 
     kind: ClassVar[str] = "cycle_start"
     world_size: int | None = None
     nodes: int | Sequence[str] | None = None
     reason: str | None = None
+    clock_off_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

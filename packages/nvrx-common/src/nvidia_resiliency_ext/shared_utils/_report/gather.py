@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from math import isfinite
+from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def gather(files: Sequence[EventFile]) -> list[Seen]:
     """Return the events of all files in the order of their times.
 
     Within a file, times follow the monotonic clock where the header allows it, so that a step of
-    the wall clock makes no time appear or vanish.
+    the wall clock makes no time appear or vanish. A clock that was found to be off is put right.
     """
     by_host: dict[str, list[EventFile]] = defaultdict(list)
     for file in files:
@@ -90,9 +91,24 @@ def gather(files: Sequence[EventFile]) -> list[Seen]:
     seen: list[Seen] = []
     for host, own in by_host.items():
         for launch, file in enumerate(sorted(own, key=_begin)):
-            offset = _offset(file)
-            seen.extend(Seen(_at(event, offset), host, launch, event) for event in file.events)
+            offset, off_s = _offset(file), _off_s(file)
+            seen.extend(
+                Seen(_at(event, offset) - off_s, host, launch, event) for event in file.events
+            )
     return sorted(seen, key=lambda event: event.at)
+
+
+def _off_s(file: EventFile) -> float:
+    """Return by how much the node's clock was found to be ahead of the others'."""
+    found = [
+        value
+        for event in file.events
+        if event.kind == "cycle_start"
+        and isinstance(value := event.fields.get("clock_off_s"), (int, float))
+        and isfinite(value)
+        and abs(value) < _LARGEST
+    ]
+    return median(found) if found else 0.0
 
 
 def _begin(file: EventFile) -> float:

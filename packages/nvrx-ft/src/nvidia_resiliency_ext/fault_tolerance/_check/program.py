@@ -96,8 +96,11 @@ def _prepare_meeting(
         return None
     if meeting.listener is not None:
         stack.callback(meeting.listener.close)
-    where = "this node serves the store" if meeting.is_here else "another node serves the store"
-    found.append(passed("endpoint", f"{meeting.host}:{meeting.port}, {where}"))
+    if meeting.is_hidden:
+        text = f"{meeting.host} is {meeting.served_at} here, which other machines cannot reach"
+        found.append(failed("endpoint", text))
+    else:
+        found.append(passed("endpoint", meeting.where))
 
     def meet(own: list[Finding], clock: SystemClock) -> list[Finding]:
         report = NodeReport(

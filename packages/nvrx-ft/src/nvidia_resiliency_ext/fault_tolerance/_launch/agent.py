@@ -19,11 +19,14 @@ from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from . import decide, leaving
+from . import decide, leaving, node_effects, node_events, node_state
+from .cause import Cause
 from .chronicle import Chronicle
-from .decide import Assignment, Cause, Effect, Event, Node, Phase, Policy
 from .faults import Failure, cause_of, read_error_file, root_cause
 from .loop import EventLoop, Timer
+from .node_effects import Effect
+from .node_events import Event
+from .node_state import Assignment, Node, Phase, Policy
 from .output import Tee
 from .refill import RefillingBudget
 from .rendezvous import Rendezvous
@@ -182,24 +185,26 @@ class NodeAgent:
         self._cycle_start_time: float | None = None
         self._started_at: float | None = None
         self._steps_recorded = NO_STEPS
-        self._finish: decide.Finish | None = None
+        self._finish: node_effects.Finish | None = None
         self._barrier: Timer | None = None
         self._refill: Timer | None = None
         self._is_unfit = False
         self._perform: dict[type, Callable[..., None]] = {
-            decide.Join: self._join,
-            decide.StartWorkers: self._start_workers,
-            decide.StopWorkers: self._stop_workers,
-            decide.KillWorkers: self._kill_workers,
-            decide.ReportFault: self._report_fault,
-            decide.OpenNextRound: lambda effect: rendezvous.open_next(effect.cause),
-            decide.CloseRendezvous: lambda effect: rendezvous.close(effect.reason, effect.cause),
-            decide.ReportSuccess: self._report_success,
-            decide.ReportBroken: lambda effect: rendezvous.broken(
+            node_effects.Join: self._join,
+            node_effects.StartWorkers: self._start_workers,
+            node_effects.StopWorkers: self._stop_workers,
+            node_effects.KillWorkers: self._kill_workers,
+            node_effects.ReportFault: self._report_fault,
+            node_effects.OpenNextRound: lambda effect: rendezvous.open_next(effect.cause),
+            node_effects.CloseRendezvous: lambda effect: rendezvous.close(
+                effect.reason, effect.cause
+            ),
+            node_effects.ReportSuccess: self._report_success,
+            node_effects.ReportBroken: lambda effect: rendezvous.broken(
                 effect.cause, all_gone=effect.all_gone
             ),
-            decide.LeaveRendezvous: self._leave,
-            decide.Finish: self._note_finish,
+            node_effects.LeaveRendezvous: self._leave,
+            node_effects.Finish: self._note_finish,
             leaving.TellPreempted: self._tell_preempted,
             leaving.StartGrace: lambda _: desk.start_grace(),
             leaving.AskToSave: lambda effect: desk.ask(effect.cause),
@@ -236,11 +241,11 @@ class NodeAgent:
         rank = (self._assignment.rank_offset if self._assignment else 0) + local_rank
         what = f"rank {rank} on host {self._host} survived SIGKILL: {why}"
         cause = Cause("unhealthy", what, rank, local_rank, self._host, detected_by="monitor")
-        self.post(decide.WorkerStuck(cause))
+        self.post(node_events.WorkerStuck(cause))
 
     def _group_stopped(self, given_up: tuple[int, ...]) -> None:
         """Take note that the cycle's workers are gone."""
-        self.post(decide.GroupStopped(given_up))
+        self.post(node_events.GroupStopped(given_up))
 
     # The loop ------------------------------------------------------------------------------
 
@@ -250,7 +255,7 @@ class NodeAgent:
         if fd is not None:
             self._loop.watch(fd, self._poll_rendezvous)
         self._loop.call_at(self._clock.monotonic() + PROGRESS_INTERVAL_S, self._tick_progress)
-        self._join(decide.Join(0, None))
+        self._join(node_effects.Join(0, None))
         while self._finish is None:
             if not self._settle():
                 self._loop.run_once()
@@ -271,7 +276,7 @@ class NodeAgent:
         while self._rendezvous.must_stay:
             self._loop.run_once()
             self._poll_rendezvous()
-            if any(isinstance(event, decide.Signalled) for event in self._events):
+            if any(isinstance(event, node_events.Signalled) for event in self._events):
                 return
 
     def _settle(self) -> bool:
@@ -290,10 +295,10 @@ class NodeAgent:
         if before is Phase.RUNNING and self._node.phase is not Phase.RUNNING:
             self._record_progress()
             self._note_end()
-        if isinstance(event, decide.NodeUnfit):
+        if isinstance(event, node_events.NodeUnfit):
             # What its workers did before is not why it leaves.
             self._is_unfit, self._failures = True, []
-        if before is Phase.STOPPING and isinstance(event, decide.GroupStopped):
+        if before is Phase.STOPPING and isinstance(event, node_events.GroupStopped):
             self._chronicle.workers_stopped()
         for effect in effects:
             self._apply(effect)
@@ -332,7 +337,7 @@ class NodeAgent:
         for local_rank, status, _ in exits:
             self._chronicle.worker_exited(local_rank, status)
             own = cause if local_rank in failed else None
-            self._feed(decide.WorkerExited(local_rank, status, own, no_progress))
+            self._feed(node_events.WorkerExited(local_rank, status, own, no_progress))
 
     def _failure(self, local_rank: int, status: ExitStatus, seen_at: float) -> Failure:
         assert self._assignment is not None
@@ -357,7 +362,7 @@ class NodeAgent:
 
     # Effects -------------------------------------------------------------------------------
 
-    def _join(self, effect: decide.Join) -> None:
+    def _join(self, effect: node_effects.Join) -> None:
         if self._barrier is not None:
             self._barrier.cancel()
         if effect.cause is not None:
@@ -370,7 +375,7 @@ class NodeAgent:
 
     def _admitted(self, cycle: int, unfit: Cause | None) -> None:
         if unfit is not None:
-            self.post(decide.NodeUnfit(unfit))
+            self.post(node_events.NodeUnfit(unfit))
         elif self._node.phase is Phase.JOINING:  # It may have been told to end meanwhile.
             self._rendezvous.join(cycle)
             self._poll_rendezvous()
@@ -378,12 +383,13 @@ class NodeAgent:
     def _poll_rendezvous(self) -> None:
         self._events.extend(self._rendezvous.poll())
 
-    def _start_workers(self, effect: decide.StartWorkers) -> None:
+    def _start_workers(self, effect: node_effects.StartWorkers) -> None:
         assignment = self._assignment = effect.assignment
         if self._budget is not None:
             now = self._clock.monotonic()
             self._budget.round_begins(assignment.cycle, assignment.restart_ages_s, now)
             self._tell_budget()
+        self._desk.clock_is_off(assignment.clock_off_s)
         self._chronicle.round_joined(assignment)
         self._failures = []
         self._steps_recorded = Steps(None, 0, self._clock.monotonic())
@@ -397,7 +403,7 @@ class NodeAgent:
             self._monitor.prepare(assignment.cycle)
             self._workers.start(specs, self._starter)
         except (NvrxError, OSError) as error:
-            self.post(decide.StartFailed(Cause("start", str(error), host=self._host)))
+            self.post(node_events.StartFailed(Cause("start", str(error), host=self._host)))
             return
         self._started_at = self._clock.monotonic()
         self._tell_monitor()
@@ -406,7 +412,7 @@ class NodeAgent:
     def _tell_budget(self) -> None:
         assert self._budget is not None
         now = self._clock.monotonic()
-        self.post(decide.BudgetChanged(self._budget.left(now)))
+        self.post(node_events.BudgetChanged(self._budget.left(now)))
         at = self._budget.next_change(now)
         if self._refill is not None:
             self._refill.cancel()
@@ -420,17 +426,17 @@ class NodeAgent:
         self._tell_monitor()
         self._chronicle.worker_started(local_rank, self._workers.started[local_rank])
 
-    def _stop_workers(self, effect: decide.StopWorkers) -> None:
+    def _stop_workers(self, effect: node_effects.StopWorkers) -> None:
         self._gate.shut()
-        if self._node.outcome is decide.Outcome.RESTART:
+        if self._node.outcome is node_state.Outcome.RESTART:
             self._gate.prepare()
         self._workers.stop(effect.signum, effect.grace_s)
 
-    def _kill_workers(self, _effect: decide.KillWorkers) -> None:
+    def _kill_workers(self, _effect: node_effects.KillWorkers) -> None:
         logger.warning("asked a second time: all workers are killed now")
         self._workers.kill()
 
-    def _report_fault(self, effect: decide.ReportFault) -> None:
+    def _report_fault(self, effect: node_effects.ReportFault) -> None:
         self._chronicle.fault(
             effect.cause,
             effect.outcome,
@@ -439,15 +445,15 @@ class NodeAgent:
             last_iteration=self._monitor.last_iteration(),
         )
 
-    def _leave(self, effect: decide.LeaveRendezvous) -> None:
+    def _leave(self, effect: node_effects.LeaveRendezvous) -> None:
         self._rendezvous.leave(effect.cause)
         if effect.cause.kind != "drained":
             self._on_bad_node(effect.cause)
 
-    def _report_success(self, _effect: decide.ReportSuccess) -> None:
+    def _report_success(self, _effect: node_effects.ReportSuccess) -> None:
         self._rendezvous.succeeded()
         at = self._clock.monotonic() + BARRIER_S
-        self._barrier = self._loop.call_at(at, lambda: self.post(decide.BarrierTimedOut()))
+        self._barrier = self._loop.call_at(at, lambda: self.post(node_events.BarrierTimedOut()))
         logger.info("all workers of this node ended well; waiting for the other nodes")
 
     def _tell_preempted(self, effect: leaving.TellPreempted) -> None:
@@ -458,7 +464,7 @@ class NodeAgent:
         self._rendezvous.held(effect.calls)
         self._poll_rendezvous()
 
-    def _note_finish(self, effect: decide.Finish) -> None:
+    def _note_finish(self, effect: node_effects.Finish) -> None:
         self._finish = effect
 
     def _tick_progress(self) -> None:

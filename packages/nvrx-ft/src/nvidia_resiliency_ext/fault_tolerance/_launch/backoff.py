@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 
-from .decide import Cause
+from .cause import Cause
 
 __all__ = ["FIRST_DELAY_S", "SHORT_CYCLE_S", "crashes_after", "delay_s"]
 

@@ -25,7 +25,7 @@ from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 
-from .decide import Cause
+from .cause import Cause
 
 __all__ = ["BadNode", "BadNodeHook", "RunRecord", "is_allowed", "of_cause"]
 

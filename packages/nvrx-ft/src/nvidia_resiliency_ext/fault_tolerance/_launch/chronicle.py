@@ -17,8 +17,9 @@ from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-from .decide import Assignment, Cause, Outcome
+from .cause import Cause
 from .faults import Failure
+from .node_state import Assignment, Outcome
 from .records import FailureLog, FailureRecord, RestartTimes
 from .workers import Started
 
@@ -84,6 +85,7 @@ class Chronicle:
                 world_size=assignment.world_size,
                 nodes=assignment.group_world_size,
                 reason=reason,
+                clock_off_s=assignment.clock_off_s or None,
             )
         )
 

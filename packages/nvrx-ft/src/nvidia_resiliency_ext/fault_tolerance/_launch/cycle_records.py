@@ -20,7 +20,7 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
 
-from .decide import Assignment
+from .node_state import Assignment
 from .output import Target, WorkerOutput
 
 if TYPE_CHECKING:

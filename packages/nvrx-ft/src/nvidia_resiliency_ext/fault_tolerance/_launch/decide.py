@@ -8,6 +8,7 @@ events and performs the effects; nothing here reads a clock, a file or a process
     JOINING    RoundReady                RUNNING    StartWorkers
     JOINING    RoundClosed               FINISHED   Finish
     JOINING    Signalled                 FINISHED   CloseRendezvous, Finish
+    JOINING    JoinTimedOut              FINISHED   [CloseRendezvous], Finish(1)
     JOINING    NodeUnfit                 FINISHED   ReportFault, LeaveRendezvous, Finish(1)
     JOINING    NextRoundOpened           JOINING    Join          (a spare tries again)
     RUNNING    WorkerExited (0, last)    FINISHED   CloseRendezvous, Finish(0)   (one node)
@@ -37,18 +38,15 @@ events and performs the effects; nothing here reads a clock, a file or a process
 from __future__ import annotations
 
 import dataclasses
-import enum
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_FAILURE,
     RDZV_SHUTDOWN_REASON_GRACEFUL,
     RDZV_SHUTDOWN_REASON_NO_PROGRESS,
 )
-from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 
+from .cause import Cause
 from .leaving import (
     AskToSave,
     GraceOver,
@@ -62,360 +60,41 @@ from .leaving import (
     StartGrace,
     TellPreempted,
 )
-
-EXIT_OK = 0
-EXIT_FAILURE = 1
-
-
-class Phase(enum.Enum):
-    """Where a node stands in the life of one cycle."""
-
-    JOINING = "joining"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    WAITING = "waiting"
-    FINISHED = "finished"
-
-
-class Outcome(enum.Enum):
-    """What follows once the workers are stopped."""
-
-    RESTART = "restart"
-    FAIL = "fail"
-    NO_RESTART = "no_restart"
-    SIGNALLED = "signalled"
-    LEAVE = "leave"
-    OVER = "over"
-    TOLERATED = "tolerated"
-
-
-class Request(enum.Enum):
-    """What a rank asked the launcher to do at the next rendezvous."""
-
-    EXCLUDE_NODE = "exclude_node"
-    SHUTDOWN = "shutdown"
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """This node's place in a round: what rendezvous decided."""
-
-    cycle: int
-    group_rank: int
-    group_world_size: int
-    rank_offset: int
-    world_size: int
-    master_addr: str
-    master_port: int
-    restart_ages_s: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """Why a cycle ended: machine-readable, and said to every node."""
-
-    kind: str
-    what: str
-    rank: int | None = None
-    local_rank: int | None = None
-    host: str = ""
-    exit_code: int | None = None
-    signal: int | None = None
-    detected_by: str = "launcher"
-    detail: Mapping[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The numbers a decision needs, and what this node is in the job."""
-
-    max_restarts: int
-    stop_grace_s: float
-    signal_grace_s: float
-    no_restart_exit_code: int
-    many_nodes: bool = False
-    is_store_host: bool = False
-    min_healthy: bool = False
-    host: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """The state of this node. `running` holds the local ranks that have not exited."""
-
-    policy: Policy
-    phase: Phase = Phase.JOINING
-    cycle: int = 0
-    running: frozenset[int] = frozenset()
-    unclean: frozenset[int] = frozenset()
-    outcome: Outcome | None = None
-    cause: Cause | None = None
-    stop_signal: int | None = None
-    requests: tuple[tuple[Request, str], ...] = ()
-    group_world_size: int = 1
-    over: RoundClosed | None = None
-    budget: int | None = None
-    leaving: Leaving | None = None
-
-    @property
-    def must_go(self) -> bool:
-        """Whether this node itself was told to leave: it takes part in no further round."""
-        return self.leaving is not None and self.leaving.is_own
-
-
-# Events ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RoundReady:
-    """Rendezvous is complete; `local_ranks` are to be started here."""
-
-    assignment: Assignment
-    local_ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RoundClosed:
-    """Rendezvous was closed for everybody."""
-
-    reason: str
-    no_restart: bool = False
-    cause: Cause | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StoreLost:
-    """This node cannot reach the others any more, or must not go on beside them.
-
-    `stop_within_s` is how long its workers may take to end before they are killed.
-    """
-
-    what: str
-    stop_within_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class JoinTimedOut:
-    """The round this node has joined did not close in time."""
-
-    what: str
-
-
-@dataclass(frozen=True, slots=True)
-class NodeUnfit:
-    """This node failed its health check before it joined a round."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
-class BarrierTimedOut:
-    """The other nodes did not end in time after this one succeeded."""
-
-
-@dataclass(frozen=True, slots=True)
-class NextRoundOpened:
-    """Another node saw a fault and opened the next round."""
-
-    cause: Cause
-    no_restart: bool = False
-    no_progress: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerExited:
-    """A worker is gone. `cause` says how when it failed; `no_progress` comes from the tracker."""
-
-    local_rank: int
-    status: ExitStatus
-    cause: Cause | None = None
-    no_progress: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStuck:
-    """A worker survived SIGKILL: the kernel holds it, and it will not exit."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
-class StartFailed:
-    """The workers could not be started; the machine said why."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
-class GroupStopped:
-    """No worker of the cycle is left, or those in `unkillable` were given up."""
-
-    unkillable: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Signalled:
-    """The launcher got a signal that asks it to end."""
-
-    signum: int
-
-
-@dataclass(frozen=True, slots=True)
-class BudgetChanged:
-    """So many restarts are left now, for a budget that refills; else the cycle's number tells."""
-
-    left: int
-
-
-@dataclass(frozen=True, slots=True)
-class StopRequested:
-    """The job is to end and not to be started again; `reason` is what the others are told."""
-
-    cause: Cause
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RequestReceived:
-    """A rank asked for a change at the next rendezvous."""
-
-    request: Request
-    description: str
-
-
-Event = (
-    RoundReady
-    | RoundClosed
-    | NextRoundOpened
-    | StoreLost
-    | JoinTimedOut
-    | NodeUnfit
-    | BarrierTimedOut
-    | WorkerExited
-    | WorkerStuck
-    | StartFailed
-    | GroupStopped
-    | Signalled
-    | BudgetChanged
-    | RequestReceived
-    | Preempted
-    | RoundLeaves
-    | RanksHeld
-    | SaveAgreed
-    | GraceOver
-    | StopRequested
+from .node_effects import (
+    CloseRendezvous,
+    Effect,
+    Finish,
+    Join,
+    KillWorkers,
+    LeaveRendezvous,
+    OpenNextRound,
+    ReportBroken,
+    ReportFault,
+    ReportSuccess,
+    StartWorkers,
+    StopWorkers,
 )
-
-
-# Effects --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """Join the rendezvous of `cycle`."""
-
-    cycle: int
-    cause: Cause | None
-
-
-@dataclass(frozen=True, slots=True)
-class StartWorkers:
-    """Start the workers of this round."""
-
-    assignment: Assignment
-
-
-@dataclass(frozen=True, slots=True)
-class StopWorkers:
-    """Send `signum` to each worker's group; SIGKILL what is left after `grace_s`."""
-
-    signum: int
-    grace_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class KillWorkers:
-    """SIGKILL every worker's group now."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReportFault:
-    """Write the fault to the log and the record."""
-
-    cause: Cause
-    outcome: Outcome
-    restarts_left: int
-
-
-@dataclass(frozen=True, slots=True)
-class OpenNextRound:
-    """Tell the other nodes that a restart begins, and why."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
-class CloseRendezvous:
-    """Tell everybody that there is no further round."""
-
-    reason: str
-    cause: Cause | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ReportSuccess:
-    """Tell the other nodes that all workers of this one ended well, and wait for theirs."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReportBroken:
-    """Tell the store host that workers of this node failed; it decides what follows."""
-
-    cause: Cause
-    all_gone: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveRendezvous:
-    """Tell the other nodes that this one takes part no longer."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Leave with this exit code."""
-
-    exit_code: int
-    reason: str
-
-
-Effect = (
-    Join
-    | StartWorkers
-    | StopWorkers
-    | KillWorkers
-    | ReportFault
-    | OpenNextRound
-    | CloseRendezvous
-    | ReportSuccess
-    | ReportBroken
-    | LeaveRendezvous
-    | Finish
-    | TellPreempted
-    | StartGrace
-    | AskToSave
-    | ReportHeld
-    | ReleaseRanks
+from .node_events import (
+    BarrierTimedOut,
+    BudgetChanged,
+    Event,
+    GroupStopped,
+    JoinTimedOut,
+    NextRoundOpened,
+    NodeUnfit,
+    RequestReceived,
+    RoundClosed,
+    RoundReady,
+    Signalled,
+    StartFailed,
+    StopRequested,
+    StoreLost,
+    WorkerExited,
+    WorkerStuck,
 )
+from .node_state import EXIT_FAILURE, EXIT_OK, Node, Outcome, Phase, Request, restarts_left
+
 Decision = tuple[Node, tuple[Effect, ...]]
-
-
-def restarts_left(node: Node) -> int:
-    """Return how many restarts the job still has; the cycle number is global to the job."""
-    if node.budget is not None:
-        return node.budget
-    return max(0, node.policy.max_restarts - node.cycle)
 
 
 def decide(node: Node, event: Event) -> Decision:
@@ -480,7 +159,7 @@ def _while_joining(node: Node, event: Event) -> Decision:
     if isinstance(event, NextRoundOpened):
         return node, (Join(node.cycle + 1, event.cause),)
     if isinstance(event, (StoreLost, JoinTimedOut)):
-        return _finished(node), (Finish(EXIT_FAILURE, event.what),)
+        return _alone(node, event)
     if isinstance(event, NodeUnfit):
         cause = event.cause
         report = ReportFault(cause, Outcome.LEAVE, 0)
@@ -491,6 +170,15 @@ def _while_joining(node: Node, event: Event) -> Decision:
         goes = _goes(node, name, RDZV_SHUTDOWN_REASON_GRACEFUL)
         return _finished(node), (*goes, Finish(EXIT_FAILURE, name))
     return node, ()
+
+
+def _alone(node: Node, event: StoreLost | JoinTimedOut) -> Decision:
+    """Leave, as nobody is there; without its store host there is no job to come to later."""
+    ends: tuple[Effect, ...] = ()
+    if isinstance(event, JoinTimedOut) and node.policy.is_store_host:
+        cause = Cause("join_timeout", event.what, host=node.policy.host, detected_by="rendezvous")
+        ends = (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause),)
+    return _finished(node), (*ends, Finish(EXIT_FAILURE, event.what))
 
 
 def _goes(node: Node, name: str, reason: str) -> tuple[Effect, ...]:
@@ -574,11 +262,16 @@ def _while_leaving(
     if isinstance(event, RoundLeaves):
         leaving = node.leaving or Leaving(event.cause, is_own=False)
         return dataclasses.replace(node, leaving=leaving), (AskToSave(event.cause),)
-    if isinstance(event, RanksHeld):
-        return node, (ReportHeld(event.calls),)
-    if isinstance(event, SaveAgreed):
-        return node, (ReleaseRanks(event.at),)
+    if isinstance(event, (RanksHeld, SaveAgreed)):
+        return node, _agreeing(event)
     return _out_of_time(node)
+
+
+def _agreeing(event: RanksHeld | SaveAgreed) -> tuple[Effect, ...]:
+    """Return the next step of ranks that are held until it is agreed where all of them save."""
+    if isinstance(event, RanksHeld):
+        return (ReportHeld(event.calls),)
+    return (ReleaseRanks(event.at),)
 
 
 def _preempted(node: Node, event: Preempted) -> Decision:
@@ -676,13 +369,9 @@ def _tolerated(node: Node, cause: Cause) -> Decision:
 def _while_stopping(node: Node, event: Event) -> Decision:
     if isinstance(event, WorkerExited):
         return _without(node, event), ()
-    if isinstance(event, StoreLost) and node.outcome is Outcome.RESTART:
-        return _lost(node, event)
-    if isinstance(event, RoundClosed) and node.outcome is Outcome.RESTART:
-        return dataclasses.replace(node, outcome=Outcome.OVER, over=event), ()
-    if isinstance(event, Preempted) and node.outcome is Outcome.RESTART:
-        leaving = Leaving(event.cause, is_own=True)
-        return _out_of_time(dataclasses.replace(node, leaving=leaving))
+    if isinstance(event, (RanksHeld, SaveAgreed)):
+        # They are held in a call, where they may not even see that they are to stop.
+        return node, _agreeing(event)
     if isinstance(event, Signalled):
         if node.stop_signal is not None:
             again = event.signum == signal.SIGINT
@@ -690,6 +379,18 @@ def _while_stopping(node: Node, event: Event) -> Decision:
         return _signalled(node, event.signum)
     if isinstance(event, GroupStopped):
         return _after_stop(node, event)
+    return _no_more_restart(node, event) if node.outcome is Outcome.RESTART else (node, ())
+
+
+def _no_more_restart(node: Node, event: Event) -> Decision:
+    """Take note of what makes the restart impossible for which workers are being stopped."""
+    if isinstance(event, StoreLost):
+        return _lost(node, event)
+    if isinstance(event, RoundClosed):
+        return dataclasses.replace(node, outcome=Outcome.OVER, over=event), ()
+    if isinstance(event, Preempted):
+        leaving = Leaving(event.cause, is_own=True)
+        return _out_of_time(dataclasses.replace(node, leaving=leaving))
     return node, ()
 
 

@@ -23,12 +23,12 @@ from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 
 from .agent import Result
 from .command import WorkerCommand, cpu_binding, numa_binding, visible_gpus
-from .decide import EXIT_OK
 from .errors import NoRestartRequested, UnhealthyNodeException
 from .function_worker import FunctionCall
 from .job import Job
 from .launch_config import LaunchConfig
 from .library_plan import config_from_plan, plan_from_config
+from .node_state import EXIT_OK
 from .plan import LaunchPlan, log_warnings, plan_from_args
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from nvidia_resiliency_ext.fault_tolerance._env import (
     RUN_ID,
 )
 
-from .decide import Assignment
+from .node_state import Assignment
 
 __all__ = [
     "CycleStamp",

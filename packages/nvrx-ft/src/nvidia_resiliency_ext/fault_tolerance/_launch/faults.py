@@ -17,7 +17,7 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.report import cause_kind
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
-from .decide import Cause
+from .cause import Cause
 
 MAX_ERROR_FILE_BYTES = 1 << 20
 LATEST_TIMESTAMP = float(1 << 32)

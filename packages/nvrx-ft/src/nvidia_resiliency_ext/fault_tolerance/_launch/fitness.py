@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._infra.hardware import has_adapters, has_gpu_driver
 
-from .decide import Cause
+from .cause import Cause
 from .errors import UnhealthyNodeException
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThrea
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
 from .backoff import SHORT_CYCLE_S, crashes_after, delay_s
-from .decide import Cause
+from .cause import Cause
 from .fitness import NodeChecks, injected_failure, unfit
 from .loop import EventLoop, Timer
 from .reclaim import GpuMemory, MemoryRules, wait_for_memory

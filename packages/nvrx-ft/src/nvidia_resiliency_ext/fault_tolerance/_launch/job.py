@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
 from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
 from nvidia_resiliency_ext.fault_tolerance._monitor.sweep import sweep
-from nvidia_resiliency_ext.fault_tolerance._preempt.deadline import end_of_job
+from nvidia_resiliency_ext.fault_tolerance._preempt.deadline import end_of_job, is_told
 from nvidia_resiliency_ext.fault_tolerance._preempt.desk import PreemptionDesk
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.exclusions import Exclusions
 from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
@@ -33,9 +33,9 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Parts, Result
+from .cause import Cause
 from .chronicle import Chronicle
 from .cycle_records import CycleRecords
-from .decide import Assignment, Cause, Policy, Signalled, StopRequested
 from .env import (
     OF_AN_OUTER_RANK,
     CycleStamp,
@@ -46,6 +46,8 @@ from .env import (
 from .gate import make_gate
 from .loop import EventLoop, Timer
 from .monitor_link import MonitorPerRank, NoMonitor, SharedMonitor
+from .node_events import Signalled, StopRequested
+from .node_state import Assignment, Policy
 from .output import LOOK_INTERVAL_S, Tee, line_prefix, worker_output
 from .place import make_place
 from .plan import LaunchPlan
@@ -321,6 +323,7 @@ class Job:
             signum=config.preempt_signal,
             grace_s=config.preempt_grace,
             end=end_of_job(config.preempt_deadline, self._environ, self._clock.wall()),
+            end_is_told=is_told(config.preempt_deadline),
         )
 
     def _build_monitor(self) -> SharedMonitor | MonitorPerRank | NoMonitor:

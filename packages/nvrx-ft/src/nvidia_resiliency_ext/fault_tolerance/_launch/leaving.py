@@ -11,10 +11,8 @@ the rendezvous: without the nodes that must go when enough others are there, els
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .decide import Cause
+from .cause import Cause
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,8 +55,8 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 
 from . import surroundings, syntax
+from .cause import Cause
 from .cycle_records import CycleRecords, StoreHost, nodes_of
-from .decide import Cause
 from .fitness import injected_failure
 from .loop import EventLoop
 from .plan import LaunchPlan
@@ -91,6 +91,7 @@ class Meeting:
     host: str
     port: int
     listener: socket.socket | None
+    served_at: str = ""
 
     @property
     def is_here(self) -> bool:
@@ -101,6 +102,19 @@ class Meeting:
     def address(self) -> str:
         """Where the store is, as `host:port`."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def where(self) -> str:
+        """Who serves the store and where, for people who look for a wrong address."""
+        if not self.is_here:
+            return f"another launcher serves the store at {self.address}"
+        return f"this launcher serves the store at {self.address}, on address {self.served_at}"
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether other machines cannot come here, though the endpoint's name does not say so."""
+        is_loopback = self.served_at.startswith("127.") or self.served_at == "::1"
+        return is_loopback and self.host not in ("localhost", self.served_at)
 
     @property
     def store_host(self) -> StoreHost:
@@ -121,7 +135,9 @@ def find_meeting(plan: LaunchPlan) -> Meeting:
     except ValueError as error:
         raise ConfigError(f"--rdzv-conf: {error}") from None
     port = port or DEFAULT_PORT
-    return Meeting(host, port, claim(host, port, is_host))
+    listener = claim(host, port, is_host)
+    served_at = "" if listener is None else str(listener.getsockname()[0])
+    return Meeting(host, port, listener, served_at)
 
 
 def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> HostRules:
@@ -211,6 +227,12 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     longest_s = min(Probing().longest_pause_s, LEASES_BETWEEN_PROBES * config.lease)
     way = _Way(meeting, prefix, secret, limit_s, Probing(longest_pause_s=longest_s))
     host: _HostThread | None = None
+    if meeting.is_hidden:
+        logger.warning(
+            "--rdzv-endpoint %s is the loopback address %s on this machine: launchers on others "
+            "cannot reach it; use a name or address that means the same on all of them",
+            *(meeting.host, meeting.served_at),
+        )
     if meeting.listener is not None:
         host = _HostThread(
             way,
@@ -243,6 +265,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         unfit_in=lambda round_: injected_failure(round_, infra_rank, host_name, environ),
         group=replacement_group_id(environ) if rules.placement.group_size else None,
         must_agree=agreed,
+        where=meeting.where,
     )
 
     def connect_when_ready(refused: Callable[[], None]) -> JobStore:

@@ -60,9 +60,14 @@ def run_plan(plan: LaunchPlan) -> int:
     """Run a plan and return the exit code; what the machine refuses is one line on stderr."""
     from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 
-    from .decide import EXIT_FAILURE
     from .job import Job, show_failures
+    from .node_state import EXIT_FAILURE
+    from .signals import ignore
 
+    announcing = plan.fault_tolerance.preempt_signal
+    if announcing is not None:
+        # What the job gives back at its end must not kill this process, and its exit code with it.
+        ignore(announcing)
     try:
         with Job(plan, os.environ) as job:
             result = job.run()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
 
-from .decide import Cause
+from .cause import Cause
 from .faults import MAX_ERROR_FILE_BYTES
 
 logger = logging.getLogger("nvrx")

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._preempt.agreement import agreed_call
 
-from .decide import (
-    Assignment,
-    Cause,
+from .cause import Cause
+from .leaving import RoundLeaves, SaveAgreed
+from .node_events import (
     JoinTimedOut,
     NextRoundOpened,
     NodeUnfit,
@@ -22,7 +22,7 @@ from .decide import (
     RoundReady,
     StoreLost,
 )
-from .leaving import RoundLeaves, SaveAgreed
+from .node_state import Assignment
 from .ports import PortReservation
 
 RoundEvent = (

@@ -7,7 +7,8 @@ import logging
 
 from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction, WorkloadControlRequest
 
-from .decide import Request, RequestReceived
+from .node_events import RequestReceived
+from .node_state import Request
 
 logger = logging.getLogger("nvrx")
 

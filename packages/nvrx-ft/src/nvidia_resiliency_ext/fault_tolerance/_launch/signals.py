@@ -15,6 +15,12 @@ def _ignore(_signum: int, _frame: FrameType | None) -> None:
     """Do nothing: the number arrives through the wakeup descriptor."""
 
 
+def ignore(signum: signal.Signals) -> None:
+    """Let a signal do nothing; in another thread than the main one it stays as it is."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signum, signal.SIG_IGN)
+
+
 class SignalInbox:
     """Collects signal numbers while it is installed.
 

@@ -40,9 +40,10 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-from .decide import (
-    Assignment,
-    Cause,
+from .cause import Cause
+from .leaving import RoundLeaves, SaveAgreed
+from .loop import EventLoop, Timer
+from .node_events import (
     JoinTimedOut,
     NextRoundOpened,
     NodeUnfit,
@@ -50,8 +51,7 @@ from .decide import (
     RoundReady,
     StoreLost,
 )
-from .leaving import RoundLeaves, SaveAgreed
-from .loop import EventLoop, Timer
+from .node_state import Assignment
 from .ports import PortReservation
 from .rendezvous import RoundEvent
 
@@ -84,6 +84,7 @@ class NodeSettings:
     unfit_in: Callable[[int], Cause | None] = lambda _round: None
     group: str | None
     must_agree: Mapping[str, str]
+    where: str = ""
 
 
 class HostThread(Protocol):
@@ -151,6 +152,9 @@ class StoreRendezvous:
             connect_timeout_s=settings.connect_timeout_s,
             settings=dict(settings.must_agree),
         )
+        # A clock that is set meanwhile must not move this node's times against its record.
+        self._wall_ahead_s = clock.wall() - clock.monotonic()
+        self._said_of_clocks = ""
         self._on_lease = on_lease
         self._told_at: float | None = None
         self._fence: Timer | None = None
@@ -263,7 +267,11 @@ class StoreRendezvous:
 
     def _arrive(self, session: NodeSession, arrival: Arrival) -> None:
         """Offer this node; runs in the session's thread, which may wait for the domain."""
-        arrival = dataclasses.replace(arrival, domain=self._settings.domain())
+        arrival = dataclasses.replace(
+            arrival,
+            domain=self._settings.domain(),
+            clock=round(self._clock.monotonic() + self._wall_ahead_s, 3),
+        )
         entry = session.entry
         assert entry is not None
         if entry.phase is Phase.OVER:
@@ -285,6 +293,8 @@ class StoreRendezvous:
                 os.eventfd_write(self._wakeup, 1)
 
     def _event(self, news: News | RoundEvent) -> RoundEvent | None:
+        if isinstance(news, (Placed, Spare)):
+            self._say_clocks(news.entry.clocks)
         if isinstance(news, Placed):
             return self._placed(news)
         if isinstance(news, Spare):
@@ -310,6 +320,12 @@ class StoreRendezvous:
             return StoreLost(news.what, STORE_LOST_STOP_S)
         return news
 
+    def _say_clocks(self, what: str) -> None:
+        """Tell people whose clock is off, the same once."""
+        if what and what != self._said_of_clocks:
+            logger.warning("%s", what)
+        self._said_of_clocks = what
+
     def _placed(self, news: Placed) -> RoundReady:
         entry, place = news.entry, news.place
         assert place.group_rank is not None
@@ -328,6 +344,7 @@ class StoreRendezvous:
             master_addr=entry.master_addr,
             master_port=entry.master_port,
             restart_ages_s=entry.restart_ages_s,
+            clock_off_s=place.clock_off_s,
         )
         return RoundReady(assignment, tuple(range(self._settings.nproc)))
 
@@ -344,7 +361,8 @@ class StoreRendezvous:
 
     def _join_timed_out(self) -> None:
         seconds = self._settings.join_timeout_s
-        self._push(JoinTimedOut(f"the round did not close within {seconds:.0f} s"))
+        where = f"; {self._settings.where}" if self._settings.where else ""
+        self._push(JoinTimedOut(f"the round did not close within {seconds:.0f} s{where}"))
 
     def _judge_lease(self) -> None:
         """Pass on how long this node may train, and end it when the lease is too old."""

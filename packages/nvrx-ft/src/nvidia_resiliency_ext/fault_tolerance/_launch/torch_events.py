@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
 if TYPE_CHECKING:
-    from .decide import Assignment
     from .faults import Failure
+    from .node_state import Assignment
 
 __all__ = ["NO_HANDLER", "JobFacts", "TorchEvents", "check_handler"]
 

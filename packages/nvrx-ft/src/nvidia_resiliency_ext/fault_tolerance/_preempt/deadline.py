@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from nvidia_resiliency_ext.fault_tolerance._env import SLURM_JOB_END_TIME
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
-__all__ = ["announce_at", "end_of_job"]
+__all__ = ["announce_at", "end_of_job", "is_told"]
 
 
 def end_of_job(deadline: str | None, environ: Mapping[str, str], now: float) -> float | None:
@@ -36,6 +36,11 @@ def end_of_job(deadline: str | None, environ: Mapping[str, str], now: float) -> 
             f" {environ.get(SLURM_JOB_END_TIME, 'not set')!r}; Slurm sets it from version 22.05 on,"
             " elsewhere give the time itself"
         ) from None
+
+
+def is_told(deadline: str | None) -> bool:
+    """Return whether the option names a time, by whoever's clock, and not a time from now on."""
+    return deadline is not None and not deadline.startswith("+")
 
 
 def announce_at(end: float, grace_s: float) -> float:

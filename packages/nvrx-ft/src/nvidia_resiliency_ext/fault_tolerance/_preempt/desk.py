@@ -11,13 +11,13 @@ import signal
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._launch.leaving import (
     GraceOver,
     Preempted,
     RanksHeld,
 )
-from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop, Timer
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SAVE_ASKED
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.clock import Clock
@@ -32,6 +32,8 @@ DeskEvent = Preempted | RanksHeld | GraceOver
 
 # What a rank stored in a call is seen by others within nanoseconds, or at a switch of context.
 SETTLE_S = 0.02
+# A scheduler may reach a launcher twice, directly and through whoever started it.
+SAME_SIGNAL_S = 1.0
 
 
 class SaveLink(Protocol):
@@ -58,9 +60,10 @@ class PreemptionDesk:
         signum: The signal that announces it, passed to workers that handle it; None: none does.
         grace_s: How long ranks may take to save and leave.
         end: When the job's time is over (unix s), or None.
+        end_is_told: Whether somebody else's clock says so, not this node's.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
         self,
         loop: EventLoop,
         clock: Clock,
@@ -69,6 +72,7 @@ class PreemptionDesk:
         signum: signal.Signals | None,
         grace_s: float,
         end: float | None,
+        end_is_told: bool = False,
     ) -> None:
         self._loop = loop
         self._clock = clock
@@ -76,12 +80,17 @@ class PreemptionDesk:
         self._signum = signum
         self._grace_s = grace_s
         self._end = end
+        self._end_is_told = end_is_told
+        self._clock_off_s = 0.0
+        self._announcement: Timer | None = None
         self._post: Callable[[DeskEvent], None] = lambda _: None
         self._monitor: SaveLink | None = None
         self._running_pids: Callable[[], Collection[int]] = list
         self._is_asked = False
         self._has_word = False
         self._is_told = False
+        self._signalled_at: float | None = None
+        self._is_over = False
 
     def open(
         self,
@@ -99,24 +108,48 @@ class PreemptionDesk:
         self._post = post
         self._monitor = monitor
         self._running_pids = running_pids
+        self._wait_for_end()
+
+    def clock_is_off(self, seconds: float) -> None:
+        """Take note that this node's clock is so far ahead of the others' (below 0: behind)."""
+        if self._end_is_told and seconds != self._clock_off_s:
+            self._clock_off_s = seconds
+            self._wait_for_end()
+
+    def _now(self) -> float:
+        """Return the time (unix s) by the clocks that agree."""
+        return self._clock.wall() - self._clock_off_s
+
+    def _wait_for_end(self) -> None:
+        if self._announcement is not None:
+            self._announcement.cancel()
         if self._end is not None:
-            left_s = announce_at(self._end, self._grace_s) - self._clock.wall()
+            left_s = announce_at(self._end, self._grace_s) - self._now()
             at = self._clock.monotonic() + max(0.0, left_s)
-            self._loop.call_at(at, self._announce_end)
+            self._announcement = self._loop.call_at(at, self._announce_end)
 
     # What happens ----------------------------------------------------------------------------
 
     def is_announcement(self, signum: int) -> bool:
-        """Return whether this signal announces preemption rather than asking for the end."""
-        return self._signum is not None and signum == self._signum and not self._is_told
+        """Return whether this signal announces preemption rather than asking for the end.
+
+        It does so until it has said, a second time, that the time is over.
+        """
+        return self._signum is not None and signum == self._signum and not self._is_over
 
     def announced(self, signum: int) -> None:
-        """Take note of the signal."""
-        name = signal.Signals(signum).name
-        self._tell("preempted", f"host {self._host} must go: {name} was received")
+        """Take note of the signal; one that comes again says that the time is over."""
+        name, now = signal.Signals(signum).name, self._clock.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at = now
+            self._tell("preempted", f"host {self._host} must go: {name} was received")
+        elif now - self._signalled_at > SAME_SIGNAL_S:
+            self._is_over = True
+            logger.warning("%s was received again: ranks have no more time to save", name)
+            self._post(GraceOver())
 
     def _announce_end(self) -> None:
-        left_s = (self._end or 0.0) - self._clock.wall()
+        left_s = (self._end or 0.0) - self._now()
         self._tell("time_limit", f"host {self._host} must go: its time is over in {left_s:.0f} s")
 
     def _tell(self, kind: str, what: str) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -104,9 +105,18 @@ def wait_until_reachable(  # noqa: PLR0913 - named, and each of them a fact of i
         stop.wait(min(left_s, pause_s * spread))
         pause_s = min(probing.longest_pause_s, 2 * pause_s)
     raise EndpointError(
-        f"--rdzv-endpoint {host}:{port} is not reachable after {timeout_s:.0f} s: {problem};"
-        " is the launcher of the first node running, and is the port open?"
+        f"--rdzv-endpoint {host}:{port}{_also(host, port)} is not reachable after {timeout_s:.0f}"
+        f" s: {problem}; is the launcher of the first node running, and is the port open?"
     )
+
+
+def _also(host: str, port: int) -> str:
+    """Return the addresses that a name means here, for people who look for a wrong one."""
+    with contextlib.suppress(EndpointError):
+        found = sorted({address for _, (address, _) in _addresses(host, port)} - {host})
+        if found:
+            return f" (here {', '.join(found)})"
+    return ""
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, tuple[str, int]]]:

@@ -14,10 +14,10 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-from . import blame, host, keys
+from . import blame, clocks, host, keys
 from .exclusions import Exclusions, is_named
 from .host import Close, Decision, End, HostRules, Leave, Member, Memory, Open, View, Wait
 from .log import DecisionLog
@@ -93,7 +93,10 @@ class Host:
         self._opened_at: list[float] = []
         self._waits_for = ""
         self._reported: set[str] = set()
-        self._entry_at = clock.monotonic()
+        self._entry_at = self._looked_at = self._looks_at = clock.monotonic()
+        # A clock that is set meanwhile must not move what was read before.
+        self._wall_ahead_s = clock.wall() - self._entry_at
+        self._clocks: dict[str, clocks.Reading] = {}
         self._resuming_since: float | None = None
         first = Entry(
             seq=0,
@@ -126,6 +129,7 @@ class Host:
                 self._store.delete(keys.BELL)
                 # Again, in case that somebody else has written over it.
                 self._log.announce(self._entry.seq)
+            self._looked_at, self._looks_at = self._looks_at, self._clock.monotonic()
             self._follow_log()
             wake_at = self._act(self._decide())
         if self._entry.phase is Phase.OVER:
@@ -200,9 +204,25 @@ class Host:
         lines, self._read_to = self._store.lines(keys.inbox(round_), self._read_to)
         for line in lines:
             try:
-                self._notes.append(_read_note(line))
+                note = _read_note(line)
             except ForeignValueError as error:
                 self._store.report_foreign(error)
+                continue
+            self._notes.append(note)
+            self._read_clock(note)
+
+    def _read_clock(self, note: Note) -> None:
+        """Read the clock of a node that has arrived since the last look."""
+        if note.kind is Kind.ARRIVED and note.arrival is not None and note.arrival.clock:
+            now = self._clock.monotonic()
+            self._clocks[note.node] = clocks.read(
+                note.arrival.clock, self._looked_at + self._wall_ahead_s, now + self._wall_ahead_s
+            )
+
+    def _clocks_off(self, there: Mapping[str, Arrival]) -> Mapping[str, float]:
+        """Return which of the nodes have clocks that are off, and by how much."""
+        self._clocks = {n: reading for n, reading in self._clocks.items() if n in there}
+        return clocks.off_by(self._clocks)
 
     def _read_leases(self) -> None:
         """Look which leases moved; a node is known by its lease from its arrival on."""
@@ -365,9 +385,12 @@ class Host:
         for candidate in placement.active:
             offsets.append(world_size)
             world_size += candidate.nproc
+        off = self._clocks_off(there)
         self._store.put_all(
             {
-                keys.place(one.node): encode(Place(entry.round, rank, offset))
+                keys.place(one.node): encode(
+                    Place(entry.round, rank, offset, round(off.get(one.node, 0.0), 3))
+                )
                 for rank, (one, offset) in enumerate(zip(placement.active, offsets, strict=True))
             }
         )
@@ -379,6 +402,7 @@ class Host:
             world_size=world_size,
             master_addr=first.addr,
             master_port=first.master_port,
+            clocks=clocks.sentence((there[n].host or n, off_s) for n, off_s in off.items()),
         )
         if self._create(closed):
             self._memory = dataclasses.replace(
@@ -434,6 +458,7 @@ class Host:
                 "master_port": 0,
                 "is_leaving": False,
                 "save_at": 0,
+                "clocks": "",
                 "restart_ages_s": ages,
                 **fields,
             },  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import RDZV_NO_RESTART_REASONS
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
@@ -348,6 +348,7 @@ def _blank(entry: Entry) -> Entry:
         master_port=0,
         is_leaving=False,
         save_at=0,
+        clocks="",
     )
 
 

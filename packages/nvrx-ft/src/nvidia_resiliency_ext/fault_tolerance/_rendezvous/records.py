@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 MAX_VALUE_BYTES = 64 * 1024
@@ -65,7 +65,10 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A node that offers itself for a round, and what its place depends on."""
+    """A node that offers itself for a round, and what its place depends on.
+
+    `clock` is the time by its wall clock (unix s); only its difference from others' is of interest.
+    """
 
     node: str
     addr: str
@@ -76,6 +79,7 @@ class Arrival:
     nproc: int = 1
     master_port: int = 0
     previous_rank: int | None = None
+    clock: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,7 @@ class Entry:
         is_leaving: Whether the ranks of the closed round are to save and leave.
         save_at: At which call of `should_checkpoint` they do, once that is agreed.
         is_controlled: Whether the store outlives the nodes: it is not in a launcher.
+        clocks: Whose clock is off, in words for everybody's log.
     """
 
     seq: int
@@ -117,6 +122,7 @@ class Entry:
     is_controlled: bool = False
     is_leaving: bool = False
     save_at: int = 0
+    clocks: str = ""
 
     def follows(self, before: Entry) -> bool:
         """Whether it says anything new; one that says the same again only fills its place."""
@@ -128,11 +134,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A node's part in a closed round; `group_rank` is None for a spare."""
+    """A node's part in a closed round; `group_rank` is None for a spare.
+
+    `clock_off_s` is how far its clock is ahead of the others', 0 where that is not worth a word.
+    """
 
     round: int
     group_rank: int | None = None
     rank_offset: int = 0
+    clock_off_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +270,12 @@ def _workers(value: Any) -> int:
     return int(value)
 
 
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise TypeError("not a time")
+    return float(value)
+
+
 def _flag(value: Any) -> bool:
     if type(value) is not bool:
         raise TypeError("not true or false")
@@ -305,6 +321,7 @@ _READERS: Mapping[type, Mapping[str, Any]] = {
     Arrival: {
         "node": _text, "addr": _text, "host": _text, "infra_rank": _whole, "domain": _text,
         "group": _text, "nproc": _workers, "master_port": _port, "previous_rank": _whole,
+        "clock": _seconds,
     },
     Note: {
         "kind": Kind, "node": _text, "arrival": _arrival, "state": WorkerState, "cause": _cause,
@@ -315,9 +332,12 @@ _READERS: Mapping[type, Mapping[str, Any]] = {
         "cause": _cause, "reason": _text, "bell_from": _whole, "active": _natural,
         "world_size": _natural, "master_addr": _text, "master_port": _port,
         "restart_ages_s": _ages, "is_controlled": _flag, "is_leaving": _flag,
-        "save_at": _whole,
+        "save_at": _whole, "clocks": _text,
     },
-    Place: {"round": _natural, "group_rank": _natural, "rank_offset": _natural},
+    Place: {
+        "round": _natural, "group_rank": _natural, "rank_offset": _natural,
+        "clock_off_s": _seconds,
+    },
     Cause: {
         "kind": _text, "what": _text, "rank": _whole, "local_rank": _whole, "host": _text,
         "exit_code": _whole, "signal": _whole, "detected_by": _text, "detail": _detail,

@@ -25,8 +25,9 @@ from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_FAILURE,
     RDZV_SHUTDOWN_REASON_GRACEFUL,
 )
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause, Request
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._launch.errors import UnhealthyNodeException
+from nvidia_resiliency_ext.fault_tolerance._launch.node_state import Request
 from nvidia_resiliency_ext.fault_tolerance._launch.requests import request_event
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
