@@ -2,8 +2,9 @@
 """A rank that trains as a data-parallel program does, without torch: it starts in 50 ms.
 
     counting_rank.py SHARED --steps N [--step-ms MS] [--save-every N] [--client] [--leave-on-term]
+                     [--talk]
 
-A file `steps` in the shared folder says another number of steps while they run. SIGUSR1 is an
+With `--talk` each step prints a line. A file `steps` in the shared folder says another number of steps while they run. SIGUSR1 is an
 exception in the rank.
 
 Rank 0 listens at MASTER_PORT and takes in the ranks of its own cycle and no others. Each step, all
@@ -196,6 +197,8 @@ def train(options: argparse.Namespace, record: Record, monitor: Monitor) -> None
         state, steps = str(done["state"]), int(done["steps"])
         step += 1
         record.say("step", step=step)
+        if options.talk:
+            print("step", step, flush=True)
         monitor.beat()
         leave = monitor.asks_to_leave() or bool(done["leave"])
         if group.rank == 0 and (leave or step % options.save_every == 0 or step == steps):
@@ -219,6 +222,7 @@ def main() -> None:
     parser.add_argument("--client", action="store_true", help="sections and heartbeats")
     parser.add_argument("--leave-on-term", action="store_true", help="save and leave at SIGTERM")
     parser.add_argument("--ignore-usr1", action="store_true")
+    parser.add_argument("--talk", action="store_true", help="print a line in each step")
     options = parser.parse_args()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN if options.ignore_usr1 else fail)
     record = Record(options.shared)

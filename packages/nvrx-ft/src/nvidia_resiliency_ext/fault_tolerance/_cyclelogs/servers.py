@@ -214,29 +214,36 @@ class LogServers:
         self._loop.unwatch(child.fileno())
         child.close()
 
-    def stop(self) -> None:
-        """End them, leaves first, each within its time; what they have is written."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """End them, leaves first, each within its time; what they have is written.
+
+        Args:
+            at_once: Do not wait for lines that are under way: those who send them keep them.
+        """
         self._is_stopping = True
         leaves = [command for command in self._commands if command.name != "root"]
         root = [command for command in self._commands if command.name == "root"]
         for group in (leaves, root):
-            _end_together(
-                [(one, self._running[one.name]) for one in group if one.name in self.pids]
-            )
+            running = [(one, self._running[one.name]) for one in group if one.name in self.pids]
+            _end_together(running, grace_s=0.0 if at_once else None)
         for name in list(self._running):
             self._forget(name)
 
 
-def _end_together(servers: Sequence[tuple[ServerCommand, Child]]) -> None:
+def _end_together(
+    servers: Sequence[tuple[ServerCommand, Child]], grace_s: float | None = None
+) -> None:
+    """End servers, which have their own time to do so, or no more than `grace_s`."""
     import signal
 
     for _, child in servers:
         child.signal(signal.SIGTERM)
     if not servers:
         return
-    deadline = Deadline.after(servers[0][0].grace_s + _KILL_MARGIN_S)
+    own_s = servers[0][0].grace_s + _KILL_MARGIN_S
+    deadline = Deadline.after(own_s if grace_s is None else grace_s)
     for command, child in servers:
-        if child.wait(deadline.remaining()) is None:
+        if child.wait(deadline.remaining()) is None and grace_s is None:
             logger.error("log server %s does not end in time: SIGKILL", command.name)
 
 

@@ -51,6 +51,9 @@ CUT_WAIT_S = 1.0
 # connect for half a minute, in which nobody hears that the machine refuses.
 DYING_S = 0.1
 
+# Notes about the round, and not about who is there.
+_OF_A_ROUND = (Kind.STATE, Kind.PREEMPTED, Kind.HELD)
+
 _T = TypeVar("_T")
 
 
@@ -130,8 +133,10 @@ class NodeSession:
         self._arrived_in: int | None = None
         self._arrival: Arrival | None = None
         self._place: Place | None = None
-        self._succeeded_in: int | None = None
         self._resumes: Entry | None = None
+        # What this node said of the present round: another host has to be told again.
+        self._said_in = -1
+        self._said: dict[Kind, Note] = {}
 
     def attach(self, timeout_s: float) -> Entry:
         """Begin to live, and return where the job stands.
@@ -182,6 +187,9 @@ class NodeSession:
         self._opened_round = self._ended_at = -1
         if present.seq > 0 or (old.phase is Phase.OPEN and old.round == 0):
             self._told = None
+            if present.phase is Phase.CLOSED and self._arrival is not None:
+                # The host must know whom it has as a spare.
+                self._send(Note(Kind.ARRIVED, self.node, arrival=self._arrival), present.round)
             return self.take(present)
         self._resumes = old
         note = Note(Kind.RESUMED, self.node, arrival=self._arrival, entry=old, place=self._place)
@@ -223,9 +231,8 @@ class NodeSession:
             self.entry = entry
         resumes, self._resumes = self._resumes, None
         if resumes is not None and entry.phase is Phase.CLOSED and entry.round == resumes.round:
-            if self._succeeded_in == entry.round:
-                self.succeeded(entry.round)
-            return None
+            self._say_again(entry.round)
+            return self._leaves(entry) if entry.follows(resumes) else None
         if told is not None and resumes is None and not entry.follows(told):
             return None
         if entry.phase is Phase.OVER:
@@ -234,9 +241,13 @@ class NodeSession:
             self.acknowledge()
             return None if entry.round <= self._opened_round else Opened(entry)
         if entry.is_leaving:
-            works = self._place is not None and self._place.round == entry.round
-            return Leaves(entry) if works else None
+            return self._leaves(entry)
         return self._part_in(entry)
+
+    def _leaves(self, entry: Entry) -> Leaves | None:
+        """Return what a round that is left means for this node: nothing for a spare."""
+        works = self._place is not None and self._place.round == entry.round
+        return Leaves(entry) if works else None
 
     def _part_in(self, entry: Entry) -> News:
         """Return this node's part in a closed round."""
@@ -301,7 +312,6 @@ class NodeSession:
         """Say that all workers of this node ended well in `round_`; the last one wakes the host."""
         if not self._is_in(round_):
             return
-        self._succeeded_in = round_
         self._send(Note(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), round_)
         if self._store.count(keys.successes(round_), 1) >= self._present().active:
             self.ring()
@@ -321,6 +331,21 @@ class NodeSession:
 
     def _send(self, note: Note, round_: int) -> None:
         self._store.append_line(keys.inbox(round_), encode(note))
+        if note.kind in _OF_A_ROUND:
+            if round_ != self._said_in:
+                self._said_in, self._said = round_, {}
+            self._said[note.kind] = note
+
+    def _say_again(self, round_: int) -> None:
+        """Tell another host what this node said of a round that goes on."""
+        said = tuple(self._said.values()) if round_ == self._said_in else ()
+        for note in said:
+            if note.state is WorkerState.SUCCEEDED:
+                self.succeeded(round_)
+            else:
+                self._send(note, round_)
+        if said:
+            self.ring()
 
     def _is_in(self, round_: int) -> bool:
         entry = self._present()
