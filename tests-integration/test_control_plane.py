@@ -18,7 +18,7 @@ import pytest
 from many_nodes import PORT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from hosts import Host, HostProcess
@@ -59,11 +59,13 @@ class ControlledJob:
         )
         return self.planes[-1]
 
-    def start(self, *flags: str, steps: int, hosts: list[Host] | None = None, nproc: int = 1) -> None:
-        """Start launchers, on all hosts but the first."""
+    def start(
+        self, *flags: str, steps: int, hosts: Sequence[Host] = (), nproc: int = 1, more: str = ""
+    ) -> None:
+        """Start launchers, on all hosts but the first; `more` is for the ranks."""
         self.job.start(
             *("--steps", str(steps), "--step-ms", STEP_MS, "--save-every", "5", "--client"),
-            "--talk",
+            *("--talk", *more.split()),
             hosts=hosts or self.launcher_hosts,
             nnodes=self.nnodes,
             nproc=nproc,
@@ -98,9 +100,9 @@ class ControlledJob:
         return said
 
     def assert_lines(self, cycle: int, but: frozenset[int] = frozenset()) -> None:
-        """Check that each step of a cycle's ranks has its one line, but for those killed with
-        their launcher."""
-        printed = re.findall(r"^ *(\d+): step (\d+)$", self.cycle_log(cycle).read_text(), re.M)
+        """Check that each step of a cycle has its one line, but for ranks killed on the way."""
+        text = self.cycle_log(cycle).read_text()
+        printed = re.findall(r"^ *(\d+): step (\d+)$", text, re.MULTILINE)
         found = sorted((int(rank), int(step)) for rank, step in printed if int(rank) not in but)
         done = self.job.entries("step", cycle)
         assert found == sorted((e["rank"], e["step"]) for e in done if e["rank"] not in but)
@@ -148,3 +150,107 @@ def test_logs_cycle_information_and_reports_come_from_the_control_plane(
         assert said["cycle_end_time"] >= said["cycle_start_time"] > ""
         assert (said["active_nodes"], said["active_ranks"]) == (host.name, "0")
         assert said["cycle_log_file"] == str(made.cycle_log(cycle))
+
+
+def test_the_store_host_stays_until_the_job_is_over(nodes_job: Callable[..., NodesJob]) -> None:
+    """A launcher with the store that is left out has no ranks any more, and serves the others.
+
+    They restart once more without it, their logs and files about cycles come from it, and it
+    leaves, with 1, when they have.
+    """
+    made = ControlledJob(nodes_job(3), "2:3")
+    host, *others = made.job.network
+    made.start(steps=250, hosts=[host], more=f"--exclude {host.name}")
+    made.job.wait_for(lambda: "needed: 2 nodes" in made.job.log(host), "the store")
+    made.start(steps=250, hosts=others, more=f"--exclude {host.name}")
+    made.job.wait_for(lambda: "stays because the job's store is here" in made.job.log(host), "it")
+    made.job.wait_for_step(1, 3, ranks=2)
+    made.job.signal_rank(1, 1)
+    codes = made.job.wait()
+    assert codes == {host.name: 1, **{other.name: 0 for other in others}}, made.job.tails()
+    made.job.assert_counted(250)
+    made.job.assert_fenced()
+    assert made.job.cycles() == [0, 1, 2]
+    for cycle in (1, 2):
+        said = made.cycle_info(cycle)
+        assert said["active_nodes"] == "node[2-3]"
+        assert said["cycle_end_time"] >= said["cycle_start_time"] > ""
+    made.assert_lines(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "asked to leave"])
+def test_a_control_plane_that_comes_back_goes_on_with_its_logs(
+    nodes_job: Callable[..., NodesJob], how: str
+) -> None:
+    """Twice it goes while ranks print: no restart, each line once, one file about it."""
+    made = ControlledJob(nodes_job(3), "2")
+    plane = made.control()
+    made.start(steps=600, nproc=2)
+    made.job.wait_for_step(0, 5, ranks=4)
+    for _ in range(2):
+        if how == "killed":
+            plane.kill()
+        else:
+            plane.terminate()
+        code = plane.wait(10)
+        assert code == (-signal.SIGKILL if how == "killed" else 0), made.log_of_control()
+        assert made.cycle_info(0)["cycle_end_time"] == ""
+        reached = max(entry["step"] for entry in made.job.entries("step"))
+        made.job.wait_for_step(0, reached + 10, ranks=4)
+        plane = made.control()
+        made.wait_until_back()
+    reached = max(entry["step"] for entry in made.job.entries("step"))
+    made.job.wait_for_step(0, reached + 10, ranks=4)
+    made.job.wait_for(lambda: f"step {reached}" in made.cycle_log(0).read_text(), "lines arrive")
+    made.assert_ended_well(600)
+    assert made.job.cycles() == [0]
+    made.assert_lines(0)
+    said = made.cycle_info(0)
+    assert (said["active_nodes"], said["generation"]) == ("node[2-3]", "1")
+    assert said["cycle_end_time"] > said["cycle_start_time"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before anybody knows", "while ranks wait"])
+def test_a_drain_goes_on_with_another_control_plane(
+    nodes_job: Callable[..., NodesJob], moment: str
+) -> None:
+    """A node must go, and the control plane dies: all ranks save at one step, the spare works.
+
+    One restart, no step is done twice, and the node that went leaves with 0.
+    """
+    made = ControlledJob(nodes_job(4), "2:3")
+    plane = made.control()
+    flags = ("--ft-preempt-signal", "SIGUSR2", "--ft-preempt-grace", "40", "--ft-lease", "5")
+    made.start(*flags, steps=500)
+    made.job.wait_for_step(0, 5, ranks=2)
+    made.job.wait_for(
+        lambda: any("as a spare" in made.job.log(h) for h in made.launcher_hosts), "a spare"
+    )
+    working = {entry["host"] for entry in made.job.entries("start", 0)}
+    leaves, stays = (h for h in made.launcher_hosts if h.name in working)
+    if moment == "before anybody knows":
+        plane.send_signal(signal.SIGSTOP)
+        made.job.launchers[leaves.name].send_signal(signal.SIGUSR2)
+    else:
+        made.job.launchers[stays.name].send_signal(signal.SIGSTOP)
+        made.job.launchers[leaves.name].send_signal(signal.SIGUSR2)
+        made.job.wait_for(lambda: "asked to save" in made.job.log(leaves), "it is known")
+    plane.kill()
+    plane.wait(10)
+    made.control()
+    made.wait_for_control("serves job")
+    made.job.launchers[stays.name].send_signal(signal.SIGCONT)
+    made.job.wait_for_step(1, ranks=2)
+    assert made.job.launchers[leaves.name].wait(20) == 0, made.job.tails()
+    made.assert_ended_well(500)
+    assert made.job.cycles() == [0, 1]
+    assert {entry["host"] for entry in made.job.entries("start", 1)} == {
+        h.name for h in made.launcher_hosts if h is not leaves
+    }
+    steps = [(entry["rank"], entry["step"]) for entry in made.job.entries("step")]
+    assert len(steps) == len(set(steps)) == 1000, "no step was done twice"
+    for cycle in range(2):
+        made.assert_lines(cycle)
+        assert made.cycle_info(cycle)["cycle_end_time"] > ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -92,12 +93,13 @@ class Plane:
         self.served = Served()
         self.followed = Followed()
         self._stop = threading.Event()
+        self.ended = threading.Event()
         store = self.served.connect()
         self.host = Host(
             store,
             by,
             me="control",
-            epoch=str(id(self)),
+            epoch=os.urandom(8).hex(),
             clock=SystemClock(),
             is_controlled=True,
             follower=self.followed,
@@ -110,6 +112,7 @@ class Plane:
     def _run(self) -> None:
         with contextlib.suppress(Exception):
             self.host.run()
+        self.ended.set()
 
     def wait_for(self, reached: Callable[[Entry], bool]) -> Entry:
         """Wait until the last decision is such, and return it."""
@@ -269,6 +272,51 @@ def test_a_drain_goes_on_where_it_was(heard: str) -> None:
         # The spare is known: the job goes on with it.
         entry = plane.wait_for(lambda entry: entry.phase is not Phase.CLOSED)
         assert (entry.phase, entry.round, entry.cause) == (Phase.OPEN, 1, GOES)
+
+
+def test_a_drain_waits_for_spares_that_may_come_back() -> None:
+    """All have saved and left at once after the restart: the spare is late, and still taken."""
+    with planes(of()) as control:
+        first, second = placed(control.present)
+        spare = Node(2, control.present)
+        first.tell(Kind.PREEMPTED, cause=GOES)
+        for node in (first, second):
+            assert isinstance(node.next(), Leaves)
+            node.tell(Kind.HELD, calls=7)
+        entry = control.present.wait_for(lambda entry: entry.save_at > 0)
+        for node in (first, second):
+            node.catch_up(entry)
+        plane = control.restart()
+        for node in (first, second):
+            node.resume(plane)
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+        for node in (first, second):
+            node.catch_up(entry)
+            node.succeeded(0)
+        assert spare.resume(plane) is None, "a round that is left is nothing to a spare"
+        entry = plane.wait_for(lambda entry: entry.seq > 1)
+        assert (entry.phase, entry.round) == (Phase.OPEN, 1)
+
+
+def test_a_job_that_ends_soon_after_a_restart_is_told_to_late_nodes() -> None:
+    """A spare that was not back yet when the job ended finds the store, and the end."""
+    with planes(of()) as control:
+        first, second = placed(control.present)
+        spare = Node(2, control.present)
+        plane = control.restart()
+        for node in (first, second):
+            node.resume(plane)
+            node.catch_up(plane.host.entry)
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+        for node in (first, second):
+            node.catch_up(entry)
+            node.succeeded(0)
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.OVER)
+        for node in (first, second):
+            node.catch_up(entry)
+            node.tell(Kind.GOODBYE)
+        assert not plane.ended.wait(0.5)
+        assert isinstance(spare.resume(plane), Over)
 
 
 def test_a_spare_that_comes_back_late_is_known() -> None:

@@ -201,6 +201,7 @@ class LogFunnelClient:
         try:
             for feed in feeds:
                 feed.finish()
+                feed.hurry()
             results = [self._close_target(feed, deadline) for feed in feeds]
             return all(results)
         finally:

@@ -61,9 +61,7 @@ _MEANINGS = {
 _LOG_FILES = ("ft_per_cycle_applog_prefix", "ft_nvrx_logfile", "ft_log_server_log_prefix")
 
 CONTROL_FLAGS: tuple[Flag, ...] = tuple(
-    flag._replace(help=_MEANINGS.get(flag.name, flag.help))
-    for flag in FLAGS
-    if flag.name in _TAKEN
+    flag._replace(help=_MEANINGS.get(flag.name, flag.help)) for flag in FLAGS if flag.name in _TAKEN
 )
 
 

@@ -31,6 +31,8 @@ _PACKAGE = "nvidia_resiliency_ext.shared_utils"
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 30.0
 _KILL_MARGIN_S = 5.0
+# A node that has lost its server tries again within this time.
+_NODES_COME_BACK_S = 5.0
 
 
 class LogServerError(NvrxError):
@@ -146,6 +148,7 @@ class LogServers:
         self._running: dict[str, Child] = {}
         self._delays: dict[str, float] = {}
         self._is_stopping = False
+        self._nodes_are_back_at = 0.0
 
     def start(self) -> None:
         """Start all of them; they listen a moment later, and clients try until then.
@@ -165,6 +168,10 @@ class LogServers:
     def pids(self) -> dict[str, int]:
         """The processes by name."""
         return {name: child.pid for name, child in self._running.items()}
+
+    def expect_nodes(self) -> None:
+        """Take note that nodes have lines for these servers and have still to find them."""
+        self._nodes_are_back_at = self._clock.monotonic() + _NODES_COME_BACK_S
 
     def _start(self, command: ServerCommand) -> None:
         with contextlib.ExitStack() as opened:
@@ -206,6 +213,7 @@ class LogServers:
             return
         try:
             self._start(command)
+            self.expect_nodes()
         except (OSError, ChildStartError) as error:
             logger.error("log server %s cannot be started: %s", command.name, error)  # noqa: TRY400
 
@@ -221,6 +229,10 @@ class LogServers:
             at_once: Do not wait for lines that are under way: those who send them keep them.
         """
         self._is_stopping = True
+        left_s = self._nodes_are_back_at - self._clock.monotonic()
+        root_child = self._running.get("root")
+        if left_s > 0 and root_child is not None and not at_once:
+            root_child.wait(left_s)
         leaves = [command for command in self._commands if command.name != "root"]
         root = [command for command in self._commands if command.name == "root"]
         for group in (leaves, root):

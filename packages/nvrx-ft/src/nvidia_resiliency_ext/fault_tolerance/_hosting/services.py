@@ -182,6 +182,8 @@ class HostServices:
     def goes_on(self, cycle: int, nodes: CycleNodes) -> None:
         """Take note that a cycle goes on that a host before this one saw begin."""
         self.cycle = cycle
+        if self._servers is not None:
+            self._servers.expect_nodes()
         if self._watch is not None:
             self._watch.begin(cycle)
         if self._reporter is not None:

@@ -306,7 +306,9 @@ class Host:
                 for a, p in told
                 if a is not None and p is not None
             )
-            self._memory = Memory(active=members, spares=known.spares)
+            now = self._clock.monotonic()
+            self._memory = Memory(active=members, spares=known.spares, resumed_at=now)
+            self._leases_at = -math.inf
             logger.info("round %d goes on: all its nodes have come back", old.round)
             self._follower.goes_on(closed, members)
 
@@ -479,11 +481,14 @@ class Host:
     def _wait_for_goodbyes(self) -> None:
         """Keep the store until everybody has read how the job ended, 3 s at most.
 
-        Before the first round is closed nobody knows who is there, and it is kept as long as that.
+        Before the first round is closed, or soon after another host had the job, nobody knows who
+        is there, and it is kept as long as that.
         """
         deadline = self._clock.monotonic() + GOODBYE_WAIT_S
         limit = host.expiry_s(self._rules)
-        all_known = bool(self._memory.active)
+        all_known = bool(self._memory.active) and not host.may_have_more_nodes(
+            self._rules, self._memory, self._clock.monotonic()
+        )
         while not self._stop.is_set():
             try:
                 self._read_inbox()

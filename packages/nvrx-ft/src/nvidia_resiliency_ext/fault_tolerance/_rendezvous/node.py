@@ -190,6 +190,7 @@ class NodeSession:
             if present.phase is Phase.CLOSED and self._arrival is not None:
                 # The host must know whom it has as a spare.
                 self._send(Note(Kind.ARRIVED, self.node, arrival=self._arrival), present.round)
+                self.ring()
             return self.take(present)
         self._resumes = old
         note = Note(Kind.RESUMED, self.node, arrival=self._arrival, entry=old, place=self._place)
