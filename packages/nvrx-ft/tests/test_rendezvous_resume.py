@@ -37,6 +37,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Place,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.resume import known_from
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import StoreLostError
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 DEADLINE_S = 15.0
@@ -62,6 +63,12 @@ def test_who_heard_most_is_believed() -> None:
     assert known.entry == agreed
     assert [note.node for note in known.members] == [name(0), name(1)]
     assert known.spares == {name(2)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libuv() -> None:
+    """Make a store once: the first one of a process opens a pipe that stays."""
+    Served().close()
 
 
 # With real stores -----------------------------------------------------------------------------
@@ -92,6 +99,7 @@ class Plane:
     def __init__(self, by: HostRules) -> None:
         self.served = Served()
         self.followed = Followed()
+        self.is_dying = False
         self._stop = threading.Event()
         self.ended = threading.Event()
         store = self.served.connect()
@@ -122,12 +130,17 @@ class Plane:
             threading.Event().wait(0.01)
         return self.host.entry
 
-    def kill(self) -> None:
-        """End."""
+    def die(self) -> None:
+        """End the host and the store."""
         self._stop.set()
         self._store.cut()
         self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive()
+        self.served.kill()
+
+    def kill(self) -> None:
+        """End all of it."""
+        self.die()
         self.served.close()
 
 
@@ -181,6 +194,8 @@ class Node:
     def resume(self, plane: Plane) -> News | None:
         """Go on with another control plane."""
         self._store = plane.served.connect()
+        if plane.is_dying:
+            plane.die()
         return self._session.resume(self._store, DEADLINE_S)
 
     def tell(self, kind: Kind, **fields: Any) -> None:
@@ -317,6 +332,26 @@ def test_a_job_that_ends_soon_after_a_restart_is_told_to_late_nodes() -> None:
             node.tell(Kind.GOODBYE)
         assert not plane.ended.wait(0.5)
         assert isinstance(spare.resume(plane), Over)
+
+
+def test_a_store_that_goes_again_at_once_costs_nothing() -> None:
+    """Launchers have told one host only in part when it dies: they tell the next one the same."""
+    with planes(of()) as control:
+        first, second = placed(control.present)
+        plane = control.restart()
+        assert first.resume(plane) is None
+        plane.is_dying = True
+        with pytest.raises(StoreLostError):
+            second.resume(plane)
+        plane = control.restart()
+        for node in (first, second):
+            assert node.resume(plane) is None
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+        assert (entry.round, entry.active) == (0, 2)
+        for node in (first, second):
+            assert node.catch_up(entry) == []
+            node.succeeded(0)
+        plane.wait_for(lambda entry: entry.phase is Phase.OVER)
 
 
 def test_a_spare_that_comes_back_late_is_known() -> None:

@@ -21,10 +21,7 @@ from nvidia_resiliency_ext.fault_tolerance._launch.log_plan import (
     log_plan,
     server_problems,
 )
-from nvidia_resiliency_ext.fault_tolerance._launch.parser import (
-    USAGE_ERROR_EXIT_CODE,
-    FlagParser,
-)
+from nvidia_resiliency_ext.fault_tolerance._launch.parser import FlagParser
 from nvidia_resiliency_ext.fault_tolerance._launch.plan import check_job_id, missing_hook
 from nvidia_resiliency_ext.shared_utils.console import write_err
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
@@ -32,6 +29,7 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 __all__ = ["CONTROL_FLAGS", "PROGRAM", "ControlPlan", "get_args_parser", "plan_of", "usage_error"]
 
 PROGRAM = "nvrx-control"
+EXIT_USAGE = 2
 
 _TAKEN = (
     "nnodes", "rdzv-endpoint", "rdzv-backend", "rdzv-id", "rdzv-conf", "local-addr", "ft-segment",
@@ -114,7 +112,7 @@ class ControlPlan:
 def usage_error(problem: object) -> NoReturn:
     """Say on one line of stderr what is wrong with the command line or a file; leave with 2."""
     write_err(f"{PROGRAM}: error: {' '.join(str(problem).split())}\n")
-    sys.exit(USAGE_ERROR_EXIT_CODE)
+    sys.exit(EXIT_USAGE)
 
 
 class _ControlParser(FlagParser):

@@ -73,6 +73,8 @@ LEGACY_LAST_CALL_S = 30.0
 RETRY_S = 0.5
 # Each refusal is proof that nobody can have replaced this node: they must come often enough.
 LEASES_BETWEEN_PROBES = 0.2
+# While torch connects nobody hears that the machine refuses, and the lease grows old.
+PATIENCE_S = 5.0
 # The job's host says it with its first word; a node that comes back must not miss its lease for it.
 LOG_TOKEN_WAIT_S = 2.0
 LEASES_FOR_LOG_TOKEN = 0.5
@@ -214,7 +216,9 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     limit_s = connect_s if connect_s is not None else CONNECT_WAIT_S
 
     longest_s = min(Probing().longest_pause_s, LEASES_BETWEEN_PROBES * config.lease)
-    way = _Way(meeting, prefix, secret, limit_s, Probing(longest_pause_s=longest_s))
+    probing = Probing(longest_pause_s=longest_s)
+    patience_s = max(PATIENCE_S, config.lease)
+    way = _Way(meeting, prefix, secret, limit_s, probing, patience_s)
     host: HostThread | None = None
     if meeting.listener is not None:
         assert services is not None, "who serves the store runs the rest"
@@ -263,7 +267,9 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         # Asked before the first lease, which it would keep waiting.
         settings.domain()
         wait_s = min(LOG_TOKEN_WAIT_S, LEASES_FOR_LOG_TOKEN * config.lease)
-        return _with_log_token(_connect(way, clock, stop, refused), records, wait_s)
+        return _connect(
+            way, clock, stop, refused, lambda store: _fetch_log_token(store, records, wait_s)
+        )
 
     return StoreRendezvous(
         settings,
@@ -296,15 +302,21 @@ class _Way:
     secret: bytes | None
     timeout_s: float
     probing: Probing
+    patience_s: float
 
     def connect(self, secret: bytes | None, timeout_s: float) -> JobStore:
-        return connect(self.meeting.host, self.meeting.port, self.prefix, secret, timeout_s)
+        meeting = self.meeting
+        return connect(meeting.host, meeting.port, self.prefix, secret, timeout_s, self.patience_s)
 
 
 def _connect(
-    way: _Way, clock: Clock, stop: threading.Event, refused: Callable[[], None]
+    way: _Way,
+    clock: Clock,
+    stop: threading.Event,
+    refused: Callable[[], None],
+    begin: Callable[[JobStore], None],
 ) -> JobStore:
-    """Connect to the job's store, which may come up later than this launcher."""
+    """Connect to the job's store, which may come up later than this launcher, and `begin` there."""
     meeting = way.meeting
     deadline = clock.monotonic() + way.timeout_s
     while True:
@@ -313,15 +325,17 @@ def _connect(
             meeting.host, meeting.port, left_s, clock, stop, refused, probing=way.probing
         )
         try:
-            return way.connect(way.secret, max(1.0, left_s))
+            store = way.connect(way.secret, max(1.0, left_s))
+            begin(store)
         except StoreLostError:
             # Whoever listened was not ready, or was a store that is just ending.
             if deadline - clock.monotonic() < RETRY_S or stop.wait(RETRY_S):
                 raise
+        else:
+            return store
 
 
-def _with_log_token(store: JobStore, records: CycleRecords, wait_s: float) -> JobStore:
+def _fetch_log_token(store: JobStore, records: CycleRecords, wait_s: float) -> None:
     """Fetch what the job's host says of log servers; it does so before it decides anything."""
     if records.asks_for_log_server:
         records.log_server_said(store.wait_for(keys.LOG_TOKEN, wait_s))
-    return store
