@@ -254,3 +254,35 @@ def test_a_drain_goes_on_with_another_control_plane(
     for cycle in range(2):
         made.assert_lines(cycle)
         assert made.cycle_info(cycle)["cycle_end_time"] > ""
+
+
+@pytest.mark.slow
+def test_a_second_control_plane_and_a_wrong_token_do_no_harm(
+    nodes_job: Callable[..., NodesJob],
+) -> None:
+    """A second control plane at the endpoint leaves with 1 and one line, a launcher with another
+    token too; the job and its logs know nothing of it.
+    """
+    made = ControlledJob(nodes_job(4), "2:3")
+    for name, token in (("right", "a"), ("wrong", "b")):
+        path = made.job.folder / name
+        path.write_text(token * 40)
+        path.chmod(0o600)
+    right = ("--ft-rdzv-token-file", str(made.job.folder / "right"))
+    first = made.control(*right)
+    *workers, stranger = made.launcher_hosts
+    made.start(*right, steps=500, hosts=workers)
+    made.job.wait_for_step(0, 3, ranks=2)
+    made.start("--ft-rdzv-token-file", str(made.job.folder / "wrong"), steps=500, hosts=[stranger])
+    second = made.control(*right)
+    assert second.wait(30) == 1
+    said = made.log_of_control()
+    assert "Address already in use" in said
+    assert said.count("\n") == 1, said
+    assert made.job.launchers[stranger.name].wait(30) == 1
+    assert "the signature is wrong" in made.job.log(stranger), made.job.tails()
+    made.planes = [first]
+    made.assert_ended_well(500, **{stranger.name: 1})
+    assert made.job.cycles() == [0]
+    made.assert_lines(0)
+    assert "token goes through" not in made.log_of_control()

@@ -385,6 +385,18 @@ def test_a_log_server_that_dies_starts_again_and_nothing_is_lost(
     assert file.read_text() == "0: before\n0: between\n0: after\n"
 
 
+def test_lines_of_a_cycle_that_is_over_wait_for_the_server_without_limit() -> None:
+    """A server that is away for long gets them, too; only the job's end ends the wait."""
+    limits: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+
+    class Target:
+        def close(self, deadline_s: float | None) -> None:
+            limits.put(deadline_s)
+
+    sinks._Remote(Target(), []).close()  # type: ignore[arg-type]
+    assert limits.get(timeout=DEADLINE_S) is None
+
+
 @pytest.mark.parametrize("leaves", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_host_that_goes_before_its_job_leaves_the_lines_to_the_next(
     logs: Logs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: int

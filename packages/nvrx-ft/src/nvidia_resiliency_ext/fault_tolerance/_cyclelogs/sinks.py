@@ -28,7 +28,6 @@ __all__ = [
 
 # Together with what waits before it this is the 64 MiB that a node may hold.
 FUNNEL_MEMORY_BYTES = 48 << 20
-_CLOSE_S = 30.0
 _FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
 
 
@@ -137,9 +136,9 @@ class _Remote:
         return len(data)
 
     def close(self) -> None:
-        """Let a thread wait until the server has everything."""
+        """Let a thread wait until the server has everything, however long it is away."""
         thread = threading.Thread(
-            target=self._target.close, args=(_CLOSE_S,), name="nvrx-log-close", daemon=True
+            target=self._target.close, args=(None,), name="nvrx-log-close", daemon=True
         )
         self._closing.append(thread)
         thread.start()
