@@ -33,13 +33,14 @@ class Record:
     def __init__(self, folder: Path) -> None:
         """Open the record; say that the rank has started."""
         self.folder = folder
+        self.host = socket.gethostname()
         # The tasks of an array are queued again one by one: no start of the whole job.
         is_array = "SLURM_ARRAY_TASK_ID" in os.environ
         self._known = {
             "attempt": 0 if is_array else int(os.environ.get("SLURM_RESTART_COUNT", "0")),
             "cycle": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             "rank": int(os.environ["RANK"]),
-            "host": socket.gethostname(),
+            "host": self.host,
             "pid": os.getpid(),
         }
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -85,6 +86,14 @@ class Monitor:
     def asks_to_leave(self) -> bool:
         """Say whether all ranks are to save now and leave: the job is preempted."""
         return self.client is not None and self.client.should_checkpoint()
+
+    def ask_to_exclude_this_node(self) -> None:
+        """Ask the launcher to leave this node out from the next round on."""
+        from nvidia_resiliency_ext.fault_tolerance import WorkloadAction, WorkloadControlRequest
+
+        assert self.client is not None
+        request = WorkloadControlRequest(WorkloadAction.ExcludeThisNode, "a test asks for it")
+        self.client.send_workload_control_request(request)
 
     def close(self) -> None:
         """End the session."""

@@ -220,6 +220,24 @@ def test_wrong_token(
     assert (tmp_path / "a").read_bytes() == b"x\n"
 
 
+def test_a_token_that_changed_is_shown_at_once_on_request(
+    start_peer: Callable[..., FunnelPeer], connect: Connect, tmp_path: Path
+) -> None:
+    """A client that was refused tries again when it is told so, and not half a minute later."""
+    peer = start_peer(token="right")
+    token = tmp_path / "token"
+    token.write_text("wrong\n")
+    token.chmod(0o600)
+    client = connect(peer.endpoint, token_file=str(token))
+    client.open(str(tmp_path / "a")).write(b"x\n")
+    with peer.has_called:
+        assert peer.has_called.wait_for(lambda: peer.calls, 20.0)
+    token.write_text("right\n")
+    client.try_again()
+    client.flush(15.0)
+    assert (tmp_path / "a").read_bytes() == b"x\n"
+
+
 def test_token_from_the_environment(
     start_peer: Callable[..., FunnelPeer],
     connect: Connect,

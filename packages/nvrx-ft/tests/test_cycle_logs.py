@@ -385,6 +385,48 @@ def test_a_log_server_that_dies_starts_again_and_nothing_is_lost(
     assert file.read_text() == "0: before\n0: between\n0: after\n"
 
 
+def test_lines_of_a_cycle_that_is_over_wait_for_the_server_without_limit() -> None:
+    """A server that is away for long gets them, too; only the job's end ends the wait."""
+    limits: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+
+    class Target:
+        def close(self, deadline_s: float | None) -> None:
+            limits.put(deadline_s)
+
+    sinks._Remote(Target(), []).close()  # type: ignore[arg-type]
+    assert limits.get(timeout=DEADLINE_S) is None
+
+
+@pytest.mark.parametrize("leaves", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_host_that_goes_before_its_job_leaves_the_lines_to_the_next(
+    logs: Logs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: int
+) -> None:
+    """Servers end at once though nodes are connected; the next ones get every line, once."""
+    monkeypatch.setenv("NVRX_NODE_LOCAL_TMPDIR", str(tmp_path / "spill"))
+    file = tmp_path / "job_cycle0.log"
+    with running_servers(tmp_path, leaves) as (servers, loop, port):
+        made = logs(funnel=address(tmp_path, port))
+        made.begin_cycle(0, 1)
+        writing = made.open_pipe(0)
+        os.write(writing, b"before\n")
+        wait_until(lambda: file.exists() and file.read_text(), "the first line")
+        os.write(writing, b"between\n")
+        began = time.monotonic()
+        servers.stop(at_once=True)
+        assert time.monotonic() - began < 2.0, "they were given 5 s"
+        again = server_plan(tmp_path, leaves, port)
+        clock = SystemClock()
+        following = LogServers(again, "127.0.0.1", str(tmp_path / "token"), os.environ, loop, clock)
+        following.start()
+        os.write(writing, b"after\n")
+        os.close(writing)
+        try:
+            assert made.close(DEADLINE_S)
+        finally:
+            following.stop()
+    assert file.read_text() == "0: before\n0: between\n0: after\n"
+
+
 def test_without_a_log_server_the_lines_go_into_files_here(logs: Logs, tmp_path: Path) -> None:
     """Lines wait for a token that is to come, and are written here when there is no server."""
     made = logs(funnel=sinks.FunnelAddress("127.0.0.1:1", "node", str(tmp_path / "no-token")))

@@ -29,7 +29,7 @@ def test_the_first_on_a_machine_serves_and_the_second_does_not() -> None:
     with first:
         port = first.getsockname()[1]
         assert claim("127.0.0.1", port, None) is None
-        with pytest.raises(EndpointError, match="cannot serve the store there"):
+        with pytest.raises(EndpointError, match="cannot be served there"):
             claim("127.0.0.1", port, is_host=True)
 
 

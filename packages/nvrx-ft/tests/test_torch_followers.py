@@ -45,9 +45,9 @@ def service() -> Iterator[AttributionService]:
 def test_files_about_cycles_are_written_and_finished(tmp_path: Path) -> None:
     """Each closed round has a file with its nodes; the end of it is written, too."""
     followers = CycleFollowers(FollowerSettings(cycle_info_dir=str(tmp_path)), "n")
-    followers.begin(closed(0), PLACED, {f"h{i}_1_0": f"a{i}" for i in range(3)})
+    followers.closed(closed(0), PLACED, {f"h{i}_1_0": f"a{i}" for i in range(3)})
     # The store host may be a spare that sees rounds close only.
-    followers.begin(closed(1), PLACED, {})
+    followers.closed(closed(1), PLACED, {})
     followers.end_cycle_info()
     followers.end_cycle_info()
     first, second = (json.loads((tmp_path / f"cycle_info..0.{i}").read_text()) for i in range(2))
@@ -68,7 +68,7 @@ def test_stop_is_known_where_it_is_to_be_obeyed(
         "cycle_log_prefix": "/l/job.log",
     }
     followers = CycleFollowers(follower_settings(conf), "n")
-    followers.begin(closed(4), PLACED, {})
+    followers.closed(closed(4), PLACED, {})
     followers.ended()
     followers.ended()
     deadline = time.monotonic() + LIMIT_S
@@ -85,7 +85,7 @@ def test_nothing_asked_for_is_nothing() -> None:
     """Without parameters there is nobody to tell, and no STOP."""
     assert follower_settings({}) == FollowerSettings()
     followers = CycleFollowers(FollowerSettings(), "n")
-    followers.begin(closed(0), PLACED, {})
+    followers.closed(closed(0), PLACED, {})
     assert not followers.stop_requested
     followers.close()
 

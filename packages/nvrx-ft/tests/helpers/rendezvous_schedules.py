@@ -32,7 +32,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, host_loo
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host as host_module
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host, RoundFollower
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import (
     Lost,
     News,
@@ -302,10 +302,11 @@ class Schedule:
         host.seen = self.seen
         stop = threading.Event()
 
-        def note_closed(entry: Entry, placement: Any, _hosts: Any) -> None:
-            names = [candidate.node for candidate in placement.active]
-            if self.seen.placements.setdefault(entry.round, names) is not names:
-                raise ScheduleError(f"round {entry.round} was closed twice")
+        class Follower(RoundFollower):
+            def closed(_, entry: Entry, placement: Any, hosts: Any) -> None:  # noqa: N805, ARG002
+                names = [candidate.node for candidate in placement.active]
+                if self.seen.placements.setdefault(entry.round, names) is not names:
+                    raise ScheduleError(f"round {entry.round} was closed twice")
 
         host.__init__(  # type: ignore[misc]
             clean,
@@ -313,7 +314,7 @@ class Schedule:
             me="host",
             epoch="e",
             clock=SystemClock(),
-            on_closed=note_closed,
+            follower=Follower(),
             stop=stop,
         )
         failed: list[BaseException] = []

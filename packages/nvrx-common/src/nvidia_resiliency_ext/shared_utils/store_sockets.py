@@ -58,7 +58,7 @@ def listen_at(family: int, address: tuple[Any, ...]) -> socket.socket:
 def serving_options(listener: socket.socket, torch_version: str) -> dict[str, Any]:
     """Return what makes a TCPStore serve at a listening socket, which is the store's from here on.
 
-    Before 2.8 torch's server cannot take a socket (seen with 2.4.0, 2.5.0, 2.6.0, 2.7.1): it opens the port
+    Before 2.8 torch's server cannot take a socket (seen with 2.4.0 to 2.7.1): it opens the port
     itself, at all addresses of this host.
     """
     if tuple(map(int, re.findall(r"\d+", torch_version)[:2])) < _TAKES_A_SOCKET:

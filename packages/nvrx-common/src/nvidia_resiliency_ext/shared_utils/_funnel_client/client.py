@@ -179,6 +179,13 @@ class LogFunnelClient:
         if errors:
             raise errors[0]
 
+    def try_again(self) -> None:
+        """Let targets that wait before their next try not wait, for a token that has changed."""
+        with self._lock:
+            feeds = [opened.feed for opened in self._opened.values()]
+        for feed in feeds:
+            feed.hurry()
+
     def close(self, deadline_s: float | None = 30.0) -> bool:
         """Close all targets and the connection; harmless when repeated.
 
@@ -194,6 +201,7 @@ class LogFunnelClient:
         try:
             for feed in feeds:
                 feed.finish()
+                feed.hurry()
             results = [self._close_target(feed, deadline) for feed in feeds]
             return all(results)
         finally:

@@ -125,6 +125,7 @@ class Feed:
         self._is_stopped = False
         self._lane_has_ended = False
         self._refusal: str | None = None
+        self._is_hurried = False
         self._owner_pid = os.getpid()
 
     @property
@@ -284,8 +285,15 @@ class Feed:
         """Wait before the next try, but not for a target that is being stopped."""
         deadline = Deadline.after(seconds)
         with self._lock:
-            while not deadline.expired() and not self._is_finished():
+            while not deadline.expired() and not self._is_finished() and not self._is_hurried:
                 self._work.wait(deadline.remaining())
+            self._is_hurried = False
+
+    def hurry(self) -> None:
+        """End the present pause, or the next one: there is reason to try now."""
+        with self._lock:
+            self._is_hurried = True
+            self._work.notify_all()
 
     def lane_ended(self) -> None:
         """Say that nothing will be sent any more."""

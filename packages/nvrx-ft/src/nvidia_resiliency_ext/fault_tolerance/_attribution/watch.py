@@ -111,13 +111,18 @@ class AttributionWatch:
         with self._lock:
             self._end()
 
-    def close(self) -> None:
-        """End the service and stop asking; what is still to be sent has a moment."""
+    def close(self, *, asks: bool = True) -> None:
+        """End the service and stop asking; what is still to be sent has a moment.
+
+        Args:
+            asks: Whether the present cycle ends here, so that a last verdict is asked for.
+        """
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._end()
+            if asks:
+                self._end()
             client, self._client = self._client, None
         if client is not None:
             client.stop_poller(LAST_WORDS_S)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nvidia_resiliency_ext.fault_tolerance import _env
@@ -31,7 +31,11 @@ class Value(NamedTuple):
 
 
 def listing(
-    args: argparse.Namespace, layers: Layers, environ: Mapping[str, str], log_level: int
+    args: argparse.Namespace,
+    layers: Layers,
+    environ: Mapping[str, str],
+    log_level: int,
+    flags: Sequence[Flag] = FLAGS,
 ) -> list[Value]:
     """Return all options in the order of `--help`.
 
@@ -40,11 +44,12 @@ def listing(
         layers: What flags and file gave, merged.
         environ: The launcher's environment.
         log_level: The level of the log where no option names one.
+        flags: The program's flags.
     """
     config = layers.config()
     given: Mapping[str, str] = getattr(args, "given", {})
     values = []
-    for flag in FLAGS:
+    for flag in flags:
         if flag.name in _OF_THE_PROGRAM:
             continue
         field = _OPTION_OF.get(flag.attribute)

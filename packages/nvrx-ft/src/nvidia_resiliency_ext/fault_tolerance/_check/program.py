@@ -6,11 +6,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._config.sources import layers_from_args
 from nvidia_resiliency_ext.fault_tolerance._launch import surroundings
+from nvidia_resiliency_ext.fault_tolerance._launch.flags import FLAGS, Flag
 from nvidia_resiliency_ext.fault_tolerance._launch.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_float
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
@@ -29,8 +30,10 @@ _Meet = Callable[[list[Finding], SystemClock], list[Finding]]
 WAIT_S = 60.0
 
 
-def print_config(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Print every option with its source.
+def print_config(
+    args: argparse.Namespace, environ: Mapping[str, str], flags: Sequence[Flag] = FLAGS
+) -> int:
+    """Print every option of a program with its source.
 
     Raises:
         FaultToleranceConfigError: The file or a value is wrong.
@@ -39,7 +42,7 @@ def print_config(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     layers = layers_from_args(args)
     if layers.problems:
         raise FaultToleranceConfigError(layers.problems)
-    values = listing(args, layers, environ, surroundings.log_level(environ))
+    values = listing(args, layers, environ, surroundings.log_level(environ), flags)
     write_out(render_listing(values, as_json=args.json))
     return 0
 

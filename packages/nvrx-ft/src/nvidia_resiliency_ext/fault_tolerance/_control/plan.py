@@ -4,35 +4,83 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
-from nvidia_resiliency_ext.fault_tolerance._config.sources import layers_from_args
-from nvidia_resiliency_ext.fault_tolerance._launch import syntax
-from nvidia_resiliency_ext.fault_tolerance._launch.flags import FLAGS
-from nvidia_resiliency_ext.fault_tolerance._launch.parser import (
-    USAGE_ERROR_EXIT_CODE,
-    FlagParser,
+from nvidia_resiliency_ext.fault_tolerance._attribution.settings import AttributionConfig
+from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
+from nvidia_resiliency_ext.fault_tolerance._config.sources import Layers, layers_from_args
+from nvidia_resiliency_ext.fault_tolerance._hosting.plan import HostPlan
+from nvidia_resiliency_ext.fault_tolerance._launch import surroundings, syntax
+from nvidia_resiliency_ext.fault_tolerance._launch.flags import FLAGS, Flag
+from nvidia_resiliency_ext.fault_tolerance._launch.log_plan import (
+    agreed_on_logs,
+    log_plan,
+    server_problems,
 )
+from nvidia_resiliency_ext.fault_tolerance._launch.parser import FlagParser
+from nvidia_resiliency_ext.fault_tolerance._launch.plan import check_job_id, missing_hook
 from nvidia_resiliency_ext.shared_utils.console import write_err
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
+__all__ = ["CONTROL_FLAGS", "PROGRAM", "ControlPlan", "get_args_parser", "plan_of", "usage_error"]
+
 PROGRAM = "nvrx-control"
+EXIT_USAGE = 2
 
 _TAKEN = (
     "nnodes", "rdzv-endpoint", "rdzv-backend", "rdzv-id", "rdzv-conf", "local-addr", "ft-segment",
     "ft-cfg-path", "ft-ignore-unknown-cfg", "ft-ignore-missing-cfg", "ft-lease",
-    "ft-rdzv-token-file", "ft-log-level", "ft-no-restart-exit-code", "version",
+    "ft-rdzv-token-file", "ft-log-level", "ft-no-restart-exit-code", "ft-bad-node-hook",
+    "ft-per-cycle-applog-prefix", "ft-nvrx-logfile", "ft-enable-log-server", "ft-log-server-port",
+    "ft-log-aggregator-count", "ft-log-leaf-max-queue-chunks", "ft-log-server-log-prefix",
+    "ft-log-server-graceful-shutdown-timeout", "ft-cycle-info-dir", "ft-cycle-info-job-id",
+    "ft-attribution-endpoint", "ft-attribution-stop-action", "ft-attribution-node-action",
+    "ft-attribution-startup-timeout", "ft-attribution-export-url", "ft-attribution-log-level",
+    "ft-attribution-llm-api-key-file", "ft-attribution-llm-base-url", "ft-attribution-llm-model",
+    "ft-attribution-analysis-backend", "ft-attribution-compute-timeout", "ft-attrsvc-host",
+    "ft-attrsvc-port", "print-config", "json", "version",
 )  # fmt: skip
+# Where these mean something else than for a launcher.
+_MEANINGS = {
+    "ft-enable-log-server": (
+        "Collect the logs of all nodes here. Default: where one of --ft-per-cycle-applog-prefix,"
+        " --ft-nvrx-logfile and --ft-log-server-log-prefix is given."
+    ),
+    "ft-per-cycle-applog-prefix": "Where the launchers' cycle logs are: as they have it.",
+    "ft-nvrx-logfile": "Write the output of launchers and control plane to this file.",
+    "ft-cycle-info-job-id": "The job in the names of files about cycles; needed for these.",
+    "print-config": "Show every option with its value and where that comes from, and leave.",
+    "json": "Write what --print-config shows as one JSON object.",
+}
+_LOG_FILES = ("ft_per_cycle_applog_prefix", "ft_nvrx_logfile", "ft_log_server_log_prefix")
+
+CONTROL_FLAGS: tuple[Flag, ...] = tuple(
+    flag._replace(help=_MEANINGS.get(flag.name, flag.help)) for flag in FLAGS if flag.name in _TAKEN
+)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlPlan:
     """What a control plane needs.
 
-    `segment` and `lease_s` are None where they were not given: the launchers' own hold.
+    Attributes:
+        min_nodes: Nodes without which the job does not start.
+        max_nodes: Nodes that work at most.
+        host: Where the store is served, as launchers reach it.
+        port: Its port.
+        run_id: The job's name.
+        segment: Nodes of one block; None: as the launchers have it.
+        lease_s: Seconds between signs of life; None: as the launchers have it.
+        no_restart_exit_code: Code of a job that must not start again; None: as the launchers.
+        token_file: File with the job's token.
+        log_level: Level of the log.
+        bad_node_hook: Command that is told of bad nodes.
+        services: What runs beside the store.
+        warnings: What should be logged once, at WARNING.
     """
 
     min_nodes: int
@@ -42,53 +90,70 @@ class ControlPlan:
     run_id: str
     segment: int | None
     lease_s: float | None
+    no_restart_exit_code: int | None
     token_file: str | None
     log_level: int
+    bad_node_hook: str | None = None
+    services: HostPlan = field(default_factory=HostPlan)
+    warnings: tuple[str, ...] = ()
 
     def settings(self) -> dict[str, str]:
         """Return what launchers must have been started with alike, by flag."""
         settings = {"--nnodes": f"{self.min_nodes}:{self.max_nodes}"}
-        if self.segment is not None:
-            settings["--ft-segment"] = str(self.segment)
-        if self.lease_s is not None:
-            settings["--ft-lease"] = str(self.lease_s)
-        return settings
+        given = {
+            "--ft-segment": self.segment,
+            "--ft-lease": self.lease_s,
+            "--ft-no-restart-exit-code": self.no_restart_exit_code,
+        }
+        settings |= {flag: str(value) for flag, value in given.items() if value is not None}
+        return settings | agreed_on_logs(self.services.logs)
+
+
+def usage_error(problem: object) -> NoReturn:
+    """Say on one line of stderr what is wrong with the command line or a file; leave with 2."""
+    write_err(f"{PROGRAM}: error: {' '.join(str(problem).split())}\n")
+    sys.exit(EXIT_USAGE)
 
 
 class _ControlParser(FlagParser):
+    def parse_args(  # type: ignore[override]  # the overloads add nothing here
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error("; ".join(f"{word} is no flag of {PROGRAM}" for word in unknown))
+        if parsed.training_script is not None:
+            script = f"{parsed.training_script!r}: {PROGRAM} runs no script"
+            self.error(f"{script}; start it with ft_launcher")
+        if "ft_enable_log_server" not in parsed.given:
+            parsed.ft_enable_log_server = _says_where_logs_are(parsed)
+        return parsed
+
     def error(self, message: str) -> NoReturn:
-        write_err(f"{PROGRAM}: error: {' '.join(message.split())}\n")
-        sys.exit(USAGE_ERROR_EXIT_CODE)
+        usage_error(message)
 
 
-def plan_from_command_line(argv: Sequence[str] | None) -> ControlPlan:
-    """Return the plan that a command line asks for.
-
-    Raises:
-        SystemExit: with 2 after one line, when it is wrong; with 0 for `--help` and `--version`.
-    """
+def get_args_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = _ControlParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} --nnodes N --rdzv-endpoint HOST:PORT [options]",
-        description="Serve the rendezvous of a job from a machine that does not train.",
+        description="Serve the rendezvous of a job, and what belongs to it once for the whole job,"
+        " from a machine that does not train.",
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_flags([flag for flag in FLAGS if flag.name in _TAKEN])
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error("; ".join(f"{word} is no flag of {PROGRAM}" for word in unknown))
-    if args.training_script is not None:
-        parser.error(
-            f"{args.training_script!r}: {PROGRAM} runs no script; start it with ft_launcher"
-        )
-    try:
-        return _plan(args)
-    except (ConfigError, OSError) as error:
-        parser.error(str(error))
+    parser.add_flags(CONTROL_FLAGS)
+    return parser
 
 
-def _plan(args: argparse.Namespace) -> ControlPlan:
+def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan:
+    """Return the plan of a parsed command line.
+
+    Raises:
+        ConfigError: Something cannot be done as asked; it names everything wrong.
+        OSError: The configuration file cannot be read.
+    """
     for name in ("nnodes", "rdzv_endpoint"):
         if name not in args.given:
             raise ConfigError(f"--{name.replace('_', '-')} is needed")
@@ -96,9 +161,18 @@ def _plan(args: argparse.Namespace) -> ControlPlan:
     if port is None or port == 0:
         raise ConfigError(f"--rdzv-endpoint {args.rdzv_endpoint}: a port is needed, HOST:PORT")
     layers = layers_from_args(args)
-    if layers.problems:
-        raise ConfigError("; ".join(layers.problems))
+    problems = [*layers.problems, *server_problems(args, environ)]
+    if args.ft_enable_log_server and not _says_where_logs_are(args):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in _LOG_FILES)
+        problems.append(f"--ft-enable-log-server needs one of {flags}: it says where logs may be")
+    if problems:
+        raise FaultToleranceConfigError(problems)
     config = layers.config()
+    problems = missing_hook(config.bad_node_hook, environ)
+    if config.cycle_info_dir is not None:
+        problems += _problems_of_cycle_info(config.cycle_info_dir, args.ft_cycle_info_job_id)
+    if problems:
+        raise FaultToleranceConfigError(problems)
     min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
     return ControlPlan(
         min_nodes=min_nodes,
@@ -108,6 +182,45 @@ def _plan(args: argparse.Namespace) -> ControlPlan:
         run_id=args.rdzv_id,
         segment=config.segment,
         lease_s=config.lease if "lease" in layers.given else None,
+        no_restart_exit_code=(
+            args.ft_no_restart_exit_code if "ft_no_restart_exit_code" in args.given else None
+        ),
         token_file=config.rdzv_token_file,
-        log_level=config.log_level,
+        log_level=(
+            config.log_level if "log_level" in layers.given else surroundings.log_level(environ)
+        ),
+        bad_node_hook=config.bad_node_hook,
+        services=_services(args, layers),
+        warnings=(*args.warnings, *layers.warnings),
     )
+
+
+def _says_where_logs_are(args: argparse.Namespace) -> bool:
+    return any(getattr(args, name) for name in _LOG_FILES)
+
+
+def _services(args: argparse.Namespace, layers: Layers) -> HostPlan:
+    config = layers.config()
+    logs = log_plan(args)
+    try:
+        attribution = AttributionConfig.from_args(args, logs.applog_prefix, config)
+    except ValueError as error:
+        raise FaultToleranceConfigError([str(error)]) from None
+    return HostPlan(
+        logs=logs,
+        cycle_info_dir=config.cycle_info_dir,
+        cycle_info_job_id=args.ft_cycle_info_job_id,
+        attribution=attribution,
+        excludes_named=config.attribution_node_action == "exclude",
+        token_file=config.rdzv_token_file,
+    )
+
+
+def _problems_of_cycle_info(directory: str, job_id: str | None) -> list[str]:
+    problems = []
+    if not os.path.isabs(directory):
+        problems.append(f"--ft-cycle-info-dir {directory}: is no absolute path")
+    if not job_id:
+        problems.append("--ft-cycle-info-dir needs --ft-cycle-info-job-id: no scheduler says it")
+    check_job_id(job_id)
+    return problems

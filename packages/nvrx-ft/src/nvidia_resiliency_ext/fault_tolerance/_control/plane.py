@@ -1,108 +1,246 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control plane at work: serves the store, learns the job's rules from its launchers, decides.
+"""The control plane at work: assembles what the host of a job runs, and follows it to its end.
 
-It keeps nothing on disk. When it is started again it asks the launchers, which go on training
-meanwhile, where the job stands.
+It keeps nothing on disk but what others read. When it is started again it asks the launchers,
+which go on training meanwhile, where the job stands.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
+import socket
 import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.fault_tolerance._hosting.log_token import token_file
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlace, HostServices
+from nvidia_resiliency_ext.fault_tolerance._hosting.thread import HostThread, StorePlan
+from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
+    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._launch.signals import SignalInbox
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
     read_settings,
     write_settings,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import claim, read_token
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.exclusions import Exclusions
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.rules import rules_from_settings
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
-    JobStore,
-    connect,
-    load_torch,
-    serve,
-    share_secret,
-)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, load_torch
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.rundir import RunDir, remove_stale_run_dirs
 
-from .plan import ControlPlan
+from .plan import PROGRAM, ControlPlan
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.fault_tolerance._launch.bad_node import BadNodeHook
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 
 logger = logging.getLogger("nvrx")
 
 # It starts no workers that would inherit a high limit of open files.
 MOST_NODES = 4096
 LOOK_S = 1.0
+STOP_S = 5.0
 
 
 class ControlPlane:
-    """Serves one job; use it as a context manager.
+    """Serves one job; use it as a context manager. The main thread only.
 
     Args:
         plan: What to serve.
-        stop: Set to leave before the job is over; the launchers then wait for another.
+        environ: The program's environment.
 
     Raises:
-        EndpointError: the endpoint cannot be served here.
-        ConfigError: the token file is unusable.
+        ConfigError: The token file is unusable.
+        NvrxError: The endpoint or a log server's port is taken, or a directory cannot be used.
     """
 
-    def __init__(self, plan: ControlPlan, stop: threading.Event) -> None:
+    def __init__(self, plan: ControlPlan, environ: Mapping[str, str]) -> None:
         self._plan = plan
-        self._stop = stop
+        self._environ = environ
         self._clock = SystemClock()
+        self._stack = contextlib.ExitStack()
+        self._exclusions = Exclusions()
+        self._hook: BadNodeHook | None = None
+        self._is_stopped = False
+        self._thread: HostThread | None = None
+        self._host_name = socket.gethostname()
 
     def __enter__(self) -> ControlPlane:  # noqa: PYI034  # Self is not in Python 3.10
-        """Begin to listen, and serve the store."""
-        plan = self._plan
-        prefix = keys.prefix(plan.run_id)
+        """Begin to listen, and serve."""
+        try:
+            self._build()
+        except OSError as error:
+            self._stack.close()
+            raise NvrxError(f"the job cannot be served: {error}") from error
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the store and everything else go."""
+        self._stack.close()
+
+    def run(self) -> None:
+        """Serve until the job is over or a signal ends it; the launchers then wait for another.
+
+        Raises:
+            NvrxError: The job cannot be served.
+        """
+        thread = self._thread
+        assert thread is not None
+        while not self._is_stopped and thread.is_alive():
+            self._loop.run_once()
+        entry, problem = thread.outcome, thread.problem
+        if entry is not None:
+            what = entry.cause.what if entry.cause else entry.reason
+            logger.info("the job is over after %d restarts: %s", entry.round, what)
+        elif isinstance(problem, NvrxError):
+            raise problem
+        elif problem is not None:
+            raise NvrxError(f"a defect in the store host: {problem!r}") from problem
+
+    # Assembly; each part is taken down in the reverse order --------------------------------------
+
+    def _build(self) -> None:
+        plan, stack = self._plan, self._stack
+        inbox = SignalInbox((signal.SIGTERM, signal.SIGINT))
+        stack.callback(inbox.close)
+        stack.enter_context(inbox.installed())
+        self._loop = EventLoop(self._clock)
+        stack.callback(self._loop.close)
+        self._loop.watch(inbox.fileno(), lambda: self._signalled(inbox.receive()))
         secret = read_token(plan.token_file) if plan.token_file else None
         # Before anybody can connect: who waits in the queue of a port is not told that no store is
         # there yet, and its lease does not stand still.
         load_torch()
+        # Before anything else is touched: where another one serves, this one must do nothing.
         listener = claim(plan.host, plan.port, is_host=True)
         assert listener is not None
-        self._server = serve(listener, plan.host, MOST_NODES)
-        secret = secret or share_secret(self._server, prefix)
-        self._store = connect(plan.host, plan.port, prefix, secret, LOOK_S)
-        self._store.put(keys.CONTROL_SETTINGS, write_settings("nvrx-control", plan.settings()))
-        logger.info("nvrx-control serves job %r at %s:%d", plan.run_id, plan.host, plan.port)
-        return self
+        stack.callback(listener.close)
+        self._services = self._build_services()
+        stack.callback(lambda: self._services.close(job_goes_on=not self._is_over()))
+        self._capture_streams()
+        self._build_hook()
+        self._services.follow_attribution(self._attribution_stops, self._exclusions.add)
+        stack.callback(lambda: self._services.end_attribution(job_goes_on=not self._is_over()))
+        self._build_thread(listener, secret)
+        logger.info("%s serves job %r at %s:%d", PROGRAM, plan.run_id, plan.host, plan.port)
 
-    def __exit__(self, *_: object) -> None:
-        """Let the store go."""
-        del self._store, self._server
+    def _build_services(self) -> HostServices:
+        plan = self._plan.services
+        run_dir = ""
+        if (
+            plan.logs.server is not None
+            and not token_file(self._environ, plan.token_file, run_dir).is_given
+        ):
+            # What one that was killed has left.
+            remove_stale_run_dirs(self._environ)
+            run_dir = self._stack.enter_context(RunDir.create("control", self._environ)).path
+        place = HostPlace(self._plan.host, self._host_name, run_dir)
+        self._own_token = token_file(self._environ, plan.token_file, run_dir).path
+        return HostServices(plan, self._environ, place, self._loop, self._clock, is_shared=True)
 
-    def run(self) -> None:
-        """Decide the job's rounds until it is over or `stop` is set.
-
-        Raises:
-            NvrxError: the job cannot be served.
-        """
-        settings = self._wait_for_settings(self._store)
-        if settings is None:
+    def _capture_streams(self) -> None:
+        """Let the program's own output go where that of launchers goes, if that was asked for."""
+        logs = self._plan.services.logs
+        if logs.launcher_log_file is None:
             return
-        host = Host(
-            self._store,
-            rules_from_settings(settings),
-            me="nvrx-control",
-            epoch=os.urandom(8).hex(),
-            clock=self._clock,
-            is_controlled=True,
-            stop=self._stop,
-        )
-        host.run()
-        entry = host.entry
-        if entry.phase is entry.phase.OVER:
-            what = entry.cause.what if entry.cause else entry.reason
-            logger.info("the job is over after %d restarts: %s", entry.round, what)
+        from nvidia_resiliency_ext.fault_tolerance._cyclelogs.collector import CycleLogs
+        from nvidia_resiliency_ext.fault_tolerance._cyclelogs.sinks import funnel_of
 
-    def _wait_for_settings(self, store: JobStore) -> dict[str, str] | None:
-        """Wait for the first launcher, which tells what all launchers go by."""
-        while not self._stop.is_set():
-            text = store.wait_for(keys.SETTINGS, LOOK_S)
-            if text is not None:
-                return read_settings(text)
-        return None
+        funnel = None
+        if logs.server is not None:
+            ports, me = logs.server.ports, f"{PROGRAM}@{self._host_name}"
+            funnel = funnel_of(ports, self._plan.host, me, self._own_token)
+        own = CycleLogs(logs.launcher_log_file, funnel=funnel)
+        self._stack.callback(own.close)
+        own.capture_own_streams(logs.launcher_log_file)
+
+    def _build_hook(self) -> None:
+        command = self._plan.bad_node_hook
+        if command is None:
+            return
+        from nvidia_resiliency_ext.fault_tolerance._launch.bad_node import BadNodeHook
+
+        self._hook = BadNodeHook(
+            command,
+            self._environ,
+            job=self._plan.run_id,
+            host=self._host_name,
+            clock=self._clock,
+        )
+        self._stack.callback(self._hook.close)
+
+    def _build_thread(self, listener: socket.socket, secret: bytes | None) -> None:
+        plan = self._plan
+        wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._loop.watch(wakeup, lambda: None)
+        self._thread = HostThread(
+            StorePlan(
+                listener=listener,
+                host=plan.host,
+                port=plan.port,
+                prefix=keys.prefix(plan.run_id),
+                secret=secret,
+                nodes=MOST_NODES,
+                timeout_s=LOOK_S,
+                is_controlled=True,
+                says={keys.CONTROL_SETTINGS: write_settings(PROGRAM, plan.settings())},
+            ),
+            _wait_for_rules,
+            me=PROGRAM,
+            clock=self._clock,
+            services=self._services,
+            on_bad_node=self._bad_node,
+            exclusions=self._exclusions,
+            on_end=lambda: os.eventfd_write(wakeup, 1),
+        )
+        self._stack.callback(self._end_thread, self._thread, wakeup)
+        self._thread.start()
+
+    def _end_thread(self, thread: HostThread, wakeup: int) -> None:
+        thread.stop()
+        thread.join(STOP_S)
+        if not thread.is_alive():
+            self._loop.unwatch(wakeup)
+            os.close(wakeup)
+
+    # What happens ------------------------------------------------------------------------------
+
+    def _signalled(self, numbers: list[int]) -> None:
+        for number in numbers:
+            logger.warning("received %s: the launchers go on", signal.Signals(number).name)
+            self._is_stopped = True
+
+    def _is_over(self) -> bool:
+        return self._thread is not None and self._thread.outcome is not None
+
+    def _bad_node(self, cause: Cause) -> None:
+        if self._hook is not None:
+            self._hook.report(cause)
+
+    def _attribution_stops(self, reason: str) -> None:
+        what = f"attribution says that a restart is useless: {reason}"
+        cause = Cause("attribution", what, host=self._host_name, detected_by="attribution")
+        if self._thread is not None:
+            self._thread.end_job(RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP, cause)
+
+
+def _wait_for_rules(store: JobStore, stop: threading.Event) -> HostRules | None:
+    """Wait for the first launcher, which tells what all launchers go by."""
+    while not stop.is_set():
+        text = store.wait_for(keys.SETTINGS, LOOK_S)
+        if text is not None:
+            return rules_from_settings(read_settings(text))
+    return None

@@ -87,13 +87,27 @@ class CycleInfoReporter:
 
     def report_cycle_start(self, snapshot: CycleInfoRoundSnapshot) -> bool:
         """Report that a cycle begins; say whether it will be written."""
+        with self._lock:
+            self._open_cycle = snapshot.cycle_number
+        return self._writer.write_cycle_start(*self._fields(snapshot))
+
+    def report_cycle_goes_on(self, snapshot: CycleInfoRoundSnapshot) -> bool:
+        """Report that a cycle goes on that another reporter has begun.
+
+        Its file stays as it is; where there is none, one is written.
+        """
+        with self._lock:
+            self._open_cycle = snapshot.cycle_number
+        return self._writer.take_up_cycle(*self._fields(snapshot))
+
+    def _fields(
+        self, snapshot: CycleInfoRoundSnapshot
+    ) -> tuple[str, int, int, str, str, str, str, str]:
         log_file = snapshot.cycle_log_file
         if not log_file and self._cycle_log_prefix:
             log_file = cycle_log_file(self._cycle_log_prefix, snapshot.cycle_number)
         nodes, ranks = _in_order(snapshot)
-        with self._lock:
-            self._open_cycle = snapshot.cycle_number
-        return self._writer.write_cycle_start(
+        return (
             self._job_id,
             self._attempt_index,
             snapshot.cycle_number,
@@ -114,11 +128,21 @@ class CycleInfoReporter:
             self._job_id, self._attempt_index, cycle, utc_iso_now()
         )
 
-    def shutdown(self) -> None:
-        """Write what waits, for 2 s at most; a cycle that is open ends."""
+    def report_end_of(self, cycle: int) -> bool:
+        """Report that a cycle is over, whoever reported its start; one that has ended stays so."""
+        with self._lock:
+            if self._open_cycle == cycle:
+                self._open_cycle = None
+        return self._writer.end_cycle_once(self._job_id, self._attempt_index, cycle, utc_iso_now())
+
+    def shutdown(self, *, ends_cycle: bool = True) -> None:
+        """Write what waits, for 2 s at most; a cycle that is open ends, unless it goes on."""
         with self._lock:
             self._open_cycle = None
-        self._writer.shutdown()
+        if ends_cycle:
+            self._writer.shutdown()
+        else:
+            self._writer.shutdown(ends_cycle=False)
 
 
 def _in_order(snapshot: CycleInfoRoundSnapshot) -> tuple[list[str], list[int]]:

@@ -83,6 +83,35 @@ class CycleInfoWriter:
         file_name(job_id, attempt_index, cycle_number)  # a bad name is the caller's error
         return self._hand_over(lambda: self._begin(info))
 
+    def take_up_cycle(  # noqa: PLR0913, PLR0917 - the fields of the file
+        self,
+        job_id: str,
+        attempt_index: int,
+        cycle_number: int,
+        cycle_start_time: str,
+        cycle_log_file: str,
+        active_nodes: str,
+        standby_nodes: str = "",
+        active_ranks: str = "",
+    ) -> bool:
+        """Go on with the file of a cycle that another writer has begun.
+
+        What it says stays, but for an end: the cycle goes on. Where there is no such file it is
+        written as `write_cycle_start` does, which see for arguments and answer.
+        """
+        info = CycleInfo(
+            job_id=job_id,
+            attempt_index=attempt_index,
+            cycle_number=cycle_number,
+            cycle_start_time=cycle_start_time,
+            cycle_log_file=cycle_log_file,
+            active_nodes=active_nodes,
+            standby_nodes=standby_nodes,
+            active_ranks=active_ranks,
+        )
+        file_name(job_id, attempt_index, cycle_number)  # a bad name is the caller's error
+        return self._hand_over(lambda: self._take_up(info))
+
     def update_cycle_end(
         self, job_id: str, attempt_index: int, cycle_number: int, cycle_end_time: str
     ) -> bool:
@@ -90,12 +119,24 @@ class CycleInfoWriter:
         name = file_name(job_id, attempt_index, cycle_number)
         return self._hand_over(lambda: self._end(name, cycle_end_time))
 
-    def shutdown(self) -> None:
-        """End an open cycle and write what waits, for 2 s at most; harmless when repeated."""
+    def end_cycle_once(
+        self, job_id: str, attempt_index: int, cycle_number: int, cycle_end_time: str
+    ) -> bool:
+        """Write into a cycle's file when it ended, unless it says so or there is none."""
+        name = file_name(job_id, attempt_index, cycle_number)
+        return self._hand_over(lambda: self._end_once(name, cycle_end_time))
+
+    def shutdown(self, *, ends_cycle: bool = True) -> None:
+        """End an open cycle and write what waits, for 2 s at most; harmless when repeated.
+
+        Args:
+            ends_cycle: False leaves an open cycle open, for a writer that takes it up.
+        """
         now = iso_utc(time.time())
         with self._work:
             if not self._is_ending:
-                self._jobs.append(lambda: self._end_open(now))
+                if ends_cycle:
+                    self._jobs.append(lambda: self._end_open(now))
                 self._is_ending = True
                 self._work.notify()
         self._thread.join(SHUTDOWN_S)
@@ -136,21 +177,50 @@ class CycleInfoWriter:
         self._open = info
         os.makedirs(self._directory, exist_ok=True)
         self._write(info)
-        name = file_name(info.job_id, info.attempt_index, info.cycle_number)
-        _replace_link(name, os.path.join(self._directory, current_name(info.job_id)))
+        self._point_to(info)
+
+    def _take_up(self, info: CycleInfo) -> None:
+        try:
+            known = self._read(_name_of(info))
+        except (FileNotFoundError, ValueError):
+            self._begin(info)
+            return
+        if known.cycle_end_time:
+            known = known.ended("")
+            self._write(known)
+        self._open = known
+        self._point_to(known)
+
+    def _point_to(self, info: CycleInfo) -> None:
+        link = os.path.join(self._directory, current_name(info.job_id))
+        _replace_link(_name_of(info), link)
 
     def _end(self, name: str, at: str) -> None:
         present = self._open
         if present is None or _name_of(present) != name:
-            path = os.path.join(self._directory, name)
-            self._write(CycleInfo.from_json(read_regular_file(path, _LARGEST_FILE_BYTES)).ended(at))
+            self._write(self._read(name).ended(at))
         else:
             self._end_open(at)
+
+    def _end_once(self, name: str, at: str) -> None:
+        if self._open is not None and _name_of(self._open) == name:
+            self._end_open(at)
+            return
+        try:
+            known = self._read(name)
+        except FileNotFoundError:
+            return
+        if not known.cycle_end_time:
+            self._write(known.ended(at))
 
     def _end_open(self, at: str) -> None:
         present, self._open = self._open, None
         if present is not None:
             self._write(present.ended(at))
+
+    def _read(self, name: str) -> CycleInfo:
+        path = os.path.join(self._directory, name)
+        return CycleInfo.from_json(read_regular_file(path, _LARGEST_FILE_BYTES))
 
     def _write(self, info: CycleInfo) -> None:
         atomic_write(os.path.join(self._directory, _name_of(info)), info.to_json(), mode=0o644)

@@ -70,6 +70,11 @@ class CycleLogs:
         if isinstance(self._place, FunnelPlace):
             self._place.write_files_instead()
 
+    def try_again(self) -> None:
+        """Ask the log server at once, which may let us in now; from any thread."""
+        if isinstance(self._place, FunnelPlace):
+            self._place.try_again()
+
     def begin_cycle(self, cycle: int, world_size: int) -> None:
         """Take note that the workers of a cycle are about to start, and that the last are gone."""
         self.end_cycle()

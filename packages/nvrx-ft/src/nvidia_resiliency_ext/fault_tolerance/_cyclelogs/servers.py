@@ -31,6 +31,8 @@ _PACKAGE = "nvidia_resiliency_ext.shared_utils"
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 30.0
 _KILL_MARGIN_S = 5.0
+# A node that has lost its server tries again within this time.
+_NODES_COME_BACK_S = 5.0
 
 
 class LogServerError(NvrxError):
@@ -146,6 +148,7 @@ class LogServers:
         self._running: dict[str, Child] = {}
         self._delays: dict[str, float] = {}
         self._is_stopping = False
+        self._nodes_are_back_at = 0.0
 
     def start(self) -> None:
         """Start all of them; they listen a moment later, and clients try until then.
@@ -165,6 +168,10 @@ class LogServers:
     def pids(self) -> dict[str, int]:
         """The processes by name."""
         return {name: child.pid for name, child in self._running.items()}
+
+    def expect_nodes(self) -> None:
+        """Take note that nodes have lines for these servers and have still to find them."""
+        self._nodes_are_back_at = self._clock.monotonic() + _NODES_COME_BACK_S
 
     def _start(self, command: ServerCommand) -> None:
         with contextlib.ExitStack() as opened:
@@ -206,6 +213,7 @@ class LogServers:
             return
         try:
             self._start(command)
+            self.expect_nodes()
         except (OSError, ChildStartError) as error:
             logger.error("log server %s cannot be started: %s", command.name, error)  # noqa: TRY400
 
@@ -214,29 +222,40 @@ class LogServers:
         self._loop.unwatch(child.fileno())
         child.close()
 
-    def stop(self) -> None:
-        """End them, leaves first, each within its time; what they have is written."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """End them, leaves first, each within its time; what they have is written.
+
+        Args:
+            at_once: Do not wait for lines that are under way: those who send them keep them.
+        """
         self._is_stopping = True
+        left_s = self._nodes_are_back_at - self._clock.monotonic()
+        root_child = self._running.get("root")
+        if left_s > 0 and root_child is not None and not at_once:
+            root_child.wait(left_s)
         leaves = [command for command in self._commands if command.name != "root"]
         root = [command for command in self._commands if command.name == "root"]
         for group in (leaves, root):
-            _end_together(
-                [(one, self._running[one.name]) for one in group if one.name in self.pids]
-            )
+            running = [(one, self._running[one.name]) for one in group if one.name in self.pids]
+            _end_together(running, grace_s=0.0 if at_once else None)
         for name in list(self._running):
             self._forget(name)
 
 
-def _end_together(servers: Sequence[tuple[ServerCommand, Child]]) -> None:
+def _end_together(
+    servers: Sequence[tuple[ServerCommand, Child]], grace_s: float | None = None
+) -> None:
+    """End servers, which have their own time to do so, or no more than `grace_s`."""
     import signal
 
     for _, child in servers:
         child.signal(signal.SIGTERM)
     if not servers:
         return
-    deadline = Deadline.after(servers[0][0].grace_s + _KILL_MARGIN_S)
+    own_s = servers[0][0].grace_s + _KILL_MARGIN_S
+    deadline = Deadline.after(own_s if grace_s is None else grace_s)
     for command, child in servers:
-        if child.wait(deadline.remaining()) is None:
+        if child.wait(deadline.remaining()) is None and grace_s is None:
             logger.error("log server %s does not end in time: SIGKILL", command.name)
 
 

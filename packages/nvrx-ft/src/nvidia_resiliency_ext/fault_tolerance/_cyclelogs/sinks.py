@@ -13,13 +13,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from nvidia_resiliency_ext.fault_tolerance._launch.launch_config import LogFunnelPorts
     from nvidia_resiliency_ext.shared_utils.grpc_log_client import LogFunnelClient, LogTarget
 
-__all__ = ["FilePlace", "FunnelAddress", "FunnelPlace", "LogPlace", "NotYetError", "Sink"]
+__all__ = [
+    "FilePlace",
+    "FunnelAddress",
+    "FunnelPlace",
+    "LogPlace",
+    "NotYetError",
+    "Sink",
+    "funnel_of",
+]
 
 # Together with what waits before it this is the 64 MiB that a node may hold.
 FUNNEL_MEMORY_BYTES = 48 << 20
-_CLOSE_S = 30.0
 _FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
 
 
@@ -101,6 +109,15 @@ class FunnelAddress:
     token_file: str | None = None
 
 
+def funnel_of(
+    ports: LogFunnelPorts, host: str, node_id: str, token_file: str | None
+) -> FunnelAddress:
+    """Return how this node reaches its log server of those that run on `host`."""
+    from .servers import endpoint_of
+
+    return FunnelAddress(endpoint_of(host, ports.client_connect_port()), node_id, token_file)
+
+
 class _Remote:
     """A file that the log server keeps; closing it waits for nobody."""
 
@@ -119,16 +136,16 @@ class _Remote:
         return len(data)
 
     def close(self) -> None:
-        """Let a thread wait until the server has everything."""
+        """Let a thread wait until the server has everything, however long it is away."""
         thread = threading.Thread(
-            target=self._target.close, args=(_CLOSE_S,), name="nvrx-log-close", daemon=True
+            target=self._target.close, args=(None,), name="nvrx-log-close", daemon=True
         )
         self._closing.append(thread)
         thread.start()
 
 
 class FunnelPlace:
-    """Logs are files that a log server keeps. One thread only, but for `write_files_instead`."""
+    """Logs are files that a log server keeps. One thread only, but for what says otherwise."""
 
     def __init__(self, address: FunnelAddress) -> None:
         self._address = address
@@ -137,8 +154,14 @@ class FunnelPlace:
         self._instead: FilePlace | None = None
 
     def write_files_instead(self) -> None:
-        """Open all further logs on this node: there is no server after all."""
+        """Open all further logs on this node: there is no server after all; any thread."""
         self._instead = FilePlace()
+
+    def try_again(self) -> None:
+        """Ask the server at once, which may have refused us until now; any thread."""
+        client = self._client
+        if client is not None:
+            client.try_again()
 
     def open(self, path: str) -> Sink:
         """Open a log on the server; it need not be there yet."""

@@ -338,6 +338,13 @@ _OWN_FLAGS = (
         env=True,
     ),
     Flag(
+        "ft-cycle-info-job-id",
+        v.TEXT,
+        None,
+        table.LOGGING,
+        "The job in the names of files about cycles, instead of the scheduler's number.",
+    ),
+    Flag(
         "ft-attribution-startup-timeout",
         v.SECONDS,
         20.0,

@@ -15,6 +15,9 @@ import signal
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.fault_tolerance._hosting.nodes import CycleNodes
+from nvidia_resiliency_ext.fault_tolerance._hosting.plan import host_plan_of
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlace, HostServices
 from nvidia_resiliency_ext.fault_tolerance._infra.rank import infrastructure_rank
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
@@ -35,7 +38,7 @@ from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 from .agent import NodeAgent, Parts, Result
 from .cause import Cause
 from .chronicle import Chronicle
-from .cycle_records import CycleRecords
+from .cycle_records import CycleRecords, StoreHost, cycle_info_environment
 from .env import (
     OF_AN_OUTER_RANK,
     CycleStamp,
@@ -120,16 +123,11 @@ class Job:
         self._loop = EventLoop(self._clock)
         stack.callback(self._loop.close)
         meeting = self._find_meeting()
-        self._is_store_host = meeting is None or meeting.is_here
+        store_host = StoreHost() if meeting is None else meeting.store_host
+        self._is_store_host = store_host.is_here
         self._place = make_place(plan, self._environ, stack)
-        self._cycles = CycleRecords(
-            plan,
-            self._environ,
-            self._place,
-            self._loop,
-            self._clock,
-            meeting.store_host if meeting is not None else None,
-        )
+        self._services = self._build_services(store_host)
+        self._cycles = CycleRecords(plan, self._environ, self._place, store_host)
         stack.callback(self._cycles.close)
         self._build_record()
         self._torch_events = self._build_torch_events()
@@ -189,6 +187,21 @@ class Job:
             self._stack.callback(meeting.listener.close)
         return meeting
 
+    def _build_services(self, store_host: StoreHost) -> HostServices | None:
+        """Start what this node runs for the whole job, if it is the one that does."""
+        if not store_host.is_here:
+            return None
+        services = HostServices(
+            host_plan_of(self._plan),
+            self._environ,
+            HostPlace(store_host.address, self._place.host, self._place.run_dir.path),
+            self._loop,
+            self._clock,
+            is_shared=store_host.is_shared,
+        )
+        self._stack.callback(services.close)
+        return services
+
     def _build_rendezvous(self, meeting: Meeting | None) -> Rendezvous:
         plan = self._plan
         if meeting is None:
@@ -209,6 +222,7 @@ class Job:
             clock=self._clock,
             on_lease=self._lease_held,
             records=self._cycles,
+            services=self._services,
             on_bad_node=self._bad_node,
             exclusions=self._exclusions,
         )
@@ -230,7 +244,7 @@ class Job:
             self._clock,
             host=place.host,
             shows_stacks=place.record_is_temporary,
-            on_cycle_ended=self._cycles.ended,
+            on_cycle_ended=self._cycle_ended,
         )
 
     def _build_torch_events(self) -> TorchEvents | None:
@@ -282,32 +296,14 @@ class Job:
             **inherited,
             **shared_variables(self._environment, self._environ),
             **self._event_log.environment(),
-            **self._cycles.environment(),
+            **cycle_info_environment(plan),
         }
 
     def _follow_attribution(self) -> None:
-        plan = self._plan
-        if not (plan.attribution.is_enabled and self._is_store_host and plan.logs.applog_prefix):
-            return
-        excludes = plan.fault_tolerance.attribution_node_action == "exclude"
-        if excludes and plan.max_nodes == 1:
-            logger.info("a job of one node excludes none: bad nodes are only logged")
-            excludes = False
-        from nvidia_resiliency_ext.fault_tolerance._attribution.service import AttributionManager
-        from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
-
-        watch = AttributionWatch(
-            AttributionManager(plan.attribution, is_store_host=True, environ=self._environ),
-            base_log_file=plan.logs.applog_prefix,
-            token_file=plan.fault_tolerance.rdzv_token_file,
-            node_id=self._place.host,
-            loop=self._loop,
-            on_stop=self._attribution_stops,
-            on_nodes=self._exclusions.add if excludes else None,
-        )
-        self._stack.callback(watch.close)
-        watch.start()
-        self._cycles.tell(watch)
+        services = self._services
+        if services is not None:
+            services.follow_attribution(self._attribution_stops, self._exclusions.add)
+            self._stack.callback(services.end_attribution)
 
     def _attribution_stops(self, reason: str) -> None:
         what = f"attribution says that a restart is useless: {reason}"
@@ -432,6 +428,11 @@ class Job:
             if event is not None:
                 self._agent.post(event)
 
+    def _cycle_ended(self) -> None:
+        """Take note that a cycle is over here; of many nodes, the host knows when it is for all."""
+        if self._plan.max_nodes == 1 and self._services is not None:
+            self._services.ended(self._services.cycle)
+
     def _look_at_output(self) -> None:
         if self._next_look is not None:
             self._next_look.cancel()
@@ -506,6 +507,8 @@ class Job:
 
     def _specs(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
         self._cycles.begin(assignment)
+        if self._plan.max_nodes == 1 and self._services is not None:
+            self._services.begins(assignment.cycle, CycleNodes([self._place.host], [0]))
         stamp = CycleStamp(self._clock.wall(), cycle_start_time, self._infra_rank)
         specs = [
             self._spec(assignment, local_rank, stamp)

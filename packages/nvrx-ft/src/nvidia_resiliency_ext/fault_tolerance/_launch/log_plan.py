@@ -23,9 +23,11 @@ __all__ = [
     "ORPHANS_NEED_NO_PIPES",
     "LogPlan",
     "LogServerPlan",
+    "agreed_on_logs",
     "log_notes",
     "log_plan",
     "log_problems",
+    "server_problems",
 ]
 
 _AUTOMATIC = -1
@@ -83,16 +85,33 @@ class LogPlan:
     @property
     def roots(self) -> tuple[str, ...]:
         """The directories that a log server may write to."""
-        files = (self.applog_prefix, self.launcher_log_file)
+        files = [self.applog_prefix, self.launcher_log_file]
+        if not any(files) and self.server is not None:
+            # All that a control plane may know of where logs are.
+            files = [self.server.log_prefix]
         return tuple(dict.fromkeys(os.path.dirname(file) for file in files if file))
 
 
 def log_problems(args: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each thing about logs that cannot be done as asked."""
+    """Return a sentence for each thing about logs that a launcher cannot do as asked."""
     problems = []
     applog, nvrx_log = args.ft_per_cycle_applog_prefix, args.ft_nvrx_logfile
     if nvrx_log and not applog:
         problems.append(f"{_NVRX_LOG} needs {_APPLOG}: give both")
+    if args.ft_enable_log_server and not applog:
+        problems.append(f"--ft-enable-log-server needs {_APPLOG}: nothing is to be collected")
+    if args.logs_specs is not None and applog:
+        problems.append(
+            f"--logs-specs and {_APPLOG} exclude each other: both say where the output of workers "
+            "goes"
+        )
+    return problems + server_problems(args, environ)
+
+
+def server_problems(args: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each thing about log files and log servers that cannot be done."""
+    problems = []
+    applog, nvrx_log = args.ft_per_cycle_applog_prefix, args.ft_nvrx_logfile
     if nvrx_log and environ.get(_env.NODE_LOCAL_TMPDIR):
         problems.append(
             f"{_NVRX_LOG} and {_env.NODE_LOCAL_TMPDIR} exclude each other: both say where the "
@@ -104,13 +123,6 @@ def log_problems(args: argparse.Namespace, environ: Mapping[str, str]) -> list[s
     prefix = args.ft_log_server_log_prefix
     if prefix and not os.path.isabs(prefix):
         problems.append(f"--ft-log-server-log-prefix {prefix}: is no absolute path")
-    if args.ft_enable_log_server and not applog:
-        problems.append(f"--ft-enable-log-server needs {_APPLOG}: nothing is to be collected")
-    if args.logs_specs is not None and applog:
-        problems.append(
-            f"--logs-specs and {_APPLOG} exclude each other: both say where the output of workers "
-            "goes"
-        )
     chunks = args.ft_log_leaf_max_queue_chunks
     if chunks != _AUTOMATIC and chunks < _SHORTEST_QUEUE:
         problems.append(
@@ -132,6 +144,19 @@ def log_plan(args: argparse.Namespace) -> LogPlan:
         launcher_log_file=args.ft_nvrx_logfile or None,
         server=_server_plan(args) if _has_server(args) else None,
     )
+
+
+def agreed_on_logs(logs: LogPlan) -> dict[str, str]:
+    """Return, by flag, what nodes and the host of their log servers must have been given alike."""
+    if logs.server is None:
+        return {}
+    agreed = {
+        "--ft-log-server-port": str(logs.server.ports.base_port),
+        "--ft-log-aggregator-count": str(logs.server.ports.first_level_count),
+    }
+    if logs.applog_prefix is not None:
+        agreed[_APPLOG] = logs.applog_prefix
+    return agreed
 
 
 def log_notes(plan: LogPlan, args: argparse.Namespace) -> list[str]:

@@ -140,5 +140,11 @@ class OutputSpecs:
 
     def _filter(self, dest: Any, stream: Stream, copied: str) -> Filter | None:
         texts = self.filters.get(stream, ())
-        path = os.fspath(getattr(dest, f"filtered_{stream.value}", ""))
-        return Filter(path, texts) if texts and copied and path else None
+        if not texts or not copied:
+            return None
+        # Where later versions of torch have it; 2.4 has no such name.
+        usual = os.path.join(
+            os.path.dirname(os.path.dirname(copied)), f"filtered_{stream.value}.log"
+        )
+        path = os.fspath(getattr(dest, f"filtered_{stream.value}", usual))
+        return Filter(path, texts) if path else None

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
+from nvidia_resiliency_ext.fault_tolerance._hosting.thread import HostThread, StorePlan
 from nvidia_resiliency_ext.fault_tolerance._infra.replacement import (
     default_replacement_group_size,
     replacement_group_id,
@@ -29,7 +30,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.exclusions import Exclusions
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
     PlacementRules,
     validate,
@@ -43,8 +43,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
     StoreLostError,
     connect,
-    serve,
-    share_secret,
 )
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
     rdzv_config_get_as_bool,
@@ -52,15 +50,19 @@ from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
     rdzv_config_get_as_int,
 )
 from nvidia_resiliency_ext.shared_utils.clock import Clock
-from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 from . import surroundings, syntax
 from .cause import Cause
-from .cycle_records import CycleRecords, StoreHost, nodes_of
+from .cycle_records import CycleRecords, StoreHost
 from .fitness import injected_failure
+from .log_plan import agreed_on_logs
 from .loop import EventLoop
 from .plan import LaunchPlan
 from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostServices
 
 logger = logging.getLogger("nvrx")
 
@@ -71,7 +73,11 @@ LEGACY_LAST_CALL_S = 30.0
 RETRY_S = 0.5
 # Each refusal is proof that nobody can have replaced this node: they must come often enough.
 LEASES_BETWEEN_PROBES = 0.2
+# While torch connects nobody hears that the machine refuses, and the lease grows old.
+PATIENCE_S = 5.0
+# The job's host says it with its first word; a node that comes back must not miss its lease for it.
 LOG_TOKEN_WAIT_S = 2.0
+LEASES_FOR_LOG_TOKEN = 0.5
 
 # Options that may differ from node to node: paths, and what a node does for itself.
 _OWN_AFFAIRS = frozenset(
@@ -187,7 +193,7 @@ def must_agree(plan: LaunchPlan, rules: HostRules) -> dict[str, str]:
         name = f"--{option.flag}"
         if option.field not in _OWN_AFFAIRS and name not in agreed:
             agreed[name] = str(getattr(config, option.field))
-    return agreed
+    return {**agreed, **agreed_on_logs(plan.logs)}
 
 
 def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its own
@@ -201,10 +207,11 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     clock: Clock,
     on_lease: Callable[[float], None],
     records: CycleRecords,
+    services: HostServices | None,
     on_bad_node: Callable[[Cause], None],
     exclusions: Exclusions,
 ) -> StoreRendezvous:
-    """Start this node's part of the rendezvous, and the store where it is to be.
+    """Start this node's part of the rendezvous, and the store where it is to be: with `services`.
 
     Raises:
         ConfigError: the settings are unusable.
@@ -225,8 +232,10 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     limit_s = connect_s if connect_s is not None else CONNECT_WAIT_S
 
     longest_s = min(Probing().longest_pause_s, LEASES_BETWEEN_PROBES * config.lease)
-    way = _Way(meeting, prefix, secret, limit_s, Probing(longest_pause_s=longest_s))
-    host: _HostThread | None = None
+    probing = Probing(longest_pause_s=longest_s)
+    patience_s = max(PATIENCE_S, config.lease)
+    way = _Way(meeting, prefix, secret, limit_s, probing, patience_s)
+    host: HostThread | None = None
     if meeting.is_hidden:
         logger.warning(
             "--rdzv-endpoint %s is the loopback address %s on this machine: launchers on others "
@@ -234,12 +243,21 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
             *(meeting.host, meeting.served_at),
         )
     if meeting.listener is not None:
-        host = _HostThread(
-            way,
-            rules,
-            node,
+        assert services is not None, "who serves the store runs the rest"
+        host = HostThread(
+            StorePlan(
+                listener=meeting.listener,
+                host=meeting.host,
+                port=meeting.port,
+                prefix=prefix,
+                secret=secret,
+                nodes=rules.placement.max_nodes,
+                timeout_s=limit_s,
+            ),
+            lambda *_: rules,
+            me=node,
             clock=clock,
-            records=records,
+            services=services,
             on_bad_node=on_bad_node,
             exclusions=exclusions,
         )
@@ -271,7 +289,10 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     def connect_when_ready(refused: Callable[[], None]) -> JobStore:
         # Asked before the first lease, which it would keep waiting.
         settings.domain()
-        return _with_log_token(_connect(way, clock, stop, refused), records)
+        wait_s = min(LOG_TOKEN_WAIT_S, LEASES_FOR_LOG_TOKEN * config.lease)
+        return _connect(
+            way, clock, stop, refused, lambda store: _fetch_log_token(store, records, wait_s)
+        )
 
     return StoreRendezvous(
         settings,
@@ -304,15 +325,21 @@ class _Way:
     secret: bytes | None
     timeout_s: float
     probing: Probing
+    patience_s: float
 
     def connect(self, secret: bytes | None, timeout_s: float) -> JobStore:
-        return connect(self.meeting.host, self.meeting.port, self.prefix, secret, timeout_s)
+        meeting = self.meeting
+        return connect(meeting.host, meeting.port, self.prefix, secret, timeout_s, self.patience_s)
 
 
 def _connect(
-    way: _Way, clock: Clock, stop: threading.Event, refused: Callable[[], None]
+    way: _Way,
+    clock: Clock,
+    stop: threading.Event,
+    refused: Callable[[], None],
+    begin: Callable[[JobStore], None],
 ) -> JobStore:
-    """Connect to the job's store, which may come up later than this launcher."""
+    """Connect to the job's store, which may come up later than this launcher, and `begin` there."""
     meeting = way.meeting
     deadline = clock.monotonic() + way.timeout_s
     while True:
@@ -321,83 +348,17 @@ def _connect(
             meeting.host, meeting.port, left_s, clock, stop, refused, probing=way.probing
         )
         try:
-            return way.connect(way.secret, max(1.0, left_s))
+            store = way.connect(way.secret, max(1.0, left_s))
+            begin(store)
         except StoreLostError:
             # Whoever listened was not ready, or was a store that is just ending.
             if deadline - clock.monotonic() < RETRY_S or stop.wait(RETRY_S):
                 raise
-
-
-def _with_log_token(store: JobStore, records: CycleRecords) -> JobStore:
-    """Fetch what the log server asks for; the host leaves it before it decides anything."""
-    if records.lacks_log_token:
-        token = store.wait_for(keys.LOG_TOKEN, LOG_TOKEN_WAIT_S)
-        if token is None:
-            records.no_log_server()
         else:
-            records.take_log_token(token)
-    return store
+            return store
 
 
-class _HostThread(threading.Thread):
-    """Serves the store and decides the job's rounds; it ends when the job is over for all."""
-
-    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
-        self,
-        way: _Way,
-        rules: HostRules,
-        node: str,
-        *,
-        clock: Clock,
-        records: CycleRecords,
-        on_bad_node: Callable[[Cause], None],
-        exclusions: Exclusions,
-    ) -> None:
-        super().__init__(name="nvrx-store-host", daemon=True)
-        self._records = records
-        self._way = way
-        self._rules = rules
-        self._node = node
-        self._clock = clock
-        self._on_bad_node = on_bad_node
-        self._exclusions = exclusions
-        self._end_asked = threading.Event()
-
-    def run(self) -> None:
-        """Serve until the job is over. A failure is seen by all nodes: their store is gone."""
-        try:
-            self._serve()
-        except NvrxError as error:
-            logger.error("the job's store ended: %s", error)  # noqa: TRY400 - one line says it
-        except Exception:
-            logger.exception("a defect in the store host ended the job's store")
-
-    def stop(self) -> None:
-        """End within a second, though the job may go on elsewhere."""
-        self._end_asked.set()
-
-    def _serve(self) -> None:
-        listener = self._way.meeting.listener
-        assert listener is not None
-        server = serve(listener, self._way.meeting.host, self._rules.placement.max_nodes)
-        secret = self._way.secret or share_secret(server, self._way.prefix)
-        own = self._way.connect(secret, self._way.timeout_s)
-        try:
-            if self._records.log_token is not None:
-                own.put(keys.LOG_TOKEN, self._records.log_token)
-            Host(
-                own,
-                self._rules,
-                me=self._node,
-                epoch=os.urandom(8).hex(),
-                clock=self._clock,
-                on_closed=lambda entry, placement, hosts: self._records.round_closed(
-                    entry.round, nodes_of(placement, hosts)
-                ),
-                on_bad_node=self._on_bad_node,
-                exclusions=self._exclusions,
-                stop=self._end_asked,
-            ).run()
-        finally:
-            own.cut()
-            del server
+def _fetch_log_token(store: JobStore, records: CycleRecords, wait_s: float) -> None:
+    """Fetch what the job's host says of log servers; it does so before it decides anything."""
+    if records.asks_for_log_server:
+        records.log_server_said(store.wait_for(keys.LOG_TOKEN, wait_s))

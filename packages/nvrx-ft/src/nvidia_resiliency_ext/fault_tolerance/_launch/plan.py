@@ -101,6 +101,7 @@ class LaunchPlan:
         node_health_check_endpoint: Socket of a service that judges this node's health.
         fault_tolerance: How faults are noticed and handled.
         attribution: The service that is asked why a cycle ended.
+        cycle_info_job_id: The job in the names of files about cycles; None takes the scheduler's.
         logs: Cycle logs, the launcher's own log and log servers.
         warnings: What the launcher should log once, at WARNING.
     """
@@ -138,6 +139,7 @@ class LaunchPlan:
     warnings: tuple[str, ...]
     logs: LogPlan = field(default_factory=LogPlan)
     attribution: AttributionConfig = field(default_factory=AttributionConfig)
+    cycle_info_job_id: str | None = None
     output_specs: OutputSpecs | None = None
     event_log_handler: str = NO_HANDLER
     virtual_devices: tuple[str, ...] | None = None
@@ -182,6 +184,7 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
     command = _bound(command, args, nproc, config, environ)
     min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
     check_segment(config.segment, min_nodes, max_nodes)
+    check_job_id(args.ft_cycle_info_job_id)
     logs = log_plan(args)
     if logs.applog_prefix is not None and config.orphan_workers == "keep":
         raise FaultToleranceConfigError([ORPHANS_NEED_NO_PIPES])
@@ -236,6 +239,7 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
         fault_tolerance=config,
         logs=logs,
         attribution=attribution,
+        cycle_info_job_id=args.ft_cycle_info_job_id,
         output_specs=_output_specs(args, output),
         event_log_handler=args.event_log_handler,
         virtual_devices=devices_of_ranks(environ, nproc) if args.virtual_local_rank else None,
@@ -316,6 +320,22 @@ def check_segment(segment: int | None, min_nodes: int, max_nodes: int) -> None:
         validate(PlacementRules(min_nodes, max_nodes, segment=segment))
     except ValueError as error:
         raise FaultToleranceConfigError([str(error)]) from None
+
+
+def check_job_id(job_id: str | None) -> None:
+    """Refuse a job's id that cannot be part of a file's name.
+
+    Raises:
+        FaultToleranceConfigError: It cannot.
+    """
+    if job_id is None:
+        return
+    from nvidia_resiliency_ext.fault_tolerance._cycleinfo.record import current_name
+
+    try:
+        current_name(job_id)
+    except ValueError as error:
+        raise FaultToleranceConfigError([f"--ft-cycle-info-job-id: {error}"]) from None
 
 
 def _layers(args: argparse.Namespace) -> Layers:

@@ -60,9 +60,9 @@ def claim(host: str, port: int, is_host: bool | None) -> socket.socket | None:
     if is_host is None and elsewhere:
         return None
     raise EndpointError(
-        f"--rdzv-endpoint {host}:{port}: this launcher cannot serve the store there:"
-        f" {problems[0].strerror}; name an address of this machine and a free port, or leave"
-        " is_host out"
+        f"--rdzv-endpoint {host}:{port}: the store cannot be served there:"
+        f" {problems[0].strerror}; name an address of this machine and a free port, or let"
+        " another machine serve it (--rdzv-conf is_host=0)"
     )
 
 

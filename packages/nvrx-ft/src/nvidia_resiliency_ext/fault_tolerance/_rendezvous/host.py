@@ -76,7 +76,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What the host remembers beyond the present round. Times are of its monotonic clock."""
+    """What the host remembers beyond the present round. Times are of its monotonic clock.
+
+    `resumed_at` is when it took the job up from another host, which may have known more nodes.
+    """
 
     active: tuple[Member, ...] = ()
     spares: frozenset[str] = frozenset()
@@ -85,6 +88,7 @@ class Memory:
     failures: Failures = field(default_factory=dict)
     excluded: frozenset[str] = frozenset()
     enough_since: float | None = None
+    resumed_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +350,11 @@ def _while_closed(rules: HostRules, memory: Memory, view: View, now: float) -> D
     done = sum(states[member.candidate.node][0] in _DONE for member in memory.active)
     if memory.active and done == len(memory.active):
         drained = _goes_on_without(rules, memory, view)
-        return Open(drained) if drained else End(RDZV_SHUTDOWN_REASON_GRACEFUL)
+        if drained:
+            return Open(drained)
+        if view.entry.save_at and may_have_more_nodes(rules, memory, now):
+            return Wait(now + LAST_CALL_LOOK_S, "spares may come back")
+        return End(RDZV_SHUTDOWN_REASON_GRACEFUL)
     broken = [member for member in memory.active if states[member.candidate.node][0] in _BROKEN]
     if not broken:
         return _leave(memory, view) or Wait(now + rules.lease_s / 4)
@@ -360,6 +368,12 @@ def _while_closed(rules: HostRules, memory: Memory, view: View, now: float) -> D
     if rules.budget.left(view.entry, view.entry_age_s) > 0:
         return Open(cause)
     return End(RDZV_SHUTDOWN_REASON_FAILURE, cause)
+
+
+def may_have_more_nodes(rules: HostRules, memory: Memory, now: float) -> bool:
+    """Return whether nodes may live that have not come back to this host yet."""
+    since = memory.resumed_at
+    return since is not None and now < since + LEASES_IN_DOUBT * rules.lease_s
 
 
 def _must_go(view: View) -> dict[str, Cause]:

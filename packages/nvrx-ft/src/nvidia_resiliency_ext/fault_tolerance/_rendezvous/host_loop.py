@@ -44,6 +44,19 @@ GOODBYE_WAIT_S = 3.0
 KEEP_DECISIONS_S = 60.0
 
 
+class RoundFollower:
+    """Who is told of rounds, in the host's thread: it must not wait. This one does nothing."""
+
+    def closed(self, entry: Entry, placement: Placement, hosts: Mapping[str, str]) -> None:
+        """Take note of a closed round and the names of its nodes' hosts: its workers start."""
+
+    def goes_on(self, entry: Entry, members: tuple[Member, ...]) -> None:
+        """Take note that a round goes on which another host has closed."""
+
+    def ended(self, round_: int) -> None:
+        """Take note that nobody works in a round any more; it may be told again."""
+
+
 class Host:
     """Decides the rounds of one job until it is over.
 
@@ -54,7 +67,7 @@ class Host:
         epoch: Which life of the store this is.
         clock: Where the time is read.
         is_controlled: Whether the store outlives the nodes.
-        on_closed: Called with each closed round and the names of its nodes' hosts; for records.
+        follower: Who is told of rounds; for records.
         on_bad_node: Called with a node that is lost, or that failed again and again.
         exclusions: Hosts that are to have no place where that can be.
         stop: Makes `run` return soon; for a host that goes before the job is over.
@@ -69,7 +82,7 @@ class Host:
         epoch: str,
         clock: Clock,
         is_controlled: bool = False,
-        on_closed: Callable[[Entry, Placement, Mapping[str, str]], None] | None = None,
+        follower: RoundFollower | None = None,
         on_bad_node: Callable[[Cause], None] | None = None,
         exclusions: Exclusions | None = None,
         stop: threading.Event | None = None,
@@ -79,7 +92,7 @@ class Host:
         self._rules = rules
         self._me = me
         self._clock = clock
-        self._on_closed = on_closed
+        self._follower = RoundFollower() if follower is None else follower
         self._on_bad_node = on_bad_node
         self._exclusions = Exclusions() if exclusions is None else exclusions
         self._memory = Memory()
@@ -98,6 +111,8 @@ class Host:
         self._wall_ahead_s = clock.wall() - self._entry_at
         self._clocks: dict[str, clocks.Reading] = {}
         self._resuming_since: float | None = None
+        # Written once, by whatever thread asks for the end.
+        self._end_asked: End | None = None
         first = Entry(
             seq=0,
             phase=Phase.OPEN,
@@ -131,9 +146,13 @@ class Host:
                 self._log.announce(self._entry.seq)
             self._looked_at, self._looks_at = self._looks_at, self._clock.monotonic()
             self._follow_log()
-            wake_at = self._act(self._decide())
+            wake_at = self._act(self._end_asked or self._decide())
         if self._entry.phase is Phase.OVER:
             self._wait_for_goodbyes()
+
+    def end_job(self, reason: str, cause: Cause) -> None:
+        """End the job for everybody, within a second; from any thread. The first reason stays."""
+        self._end_asked = self._end_asked or End(reason, cause)
 
     # What the store says -----------------------------------------------------------------------
 
@@ -156,6 +175,11 @@ class Host:
         now = self._clock.monotonic()
         if entry.follows(before):
             self._entry_at = now
+        if before.phase is Phase.CLOSED and (entry.phase, entry.round) != (
+            Phase.CLOSED,
+            before.round,
+        ):
+            self._follower.ended(before.round)
         self._log.announce(entry.seq)
         self._adopted.append((entry.seq, now))
         while now - self._adopted[1][1] > _keep_decisions_s(self._rules):
@@ -265,38 +289,48 @@ class Host:
         if answer is None:
             return True
         self._resuming_since = None
+        self._opened_at = [self._clock.monotonic() - age for age in known.entry.restart_ages_s]
         if isinstance(answer, GoOn) and is_new:
             self._go_on(answer.known)
         elif isinstance(answer, GoOn):
             cause = Cause("opened", "the job had begun anew beside its own launchers")
             self._create(self._next(Phase.OPEN, known.entry.round + 1, cause=cause))
         else:
+            # Whoever was told that the round before began may not have been told that it ended.
+            self._follower.ended(answer.round - 1)
             self._create(self._next(Phase.OPEN, answer.round, cause=answer.cause))
         return True
 
     def _go_on(self, known: Known) -> None:
-        old = known.entry
+        old, opened_at = known.entry, list(self._opened_at)
         closed = self._next(
             Phase.CLOSED,
             old.round,
+            cause=old.cause,
             active=old.active,
             world_size=old.world_size,
             master_addr=old.master_addr,
             master_port=old.master_port,
+            is_leaving=old.is_leaving,
+            save_at=old.save_at,
+            restart_ages_s=old.restart_ages_s,
         )
         if self._create(closed):
+            # That the round is another one than here before is no restart.
+            self._opened_at = opened_at
             told = [(note.arrival, note.place) for note in known.members]
-            self._memory = Memory(
-                active=tuple(
-                    Member(
-                        dataclasses.replace(host.candidate_of(a), previous_rank=p.group_rank),
-                        a.host,
-                    )
-                    for a, p in told
-                    if a is not None and p is not None
+            members = tuple(
+                Member(
+                    dataclasses.replace(host.candidate_of(a), previous_rank=p.group_rank), a.host
                 )
+                for a, p in told
+                if a is not None and p is not None
             )
+            now = self._clock.monotonic()
+            self._memory = Memory(active=members, spares=known.spares, resumed_at=now)
+            self._leases_at = -math.inf
             logger.info("round %d goes on: all its nodes have come back", old.round)
+            self._follower.goes_on(closed, members)
 
     def _decide(self) -> Decision:
         now = self._clock.monotonic()
@@ -417,9 +451,8 @@ class Host:
             self._acknowledged_before = {
                 one.node: self._leases[one.node][0] // keys.ACKNOWLEDGED for one in placement.active
             }
-            if self._on_closed is not None:
-                hosts = {node: arrival.host or arrival.addr for node, arrival in there.items()}
-                self._on_closed(closed, placement, hosts)
+            hosts = {node: arrival.host or arrival.addr for node, arrival in there.items()}
+            self._follower.closed(closed, placement, hosts)
 
     def _report_named(self, placement: Placement, there: Mapping[str, Arrival]) -> None:
         """Say of each node that was named how it went, in the round after it was."""
@@ -473,11 +506,14 @@ class Host:
     def _wait_for_goodbyes(self) -> None:
         """Keep the store until everybody has read how the job ended, 3 s at most.
 
-        Before the first round is closed nobody knows who is there, and it is kept as long as that.
+        Before the first round is closed, or soon after another host had the job, nobody knows who
+        is there, and it is kept as long as that.
         """
         deadline = self._clock.monotonic() + GOODBYE_WAIT_S
         limit = host.expiry_s(self._rules)
-        all_known = bool(self._memory.active)
+        all_known = bool(self._memory.active) and not host.may_have_more_nodes(
+            self._rules, self._memory, self._clock.monotonic()
+        )
         while not self._stop.is_set():
             try:
                 self._read_inbox()

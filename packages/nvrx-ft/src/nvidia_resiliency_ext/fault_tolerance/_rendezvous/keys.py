@@ -10,7 +10,7 @@ HOST = "host"
 # What the first launcher was started with, and what the control plane was, where there is one.
 SETTINGS = "settings"
 CONTROL_SETTINGS = "control-settings"
-# What the log server asks for, where no file on all nodes says it.
+# What the log servers ask for: a token, or that a file has it, or that there are none.
 LOG_TOKEN = "log-token"  # noqa: S105 - the name of a key
 # Nobody sets it: to wait for it is to wait.
 NEVER = "never"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import logging
 import queue
 import random
@@ -46,10 +47,14 @@ logger = logging.getLogger("nvrx")
 WATCH_WAIT_S = 600.0
 FOREIGN_PAUSE_S = 0.5
 ATTACH_TRIES = 20
+ENTRY_TRIES = 3
 CUT_WAIT_S = 1.0
 # A store that was killed may take connections for some milliseconds more, and torch then tries to
 # connect for half a minute, in which nobody hears that the machine refuses.
 DYING_S = 0.1
+
+# Notes about the round, and not about who is there.
+_OF_A_ROUND = (Kind.STATE, Kind.PREEMPTED, Kind.HELD)
 
 _T = TypeVar("_T")
 
@@ -130,8 +135,11 @@ class NodeSession:
         self._arrived_in: int | None = None
         self._arrival: Arrival | None = None
         self._place: Place | None = None
-        self._succeeded_in: int | None = None
-        self._resumes: Entry | None = None
+        # What was known when the store was lost, and what the launcher knew of it.
+        self._resumes: tuple[Entry, Entry | None] | None = None
+        # What this node said of the present round: another host has to be told again.
+        self._said_in = -1
+        self._said: dict[Kind, Note] = {}
 
     def attach(self, timeout_s: float) -> Entry:
         """Begin to live, and return where the job stands.
@@ -173,17 +181,23 @@ class NodeSession:
         Raises:
             StoreLostError: as `attach`.
         """
-        old, told = self._present(), self._told
+        # A store that goes while it is told of the one before leaves this as it was.
+        old, told = self._resumes or (self._present(), self._told)
+        self._resumes = old, told
         self._store, self._log = store, DecisionLog(store)
         present = self.attach(timeout_s)
         if present.epoch == old.epoch:
+            self._resumes = None
             self.entry, self._told = old, told
             return None
         self._opened_round = self._ended_at = -1
         if present.seq > 0 or (old.phase is Phase.OPEN and old.round == 0):
-            self._told = None
+            if present.phase is Phase.CLOSED and self._arrival is not None:
+                # The host must know whom it has as a spare.
+                self._send(Note(Kind.ARRIVED, self.node, arrival=self._arrival), present.round)
+                self.ring()
+            self._resumes = self._told = None
             return self.take(present)
-        self._resumes = old
         note = Note(Kind.RESUMED, self.node, arrival=self._arrival, entry=old, place=self._place)
         self._send(note, present.round)
         self.ring()
@@ -221,11 +235,11 @@ class NodeSession:
         self._told = entry
         if entry.seq > present.seq:
             self.entry = entry
-        resumes, self._resumes = self._resumes, None
+        resumes = None if self._resumes is None else self._resumes[0]
+        self._resumes = None
         if resumes is not None and entry.phase is Phase.CLOSED and entry.round == resumes.round:
-            if self._succeeded_in == entry.round:
-                self.succeeded(entry.round)
-            return None
+            self._say_again(entry.round)
+            return self._leaves(entry) if entry.follows(resumes) else None
         if told is not None and resumes is None and not entry.follows(told):
             return None
         if entry.phase is Phase.OVER:
@@ -234,9 +248,13 @@ class NodeSession:
             self.acknowledge()
             return None if entry.round <= self._opened_round else Opened(entry)
         if entry.is_leaving:
-            works = self._place is not None and self._place.round == entry.round
-            return Leaves(entry) if works else None
+            return self._leaves(entry)
         return self._part_in(entry)
+
+    def _leaves(self, entry: Entry) -> Leaves | None:
+        """Return what a round that is left means for this node: nothing for a spare."""
+        works = self._place is not None and self._place.round == entry.round
+        return Leaves(entry) if works else None
 
     def _part_in(self, entry: Entry) -> News:
         """Return this node's part in a closed round."""
@@ -301,7 +319,6 @@ class NodeSession:
         """Say that all workers of this node ended well in `round_`; the last one wakes the host."""
         if not self._is_in(round_):
             return
-        self._succeeded_in = round_
         self._send(Note(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), round_)
         if self._store.count(keys.successes(round_), 1) >= self._present().active:
             self.ring()
@@ -321,6 +338,21 @@ class NodeSession:
 
     def _send(self, note: Note, round_: int) -> None:
         self._store.append_line(keys.inbox(round_), encode(note))
+        if note.kind in _OF_A_ROUND:
+            if round_ != self._said_in:
+                self._said_in, self._said = round_, {}
+            self._said[note.kind] = note
+
+    def _say_again(self, round_: int) -> None:
+        """Tell another host what this node said of a round that goes on."""
+        said = tuple(self._said.values()) if round_ == self._said_in else ()
+        for note in said:
+            if note.state is WorkerState.SUCCEEDED:
+                self.succeeded(round_)
+            else:
+                self._send(note, round_)
+        if said:
+            self.ring()
 
     def _is_in(self, round_: int) -> bool:
         entry = self._present()
@@ -357,6 +389,7 @@ _Command = Callable[[NodeSession], None]
 
 @dataclass(frozen=True, slots=True)
 class _Decided:
+    number: int
     entry: Entry
 
 
@@ -421,6 +454,7 @@ class NodeThreads:
         self._lock = threading.Lock()
         self._stores: list[JobStore] = []
         self._mismatch = ""
+        self._is_controlled: bool | None = None
         self._watcher: threading.Thread | None = None
         self._worker = threading.Thread(target=self._work, name="nvrx-rendezvous", daemon=True)
         self._worker.start()
@@ -487,7 +521,26 @@ class NodeThreads:
             store.cut()
 
     def _begin(self) -> NodeSession:
-        store = self._keep(self._connect(lambda: None))
+        """Enter the job; a store that goes meanwhile is waited for where it may come back."""
+        deadline = self._clock.monotonic() + self._connect_timeout_s
+        for tries in itertools.count(1):
+            store = self._keep(self._connect(lambda: None))
+            try:
+                return self._enter(store)
+            except StoreLostError as error:
+                may_come_back = self._is_controlled
+                if may_come_back is None:
+                    # It did not live long enough to be asked.
+                    may_come_back = tries < ENTRY_TRIES
+                is_late = self._clock.monotonic() >= deadline
+                if not may_come_back or is_late or self._ended.is_set():
+                    raise
+                logger.warning("%s; waiting for it to come back", _store_gone(error))
+                self._cut()
+                self._ended.wait(DYING_S)
+        raise AssertionError("unreachable")
+
+    def _enter(self, store: JobStore) -> NodeSession:
         session = NodeSession(store, self._node, self._host)
         self._renew(session)
         different = self._differences(store)
@@ -509,7 +562,7 @@ class NodeThreads:
 
         def watch() -> None:
             try:
-                self._watch(watched, seq)
+                self._watch(watched, seq, number)
             except StoreLostError as error:
                 self._commands.put(_WatchEnded(number, str(error)))
             except Exception as error:
@@ -546,7 +599,9 @@ class NodeThreads:
             if command is None:
                 return
             if isinstance(command, _Decided):
-                self._take(session, command.entry)
+                # What an earlier watch has heard is of a store that is gone.
+                if command.number == self._watch_number:
+                    self._take(session, command.entry)
             elif isinstance(command, _WatchEnded):
                 if command.number == self._watch_number:
                     raise StoreLostError(command.why)
@@ -561,18 +616,34 @@ class NodeThreads:
         """
         if session.entry is None or not session.entry.is_controlled or self._ended.is_set():
             raise error
-        logger.warning("%s; going on, and waiting for it to come back", _store_gone(error))
-        self._cut()
-        self._ended.wait(DYING_S)
-        store = self._keep(self._connect(self._store_is_absent))
+        while True:
+            logger.warning("%s; going on, and waiting for it to come back", _store_gone(error))
+            self._cut()
+            self._ended.wait(DYING_S)
+            store = self._keep(self._connect(self._store_is_absent))
+            try:
+                self._resume(session, store)
+            except StoreLostError as lost_again:
+                if self._ended.is_set():
+                    raise
+                error = lost_again
+            else:
+                logger.info("the store is back")
+                return
+
+    def _resume(self, session: NodeSession, store: JobStore) -> None:
+        """Go on with another store.
+
+        Raises:
+            StoreLostError: it is gone again.
+        """
         self._renew_over(store)
         store.create(keys.SETTINGS, write_settings(self._host, self._settings))
         news = session.resume(store, self._connect_timeout_s)
         self._confirmed_at = self._clock.monotonic()
-        self._start_watch(store, session.told_seq)
-        logger.info("the store is back")
         if news is not None:
             self._post(news)
+        self._start_watch(store, session.told_seq)
 
     def _renew_over(self, store: JobStore) -> None:
         store.count(keys.lease(self._node), 1)
@@ -593,7 +664,9 @@ class NodeThreads:
     def _differences(self, store: JobStore) -> str:
         """Leave this launcher's settings if it is the first; say how they differ from others'."""
         own = write_settings(self._host, self._settings)
-        others = [store.create(keys.SETTINGS, own), store.peek(keys.CONTROL_SETTINGS)]
+        of_control = store.peek(keys.CONTROL_SETTINGS)
+        self._is_controlled = of_control is not None
+        others = [store.create(keys.SETTINGS, own), of_control]
         different = [
             sentence
             for text in others
@@ -604,7 +677,7 @@ class NodeThreads:
             return ""
         return f"launchers were started differently: {'; '.join(different)}"
 
-    def _watch(self, store: JobStore, seq: int) -> None:
+    def _watch(self, store: JobStore, seq: int, number: int) -> None:
         """Wait for one decision after the other and hand it to the session's thread."""
         log = DecisionLog(store)
         while not self._ended.is_set():
@@ -619,7 +692,7 @@ class NodeThreads:
             if entry is None:
                 continue
             seq = entry.seq
-            self._commands.put(_Decided(entry))
+            self._commands.put(_Decided(number, entry))
             if entry.phase is Phase.OVER:
                 return
 

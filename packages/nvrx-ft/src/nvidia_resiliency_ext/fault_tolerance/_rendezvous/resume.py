@@ -17,10 +17,11 @@ from .records import Entry, Kind, Note, Phase
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the launchers have told: the last decision, and who is still in its round."""
+    """What the launchers have told: the last decision, who is still in its round, who waits."""
 
     entry: Entry
     members: tuple[Note, ...]
+    spares: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,10 @@ def known_from(notes: tuple[Note, ...]) -> Known | None:
     told = [n for n in notes if n.kind is Kind.RESUMED and n.entry is not None]
     if not told:
         return None
+    # Not all may have heard yet that ranks are to save and leave, and at which call.
     entry = max(
-        (n.entry for n in told if n.entry), key=lambda e: (e.round, e.phase is Phase.CLOSED)
+        (n.entry for n in told if n.entry),
+        key=lambda e: (e.round, e.phase is Phase.CLOSED, e.is_leaving, e.save_at),
     )
     latest = {n.node: n for n in told}
     members = tuple(
@@ -56,7 +59,9 @@ def known_from(notes: tuple[Note, ...]) -> Known | None:
         and note.place is not None
         and note.place.group_rank is not None
     )
-    return Known(entry, members)
+    working = {note.node for note in members}
+    there = {node for node, note in latest.items() if note.arrival is not None}
+    return Known(entry, members, frozenset(there - working))
 
 
 def decide_resume(known: Known, waited_s: float, patience_s: float) -> GoOn | Reopen | None:

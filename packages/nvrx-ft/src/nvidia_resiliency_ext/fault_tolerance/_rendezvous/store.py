@@ -216,7 +216,14 @@ class JobStore:
         return _guarded(function)
 
 
-def connect(host: str, port: int, prefix: str, secret: bytes | None, timeout_s: float) -> JobStore:
+def connect(
+    host: str,
+    port: int,
+    prefix: str,
+    secret: bytes | None,
+    timeout_s: float,
+    patience_s: float = CALL_TIMEOUT_S,
+) -> JobStore:
     """Connect to a store that listens.
 
     Args:
@@ -225,11 +232,12 @@ def connect(host: str, port: int, prefix: str, secret: bytes | None, timeout_s: 
         prefix: Before all keys of the job.
         secret: Key of the digests; None takes the one that the host left in the store.
         timeout_s: How long the host may take to leave it.
+        patience_s: How long torch may try to connect; it tells nobody how that goes.
 
     Raises:
         StoreLostError: nothing that is a store answers, or it holds no such job.
     """
-    client, link = _connect_client(host, port)
+    client, link = _connect_client(host, port, patience_s)
     if secret is None:
         name = prefix + _SECRET
         try:
@@ -321,7 +329,7 @@ def _allow_open_files(wanted: int) -> None:
         )
 
 
-def _connect_client(host: str, port: int) -> tuple[Any, Link]:
+def _connect_client(host: str, port: int, patience_s: float = CALL_TIMEOUT_S) -> tuple[Any, Link]:
     store, _ = _store_class()
 
     def make() -> Any:
@@ -330,13 +338,15 @@ def _connect_client(host: str, port: int) -> tuple[Any, Link]:
             port,
             is_master=False,
             wait_for_workers=False,
-            timeout=timedelta(seconds=CALL_TIMEOUT_S),
+            timeout=timedelta(seconds=patience_s),
         )
 
     try:
-        return open_client(make, port, CALL_TIMEOUT_S + 1.0)
+        client, link = open_client(make, port, patience_s + 1.0)
     except (NoAnswerError, RuntimeError, ValueError, OSError) as error:
         raise StoreLostError(_first_line(error)) from None
+    client.set_timeout(timedelta(seconds=CALL_TIMEOUT_S))
+    return client, link
 
 
 def load_torch() -> None:

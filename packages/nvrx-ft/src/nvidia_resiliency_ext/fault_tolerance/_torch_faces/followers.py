@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._attribution.endpoint import client_endpoint
 from nvidia_resiliency_ext.fault_tolerance._cyclelogs.names import cycle_log_file
+from nvidia_resiliency_ext.fault_tolerance._hosting.nodes import nodes_of
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import RoundFollower
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ def follower_settings(conf: Mapping[str, Any]) -> FollowerSettings:
     )
 
 
-class CycleFollowers:
+class CycleFollowers(RoundFollower):
     """Tells both of a job's cycles. Any thread.
 
     Args:
@@ -100,7 +102,7 @@ class CycleFollowers:
         """Whether the service said STOP, and that is to be obeyed."""
         return self._service is not None and self._service.stop_requested()
 
-    def begin(self, entry: Entry, placement: Placement, hosts: Mapping[str, str]) -> None:
+    def closed(self, entry: Entry, placement: Placement, hosts: Mapping[str, str]) -> None:
         """Take note that a round is closed: its workers start now."""
         self.ended()
         with self._lock:
@@ -108,20 +110,12 @@ class CycleFollowers:
         if self._service is not None and self._prefix is not None:
             self._service._submit_log(cycle_log_file(self._prefix, entry.round))  # noqa: SLF001 - its name is public
         reporter = self._reporter
-        if reporter is None:
-            return
-        from nvidia_resiliency_ext.fault_tolerance._cycleinfo.reporter import (
-            CycleInfoRoundSnapshot,
-        )
-        from nvidia_resiliency_ext.fault_tolerance._launch.cycle_records import nodes_of
+        if reporter is not None:
+            reporter.report_cycle_start(nodes_of(placement, hosts).snapshot(entry.round))
 
-        nodes = nodes_of(placement, hosts)
-        reporter.report_cycle_start(
-            CycleInfoRoundSnapshot(entry.round, nodes.active, nodes.standby, nodes.ranks)
-        )
-
-    def ended(self) -> None:
+    def ended(self, round_: int | None = None) -> None:
         """Take note that the present round is over; harmless when repeated."""
+        del round_  # There is no other.
         with self._lock:
             was_open, self._is_open = self._is_open, False
         if not was_open:

@@ -98,7 +98,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 rules,
                 member.arrival.node,
                 clock,
-                self._followers.begin,
+                self._followers,
             )
             self._host.start()
         self._member = Membership(

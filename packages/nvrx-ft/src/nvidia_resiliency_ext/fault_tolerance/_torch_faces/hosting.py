@@ -6,13 +6,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host, RoundFollower
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
@@ -29,7 +27,7 @@ class HostThread(threading.Thread):
         rules: What decisions go by.
         node: This node's identity.
         clock: Where the time is read.
-        on_closed: Called with each closed round and the names of its nodes' hosts.
+        follower: Who is told of rounds.
     """
 
     def __init__(
@@ -38,14 +36,14 @@ class HostThread(threading.Thread):
         rules: HostRules,
         node: str,
         clock: Clock,
-        on_closed: Callable[[Entry, Placement, Mapping[str, str]], None] | None = None,
+        follower: RoundFollower | None = None,
     ) -> None:
         super().__init__(name="nvrx-store-host", daemon=True)
         self._connect = connect
         self._rules = rules
         self._node = node
         self._clock = clock
-        self._on_closed = on_closed
+        self._follower = follower
 
     def run(self) -> None:
         """Decide until the job is over. A failure is seen by all nodes: nobody answers them."""
@@ -63,7 +61,7 @@ class HostThread(threading.Thread):
                     me=self._node,
                     epoch=epoch,
                     clock=self._clock,
-                    on_closed=self._on_closed,
+                    follower=self._follower,
                 ).run()
             finally:
                 store.close()

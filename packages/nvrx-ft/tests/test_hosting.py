@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job's host runs: it follows rounds, survives its host, and tells nodes what holds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import stat
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvidia_resiliency_ext.fault_tolerance import launcher
+from nvidia_resiliency_ext.fault_tolerance._hosting import log_token
+from nvidia_resiliency_ext.fault_tolerance._hosting.nodes import CycleNodes, nodes_of_members
+from nvidia_resiliency_ext.fault_tolerance._hosting.plan import HostPlan
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlace, HostServices
+from nvidia_resiliency_ext.fault_tolerance._launch.cycle_records import (
+    CycleRecords,
+    StoreHost,
+    cycle_info_environment,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._launch.plan import LaunchPlan, plan_from_args
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import Member
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Candidate
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+
+NODES = CycleNodes(["n1", "n2"], [0, 1], ["n3"])
+
+
+def content(folder: Path, cycle: int) -> dict[str, str]:
+    """Return what the file about a cycle says."""
+    said: dict[str, str] = json.loads((folder / f"cycle_info.j.0.{cycle}").read_text())
+    return said
+
+
+@contextlib.contextmanager
+def services(folder: Path, *, job_goes_on: bool = False, **plan: Any) -> Iterator[HostServices]:
+    """Run what a host runs, with cycle information in the folder; then let it go."""
+    clock = SystemClock()
+    loop = EventLoop(clock)
+    asked = HostPlan(cycle_info_dir=str(folder), cycle_info_job_id="j", **plan)
+    place = HostPlace("127.0.0.1", "host", str(folder))
+    made = HostServices(asked, {}, place, loop, clock, is_shared=True)
+    try:
+        yield made
+    finally:
+        made.close(job_goes_on=job_goes_on)
+        loop.close()
+
+
+def test_a_cycle_outlives_its_host(tmp_path: Path) -> None:
+    """A host that goes leaves the cycle open; the next one goes on with its file and ends it."""
+    with services(tmp_path, job_goes_on=True) as first:
+        first.begins(4, NODES)
+    before = content(tmp_path, 4)
+    assert (before["cycle_end_time"], before["standby_nodes"]) == ("", "n3")
+    with services(tmp_path) as second:
+        second.goes_on(4, CycleNodes(["n1", "n2"], [0, 1]))
+        second.ended(4)
+        second.ended(4)
+    after = content(tmp_path, 4)
+    assert after["cycle_end_time"] > ""
+    assert after | {"cycle_end_time": "", "generation": "0"} == before
+    assert after["generation"] == "1"
+
+
+def test_a_cycle_that_was_ended_too_early_goes_on(tmp_path: Path) -> None:
+    """The next host takes the end back, which was that of its host only."""
+    with services(tmp_path) as first:
+        first.begins(0, NODES)
+    assert content(tmp_path, 0)["cycle_end_time"] > ""
+    with services(tmp_path, job_goes_on=True) as second:
+        second.goes_on(0, NODES)
+    assert (content(tmp_path, 0)["cycle_end_time"], content(tmp_path, 0)["generation"]) == ("", "2")
+
+
+def test_a_cycle_without_a_file_gets_one(tmp_path: Path) -> None:
+    """A host whose predecessor wrote nothing describes the cycle itself; an end alone is none."""
+    with services(tmp_path, job_goes_on=True) as made:
+        made.ended(2)
+        made.goes_on(3, NODES)
+    assert content(tmp_path, 3)["active_nodes"] == "n[1-2]"
+    assert os.readlink(tmp_path / "cycle_info.j.current") == "cycle_info.j.0.3"
+    assert not (tmp_path / "cycle_info.j.0.2").exists()
+
+
+def test_a_cycle_left_open_by_a_host_that_died_is_ended(tmp_path: Path) -> None:
+    """A round that ended while nobody served has an end in its file, as soon as one serves."""
+    with services(tmp_path, job_goes_on=True) as first:
+        first.begins(0, NODES)
+    with services(tmp_path) as second:
+        second.ended(0)
+        second.begins(1, NODES)
+    assert "" < content(tmp_path, 0)["cycle_end_time"] <= content(tmp_path, 1)["cycle_start_time"]
+
+
+def test_members_are_named_in_the_order_of_their_ranks() -> None:
+    """Hosts by name, else by address; the scheduler's rank counts where there is one."""
+    members = [
+        Member(Candidate("b_1_0", "b", infra_rank=7, previous_rank=1), "host-b"),
+        Member(Candidate("a_1_0", "a", previous_rank=0), ""),
+    ]
+    found = nodes_of_members(members)
+    assert (found.active, found.ranks) == (["a", "host-b"], [0, 7])
+
+
+# What nodes are told of log servers -----------------------------------------------------------
+
+
+def test_a_token_is_the_users_or_made(tmp_path: Path) -> None:
+    """A file that was named is used; else one is made that nobody else may read."""
+    given = {"NVRX_LOG_FUNNEL_TOKEN_FILE": "/a"}
+    assert log_token.token_file(given, "/b", str(tmp_path)) == ("/a", True)
+    assert log_token.token_file({}, "/b", str(tmp_path)) == ("/b", True)
+    path, is_given = log_token.token_file({}, None, str(tmp_path))
+    assert not is_given
+    token = log_token.make_token(path)
+    assert Path(path).read_text() == token
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert token not in (log_token.NO_SERVER, log_token.IN_A_FILE)
+
+
+def test_a_host_without_log_servers_says_so(tmp_path: Path) -> None:
+    """Nodes need not wait to find out."""
+    with services(tmp_path) as made:
+        assert made.log_token == log_token.NO_SERVER
+
+
+class Logs:
+    """Stands for the cycle logs of a node, which have tests of their own."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.calls: list[str] = []
+
+    def write_files_instead(self) -> None:
+        """Note it."""
+        self.calls.append("files")
+
+    def try_again(self) -> None:
+        """Note it."""
+        self.calls.append("again")
+
+    def close(self) -> bool:
+        """Say that all is written."""
+        return True
+
+
+@pytest.fixture
+def launch(tmp_path: Path, clean_environment: pytest.MonkeyPatch) -> LaunchPlan:
+    """Return the plan of a launcher that sends its logs to the job's host."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+    words = ["--nnodes=2", "--rdzv-endpoint=c:1", "--ft-enable-log-server=1"]
+    words += [f"--ft-per-cycle-applog-prefix={tmp_path}/job.log", "--ft-cycle-info-dir=/i"]
+    return plan_from_args(launcher.parse_args([*words, str(script)]), {})
+
+
+@pytest.mark.parametrize(
+    ("said", "is_given", "calls", "token"),
+    [
+        (["t1"], False, ["again"], "t1"),
+        (["t1", "t2"], False, ["again", "again"], "t2"),
+        (["t1", None], False, ["again"], "t1"),
+        ([log_token.NO_SERVER], False, ["files"], None),
+        ([None], False, ["files"], None),
+        ([None, None], False, ["files"], None),
+        ([log_token.IN_A_FILE], False, ["files"], None),
+        ([log_token.IN_A_FILE], True, [], None),
+        ([log_token.NO_SERVER], True, ["files"], None),
+    ],
+)
+def test_a_node_does_what_the_host_says_of_log_servers(  # noqa: PLR0913, PLR0917 - a table
+    launch: LaunchPlan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: list[str | None],
+    is_given: bool,
+    calls: list[str],
+    token: str | None,
+) -> None:
+    """A token is kept and used at once; without a server that fits, files are written here."""
+    monkeypatch.setattr(
+        "nvidia_resiliency_ext.fault_tolerance._cyclelogs.collector.CycleLogs", Logs
+    )
+    place = types.SimpleNamespace(host="n1", run_dir=types.SimpleNamespace(path=str(tmp_path)))
+    environ = {"NVRX_LOG_FUNNEL_TOKEN_FILE": "/given"} if is_given else {}
+    records = CycleRecords(launch, environ, place, StoreHost(False, "c", is_shared=True))
+    logs: Any = records._logs
+    assert records.asks_for_log_server
+    for one in said:
+        records.log_server_said(one)
+    assert logs.calls == calls
+    path = tmp_path / "log_token"
+    assert (path.read_text() if path.exists() else None) == token
+    records.close()
+
+
+def test_workers_know_the_file_that_the_host_writes(
+    launch: LaunchPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job's name in it is the flag's, else the scheduler's."""
+    monkeypatch.setenv("SLURM_JOB_ID", "31")
+    variable = "NVRX_CURRENT_CYCLE_INFO"
+    assert cycle_info_environment(launch) == {variable: "/i/cycle_info.31.current"}
+    named = dataclasses.replace(launch, cycle_info_job_id="j7")
+    assert cycle_info_environment(named) == {variable: "/i/cycle_info.j7.current"}

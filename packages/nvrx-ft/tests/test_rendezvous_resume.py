@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A control plane that is started anew takes up what launchers tell it, and what they said."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+from rendezvous_store import Served, arrival, name, rules
+
+from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host, RoundFollower
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import (
+    Leaves,
+    News,
+    NodeSession,
+    Opened,
+    Over,
+    Placed,
+    Spare,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
+    Entry,
+    Kind,
+    Note,
+    Phase,
+    Place,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.resume import known_from
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import StoreLostError
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+
+DEADLINE_S = 15.0
+GOES = Cause("preempted", "host node0 must go", host="node0")
+
+
+# What launchers know --------------------------------------------------------------------------
+
+
+def told(index: int, entry: Entry, rank: int | None) -> Note:
+    """Return what a launcher tells a new host."""
+    place = None if rank is None else Place(entry.round, rank)
+    return Note(Kind.RESUMED, name(index), arrival=arrival(index), entry=entry, place=place)
+
+
+def test_who_heard_most_is_believed() -> None:
+    """Where ranks are to save may have reached one launcher only: the job stands there."""
+    closed = Entry(5, Phase.CLOSED, 2, active=2)
+    asked = dataclasses.replace(closed, seq=6, is_leaving=True)
+    agreed = dataclasses.replace(asked, seq=7, save_at=9)
+    known = known_from((told(0, asked, 0), told(1, agreed, 1), told(2, closed, None)))
+    assert known is not None
+    assert known.entry == agreed
+    assert [note.node for note in known.members] == [name(0), name(1)]
+    assert known.spares == {name(2)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libuv() -> None:
+    """Make a store once: the first one of a process opens a pipe that stays."""
+    Served().close()
+
+
+# With real stores -----------------------------------------------------------------------------
+
+
+class Followed(RoundFollower):
+    """What a host told of rounds."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def closed(self, entry: Entry, placement: Any, hosts: Mapping[str, str]) -> None:  # noqa: ARG002
+        """Note it."""
+        self.told.append(("closed", entry.round, sorted(hosts.values())))
+
+    def goes_on(self, entry: Entry, members: Any) -> None:
+        """Note it."""
+        self.told.append(("goes on", entry.round, [member.host for member in members]))
+
+    def ended(self, round_: int) -> None:
+        """Note it."""
+        self.told.append(("ended", round_))
+
+
+class Plane:
+    """A store and its host, as a control plane has them; `kill` ends both at once."""
+
+    def __init__(self, by: HostRules) -> None:
+        self.served = Served()
+        self.followed = Followed()
+        self.is_dying = False
+        self._stop = threading.Event()
+        self.ended = threading.Event()
+        store = self.served.connect()
+        self.host = Host(
+            store,
+            by,
+            me="control",
+            epoch=os.urandom(8).hex(),
+            clock=SystemClock(),
+            is_controlled=True,
+            follower=self.followed,
+            stop=self._stop,
+        )
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        self._store = store
+
+    def _run(self) -> None:
+        with contextlib.suppress(Exception):
+            self.host.run()
+        self.ended.set()
+
+    def wait_for(self, reached: Callable[[Entry], bool]) -> Entry:
+        """Wait until the last decision is such, and return it."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not reached(self.host.entry):
+            assert time.monotonic() < deadline, self.host.entry
+            threading.Event().wait(0.01)
+        return self.host.entry
+
+    def die(self) -> None:
+        """End the host and the store."""
+        self._stop.set()
+        self._store.cut()
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+        self.served.kill()
+
+    def kill(self) -> None:
+        """End all of it."""
+        self.die()
+        self.served.close()
+
+
+class Planes:
+    """One after the other."""
+
+    def __init__(self, by: HostRules) -> None:
+        self._rules = by
+        self.present = Plane(by)
+
+    def restart(self) -> Plane:
+        """Kill the present one and start another."""
+        self.present.kill()
+        self.present = Plane(self._rules)
+        return self.present
+
+
+@contextlib.contextmanager
+def planes(by: HostRules) -> Iterator[Planes]:
+    """Give a control plane that may be started anew."""
+    made = Planes(by)
+    try:
+        yield made
+    finally:
+        made.present.kill()
+
+
+class Node:
+    """A launcher's session, driven by the test; each one has a lease that stays young."""
+
+    def __init__(self, index: int, plane: Plane) -> None:
+        self._store = plane.served.connect()
+        self._session = NodeSession(self._store, name(index), f"node{index}")
+        self._session.attach(DEADLINE_S)
+        self._session.arrive(arrival(index))
+
+    def next(self) -> News | None:
+        """Return what the next decision means for this node."""
+        self._session.renew_lease()
+        entry = DecisionLog(self._store).wait_for(self._session.told_seq + 1, DEADLINE_S)
+        assert entry is not None
+        return self._session.take(entry)
+
+    def catch_up(self, entry: Entry) -> list[News]:
+        """Take all decisions up to this one, and return what is new."""
+        news = []
+        while self._session.told_seq < entry.seq:
+            news.append(self.next())
+        return [one for one in news if one is not None]
+
+    def resume(self, plane: Plane) -> News | None:
+        """Go on with another control plane."""
+        self._store = plane.served.connect()
+        if plane.is_dying:
+            plane.die()
+        return self._session.resume(self._store, DEADLINE_S)
+
+    def tell(self, kind: Kind, **fields: Any) -> None:
+        """Leave a note."""
+        self._session.tell(kind, **fields)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+def of(**fields: Any) -> HostRules:
+    """Return the rules of two nodes and a spare; nobody is lost while a test runs."""
+    return dataclasses.replace(rules(2, most=3, lease_s=20.0), **fields)
+
+
+def placed(plane: Plane, count: int = 2) -> list[Node]:
+    """Return nodes that work."""
+    nodes = [Node(index, plane) for index in range(count)]
+    assert all(isinstance(node.next(), Placed) for node in nodes)
+    return nodes
+
+
+def test_a_round_goes_on_and_was_no_restart() -> None:
+    """All nodes come back: nobody restarts, a budget with a window is as full as before."""
+    by = of(budget=Budget(3, window_s=1000.0))
+    with planes(by) as control:
+        first, second = placed(control.present)
+        first.open_next(0, GOES)
+        assert isinstance(second.next(), Opened)
+        first.take(control.present.wait_for(lambda entry: entry.round == 1))
+        for index, node in enumerate((first, second)):
+            node.arrive(arrival(index))
+        assert all(isinstance(node.next(), Placed) for node in (first, second))
+        for _ in range(2):
+            plane = control.restart()
+            assert first.resume(plane) is None
+            assert second.resume(plane) is None
+            entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+            assert (entry.round, len(entry.restart_ages_s)) == (1, 1)
+            assert first.next() is None
+            assert second.next() is None
+            assert plane.followed.told == [("goes on", 1, ["node0", "node1"])]
+        second.open_next(1, GOES)
+        entry = plane.wait_for(lambda entry: entry.round == 2)
+        assert by.budget.left(entry) == 2, "the entry counts those before it"
+        for index, node in enumerate((first, second)):
+            node.take(entry)
+            node.arrive(arrival(index))
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED and entry.round == 2)
+        assert by.budget.left(entry) == 1
+        assert plane.followed.told[1:] == [("ended", 1), ("closed", 2, ["node0", "node1"])]
+
+
+@pytest.mark.parametrize("heard", ["nothing", "one", "all"])
+def test_a_drain_goes_on_where_it_was(heard: str) -> None:
+    """That a node must go, and how far ranks are that wait, survive: a call is agreed."""
+    with planes(of()) as control:
+        plane = control.present
+        first, second = placed(plane)
+        spare = Node(2, plane)
+        if heard == "nothing":
+            # Said to a host that dies before it decides anything.
+            plane._stop.set()
+            plane._thread.join(DEADLINE_S)
+        first.tell(Kind.PREEMPTED, cause=GOES)
+        if heard != "nothing":
+            assert isinstance(first.next(), Leaves)
+            first.tell(Kind.HELD, calls=7)
+        if heard == "all":
+            assert isinstance(second.next(), Leaves)
+        plane = control.restart()
+        # The spare tells the host itself, or is known from what it said of the round before.
+        for node in (spare, first, second) if heard == "all" else (first, second, spare):
+            node.resume(plane)
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+        first_news, second_news = first.catch_up(entry), second.catch_up(entry)
+        if heard == "nothing":
+            entry = plane.wait_for(lambda entry: entry.is_leaving)
+            first_news, second_news = first.catch_up(entry), second.catch_up(entry)
+            first.tell(Kind.HELD, calls=7)
+        assert [isinstance(one, Leaves) for one in first_news] == [True] * (heard == "nothing")
+        assert [isinstance(one, Leaves) for one in second_news] == [True] * (heard != "all")
+        second.tell(Kind.HELD, calls=4)
+        entry = plane.wait_for(lambda entry: entry.save_at > 0)
+        assert entry.save_at == 8
+        for node in (first, second):
+            node.catch_up(entry)
+            node.succeeded(0)
+        # The spare is known: the job goes on with it.
+        entry = plane.wait_for(lambda entry: entry.phase is not Phase.CLOSED)
+        assert (entry.phase, entry.round, entry.cause) == (Phase.OPEN, 1, GOES)
+
+
+def test_a_drain_waits_for_spares_that_may_come_back() -> None:
+    """All have saved and left at once after the restart: the spare is late, and still taken."""
+    with planes(of()) as control:
+        first, second = placed(control.present)
+        spare = Node(2, control.present)
+        first.tell(Kind.PREEMPTED, cause=GOES)
+        for node in (first, second):
+            assert isinstance(node.next(), Leaves)
+            node.tell(Kind.HELD, calls=7)
+        entry = control.present.wait_for(lambda entry: entry.save_at > 0)
+        for node in (first, second):
+            node.catch_up(entry)
+        plane = control.restart()
+        for node in (first, second):
+            node.resume(plane)
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+        for node in (first, second):
+            node.catch_up(entry)
+            node.succeeded(0)
+        assert spare.resume(plane) is None, "a round that is left is nothing to a spare"
+        entry = plane.wait_for(lambda entry: entry.seq > 1)
+        assert (entry.phase, entry.round) == (Phase.OPEN, 1)
+
+
+def test_a_job_that_ends_soon_after_a_restart_is_told_to_late_nodes() -> None:
+    """A spare that was not back yet when the job ended finds the store, and the end."""
+    with planes(of()) as control:
+        first, second = placed(control.present)
+        spare = Node(2, control.present)
+        plane = control.restart()
+        for node in (first, second):
+            node.resume(plane)
+            node.catch_up(plane.host.entry)
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+        for node in (first, second):
+            node.catch_up(entry)
+            node.succeeded(0)
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.OVER)
+        for node in (first, second):
+            node.catch_up(entry)
+            node.tell(Kind.GOODBYE)
+        assert not plane.ended.wait(0.5)
+        assert isinstance(spare.resume(plane), Over)
+
+
+def test_a_store_that_goes_again_at_once_costs_nothing() -> None:
+    """Launchers have told one host only in part when it dies: they tell the next one the same."""
+    with planes(of()) as control:
+        first, second = placed(control.present)
+        plane = control.restart()
+        assert first.resume(plane) is None
+        plane.is_dying = True
+        with pytest.raises(StoreLostError):
+            second.resume(plane)
+        plane = control.restart()
+        for node in (first, second):
+            assert node.resume(plane) is None
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+        assert (entry.round, entry.active) == (0, 2)
+        for node in (first, second):
+            assert node.catch_up(entry) == []
+            node.succeeded(0)
+        plane.wait_for(lambda entry: entry.phase is Phase.OVER)
+
+
+def test_a_spare_that_comes_back_late_is_known() -> None:
+    """When the round already goes on, a spare says that it is there."""
+    with planes(of()) as control:
+        first, second = placed(control.present)
+        spare = Node(2, control.present)
+        plane = control.restart()
+        for node in (first, second):
+            node.resume(plane)
+        plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+        assert isinstance(spare.resume(plane), Spare)
+        lines, _ = plane.served.connect().lines(keys.inbox(0), 0)
+        assert any(name(2) in line and '"arrived"' in line for line in lines)
+
+
+def test_a_round_that_ended_while_nobody_served_is_said_to_have_ended() -> None:
+    """A fault opened a round, and its host died: the follower of the next host hears of it."""
+    with planes(of()) as control:
+        first, second = placed(control.present)
+        first.open_next(0, GOES)
+        assert isinstance(second.next(), Opened)
+        plane = control.restart()
+        for node in (first, second):
+            node.resume(plane)
+        entry = plane.wait_for(lambda entry: entry.round == 1)
+        assert (entry.phase, entry.cause) == (Phase.OPEN, GOES)
+        assert plane.followed.told == [("ended", 0)]
+
+
+def test_the_end_of_a_job_may_be_asked_for() -> None:
+    """A host that is told to end the job ends it for all, with the first reason."""
+    with planes(of()) as control:
+        first, _ = placed(control.present)
+        control.present.host.end_job("attribution_stop", GOES)
+        control.present.host.end_job("failure", GOES)
+        news = first.next()
+        assert isinstance(news, Over)
+        assert (news.entry.reason, news.no_restart) == ("attribution_stop", True)
