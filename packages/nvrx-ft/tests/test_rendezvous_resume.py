@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rendezvous_store import Served, arrival, name, rules
 
-from nvidia_resiliency_ext.fault_tolerance._launch.decide import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
