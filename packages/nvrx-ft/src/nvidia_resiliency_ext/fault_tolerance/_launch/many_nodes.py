@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import logging
 import socket
 import threading
@@ -40,6 +42,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.rules import (
     settings_of,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
+    CALL_TIMEOUT_S,
     JobStore,
     StoreLostError,
     connect,
@@ -73,8 +76,9 @@ LEGACY_LAST_CALL_S = 30.0
 RETRY_S = 0.5
 # Each refusal is proof that nobody can have replaced this node: they must come often enough.
 LEASES_BETWEEN_PROBES = 0.2
-# While torch connects nobody hears that the machine refuses, and the lease grows old.
-PATIENCE_S = 5.0
+# While torch connects nobody hears that the machine refuses, and the lease grows old: a node that
+# comes back stops at two leases.
+SHORTEST_PATIENCE_S = 1.0
 # The job's host says it with its first word; a node that comes back must not miss its lease for it.
 LOG_TOKEN_WAIT_S = 2.0
 LEASES_FOR_LOG_TOKEN = 0.5
@@ -233,8 +237,9 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
 
     longest_s = min(Probing().longest_pause_s, LEASES_BETWEEN_PROBES * config.lease)
     probing = Probing(longest_pause_s=longest_s)
-    patience_s = max(PATIENCE_S, config.lease)
-    way = _Way(meeting, prefix, secret, limit_s, probing, patience_s)
+    way = _Way(meeting, prefix, secret, limit_s, probing)
+    way_back = dataclasses.replace(way, patience_s=max(SHORTEST_PATIENCE_S, config.lease))
+    ways = itertools.chain([way], itertools.repeat(way_back))
     host: HostThread | None = None
     if meeting.is_hidden:
         logger.warning(
@@ -291,7 +296,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         settings.domain()
         wait_s = min(LOG_TOKEN_WAIT_S, LEASES_FOR_LOG_TOKEN * config.lease)
         return _connect(
-            way, clock, stop, refused, lambda store: _fetch_log_token(store, records, wait_s)
+            next(ways), clock, stop, refused, lambda store: _fetch_log_token(store, records, wait_s)
         )
 
     return StoreRendezvous(
@@ -325,7 +330,7 @@ class _Way:
     secret: bytes | None
     timeout_s: float
     probing: Probing
-    patience_s: float
+    patience_s: float = CALL_TIMEOUT_S
 
     def connect(self, secret: bytes | None, timeout_s: float) -> JobStore:
         meeting = self.meeting
