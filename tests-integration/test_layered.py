@@ -6,6 +6,7 @@ Every scenario trains for real, and ends with the weights of an undisturbed trai
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -178,7 +179,7 @@ def test_cycles_share_the_launchers_store_and_no_key(nodes_job: Callable[..., No
         next(set(e["keys"]) for e in job.entries("enter", cycle) if e["iteration"] == 0)
         for cycle in range(4)
     ]
-    grown = [len(late - early) for early, late in zip(firsts, firsts[1:], strict=False)]
+    grown = [len(late - early) for early, late in itertools.pairwise(firsts)]
     assert max(grown) < 60, grown
     for cycle, keys in enumerate(firsts):
         ours = [key for key in keys if f"/{job.id}/0.{cycle}/" in key]

@@ -152,6 +152,46 @@ def test_killed_monitor_is_replaced_and_nobody_is_interrupted(make) -> None:
     assert not [line for rank in ranks for line in rank.heard if line[0] == "Interrupted"]
 
 
+def test_stopped_monitor_is_replaced_and_nobody_is_interrupted(make) -> None:
+    """A monitor that is stopped in the middle of a call is ended by its ranks, and replaced."""
+    lab = make(2, heartbeat_interval_s=0.2, heartbeat_timeout_s=3.0)
+    ranks = lab.up()
+    old = lab.monitor_pid(0)
+    os.kill(old, signal.SIGSTOP)
+    for rank in ranks:
+        # What is said to a stopped monitor is said to its successor.
+        rank.do("completed")
+    for rank in ranks:
+        rank.hear("Completed", 0)
+    assert {lab.monitor_pid(0), lab.monitor_pid(1)}.isdisjoint({old})
+    assert wait_gone(old, 5.0)
+    assert not [line for rank in ranks for line in rank.heard if line[0] == "Interrupted"]
+
+
+def test_monitor_that_was_stopped_before_the_call_is_replaced(make, monkeypatch) -> None:
+    """A rank that comes to a stopped monitor ends it and starts another one."""
+    lab = make(1)
+    (rank,) = lab.start(0, options=("prestart", "start_limit=5"))
+    rank.hear("started")
+    place = NodePlace.find(lab.environ)
+    handle = wait_for(place.find_monitor)
+    with handle:
+        lab.monitors.add(handle.pid)
+        handle.signal(signal.SIGSTOP)
+        (new,) = lab.attach(0)
+        assert new != handle.pid
+        assert not handle.alive()
+
+
+def wait_for(look):
+    """Return what a look finds, as soon as there is something."""
+    deadline = time.monotonic() + 20.0
+    while (found := look()) is None:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.02)
+    return found
+
+
 def test_monitor_killed_with_a_rank(make) -> None:
     """The new monitor finds out that a rank died with the old one."""
     lab = make(3)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
+import signal
 import socket
 import threading
 import time
@@ -17,11 +19,14 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess._monitor import messages, start
 from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.silence import Patience, Silence
 from nvidia_resiliency_ext.inprocess._protocol.decision import decode_decision
 from nvidia_resiliency_ext.inprocess.exception import InternalError
+from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
-from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError, PeerClosedError
 from nvidia_resiliency_ext.shared_utils.wire import (
+    FrameReader,
     receive_message,
     send_message,
     send_with_fds,
@@ -38,6 +43,7 @@ __all__ = ["MonitorLink", "MonitorSettings"]
 
 logger = logging.getLogger("nvrx")
 
+_READ_BYTES = 65536
 _SEND_LIMIT_S = 1.0
 _LEAVE_LIMIT_S = 5.0
 _JOIN_LIMIT_S = 10.0
@@ -73,17 +79,25 @@ class MonitorLink:
         self._parts: list[str] = []
         self._losses: list[float] = []
         self._thread: threading.Thread | None = None
+        self._patience = Patience.within(settings.heartbeat_timeout_s)
+        self._monitor: PidHandle | None = None
         self.monitor_pid: int | None = None
 
     def attach(self, initial_rank: int, world_size: int) -> None:
         """Come to the monitor of this node, which is started if there is none.
 
         Raises:
-            InternalError: It does not answer within 10 s, or does not want us.
+            InternalError: It does not answer within 10 s, though it is not stopped, or does not
+                want us.
         """
         self._initial_rank, self._world_size = initial_rank, world_size
-        deadline = Deadline.after(start.START_LIMIT_S)
-        sock = self._connect(deadline)
+        try:
+            sock = self._connect(Deadline.after(start.START_LIMIT_S))
+        except InternalError:
+            if not start.end_if_stopped():
+                raise
+            logger.warning("the monitor of this node was stopped; another one takes its place")
+            sock = self._connect(Deadline.after(start.START_LIMIT_S))
         with self._lock:
             self._sock = sock
         self._thread = threading.Thread(target=self._run, name="nvrx-link", daemon=True)
@@ -141,6 +155,9 @@ class MonitorLink:
             if self._sock is not None:
                 self._sock.close()
                 self._sock = None
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
 
     # --- saying ---
 
@@ -176,18 +193,54 @@ class MonitorLink:
                 return
 
     def _listen(self) -> None:
-        sock = self._sock
+        """Take what the monitor says until it is gone.
+
+        Raises:
+            OSError: Its connection has ended.
+            NvrxError: The same, or it says nothing or nonsense.
+        """
+        sock, handle = self._sock, self._monitor
         assert sock is not None
+        reader = FrameReader()
+        silence = Silence(self._patience, time.monotonic())
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
         while True:
-            message = receive_message(sock, messages.TO_RANK, None)
-            if isinstance(message, messages.LeaveNoted):
-                self._leave_noted.set()
-            elif isinstance(message, messages.DecisionPart):
-                self._collect(message)
-            elif isinstance(
-                message, (messages.Interrupted, messages.Completed, messages.StoreLost)
-            ):
-                self._pass_on(message)
+            if not poll.poll(self._patience.interval_s * 1000):
+                silence.missed(time.monotonic())
+                self._mind_silence(handle, silence)
+                continue
+            # Not by a timeout of the socket: whoever sends has one of its own.
+            data = sock.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+            if not data:
+                raise PeerClosedError("it has ended")
+            silence.heard(time.monotonic())
+            for payload in reader.feed(data):
+                self._take(messages.TO_RANK.decode(payload))
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, messages.LeaveNoted):
+            self._leave_noted.set()
+        elif isinstance(message, messages.DecisionPart):
+            self._collect(message)
+        elif isinstance(message, (messages.Interrupted, messages.Completed, messages.StoreLost)):
+            self._pass_on(message)
+
+    def _mind_silence(self, handle: PidHandle | None, silence: Silence) -> None:
+        """Ask the monitor whether it is there, or end it when it has not answered for too long.
+
+        One that is left alive would go on later, and take us for stuck.
+        """
+        is_stopped = handle is not None and start.is_stopped(handle.pid)
+        if not silence.is_over(is_stopped=is_stopped):
+            with self._lock:
+                self._send(messages.AreYouThere())
+            return
+        if handle is not None:
+            handle.signal(signal.SIGKILL)
+            handle.wait(start.END_LIMIT_S)
+        how = "stopped" if is_stopped else "stuck"
+        raise InternalError(f"it is {how} and has said nothing for {silence.seconds:.1f} s")
 
     def _collect(self, part: messages.DecisionPart) -> None:
         if part.number == 0:
@@ -252,11 +305,20 @@ class MonitorLink:
             sock.close()
             raise InternalError(f"the monitor of this node does not answer: {error}") from error
         if isinstance(answer, messages.Welcome):
-            self.monitor_pid = answer.pid
+            self._hold_monitor(answer.pid)
             return sock
         sock.close()
         why = answer.text if isinstance(answer, messages.Refused) else "it speaks nonsense"
         raise InternalError(f"the monitor of this node refuses us: {why}")
+
+    def _hold_monitor(self, pid: int) -> None:
+        """Keep hold of the monitor's process; called by one thread at a time."""
+        if self._monitor is not None:
+            self._monitor.close()
+        self.monitor_pid, self._monitor = pid, None
+        # One that is gone already is seen by its connection.
+        with contextlib.suppress(OSError):
+            self._monitor = PidHandle(pid)
 
     def _introduce(self, sock: socket.socket, deadline: Deadline) -> None:
         with self._lock:

@@ -24,6 +24,7 @@ __all__ = [
     "FROM_RANK",
     "TO_RANK",
     "VERSION",
+    "AreYouThere",
     "Arrived",
     "Begun",
     "Completed",
@@ -31,6 +32,7 @@ __all__ = [
     "DecisionPart",
     "Done",
     "Hello",
+    "Here",
     "Interrupted",
     "LeaveNoted",
     "Left",
@@ -44,7 +46,7 @@ __all__ = [
     "unpack_ranks",
 ]
 
-VERSION = 1
+VERSION = 2
 _PART_CHARACTERS = 400_000
 
 
@@ -100,6 +102,16 @@ class Left:
 
     is_lost: bool
     is_discarded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AreYouThere:
+    """The rank has heard nothing for a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The monitor is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +175,13 @@ class Decided:
 
 News = Interrupted | Completed | Decided | StoreLost
 
-FROM_RANK = MessageSet(Hello, MonitorSettings, Begun, Reported, Interruption, Done, Arrived, Left)
+FROM_RANK = MessageSet(
+    Hello, MonitorSettings, Begun, Reported, Interruption, Done, Arrived, Left, AreYouThere
+)
 TO_RANK = MessageSet(
     Welcome,
     Refused,
+    Here,
     LeaveNoted,
     DecisionPart,
     Interrupted,

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import socket
@@ -19,8 +20,14 @@ import threading
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError
-from nvidia_resiliency_ext.shared_utils.os_utils import private_dir, remove_tree_at
+from nvidia_resiliency_ext.shared_utils.os_utils import (
+    atomic_write,
+    private_dir,
+    read_regular_file,
+    remove_tree_at,
+)
 from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES
 
 if TYPE_CHECKING:
@@ -33,6 +40,8 @@ logger = logging.getLogger("nvrx")
 _PREFIX = "nvrx-ip-"
 _SOCKET = "monitor.sock"
 _LOCK = "lock"
+_MONITOR = "monitor.json"
+_MONITOR_BYTES = 4096
 _BACKLOG = 512
 _JOB_NAMES = ("NVRX_RUN_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _CYCLE_NAMES = ("NVRX_CYCLE", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -127,6 +136,23 @@ class NodePlace:
         try:
             return os.lstat(os.path.join(self.path, _SOCKET)).st_ino
         except OSError:
+            return None
+
+    def name_monitor(self, pid: int, start_ticks: int) -> None:
+        """Say which process is the monitor; a full disk costs a look at it, no more."""
+        path = os.path.join(self.path, _MONITOR)
+        try:
+            atomic_write(path, json.dumps([pid, start_ticks]).encode(), fsync=False)
+        except OSError as error:
+            logger.warning("monitor_process: %s cannot be written: %s", path, error)
+
+    def find_monitor(self) -> PidHandle | None:
+        """Return the monitor's process, if it said which it is and still runs."""
+        try:
+            data = read_regular_file(os.path.join(self.path, _MONITOR), _MONITOR_BYTES)
+            pid, start_ticks = (int(number) for number in json.loads(data))
+            return PidHandle(pid, start_ticks)
+        except (OSError, ValueError, TypeError):
             return None
 
     def remove(self) -> None:

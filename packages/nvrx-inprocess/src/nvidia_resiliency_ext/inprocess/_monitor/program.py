@@ -20,6 +20,7 @@ from nvidia_resiliency_ext.inprocess._monitor.place import NodePlace
 from nvidia_resiliency_ext.inprocess._monitor.processes import Processes
 from nvidia_resiliency_ext.inprocess._monitor.serving import Host, Serving
 from nvidia_resiliency_ext.inprocess._monitor.store_side import warm_up
+from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 
@@ -80,6 +81,8 @@ class Monitor:
         with contextlib.suppress(ProcessLookupError, OSError):
             self._processes.hold(starter)
         self._loop.watch(listener.fileno(), self._let_in)
+        with PidHandle(os.getpid()) as own:
+            place.name_monitor(own.pid, own.start_ticks)
         place.remove_stale_siblings()
         # Not at once: the import keeps the interpreter busy, and somebody may be about to come.
         self._warm_up = threading.Timer(_WARM_UP_AFTER_S, warm_up)

@@ -199,6 +199,9 @@ class Serving:
         return None
 
     def _heard(self, rank: int, message: object) -> None:
+        if isinstance(message, messages.AreYouThere):
+            self._send(rank, messages.Here())
+            return
         if isinstance(message, messages.Left):
             logger.info("monitor_process: initial rank %d leaves", rank)
             self._registration.left(rank)

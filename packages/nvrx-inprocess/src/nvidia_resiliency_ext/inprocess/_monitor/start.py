@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess._monitor.place import NodePlace
 from nvidia_resiliency_ext.inprocess.exception import InternalError
+from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -20,11 +22,22 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Mapping
 
-__all__ = ["START_LIMIT_S", "connect_or_start", "ensure_started", "run_detached"]
+__all__ = [
+    "START_LIMIT_S",
+    "connect_or_start",
+    "end_if_stopped",
+    "ensure_started",
+    "is_stopped",
+    "run_detached",
+]
 
 START_LIMIT_S = 10.0
 """How long a rank waits for its monitor."""
 
+END_LIMIT_S = 1.0
+"""How long a monitor that was killed may take to be gone."""
+
+_STOPPED = frozenset("Tt")
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PIPE_BYTES = 65536
 
@@ -67,6 +80,28 @@ def connect_or_start(deadline: Deadline, environ: Mapping[str, str] = os.environ
         sock.close()
         raise InternalError(f"the monitor of this node is not ours: {error}") from error
     return sock
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether the kernel lets a process do nothing until somebody continues it."""
+    stat = procfs.read_stat(pid)
+    return stat is not None and stat.state in _STOPPED
+
+
+def end_if_stopped(environ: Mapping[str, str] = os.environ) -> bool:
+    """End the monitor of this node if it is stopped; return whether it was.
+
+    It must not go on later, beside the one that takes its place.
+    """
+    handle = NodePlace.find(environ).find_monitor()
+    if handle is None:
+        return False
+    with handle:
+        if not is_stopped(handle.pid):
+            return False
+        handle.signal(signal.SIGKILL)
+        handle.wait(END_LIMIT_S)
+    return True
 
 
 def run_detached(order: Mapping[str, object], pass_fds: tuple[int, ...] = ()) -> None:
