@@ -184,7 +184,7 @@ def test_cycles_share_the_launchers_store_and_no_key(nodes_job: Callable[..., No
     for cycle, keys in enumerate(firsts):
         ours = [key for key in keys if f"/{job.id}/0.{cycle}/" in key]
         # What a fresh call has put there; nothing was there before it.
-        assert 0 < len(ours) < 12, ours
+        assert 0 < len(ours) < 20, ours
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ def test_the_launchers_monitor_ends_a_hung_rank_when_its_timeout_is_shorter(
     assert code == 0, layered.job.log()
     assert layered.cycles() == [0, 1]
     layered.assert_weights()
-    assert {fault["cause"] for fault in layered.job.events("fault")} == {"hang"}
+    assert {fault["cause"] for fault in layered.job.events("fault")} == {"hang_heartbeat"}
 
 
 def start(job: NodesJob, *arguments: str, **more: Any) -> None:

@@ -22,7 +22,8 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
     """
     calls = (
         "returns", "one_raises", "all_raise", "asks_for_restart", "reserve", "hangs", "collective",
-        "in_atomic", "gives_up", "monitor_killed", "trains_in_peace", "trains", "many_restarts",
+        "in_init_by_store", "in_init_by_port", "in_init_as_host", "in_atomic", "gives_up",
+        "monitor_killed", "trains_in_peace", "trains", "many_restarts",
         "returns", "left_over",
     )  # fmt: skip
     ended = jobs.run_calls(tmp_path, 3, *calls)
@@ -35,6 +36,11 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
             assert results[name] == seen(rank, 1, 3), name
         assert results["reserve"] == (seen(rank, 1, 2) if rank < 2 else None)
         assert results["collective"] == [seen(rank, 1, 3), 3.0]
+        for name in ("in_init_by_store", "in_init_by_port"):
+            total, entered, took_s = results[name]
+            assert (total, entered) == (3.0, 2), name
+            assert took_s < 20.0, name
+        assert results["in_init_as_host"] < 20.0
         assert results["in_atomic"] == [seen(rank, 1, 3), "begin and end" if rank else ""]
         assert results["monitor_killed"] == seen(rank, 0, 3)
         assert results["trains_in_peace"][0] == 0

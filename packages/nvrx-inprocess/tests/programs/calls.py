@@ -178,6 +178,77 @@ def collective() -> Any:
     return function()
 
 
+def in_init(make_group: Callable[[inprocess.CallWrapper, int, int], None]) -> Any:
+    """Rank 0 raises while the others wait for it in init_process_group; say how long it took."""
+    entered: list[float] = []
+
+    @inprocess.Wrapper(**QUICK)
+    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        entered.append(time.monotonic())
+        if wrapper.iteration == 0 and rank == 0:
+            meet(f"init{len(results)}", WORLD)
+            time.sleep(0.3)  # until they wait; earlier is no fault
+            raise RuntimeError("before the group")
+        if wrapper.iteration == 0:
+            (FOLDER / f"init{len(results)}.{INITIAL_RANK}").touch()
+        make_group(wrapper, rank, size)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        dist.barrier()
+        dist.destroy_process_group()
+        return tensor.item()
+
+    total = function()
+    return total, len(entered), entered[-1] - entered[0]
+
+
+@call
+def in_init_by_store() -> Any:
+    """They wait in a store that the program keeps over iterations."""
+    kept: list[Any] = []
+
+    def make_group(wrapper: inprocess.CallWrapper, rank: int, size: int) -> None:
+        kept.append(wrapper.store)
+        store = dist.PrefixStore(f"group/{wrapper.iteration}", kept[0])
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+    return in_init(make_group)
+
+
+@call
+def in_init_by_port() -> Any:
+    """They wait for rank 0 to host the store of `env://`."""
+    return in_init(lambda *_: dist.init_process_group("gloo"))
+
+
+@call
+def in_init_as_host() -> Any:
+    """Rank 0 hosts the store of `env://` and waits for rank 1, which raises."""
+    number = len(results)
+
+    @inprocess.Wrapper(**QUICK)
+    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        if wrapper.iteration == 0 and INITIAL_RANK == 1:
+            meet(f"host{number}", WORLD)
+            time.sleep(0.3)
+            raise RuntimeError("before the group")
+        if wrapper.iteration == 0:
+            (FOLDER / f"host{number}.{INITIAL_RANK}").touch()
+        start = time.monotonic()
+        port = int(os.environ["MASTER_PORT"]) + wrapper.iteration
+        os.environ["MASTER_PORT"] = str(port)
+        dist.init_process_group("gloo")
+        dist.barrier()
+        dist.destroy_process_group()
+        os.environ["MASTER_PORT"] = str(port - wrapper.iteration)
+        return time.monotonic() - start
+
+    return function()
+
+
 @call
 def in_atomic() -> Any:
     """An interruption waits for the end of an atomic block; progress is reported by hand."""

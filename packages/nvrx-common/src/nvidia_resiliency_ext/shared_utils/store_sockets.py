@@ -20,6 +20,7 @@ __all__ = [
     "is_connected_to",
     "listen_at",
     "serving_options",
+    "tcp_socket",
     "tcp_sockets",
     "watch_over",
 ]
@@ -88,19 +89,34 @@ def tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
     """
     seen = set()
     for number in os.listdir("/proc/self/fd"):
-        # Between these lines the descriptor may become another one's, or nobody's.
-        with contextlib.suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                continue
-            sock = socket.socket(fileno=os.dup(int(number)))
-            name = os.readlink(f"/proc/self/fd/{sock.fileno()}")
-            is_tcp = sock.family in _TCP_FAMILIES and sock.type == socket.SOCK_STREAM
-            # A listed number may by now be one of the second descriptors.
-            if is_tcp and name not in seen:
-                seen.add(name)
-                yield name, sock
-            else:
-                sock.close()
+        found = tcp_socket(int(number))
+        if found is None:
+            continue
+        name, sock = found
+        # A listed number may by now be one of the second descriptors.
+        if name in seen:
+            sock.close()
+        else:
+            seen.add(name)
+            yield name, sock
+
+
+def tcp_socket(descriptor: int) -> tuple[str, socket.socket] | None:
+    """Return the kernel's name of a TCP socket of this process, and a second descriptor of it.
+
+    Whoever takes it closes it. `None` where the descriptor is something else's, or nobody's; it
+    may become so at any time.
+    """
+    # Between these lines, too.
+    with contextlib.suppress(OSError):
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+            return None
+        sock = socket.socket(fileno=os.dup(descriptor))
+        name = os.readlink(f"/proc/self/fd/{sock.fileno()}")
+        if sock.family in _TCP_FAMILIES and sock.type == socket.SOCK_STREAM:
+            return name, sock
+        sock.close()
+    return None
 
 
 def _ask_for_life(sock: socket.socket) -> None:

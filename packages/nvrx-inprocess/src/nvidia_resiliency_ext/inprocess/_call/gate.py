@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .nudge import Nudge
 from .restart import RankShouldRestart
 from .shield import is_shielded, shielded
+from .store_waits import StoreWaits
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
@@ -26,6 +27,8 @@ __all__ = ["AtomicLock", "Interruption", "MainThreadGate", "Raised", "require_ma
 
 # A signal can come just before the system call that it was to end.
 _FIRST_LOOK_S = 0.001
+# So often it may come too early, or meet a call that is about to end.
+_NUDGES = 4
 _SHORTEST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 1.0
 
@@ -266,15 +269,23 @@ class Interruption:
         self._first_s: float | None = None
         self._left_s: float | None = None
         self._count = 0
+        native_id = threading.main_thread().native_id
+        assert native_id is not None
+        self._waits = StoreWaits(native_id)
 
     def deliver(self) -> None:
         """Raise once; return when it is raised, or the main thread has left."""
         pause_s = _FIRST_LOOK_S
         self._entry.is_armed = True
+        nudges = 0
         while self._left_s is None and self._gate.nudge(self._entry):
             if self._next(pause_s) == _RAISED:
                 return
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            nudges += 1
+            if nudges >= _NUDGES:
+                # It is in a call that no signal ends.
+                self._waits.end()
 
     def see_out(self, quiet_s: float, lock: AtomicLock) -> Raised:
         """Wait until the main thread has left; raise again if it was lost or takes too long."""

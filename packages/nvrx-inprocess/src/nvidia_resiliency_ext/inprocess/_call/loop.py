@@ -33,6 +33,7 @@ from nvidia_resiliency_ext.inprocess.utils import log_exc
 
 from .collection import YoungGarbage
 from .newsbox import NewsBox
+from .rendezvous import patient_rendezvous
 from .report import Phase, RestartReport, Stopwatch, recent_reports
 from .termination import terminate
 
@@ -118,7 +119,7 @@ class CallLoop:
         Raises:
             BaseException: what this rank leaves with; the others go on without it.
         """
-        with YoungGarbage() as garbage:
+        with YoungGarbage() as garbage, patient_rendezvous():
             try:
                 self._assign(set())
                 while True:

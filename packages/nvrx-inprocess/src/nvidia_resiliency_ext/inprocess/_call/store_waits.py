@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends the wait of a thread at a torch TCPStore, which no signal and no exception ends.
+
+The kernel tells for which descriptor the thread waits. The wait is ended as torch itself ends one
+whose time is up: the server is asked, over the same connection, to cancel it. So the store stays
+of use, which may be one that the program keeps over its iterations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import logging
+import os
+import platform
+import socket
+import struct
+import time
+
+from nvidia_resiliency_ext.shared_utils.store_sockets import tcp_socket
+
+__all__ = ["StoreWaits"]
+
+logger = logging.getLogger("nvrx")
+
+# Of the system calls with which a store's client waits for an answer: poll, ppoll.
+_POLL_CALLS = {"x86_64": (7, 271), "aarch64": (73,)}
+_POLL_FD = struct.Struct("=ihh")
+_FIELDS = 3  # of the line that the kernel shows of a call: its number, then its arguments
+# Of torch's protocol. The answer to the last one is one byte, in the place of the one that the
+# wait would have had.
+_VALIDATE = struct.pack("=BI", 0, 0x3C85F7CE)
+_PING = b"\x0d"
+_CANCEL_WAIT = b"\x0c"
+_PROBE_S = 1.0
+# A server answers within milliseconds; one that does not is no use any more.
+_ANSWERED_WITHIN_S = 1.0
+
+
+class StoreWaits:
+    """Ends waits of one thread, each once.
+
+    Args:
+        native_id: The thread, by the kernel's number.
+    """
+
+    def __init__(self, native_id: int) -> None:
+        self._native_id = native_id
+        self._cancelled: dict[str, float] = {}
+
+    def end(self) -> bool:
+        """End the wait in which the thread is now, if it waits at a store; return whether."""
+        descriptor = self._waited_for()
+        found = None if descriptor is None else tcp_socket(descriptor)
+        if found is None:
+            return False
+        name, connection = found
+        with connection, contextlib.suppress(OSError):
+            # It has been this descriptor all the time, so it is this connection.
+            return self._waited_for() == descriptor and self._end(name, connection)
+        return False
+
+    def _end(self, name: str, connection: socket.socket) -> bool:
+        asked_s = self._cancelled.get(name)
+        now = time.monotonic()
+        if asked_s is not None and now - asked_s < _ANSWERED_WITHIN_S:
+            return False
+        peer = _peer_of(connection) if asked_s is None else _Peer.DEAD
+        if peer is _Peer.STRANGER:
+            return False
+        self._cancelled[name] = now
+        if peer is _Peer.STORE:
+            connection.send(_CANCEL_WAIT, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        else:
+            logger.warning("%s does not answer: disconnected", connection.getpeername())
+            connection.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _waited_for(self) -> int | None:
+        """Return the only descriptor for which the thread waits in poll()."""
+        try:
+            with open(f"/proc/self/task/{self._native_id}/syscall", encoding="ascii") as file:
+                fields = file.read().split()
+        except OSError:
+            return None
+        if len(fields) < _FIELDS or not fields[0].isdecimal():
+            return None
+        calls = _POLL_CALLS.get(platform.machine(), ())
+        address, count = int(fields[1], 16), int(fields[2], 16)
+        if int(fields[0]) not in calls or count != 1:
+            return None
+        descriptor, _, _ = _POLL_FD.unpack(_read_own(address, _POLL_FD.size))
+        return int(descriptor)
+
+
+def _read_own(address: int, size: int) -> bytes:
+    """Return bytes of another thread's stack, which stays in place while the thread lives."""
+    return ctypes.string_at(address, size)
+
+
+class _Peer(enum.Enum):
+    STORE = enum.auto()
+    STRANGER = enum.auto()
+    DEAD = enum.auto()
+
+
+def _peer_of(connection: socket.socket) -> _Peer:
+    """Say who listens where a connection leads; who says nothing is as good as dead."""
+    host, port = connection.getpeername()[:2]
+    try:
+        with socket.create_connection((host, port), _PROBE_S) as probe:
+            return _ask(probe)
+    except OSError:
+        return _Peer.DEAD
+
+
+def _ask(probe: socket.socket) -> _Peer:
+    """Greet a store as torch's clients do, and see whether it answers as one."""
+    nonce = os.urandom(4)
+    try:
+        probe.sendall(_VALIDATE + _PING + nonce)
+        answer = probe.recv(len(nonce), socket.MSG_WAITALL)
+    except TimeoutError:
+        return _Peer.DEAD
+    except OSError:
+        return _Peer.STRANGER
+    return _Peer.STORE if answer == nonce else _Peer.STRANGER

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A main thread that waits for a torch store, or in one, can be interrupted."""
+
+import contextlib
+import datetime as dt
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
+from nvidia_resiliency_ext.inprocess._call.rendezvous import patient_rendezvous
+from nvidia_resiliency_ext.inprocess._call.restart import RankShouldRestart
+from nvidia_resiliency_ext.inprocess._call.store_waits import StoreWaits
+
+DEADLINE_S = 20.0
+LONG = dt.timedelta(seconds=60)
+HOST = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def host() -> Any:
+    """Host a store."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def connect(port: int) -> Any:
+    """Return a connection of a store that waits long."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=LONG)
+
+
+def is_in_poll() -> bool:
+    """Return whether the main thread waits in poll()."""
+    with open(f"/proc/self/task/{os.getpid()}/syscall", encoding="ascii") as file:
+        return file.read().split()[0] in {"7", "73", "271"}
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.002)
+
+
+def interrupt(function: Callable[[], object], when: Callable[[], object] = is_in_poll) -> float:
+    """Call a function and interrupt it when it waits; return how long it took to leave it."""
+    gate, lock = MainThreadGate(), AtomicLock()
+    took_s: list[float] = []
+
+    def ask() -> None:
+        wait_until(when)
+        start = time.monotonic()
+        gate.interrupt("because", 30.0, lock)
+        took_s.append(time.monotonic() - start)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        with pytest.raises(RankShouldRestart), gate.inside():
+            function()
+    finally:
+        thread.join()
+    return took_s[0]
+
+
+@pytest.mark.parametrize("what", ["get", "wait", "init"])
+def test_wait_in_a_store_is_left_and_the_store_is_of_use(host: Any, what: str) -> None:
+    """Who waits for a key that nobody sets is out soon, and its connection serves it further."""
+    store = connect(host.port)
+    group = dist.PrefixStore("group", store)
+    waits = {
+        "get": lambda: store.get("never"),
+        "wait": lambda: store.wait(["never", "nor this"]),
+        "init": lambda: dist.init_process_group("gloo", store=group, rank=1, world_size=2),
+    }
+    assert interrupt(waits[what]) < 5.0
+    for number in range(3):
+        store.set(what, str(number))
+        assert store.get(what) == str(number).encode()
+    assert store.add(f"count-{what}", 2) == 2
+
+
+@pytest.mark.slow
+def test_connection_to_a_store_that_hangs_is_ended() -> None:
+    """Who waits in a store whose process is stopped is out after seconds, not after its timeout."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        store = connect(int(process.stdout.readline()))
+        process.send_signal(signal.SIGSTOP)
+        assert interrupt(lambda: store.get("never")) < 10.0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_other_connections_are_left_alone() -> None:
+    """A thread that waits for something that answers, but is no store, waits on."""
+    server = socket.create_server(("127.0.0.1", 0))
+    ours = socket.create_connection(server.getsockname())
+    theirs, _ = server.accept()
+    ids: list[int] = []
+
+    def wait() -> None:
+        ids.append(threading.get_native_id())
+        poll = select.poll()
+        poll.register(ours, select.POLLIN)
+        poll.poll(DEADLINE_S * 1000)
+
+    def turn_away() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                server.accept()[0].close()
+
+    threads = [threading.Thread(target=each) for each in (wait, turn_away)]
+    for thread in threads:
+        thread.start()
+    with ours, theirs:
+        wait_until(lambda: ids)
+        waits = StoreWaits(ids[0])
+        wait_until(lambda: waits._waited_for() == ours.fileno())
+        assert not waits.end()
+        theirs.sendall(b"a")
+        threads[0].join(DEADLINE_S)
+        assert ours.recv(1) == b"a"
+    with server:
+        server.shutdown(socket.SHUT_RDWR)
+        threads[1].join(DEADLINE_S)
+
+
+def init_by_port(rank: int, port: int) -> None:
+    """Make a group of two by a port, as `env://` does."""
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=LONG
+    )
+
+
+def free_port() -> int:
+    """Return a port at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def is_in(name: str) -> bool:
+    """Return whether a function is running in the main thread."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    while frame is not None:
+        if frame.f_code.co_name == name:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def test_wait_for_a_store_that_nobody_hosts_is_left() -> None:
+    """Who waits for rank 0 to host the store is out soon."""
+    port = free_port()
+    with patient_rendezvous():
+        took_s = interrupt(lambda: init_by_port(1, port), lambda: is_in("wait_until_listening"))
+    assert took_s < 5.0
+
+
+def test_host_of_a_store_that_nobody_joins_is_left() -> None:
+    """Rank 0 that waits for the others is out soon, and its port is free again."""
+    port = free_port()
+    with patient_rendezvous():
+        assert interrupt(lambda: init_by_port(0, port)) < 5.0
+    wait_until(lambda: is_free(port))
+
+
+def is_free(port: int) -> bool:
+    """Return whether nobody listens at a port."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_rendezvous_is_put_back() -> None:
+    """After a call torch has what it had before."""
+    module = sys.modules["torch.distributed.rendezvous"]
+    before = module.TCPStore
+    with contextlib.suppress(ValueError), patient_rendezvous():
+        assert module.TCPStore is not before
+        raise ValueError("because")
+    assert module.TCPStore is before
