@@ -131,7 +131,7 @@ def test_min_healthy_leaves_it_to_the_reserve_of_another_host(
     deed = "0:0:0:12:die"
     start(job, "--peace", "--active", "1", "--steps", "30", deed, nproc=1, nnodes="1:2")
     assert job.wait(90) == {"node1": 0, "node2": 0}, job.tails()
-    assert job.cycles() == [0]
+    assert job.cycles() == [0], job.tails()
     assert entered(job, 0) == {0: [0], 1: [1]}
     assert_weights(job.shared, job.tails())
     assert [fault["what"] for fault in job.events("fault")] == [

@@ -238,6 +238,16 @@ def test_all_of_a_job_meet(environ) -> None:
     assert all(stat.S_IMODE(os.stat(path).st_mode) == 0o700 for path in places)
 
 
+def test_place_is_the_launchers_where_there_is_one(environ, short_path) -> None:
+    """The launcher removes its directory with all that is in it: nothing of ours stays."""
+    launchers = os.path.join(short_path, "run")
+    os.mkdir(launchers, 0o700)
+    environ["FT_LAUNCHER_IPC_SOCKET"] = os.path.join(launchers, "launcher.sock")
+    assert os.path.dirname(NodePlace.find(environ).path) == launchers
+    environ["FT_LAUNCHER_IPC_SOCKET"] = os.path.join(short_path, "gone", "launcher.sock")
+    assert os.path.dirname(NodePlace.find(environ).path) == short_path
+
+
 def test_place_that_others_own_is_passed_over(environ, short_path) -> None:
     """A name that is taken by a file, a link or an open directory is not used."""
     first = NodePlace.find(environ).path

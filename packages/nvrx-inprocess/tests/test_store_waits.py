@@ -3,6 +3,7 @@
 
 import contextlib
 import datetime as dt
+import functools
 import os
 import select
 import signal
@@ -18,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
+from nvidia_resiliency_ext.inprocess._call.kernel_call import is_in_futex
 from nvidia_resiliency_ext.inprocess._call.rendezvous import patient_rendezvous
 from nvidia_resiliency_ext.inprocess._call.restart import RankShouldRestart
 from nvidia_resiliency_ext.inprocess._call.store_waits import StoreWaits
@@ -94,6 +96,42 @@ def test_wait_in_a_store_is_left_and_the_store_is_of_use(host: Any, what: str) -
         store.set(what, str(number))
         assert store.get(what) == str(number).encode()
     assert store.add(f"count-{what}", 2) == 2
+
+
+class DeafStore(dist.Store):
+    """Takes what is set; whoever asks it for something gets an error."""
+
+    def __init__(self, below: Any) -> None:
+        super().__init__()
+        self._below = below
+
+    def set(self, key: str, value: Any) -> None:
+        """Set."""
+        self._below.set(key, value)
+
+    def get(self, key: str) -> Any:
+        """Fail."""
+        raise RuntimeError(f"no {key} is to be had")
+
+
+def test_wait_for_a_rank_that_does_not_connect_is_left(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo waits for a peer that has said where it is and then failed: the main thread is out."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store = connect(host.port)
+
+    def init() -> None:
+        # Of two ranks one connects, and is refused; the other waits. It depends on their ports.
+        for number in range(100):
+            group = dist.PrefixStore(f"half-{number}", store)
+            with contextlib.suppress(RuntimeError):
+                dist.ProcessGroupGloo(DeafStore(group), 1, 2, LONG)
+            with contextlib.suppress(RuntimeError):
+                dist.ProcessGroupGloo(group, 0, 2, LONG)
+
+    is_waiting = functools.partial(is_in_futex, os.getpid())
+    assert interrupt(init, is_waiting) < 5.0
 
 
 @pytest.mark.slow

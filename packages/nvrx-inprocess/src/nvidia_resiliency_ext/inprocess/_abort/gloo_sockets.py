@@ -14,6 +14,7 @@ import logging
 import os
 import platform
 import socket
+import struct
 import threading
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     _Wait = tuple[int, int, int]
 
-__all__ = ["end_gloo_connections"]
+__all__ = ["end_gloo_connections", "end_gloo_meetings"]
 
 logger = logging.getLogger("nvrx")
 
@@ -34,6 +35,8 @@ _WAIT_CALLS = {"x86_64": (232, 281, 441), "aarch64": (22, 441)}  # epoll_wait, _
 # 2026) in which the thread has no name.
 _LOOP_WAIT = (64, 10)
 _FIELDS = 5  # of the line that the kernel shows of a call: its number, then its arguments
+_SEQUENCE_NUMBER = struct.Struct("=q")
+_CONNECT_S = 1.0
 _LOOKS = 200  # a thread that is at work waits again within microseconds
 
 
@@ -51,6 +54,46 @@ def end_gloo_connections() -> int:
         with contextlib.suppress(OSError):
             ended += _shut_down(descriptor)
     return ended
+
+
+def end_gloo_meetings(world_size: int) -> int:
+    """Let nobody in this process wait any more for another rank to connect to it.
+
+    A group that is being made waits, for minutes and without any socket to shut down, for ranks
+    that are to connect to its device. Each says in 8 bytes which one it is; here all of them do,
+    and hang up.
+
+    Args:
+        world_size: How many ranks may be waited for.
+
+    Returns:
+        How many devices there were.
+    """
+    devices = 0
+    for descriptor in _watched_sockets():
+        with contextlib.suppress(OSError):
+            devices += _connect_as_all(descriptor, world_size)
+    return devices
+
+
+def _connect_as_all(descriptor: int, world_size: int) -> bool:
+    """Connect to a socket as each rank, if it listens."""
+    link = _link(descriptor)
+    if not link.startswith("socket:"):
+        return False
+    with _borrowed(descriptor) as listener:
+        is_same = _link(listener.fileno()) == link
+        if not is_same or listener.family not in _FAMILIES:
+            return False
+        if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        address = listener.getsockname()
+        for number in range(world_size):
+            with socket.socket(listener.family, socket.SOCK_STREAM) as peer:
+                peer.settimeout(_CONNECT_S)
+                peer.connect(address)
+                peer.sendall(_SEQUENCE_NUMBER.pack(number))
+    return True
 
 
 def _watched_sockets() -> Iterator[int]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .nudge import Nudge
 from .restart import RankShouldRestart
 from .shield import is_shielded, shielded
-from .store_waits import StoreWaits
+from .stuck import StuckCalls
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
@@ -271,7 +271,7 @@ class Interruption:
         self._count = 0
         native_id = threading.main_thread().native_id
         assert native_id is not None
-        self._waits = StoreWaits(native_id)
+        self._stuck = StuckCalls(native_id)
 
     def deliver(self) -> None:
         """Raise once; return when it is raised, or the main thread has left."""
@@ -285,7 +285,7 @@ class Interruption:
             nudges += 1
             if nudges >= _NUDGES:
                 # It is in a call that no signal ends.
-                self._waits.end()
+                self._stuck.end()
 
     def see_out(self, quiet_s: float, lock: AtomicLock) -> Raised:
         """Wait until the main thread has left; raise again if it was lost or takes too long."""

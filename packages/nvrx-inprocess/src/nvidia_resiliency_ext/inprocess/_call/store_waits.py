@@ -20,6 +20,8 @@ import time
 
 from nvidia_resiliency_ext.shared_utils.store_sockets import tcp_socket
 
+from .kernel_call import kernel_call
+
 __all__ = ["StoreWaits"]
 
 logger = logging.getLogger("nvrx")
@@ -27,7 +29,6 @@ logger = logging.getLogger("nvrx")
 # Of the system calls with which a store's client waits for an answer: poll, ppoll.
 _POLL_CALLS = {"x86_64": (7, 271), "aarch64": (73,)}
 _POLL_FD = struct.Struct("=ihh")
-_FIELDS = 3  # of the line that the kernel shows of a call: its number, then its arguments
 # Of torch's protocol. The answer to the last one is one byte, in the place of the one that the
 # wait would have had.
 _VALIDATE = struct.pack("=BI", 0, 0x3C85F7CE)
@@ -79,16 +80,8 @@ class StoreWaits:
 
     def _waited_for(self) -> int | None:
         """Return the only descriptor for which the thread waits in poll()."""
-        try:
-            with open(f"/proc/self/task/{self._native_id}/syscall", encoding="ascii") as file:
-                fields = file.read().split()
-        except OSError:
-            return None
-        if len(fields) < _FIELDS or not fields[0].isdecimal():
-            return None
-        calls = _POLL_CALLS.get(platform.machine(), ())
-        address, count = int(fields[1], 16), int(fields[2], 16)
-        if int(fields[0]) not in calls or count != 1:
+        number, address, count = kernel_call(self._native_id)
+        if number not in _POLL_CALLS.get(platform.machine(), ()) or count != 1:
             return None
         descriptor, _, _ = _POLL_FD.unpack(_read_own(address, _POLL_FD.size))
         return int(descriptor)

@@ -45,6 +45,7 @@ _MONITOR_BYTES = 4096
 _BACKLOG = 512
 _JOB_NAMES = ("NVRX_RUN_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _CYCLE_NAMES = ("NVRX_CYCLE", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+_LAUNCHER_SOCKET = "FT_LAUNCHER_IPC_SOCKET"
 _GONE = (FileNotFoundError, NotADirectoryError)
 
 
@@ -280,7 +281,10 @@ def _namespace(kind: str) -> str:
 
 def _parents(environ: Mapping[str, str]) -> list[str]:
     """Return the directories in which a name of ours stays ours."""
-    candidates = [environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR"), "/tmp", "/dev/shm"]  # noqa: S108
+    # The launcher's is removed with all that is in it, also when the monitor was killed.
+    launchers = os.path.dirname(environ.get(_LAUNCHER_SOCKET, ""))
+    own = [environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR")]
+    candidates = [launchers, *own, "/tmp", "/dev/shm"]  # noqa: S108
     parents: list[str] = []
     for candidate in candidates:
         if not candidate or not os.path.isabs(candidate):

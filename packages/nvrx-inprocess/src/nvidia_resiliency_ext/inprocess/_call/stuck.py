@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gets a main thread out of calls that no signal ends; which they are is seen from outside."""
+
+from __future__ import annotations
+
+import os
+
+from nvidia_resiliency_ext.inprocess._abort.gloo_sockets import end_gloo_meetings
+
+from .kernel_call import is_in_futex
+from .store_waits import StoreWaits
+
+__all__ = ["StuckCalls"]
+
+
+class StuckCalls:
+    """Ends waits at torch's stores, and of gloo for ranks that do not come any more.
+
+    Args:
+        native_id: The main thread, by the kernel's number.
+    """
+
+    def __init__(self, native_id: int) -> None:
+        self._native_id = native_id
+        self._waits = StoreWaits(native_id)
+
+    def end(self) -> None:
+        """End the call in which the thread is now, if it is one of those."""
+        if not self._waits.end() and is_in_futex(self._native_id):
+            world_size = os.environ.get("WORLD_SIZE", "")
+            if world_size.isascii() and world_size.isdecimal():
+                end_gloo_meetings(int(world_size))
