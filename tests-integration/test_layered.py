@@ -168,7 +168,7 @@ def test_cycles_share_the_launchers_store_and_no_key(nodes_job: Callable[..., No
     job = nodes_job(1)
     deeds = [f"{cycle}:{iteration}:1:{9 + 5 * cycle + iteration}:{what}" for cycle in range(3)
              for iteration, what in enumerate(("fail", "die"))]  # fmt: skip
-    start(job, "--peace", "--steps", "40", *deeds, nproc=2, nnodes="1:2")
+    start(job, "--peace", "--steps", "40", *deeds, nproc=2, nnodes="1:2", last_call_s=1)
     assert job.wait(250) == {"node1": 0}, job.tails()
     assert job.cycles() == [0, 1, 2, 3]
     for cycle in range(3):
@@ -234,9 +234,10 @@ def test_the_launchers_monitor_ends_a_hung_rank_when_its_timeout_is_shorter(
     assert {fault["cause"] for fault in layered.job.events("fault")} == {"hang_heartbeat"}
 
 
-def start(job: NodesJob, *arguments: str, **more: Any) -> None:
-    """Start launchers that leave a rank's death to the ranks."""
-    flags = ("--ft-restart-policy", "min-healthy", "--rdzv-conf", "last_call_timeout=2")
+def start(job: NodesJob, *arguments: str, last_call_s: int = 30, **more: Any) -> None:
+    """Start launchers that leave a rank's death to the ranks; all hosts are waited for."""
+    last_call = f"last_call_timeout={last_call_s}"
+    flags = ("--ft-restart-policy", "min-healthy", "--rdzv-conf", last_call)
     job.start(*arguments, program=RANK, flags=["--ft-prewarm", "off", *flags], **more)
 
 
