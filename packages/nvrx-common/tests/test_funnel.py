@@ -494,6 +494,16 @@ def test_memory_stays_within_the_budget(hung: HungLogs, rigs) -> None:
     assert hung.close() == {"hung.log": data * seq}
 
 
+def test_file_with_little_room_is_written_before_anybody_waits_for_it(rigs) -> None:
+    """What one file may hold can be less than what makes it be written at once."""
+    rig = rigs(max_buffered_bytes=1 << 20, flush_interval_s=3600.0)
+    source, data = rig.source("s"), b"z" * 9999 + b"\n"
+    for seq in range(1, 100):
+        if not rig.offer(source, "small.log", data, seq):
+            rig.told.until(lambda: source.waiting is None)
+    assert rig.funnel.stats().written_bytes > 80 * len(data)
+
+
 @pytest.mark.parametrize("stream", ["", "s"])
 def test_file_that_fails_is_tried_again(
     rigs, tmp_path: Path, caplog: pytest.LogCaptureFixture, stream: str

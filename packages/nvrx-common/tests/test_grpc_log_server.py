@@ -608,6 +608,23 @@ def test_module_needs_no_grpc_to_be_imported() -> None:
     assert done.stderr.strip().splitlines()[-1].endswith("install nvrx-common[grpc]")
 
 
+def test_first_answer_imports_nothing() -> None:
+    """Whatever an answer needs is there before the first call, which would hold up all streams."""
+    program = """if True:
+        import sys
+        from nvidia_resiliency_ext.shared_utils._funnel import messages, process
+        async def answer():
+            before = set(sys.modules)
+            messages.health(1), messages.response("OK", 1), messages.ack("s", 1)
+            print(*sorted(set(sys.modules) - before))
+        process.run_until_complete(answer)
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout.split() == []
+
+
 def test_files_are_private_to_the_group(server: peers.Server, logs: Path) -> None:
     """Logs are 0640 in directories of 0750, less the umask, and the ledger is the server's own."""
     send_acked(server.address, chunk(logs / "d/x.log", b"x\n", "0", "s", 1))

@@ -64,6 +64,8 @@ class Delivery:
         self._clock = clock
         self._completion = completion
         self._grant = grant
+        # Nobody may have to wait for room while what is there waits for more.
+        self._enough_bytes = min(options.flush_bytes, state.budget.file_limit_bytes // 2)
         self._is_watching = False
         self._writers = Writers(self._serve, _MAX_WRITERS)
         if options.fsync == "interval":
@@ -77,7 +79,7 @@ class Delivery:
         """Have what waits for a target written, now or when enough time has passed."""
         if target.is_busy or target.error is not None:
             return
-        is_enough = target.held_bytes >= self._options.flush_bytes or self._state.is_flushing
+        is_enough = target.held_bytes >= self._enough_bytes or self._state.is_flushing
         if target.is_scheduled and not is_enough:
             return
         due = target.written_at + self._options.flush_interval_s
@@ -205,7 +207,7 @@ class Delivery:
             goes_on = bool(target.waiting) and (
                 was_troubled
                 or self._state.is_flushing
-                or target.held_bytes >= self._options.flush_bytes
+                or target.held_bytes >= self._enough_bytes
             )
             if not goes_on:
                 self._release(target)

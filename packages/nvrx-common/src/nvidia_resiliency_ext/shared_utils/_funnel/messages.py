@@ -12,9 +12,14 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils._funnel.state import FunnelStats
     from nvidia_resiliency_ext.shared_utils._funnel.streams import Source
 
-__all__ = ["SERVICE", "ack", "health", "read_ack", "read_health", "response", "stats"]
+__all__ = ["SERVICE", "ack", "health", "prepare", "read_ack", "read_health", "response", "stats"]
 
 SERVICE = "nvidia_resiliency_ext.fault_tolerance.LogAggregationService"
+
+
+def prepare() -> None:
+    """Import the generated modules and make a first message: 15-50 ms, too long for a stream."""
+    health(0)
 
 
 def ack(stream_id: str, committed_seq: int, refusal: Refusal | None = None) -> bytes:

@@ -19,7 +19,8 @@ class FunnelOptions:
 
     Attributes:
         allowed_roots: Directories below which logs may lie; `None`: anywhere, for use in process.
-        flush_bytes: A file with so much waiting is written at once.
+        flush_bytes: A file with so much waiting is written at once, and one that holds half of what
+            it may hold.
         flush_interval_s: ... and with less, so long after its last write.
         completion_idle_s: How long nothing must come for an old cycle's file until it counts as
             complete.
@@ -35,7 +36,7 @@ class FunnelOptions:
     """
 
     allowed_roots: tuple[str, ...] | None
-    flush_bytes: int = 256 << 10
+    flush_bytes: int = 1 << 20
     flush_interval_s: float = 0.02
     completion_idle_s: float = 10.0
     max_buffered_bytes: int = 32 << 20

@@ -12,6 +12,8 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.shared_utils._funnel import messages
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator
 
@@ -24,9 +26,10 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def run_until_complete(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run the program's coroutine function in a fresh event loop."""
-    # Now, so that the collector leaves it alone.
+    # Now, so that the collector leaves it alone and the first call does not wait for it.
     import grpc.aio  # noqa: F401
 
+    messages.prepare()
     with _calm_collector():
         asyncio.run(main())
 

@@ -48,8 +48,7 @@ class StreamRpc:
         self._funnel = funnel
         self._mailbox = mailbox
         self._context = context
-        metadata = context.invocation_metadata() or ()
-        self._is_relay = acknowledges and ERRORS_IN_ACKS in [tuple(pair) for pair in metadata]
+        self._is_relay = acknowledges and _has_errors_in_acks(context)
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self.sources: dict[str, Source] = {}
@@ -223,6 +222,10 @@ class StreamRpc:
                     source.node_id, source.behind_bytes, waited_s, error.strerror,
                 )  # fmt: skip
                 raise UnwrittenError(error)
+
+
+def _has_errors_in_acks(context: Any) -> bool:
+    return ERRORS_IN_ACKS in [tuple(pair) for pair in context.invocation_metadata() or ()]
 
 
 class UnwrittenError(Exception):

@@ -163,13 +163,17 @@ class LogAggregationServicer:
     @contextlib.contextmanager
     def counted_client(self) -> Iterator[None]:
         """Count an open stream."""
-        with self.clients_lock:
-            self.connected_clients += 1
+        self.count_client(1)
         try:
             yield
         finally:
-            with self.clients_lock:
-                self.connected_clients -= 1
+            self.count_client(-1)
+
+    def count_client(self, change: int) -> None:
+        """Count streams that open (1) or end (-1)."""
+        with self.clients_lock:
+            self.connected_clients += change
+            if not self.connected_clients:
                 self._nobody.notify_all()
 
     def note_refusal(self, node_id: str, refusal: Refusal) -> None:
