@@ -205,9 +205,7 @@ class Delivery:
             moved.update(self._grant())
             # An error's first success was a careful, small batch: go on.
             goes_on = bool(target.waiting) and (
-                was_troubled
-                or self._state.is_flushing
-                or target.held_bytes >= self._enough_bytes
+                was_troubled or self._state.is_flushing or target.held_bytes >= self._enough_bytes
             )
             if not goes_on:
                 self._release(target)
