@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 import time
+from _thread import allocate_lock  # of what `threading` has, all that is needed at every import
 
 from .encode import encode_line
 
@@ -22,6 +23,7 @@ __all__ = ["SCHEMA", "NodeFile"]
 
 SCHEMA = "nvrx_events.v1"
 _REOPEN_AFTER_S = 5.0
+_LOCK_S = 1.0
 _NAME_LIMIT = 64
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -30,6 +32,10 @@ def _name_part(text: str) -> str:
     """Return ``text`` as a piece of a file name: no separators, no leading dot, bounded."""
     kept = "".join(ch if ch.isascii() and (ch.isalnum() or ch in "._-") else "_" for ch in text)
     return kept.lstrip(".")[:_NAME_LIMIT] or "unknown"
+
+
+# What stands at the descriptor: our file, our file without a name, or nothing of ours.
+_OURS, _REMOVED, _FOREIGN = range(3)
 
 
 class NodeFile:
@@ -52,6 +58,8 @@ class NodeFile:
         self._job_id = job_id
         self._versions = dict(versions)
         self._identity = (0, 0)
+        self._lock = allocate_lock()
+        self._is_closed = False
         self._is_line_torn = False
         self._next_open_at = 0.0
 
@@ -62,23 +70,36 @@ class NodeFile:
         return os.path.join(self.directory, name)
 
     def open(self, *, is_new: bool) -> str:
-        """Open the file and return why that failed, nothing when it did not.
+        """Open the file, unless another thread has, and return why that failed, if it did.
 
         A new file gets another ``launch_id`` where one of that name is there already.
         """
-        self.fd = -1
+        # Not for ever: a fork may have copied a lock that was held.
+        if not self._lock.acquire(timeout=_LOCK_S):
+            return "another thread holds it"
+        try:
+            if self._is_closed:
+                return "it is closed"
+            return "" if self._look() == _OURS else self._open(is_new=is_new)
+        finally:
+            self._lock.release()
+
+    def _open(self, *, is_new: bool) -> str:
+        fd = -1
         try:
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
-            self.fd = self._open_new() if is_new else self._open_existing()
-            found = os.fstat(self.fd)
+            fd = self._open_new() if is_new else self._open_existing()
+            found = os.fstat(fd)
         except OSError as error:
             why = error.strerror or type(error).__name__
         else:
-            self._identity = (found.st_dev, found.st_ino)
             if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                self._identity = (found.st_dev, found.st_ino)
+                self.fd = fd
                 return ""
-            self.release()
             why = "not a regular file of this user"
+        if fd >= 0:
+            os.close(fd)
         self._next_open_at = time.monotonic() + _REOPEN_AFTER_S
         return why
 
@@ -88,20 +109,40 @@ class NodeFile:
         A program may close every descriptor that it does not know, and the number may then belong
         to a file of its own.
         """
+        if self._look() == _OURS:
+            return True
+        self._let_go(even_ours=False)
+        return self._look() == _OURS
+
+    def close(self) -> None:
+        """Close the file for good."""
+        self._is_closed = True
+        self._let_go(even_ours=True)
+
+    def _let_go(self, *, even_ours: bool) -> None:
+        if not self._lock.acquire(timeout=_LOCK_S):
+            return
+        try:
+            # Looked at once more, now that no other thread changes anything.
+            state = self._look()
+            if state == _OURS and not even_ours:
+                return
+            if state != _FOREIGN:
+                os.close(self.fd)
+            self.fd = -1
+        finally:
+            self._lock.release()
+
+    def _look(self) -> int:
         if self.fd < 0:
-            return False
+            return _FOREIGN
         try:
             found = os.fstat(self.fd)
         except OSError:
-            self.fd = -1
-            return False
-        is_ours = (found.st_dev, found.st_ino) == self._identity
-        if is_ours and found.st_nlink:
-            return True
-        if is_ours:
-            self.release()
-        self.fd = -1
-        return False
+            return _FOREIGN
+        if (found.st_dev, found.st_ino) != self._identity:
+            return _FOREIGN
+        return _OURS if found.st_nlink else _REMOVED
 
     def may_open(self) -> bool:
         """Say whether the last failure is long enough ago to try again."""
@@ -123,18 +164,6 @@ class NodeFile:
             return error.strerror or type(error).__name__
         self._is_line_torn = written < len(data)
         return "short write" if self._is_line_torn else ""
-
-    def release(self) -> None:
-        """Close the descriptor if it is still ours."""
-        fd, self.fd = self.fd, -1
-        if fd < 0:
-            return
-        try:
-            found = os.fstat(fd)
-            if (found.st_dev, found.st_ino) == self._identity:
-                os.close(fd)
-        except OSError:
-            return  # somebody else closed it: nothing is left to do
 
     def _open_new(self) -> int:
         first_id = self.launch_id

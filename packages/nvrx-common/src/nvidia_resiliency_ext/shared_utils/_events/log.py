@@ -207,7 +207,7 @@ class EventLog:
         if self._dropped_count and self._is_usable():
             self._tell_dropped()
         self._is_closed = True
-        self._file.release()
+        self._file.close()
 
     def _append(self, kind: str, fields: Mapping[str, object]) -> None:
         if self._is_closed:

@@ -43,6 +43,7 @@ _LOCK = "lock"
 _MONITOR = "monitor.json"
 _MONITOR_BYTES = 4096
 _BACKLOG = 512
+_MOST_REMOVALS = 100
 _JOB_NAMES = ("NVRX_RUN_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _CYCLE_NAMES = ("NVRX_CYCLE", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 _LAUNCHER_SOCKET = "FT_LAUNCHER_IPC_SOCKET"
@@ -202,9 +203,16 @@ class NodePlace:
             os.close(fd)
 
     def _open_lock(self) -> int:
-        private_dir(self.path)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(os.path.join(self.path, _LOCK), flags, 0o600)
+        for left in reversed(range(_MOST_REMOVALS)):
+            try:
+                private_dir(self.path)
+                return os.open(os.path.join(self.path, _LOCK), flags, 0o600)
+            except FileNotFoundError:
+                # The holder of the lock may be removing the directory in this moment.
+                if not left:
+                    raise
+        raise AssertionError("not reached")
 
     def _is_current(self, fd: int) -> bool:
         try:
