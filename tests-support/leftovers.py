@@ -12,13 +12,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nvidia_resiliency_ext.shared_utils import procfs
+
+# Processes that were there before the test: reading what all of them say takes 10 ms each time.
+_older: set[str] = set()
 
 Look = Callable[[], Mapping[object, str]]
 
@@ -41,7 +44,11 @@ def children() -> dict[object, str]:
 
 def marked_processes() -> dict[object, str]:
     """Return all processes that were started by this test, whoever their parent is now."""
-    return _described(set(procfs.pids_with_environ(_MARK, os.environ.get(_MARK, "-"))))
+    mark = os.environ.get(_MARK)
+    if mark is None:
+        return {}
+    pids = {int(name) for name in _numbers() - _older}
+    return _described({pid for pid in pids if procfs.environ_value(pid, _MARK) == mark})
 
 
 def threads() -> dict[object, str]:
@@ -107,6 +114,8 @@ def guard(*looks: Look, grace_s: float = _GRACE_S) -> Any:
     @pytest.fixture(autouse=True)
     def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         before = _seen(looks)
+        _older.clear()
+        _older.update(_numbers())
         os.environ[_MARK] = f"{os.getpid()}-{time.monotonic_ns()}-{request.node.name}"
         try:
             yield
@@ -134,7 +143,11 @@ def _tracker(name: str) -> int | None:
     return value
 
 
-def _described(pids: set[int | None]) -> dict[object, str]:
+def _numbers() -> set[str]:
+    return {name for name in os.listdir("/proc") if name.isdigit()}
+
+
+def _described(pids: Iterable[int | None]) -> dict[object, str]:
     return {
         stat.pid: str(stat)
         for stat in map(procfs.read_stat, filter(None, pids))

@@ -113,6 +113,9 @@ class PositionFile:
             os.close(fd)
             os.unlink(_NEW_NAME, dir_fd=self._directory)
             raise OSError(error.errno, error.strerror, STATE_NAME) from error
+        except BaseException:
+            os.close(fd)
+            raise
         self.close()
         self._fd = fd
 
