@@ -24,6 +24,7 @@ def run_nodes(which: str, directory: Path, *, nodes: int = NODES, spares: int = 
     reserved = PortReservation()
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
     environ |= {"RES_OPTIONS": "timeout:1 attempts:1", "TMPDIR": str(directory)}
+    environ["TEST_NODES"] = str(nodes + spares)
     words = [sys.executable, str(PROGRAM), which]
     with contextlib.ExitStack() as stack:
         stack.callback(reserved.release)

@@ -53,6 +53,7 @@ def serve_node() -> int:
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
         agent = LocalElasticAgent(spec, logs)
+    Path(directory, f"here{number}").touch()
     try:
         result = agent.run()
     finally:
@@ -85,6 +86,8 @@ def work(directory: str) -> int:
         first.symlink_to(port)
     if str(first.readlink()) == port:
         if rank == "1":
+            # A node that comes when the job is over would look for its store in vain.
+            wait_for_nodes(Path(directory), int(os.environ["TEST_NODES"]))
             return 3
         # Its agent may be killed: then nobody stops it.
         signal.sigtimedwait([signal.SIGTERM], 120)
@@ -94,6 +97,15 @@ def work(directory: str) -> int:
     text = " ".join((rank, os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]))
     Path(directory, f"rank{rank}").write_text(text)
     return 0
+
+
+def wait_for_nodes(directory: Path, count: int) -> None:
+    """Wait until so many agents run."""
+    import time
+
+    deadline = time.monotonic() + 100
+    while len(list(directory.glob("here*"))) < count and time.monotonic() < deadline:
+        time.sleep(0.02)  # a file gives no event here
 
 
 if __name__ == "__main__":
