@@ -377,13 +377,12 @@ def test_an_answer_that_never_comes_can_be_cut() -> None:
             server.kill()
 
 
-def test_what_listens_and_is_no_store_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_listens_and_is_no_store_is_said_so() -> None:
     """A program that accepts and says nothing does not hold a launcher up for good."""
-    monkeypatch.setattr(store, "CALL_TIMEOUT_S", 0.2)
     listener = endpoint.claim("127.0.0.1", 0, None)
     assert listener is not None
     with listener, pytest.raises(StoreLostError, match=r"not answer as a store|timed out after"):
-        store.connect("127.0.0.1", listener.getsockname()[1], PREFIX, SECRET, 1.0)
+        store.connect("127.0.0.1", listener.getsockname()[1], PREFIX, SECRET, 1.0, 0.2)
 
 
 def test_a_store_without_the_job_is_said_so(served: Served) -> None:

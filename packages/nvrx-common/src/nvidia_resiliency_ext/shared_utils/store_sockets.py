@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "is_connected_to",
     "listen_at",
     "serving_options",
+    "socket_names",
     "tcp_socket",
     "tcp_sockets",
     "watch_over",
@@ -82,14 +83,24 @@ def is_connected_to(sock: socket.socket, port: int) -> bool:
         return False
 
 
-def tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
+def socket_names() -> frozenset[str]:
+    """Return the kernel's names of all sockets of this process."""
+    return frozenset(name for _, name in _named())
+
+
+def tcp_sockets(
+    known: Collection[str] = frozenset(),
+) -> Iterator[tuple[str, socket.socket]]:
     """Yield each of this process's TCP sockets with the kernel's name, by a second descriptor.
 
     Whoever takes one closes it.
+
+    Args:
+        known: Names of those that are left out.
     """
-    seen = set()
-    for number in os.listdir("/proc/self/fd"):
-        found = tcp_socket(int(number))
+    seen = set(known)
+    for descriptor, listed in _named():
+        found = None if listed in seen else tcp_socket(descriptor)
         if found is None:
             continue
         name, sock = found
@@ -117,6 +128,14 @@ def tcp_socket(descriptor: int) -> tuple[str, socket.socket] | None:
             return name, sock
         sock.close()
     return None
+
+
+def _named() -> Iterator[tuple[int, str]]:
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{number}")
+            if name.startswith("socket:"):
+                yield int(number), name
 
 
 def _ask_for_life(sock: socket.socket) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.store_sockets import (
     is_connected_to,
+    socket_names,
     tcp_sockets,
     watch_over,
 )
@@ -61,7 +62,7 @@ def open_client(make: Callable[[], Any], port: int, timeout_s: float) -> tuple[A
     """
     # One at a time, so that the new socket is the one that was not there before.
     with _one_at_a_time:
-        before = _names()
+        before = socket_names()
         made: list[Any] = []
         failed: list[Exception] = []
 
@@ -88,8 +89,8 @@ def open_client(make: Callable[[], Any], port: int, timeout_s: float) -> tuple[A
 def _new_socket(before: Collection[str], port: int) -> socket.socket | None:
     """Return a second descriptor of the one socket that is new and connected to `port`."""
     found = []
-    for name, sock in tcp_sockets():
-        if name not in before and is_connected_to(sock, port):
+    for _, sock in tcp_sockets(before):
+        if is_connected_to(sock, port):
             found.append(sock)
         else:
             sock.close()
@@ -100,11 +101,3 @@ def _new_socket(before: Collection[str], port: int) -> socket.socket | None:
         return None
     watch_over(found[0])
     return found[0]
-
-
-def _names() -> frozenset[str]:
-    names = []
-    for name, sock in tcp_sockets():
-        sock.close()
-        names.append(name)
-    return frozenset(names)

@@ -15,6 +15,7 @@ from typing import Any
 from nvidia_resiliency_ext.shared_utils.store_sockets import (
     is_connected_to,
     listen_at,
+    socket_names,
     tcp_sockets,
     watch_over,
 )
@@ -81,11 +82,11 @@ def limit_answers(port: int, timeout_s: float, known: frozenset[str] = frozenset
     Args:
         port: Port of the store.
         timeout_s: Limit in seconds.
-        known: Sockets that are left alone, from `connected_sockets`.
+        known: Sockets that are left alone, from `socket_names`.
     """
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     count = 0
-    for _, sock in _connected(port, known):
+    for sock in _connected(port, known):
         with sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -94,25 +95,16 @@ def limit_answers(port: int, timeout_s: float, known: frozenset[str] = frozenset
     return count
 
 
-def connected_sockets(port: int) -> frozenset[str]:
-    """Return the kernel's names of this process's sockets that are connected to `port`."""
-    names = []
-    for name, sock in _connected(port, frozenset()):
-        sock.close()
-        names.append(name)
-    return frozenset(names)
-
-
 @contextlib.contextmanager
 def cutting_after(port: int, timeout_s: float) -> Iterator[None]:
     """End connections to `port` that are made inside and are not ready after `timeout_s`.
 
     Without it, connecting to a program that is no store would block its thread for ever.
     """
-    known = connected_sockets(port)
+    known = socket_names()
 
     def cut() -> None:
-        for _, sock in _connected(port, known):
+        for sock in _connected(port, known):
             with sock, contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
@@ -143,9 +135,9 @@ def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
     return [(int(family), address) for family, *_, address in found]
 
 
-def _connected(port: int, known: frozenset[str]) -> Iterator[tuple[str, socket.socket]]:
-    for name, sock in tcp_sockets():
-        if name not in known and is_connected_to(sock, port):
-            yield name, sock
+def _connected(port: int, known: frozenset[str]) -> Iterator[socket.socket]:
+    for _, sock in tcp_sockets(known):
+        if is_connected_to(sock, port):
+            yield sock
         else:
             sock.close()

@@ -18,11 +18,11 @@ from torch.distributed import TCPStore as TorchTCPStore  # type: ignore[attr-def
 
 from nvidia_resiliency_ext.inprocess._protocol.errors import StoreLostError
 from nvidia_resiliency_ext.inprocess._protocol.keys import iteration_prefix
-from nvidia_resiliency_ext.shared_utils.store_sockets import serving_options
+from nvidia_resiliency_ext.shared_utils.store_sockets import serving_options, socket_names
 
 from .endpoint import Endpoint, named_endpoint
 from .mixin import StoreMixin
-from .sockets import connected_sockets, cutting_after, limit_answers, listen
+from .sockets import cutting_after, limit_answers, listen
 
 logger = logging.getLogger("nvrx")
 
@@ -122,7 +122,7 @@ class TCPStore(StoreMixin, TorchTCPStore):
         return True
 
     def _join(self, endpoint: Endpoint, options: dict[str, Any]) -> None:
-        known = connected_sockets(endpoint.port)
+        known = socket_names()
         limit_s = options["timeout"].total_seconds()
         try:
             with cutting_after(endpoint.port, limit_s + _GRACE_S):
