@@ -73,7 +73,12 @@ def descriptors() -> dict[object, str]:
 
 
 def open_pipe_of_libuv() -> None:
-    """Let torch's first store open the pipe that libuv keeps until the process ends."""
+    """Let torch's first store open the pipe that libuv keeps until the process ends.
+
+    torch asks for the names of its peers, and where nobody answers that takes long. The C library
+    reads how long at the first question.
+    """
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)

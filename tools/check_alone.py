@@ -151,7 +151,7 @@ def main() -> int:
     for name in names:
         started = time.monotonic()
         problem = test_alone(
-            options.root.resolve(), name, wheels, os.environ.get("NVRX_TEST_WORKERS", "3")
+            options.root.resolve(), name, wheels, os.environ.get("NVRX_TEST_WORKERS", "4")
         )
         result = problem or "ok"
         print(f"alone: {name}: {result} ({time.monotonic() - started:.1f} s)", flush=True)
