@@ -13,6 +13,7 @@ import os
 import re
 import resource
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -66,7 +67,7 @@ class JobStore:
     def __init__(self, client: Any, prefix: str, secret: bytes, link: Link | None = None) -> None:
         self._client = client
         self._link = link
-        self._is_cut = False
+        self._was_cut = threading.Event()
         self._prefix = prefix
         self._secret = secret
         self._reported: set[str] = set()
@@ -79,7 +80,7 @@ class JobStore:
 
     def cut(self) -> None:
         """End the connection, from any thread: whoever waits for an answer gets StoreLostError."""
-        self._is_cut = True
+        self._was_cut.set()
         if self._link is not None:
             self._link.cut()
 
@@ -179,7 +180,7 @@ class JobStore:
         torch's store hangs up on whoever adds to what is no number (2.13), so a new connection
         takes the place of this one.
         """
-        if self._is_cut or not self._is_served():
+        if self._was_cut.is_set() or not self._is_served():
             return False
         try:
             client, link = _connect_client(self._client.host, self._client.port, MEND_S)
@@ -198,7 +199,7 @@ class JobStore:
         before, self._client, self._link = self._link, client, link
         if before is not None:
             before.cut()
-        if self._is_cut:
+        if self._was_cut.is_set():
             link.cut()
         return True
 
