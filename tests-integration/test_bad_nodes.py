@@ -84,6 +84,33 @@ def test_a_node_that_attribution_names_makes_room(nodes_job: Callable[..., Nodes
 
 
 @pytest.mark.slow
+def test_a_store_host_that_only_serves_goes_when_it_is_told(
+    nodes_job: Callable[..., NodesJob],
+) -> None:
+    """It has left the round and stays for its store; the signal of preemption ends it, and all."""
+    job = nodes_job(3)
+    first, second, third = job.network
+    for rank, host in enumerate((first, second, third)):
+        job.start(
+            *("--steps", "100000", "--step-ms", "20"),
+            hosts=[host],
+            nnodes="2:3",
+            flags=["--ft-lease", "1", "--ft-preempt-signal", "USR1", "--node-rank", str(rank)],
+            environment={"NVRX_INJECT_GPU_FAILURE": "1:0"},
+        )
+        if rank == 1:
+            job.wait_for_step(0, 2, ranks=2)
+    wait_until(lambda: "as a spare" in job.log(third), job.tails)
+    job.signal_rank(0, 1)
+    job.wait_for_step(1, 2, ranks=2)
+    wait_until(lambda: "stays because the job's store is here" in job.log(first), job.tails)
+    job.launchers[first.name].send_signal(signal.SIGUSR1)
+    assert set(job.wait(20).values()) == {1}, job.tails()
+    for host in (second, third):
+        assert "which serves the job's store, was told to go" in job.log(host), job.tails()
+
+
+@pytest.mark.slow
 def test_a_node_that_fails_again_and_again_makes_room(nodes_job: Callable[..., NodesJob]) -> None:
     """After its third failure a node works no more while there is a spare; nobody is sent away."""
     job = nodes_job(3)

@@ -123,6 +123,8 @@ def test_values_are_normalised(field: str, raw: Any, value: Any) -> None:
         ("rank_section_timeouts", ["step"]),
         ("rank_termination_signal", "SIGNOTHING"),
         ("rank_termination_signal", 999),
+        ("preempt_signal", "SIGKILL"),
+        ("preempt_signal", "SIGCHLD"),
         ("log_level", 9),
         ("log_level", "LOUD"),
         ("skip_section_response", "maybe"),

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from nvidia_resiliency_ext.fault_tolerance._launch.many_nodes import rules_of
+from nvidia_resiliency_ext.fault_tolerance._launch.parser import parse_args
+from nvidia_resiliency_ext.fault_tolerance._launch.plan import plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     EndpointError,
     claim,
@@ -133,3 +136,16 @@ def test_many_may_connect_at_once() -> None:
         for one in waiting:
             one.close()
     assert store_sockets.BACKLOG >= 4096
+
+
+# Settings ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["join_timeout", "store_connect_wait_seconds", "last_call_timeout"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "soon"])
+def test_times_of_the_rendezvous_that_are_none_are_refused(key: str, value: str) -> None:
+    """They are named before anything starts: a round that never closes must not be an accident."""
+    words = ["--nnodes=2", "--rdzv-endpoint=127.0.0.1:1", f"--rdzv-conf={key}={value}"]
+    plan = plan_from_args(parse_args([*words, "--no-python", "/bin/true"]), {"PATH": "/bin"})
+    with pytest.raises(ConfigError, match=f"{key}='?{value}"):
+        rules_of(plan, {})

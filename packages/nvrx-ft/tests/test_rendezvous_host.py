@@ -440,6 +440,24 @@ def test_an_arrival_without_a_lease_does_not_block_the_host(
     assert isinstance(news, Placed)
 
 
+def test_garbage_in_counters_loses_nobody(served: Served, crew: Callable[[int], Crew]) -> None:
+    """Leases and counts of arrivals that strangers write over begin anew, on nodes and host."""
+    with hosted(served, rules(2)):
+        nodes = crew(2)
+        stranger, prefix = served.raw(), served.connect()._name("")
+        for key in (keys.lease(name(0)), keys.lease(name(1)), keys.arrivals(0)):
+            stranger.set(prefix + key, "garbage")
+        nodes.arrive()
+        assert all(isinstance(nodes.follow(index), Placed) for index in range(2))
+        stranger.set(prefix + keys.lease(name(0)), "garbage")
+        nodes.sessions[0].renew_lease()
+        nodes.sessions[1].open_next(0, CAUSE)
+        for index in range(2):
+            nodes.follow(index)
+        nodes.arrive()
+        assert all(isinstance(nodes.follow(index), Placed) for index in range(2))
+
+
 @pytest.mark.parametrize("garbage", ["", "garbage", "\x00", "-"])
 def test_garbage_at_the_next_decision_is_replaced(
     served: Served, crew: Callable[[int], Crew], garbage: str

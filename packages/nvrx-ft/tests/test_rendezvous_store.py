@@ -264,6 +264,22 @@ def test_a_counter_that_is_no_number_counts_as_nothing(served: Served) -> None:
     assert one.counters(["a", "b"]) == [2, 0]
 
 
+@pytest.mark.parametrize("garbage", ["garbage", "", "9" * 30])
+def test_a_counter_that_somebody_else_has_written_over_begins_anew(
+    served: Served, garbage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Adding to what is no number is told, and costs neither the connection nor the counter."""
+    one = served.connect()
+    one.count("k", 3)
+    served.raw().set(PREFIX + "k", garbage)
+    assert one.count("k", 2) == 2
+    assert one.count("k", 1) == 3
+    assert "is no number" in caplog.text
+    one.cut()
+    with pytest.raises(store.StoreLostError):
+        one.count("k", 1)
+
+
 # Operations, waits, the end --------------------------------------------------------------------
 
 

@@ -182,9 +182,18 @@ def _signal(raw: Any) -> signal.Signals:
     return signal.Signals(_integer(raw))
 
 
+# They cannot be handled, or the kernel sends them for reasons of its own.
+_NOT_FOR_PEOPLE = frozenset(
+    {
+        *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGSEGV),
+        *(signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT),
+    }
+)
+
+
 def _handled_signal(raw: Any) -> signal.Signals:
     found = _signal(raw)
-    if found in (signal.SIGKILL, signal.SIGSTOP):
+    if found in _NOT_FOR_PEOPLE:
         raise ValueError
     return found
 
@@ -322,7 +331,7 @@ SIGNAL = Kind("signal.Signals", "the name or number of a signal", "SIGNAL", _sig
 HANDLED_SIGNAL_OR_NONE = or_none(
     Kind(
         "signal.Signals",
-        "the name or number of a signal that can be handled",
+        "the name or number of a signal that somebody else can send, and that can be handled",
         "SIGNAL",
         _handled_signal,
     )

@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
+    RDZV_SHUTDOWN_REASON_FAILURE,
+)
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
 from nvidia_resiliency_ext.fault_tolerance._preempt.desk import PreemptionDesk
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
@@ -36,6 +39,7 @@ logger = logging.getLogger("nvrx")
 
 PROGRESS_INTERVAL_S = 10.0
 BARRIER_S = 300.0
+_ASKS_TO_GO = (node_events.Signalled, leaving.Preempted)
 
 
 class MonitorLink(Protocol):
@@ -276,7 +280,10 @@ class NodeAgent:
         while self._rendezvous.must_stay:
             self._loop.run_once()
             self._poll_rendezvous()
-            if any(isinstance(event, node_events.Signalled) for event in self._events):
+            if any(isinstance(event, _ASKS_TO_GO) for event in self._events):
+                what = f"host {self._host}, which serves the job's store, was told to go"
+                cause = Cause("drained", what, host=self._host)
+                self._rendezvous.close(RDZV_SHUTDOWN_REASON_FAILURE, cause)
                 return
 
     def _settle(self) -> bool:

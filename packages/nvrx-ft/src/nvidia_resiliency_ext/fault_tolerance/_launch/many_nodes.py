@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -174,7 +175,8 @@ def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> HostRules:
             use_infra_rank=plan.use_infra_group_rank,
         )
         validate(placement)
-        last_call_s = rdzv_config_get_as_float(conf, "last_call_timeout", last_call_s) or 0.0
+        last_call_s = _seconds(conf, "last_call_timeout", last_call_s, or_zero=True)
+        timeouts_of(plan)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(str(error)) from None
     return HostRules(
@@ -186,6 +188,32 @@ def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> HostRules:
         min_healthy=plan.restart_policy == MIN_HEALTHY,
         counts_unhealthy=not environ.get(_env.SLURM_ARRAY_TASK_ID),
     )
+
+
+def timeouts_of(plan: LaunchPlan) -> tuple[float, float]:
+    """Return how long a round may take to close, and the store to appear (s).
+
+    Raises:
+        ConfigError: one of them is no such time.
+    """
+    conf = plan.rdzv_configuration
+    try:
+        join_s = _seconds(conf, "join_timeout", JOIN_TIMEOUT_S)
+        return join_s, _seconds(conf, "store_connect_wait_seconds", CONNECT_WAIT_S)
+    except ValueError as error:
+        raise ConfigError(f"--rdzv-conf: {error}") from None
+
+
+def _seconds(
+    conf: Mapping[str, object], key: str, default: float, *, or_zero: bool = False
+) -> float:
+    value = rdzv_config_get_as_float(conf, key)
+    if value is None:
+        return default
+    if not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
+        least = ">= 0" if or_zero else "> 0"
+        raise ValueError(f"rendezvous setting {key}={value:g} is not a number of seconds {least}")
+    return value
 
 
 def must_agree(plan: LaunchPlan, rules: HostRules) -> dict[str, str]:
@@ -221,19 +249,14 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         ConfigError: the settings are unusable.
     """
     rules = rules_of(plan, environ)
-    conf, config = plan.rdzv_configuration, plan.fault_tolerance
-    try:
-        join_s = rdzv_config_get_as_float(conf, "join_timeout", JOIN_TIMEOUT_S)
-        connect_s = rdzv_config_get_as_float(conf, "store_connect_wait_seconds", CONNECT_WAIT_S)
-    except ValueError as error:
-        raise ConfigError(f"--rdzv-conf: {error}") from None
+    config = plan.fault_tolerance
+    join_s, limit_s = timeouts_of(plan)
     secret = read_token(config.rdzv_token_file) if config.rdzv_token_file else None
     addr = plan.local_addr or own_address(meeting.host, meeting.port)
     node = node_identity(addr)
     agreed = must_agree(plan, rules)
     prefix = keys.prefix(plan.run_id)
     stop = threading.Event()
-    limit_s = connect_s if connect_s is not None else CONNECT_WAIT_S
 
     longest_s = min(Probing().longest_pause_s, LEASES_BETWEEN_PROBES * config.lease)
     probing = Probing(longest_pause_s=longest_s)
@@ -282,7 +305,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         infra_rank=infra_rank,
         master_port=plan.master_port,
         lease_s=config.lease,
-        join_timeout_s=join_s if join_s is not None else JOIN_TIMEOUT_S,
+        join_timeout_s=join_s,
         connect_timeout_s=limit_s,
         domain=_domain if segment else _no_domain,
         unfit_in=lambda round_: injected_failure(round_, infra_rank, host_name, environ),

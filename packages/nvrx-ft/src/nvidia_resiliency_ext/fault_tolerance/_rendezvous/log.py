@@ -12,6 +12,7 @@ from .records import Entry, ForeignValueError, decode, encode
 from .store import JobStore, StoreLostError
 
 ADD_TRIES = 50
+MAX_DIGITS = 18
 
 
 class DecisionLog:
@@ -73,7 +74,7 @@ class DecisionLog:
         head = self._store.peek(keys.HEAD)
         if head is None:
             return None
-        if not head.isdecimal():
+        if not head.isdecimal() or len(head) > MAX_DIGITS:
             raise ForeignValueError(f"{keys.HEAD}: {head[:20]!r} is no number")
         return self.next_after(int(head) - 1)
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import re
 import resource
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -35,6 +37,10 @@ _DIGEST_HEX = 32
 # Nobody else knows it, so nobody can make a key look missing.
 _NOTHING = "-" + os.urandom(16).hex()
 _CLOCK_STEP_S = 0.01
+PROBE_S = 1.0
+MEND_S = 5.0
+# What torch's store can add to.
+_COUNTER = re.compile(rb"[+-]?[0-9]{1,18}")
 # Two connections of each node, and as many again for nodes that come in place of others.
 _FILES_PER_NODE = 4
 _FILES_BESIDES = 512
@@ -61,6 +67,7 @@ class JobStore:
     def __init__(self, client: Any, prefix: str, secret: bytes, link: Link | None = None) -> None:
         self._client = client
         self._link = link
+        self._was_cut = threading.Event()
         self._prefix = prefix
         self._secret = secret
         self._reported: set[str] = set()
@@ -73,6 +80,7 @@ class JobStore:
 
     def cut(self) -> None:
         """End the connection, from any thread: whoever waits for an answer gets StoreLostError."""
+        self._was_cut.set()
         if self._link is not None:
             self._link.cut()
 
@@ -154,9 +162,56 @@ class JobStore:
         return found, end
 
     def count(self, key: str, step: int) -> int:
-        """Add `step` to a counter and return its new value; the store has seen it then."""
+        """Add `step` to a counter and return its new value; the store has seen it then.
+
+        What somebody else wrote there that is no number is replaced.
+        """
         name = self._name(key)
+        try:
+            return int(self._call(1, lambda: self._client.add(name, step)))
+        except StoreLostError:
+            if not self._mend_counter(key):
+                raise
         return int(self._call(1, lambda: self._client.add(name, step)))
+
+    def _mend_counter(self, key: str) -> bool:
+        """Begin a counter anew if it is none; False when that is not why the store hung up.
+
+        torch's store hangs up on whoever adds to what is no number (2.13), so a new connection
+        takes the place of this one.
+        """
+        if self._was_cut.is_set() or not self._is_served():
+            return False
+        try:
+            client, link = _connect_client(self._client.host, self._client.port, MEND_S)
+        except StoreLostError:
+            return False
+        other = JobStore(client, self._prefix, self._secret, link)
+        raw = other._read(key)
+        if raw is None:
+            link.cut()
+            return False
+        if not _COUNTER.fullmatch(raw):
+            self.report_foreign(ForeignValueError(f"{key}: {raw[:20]!r} is no number"))
+            name = self._name(key)
+            other._call(1, lambda: client.compare_set(name, raw, "0"))
+        # Else somebody else was faster to put it right.
+        before, self._client, self._link = self._link, client, link
+        if before is not None:
+            before.cut()
+        if self._was_cut.is_set():
+            link.cut()
+        return True
+
+    def _is_served(self) -> bool:
+        """Return whether somebody takes connections there, without torch's patience."""
+        if not hasattr(self._client, "port"):
+            return False
+        try:
+            socket.create_connection((self._client.host, self._client.port), PROBE_S).close()
+        except OSError:
+            return False
+        return True
 
     def counters(self, keys: Iterable[str]) -> list[int]:
         """Return counters that exist, in one operation; one that is no number counts as 0."""
