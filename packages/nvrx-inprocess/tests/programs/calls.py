@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from nvidia_resiliency_ext import inprocess
 from nvidia_resiliency_ext.inprocess import rank_assignment as ranks
+from nvidia_resiliency_ext.inprocess._monitor import link
 from nvidia_resiliency_ext.inprocess.monitor_thread import RankShouldRestart
 
 FOLDER = Path(sys.argv[1])
@@ -342,6 +343,33 @@ def monitor_killed() -> Any:
         return seen(wrapper)
 
     return function()
+
+
+@call
+def monitor_gone() -> Any:
+    """The last rank finds no monitor any more: it leaves and says so; the others go on."""
+    last = INITIAL_RANK == WORLD - 1
+
+    @inprocess.Wrapper(
+        monitor_process_pidfile=str(FOLDER / "monitor{rank}.pid"),
+        **{**QUICK, "heartbeat_interval": seconds(0.2)},
+    )
+    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        meet(f"gone{len(results)}.{wrapper.iteration}", WORLD - wrapper.iteration)
+        if wrapper.iteration == 0:
+            if last:
+                os.kill(int((FOLDER / f"monitor{INITIAL_RANK}.pid").read_text()), signal.SIGKILL)
+            time.sleep(WAIT_S)
+        return seen(wrapper), wrapper.restart_reports[0].cause
+
+    most, link._MOST_LOSSES = link._MOST_LOSSES, 0 if last else 8
+    try:
+        return function()
+    except inprocess.exception.InternalError as error:
+        return str(error)
+    finally:
+        link._MOST_LOSSES = most
 
 
 def trained(faults: int) -> list[float]:

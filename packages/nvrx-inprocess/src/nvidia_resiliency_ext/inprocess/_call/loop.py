@@ -67,6 +67,7 @@ class Parts:
         box: What the monitor has said.
         record: Where restarts are recorded.
         inject: Puts the call's wrapper into the function's arguments.
+        say_last_word: Says what no monitor says any more, of a rank in an iteration.
     """
 
     base_store: Any
@@ -78,6 +79,7 @@ class Parts:
     box: NewsBox[Any]
     record: RestartRecord
     inject: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]
+    say_last_word: Callable[[int, int, frozenset[int]], None]
 
 
 class CallLoop:
@@ -287,7 +289,8 @@ class CallLoop:
     def _raise_if_lost(self) -> None:
         lost = self._parts.box.find(lambda news: isinstance(news, StoreLost))
         if lost is not None:
-            raise InternalError(f"the store of the job is lost: {lost.text}")
+            what = "its monitor" if self._parts.link.is_abandoned else "the store of the job"
+            raise InternalError(f"this rank has lost {what}: {lost.text}")
 
     # A restart -------------------------------------------------------------------------------
 
@@ -388,7 +391,11 @@ class CallLoop:
         parts, state = self._parts, self.state
         parts.page.phase = ProgressPhase.IDLE
         log_exc(state, error, "leaving")
-        parts.link.leave(is_lost=True, is_discarded=isinstance(error, RankDiscarded))
+        if parts.link.is_abandoned:
+            assert state.initial_rank is not None
+            parts.say_last_word(state.initial_rank, state.iteration, self._participants)
+        else:
+            parts.link.leave(is_lost=True, is_discarded=isinstance(error, RankDiscarded))
         terminate_callback = self._settings.terminate
         if terminate_callback is not None:
             try:
