@@ -24,7 +24,7 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
         "returns", "one_raises", "all_raise", "asks_for_restart", "reserve", "hangs", "collective",
         "in_init_by_store", "in_init_by_port", "in_init_as_host", "in_atomic", "gives_up",
         "monitor_killed", "trains_in_peace", "trains", "many_restarts",
-        "monitor_gone", "returns", "left_over",
+        "forks", "nested", "monitor_gone", "returns", "left_over",
     )  # fmt: skip
     ended = jobs.run_calls(tmp_path, 3, *calls)
     texts = "\n".join(end.text[-3000:] for end in ended)
@@ -49,6 +49,8 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
         early, late = results["many_restarts"]
         assert late[:2] == early[:2]
         assert late[2] < early[2] + 8
+        assert results["forks"] == [seen(rank, 0, 3), [4, 4]]
+        assert results["nested"][0] == 1
         if rank < 2:
             assert results["monitor_gone"][0] == seen(rank, 1, 2)
             assert "MONITOR_PROCESS_EXCEPTION" in results["monitor_gone"][1]

@@ -346,6 +346,64 @@ def monitor_killed() -> Any:
 
 
 @call
+def forks() -> Any:
+    """Children that are forked in the function return from it, or raise: nobody restarts."""
+    parent = os.getpid()
+
+    @inprocess.Wrapper(**QUICK)
+    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        children = []
+        for number in range(2):
+            child = os.fork()
+            if child == 0 and number:
+                raise RuntimeError("of a child")
+            if child == 0:
+                return "of a child"
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        return seen(wrapper), codes
+
+    try:
+        value = function()
+    except RuntimeError as error:
+        value = str(error)
+    if os.getpid() != parent:
+        os._exit(4 if value == "of a child" else 5)
+    return value
+
+
+@call
+def nested() -> Any:
+    """A wrapped function calls another one; a restart of the outer one ends the inner one."""
+
+    @inprocess.Wrapper(**QUICK)
+    def inner(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        meet(f"inner{len(results)}.{outer_iteration[-1]}", WORLD)
+        if outer_iteration[-1] == 0:
+            if INITIAL_RANK == 0:
+                raise Leave
+            time.sleep(WAIT_S)
+        return wrapper.iteration
+
+    @inprocess.Wrapper(**QUICK)
+    def outer(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        outer_iteration.append(wrapper.iteration)
+        try:
+            return wrapper.iteration, inner()
+        except Leave:
+            raise RuntimeError("the inner call was left") from None
+
+    class Leave(BaseException):
+        """Goes out of the inner call, whose other ranks go on."""
+
+    outer_iteration: list[int] = []
+    return outer()
+
+
+@call
 def monitor_gone() -> Any:
     """The last rank finds no monitor any more: it leaves and says so; the others go on."""
     last = INITIAL_RANK == WORLD - 1

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import os
@@ -102,10 +103,13 @@ def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.envir
     Raises:
         BarrierTimeout: they have not, within `barrier_timeout`.
         StoreLostError: there is no store.
+        TypeError: `store_kwargs` are not what the store takes.
         Exception: what the user's `store_factory` raises.
     """
     kwargs = dict(settings.store_kwargs or {})
     if settings.store_factory is TCPStore:
+        # Not all of them are used, but none may be a mistake.
+        inspect.signature(TCPStore).bind(**kwargs)
         endpoint = find_endpoint(environ, kwargs.get("host_name"), kwargs.get("port"))
         timeout = kwargs.get("timeout", timedelta(seconds=300))
         store = _connect(endpoint, min(timeout, settings.barrier_timeout), environ)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import signal
 import socket
@@ -92,6 +93,12 @@ class MonitorLink:
         self._monitor: PidHandle | None = None
         self.monitor_pid: int | None = None
         self.is_abandoned = False
+        self._pid = os.getpid()
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether a child that was forked in the function holds this: it speaks for nobody."""
+        return os.getpid() != self._pid
 
     def attach(self, initial_rank: int, world_size: int) -> None:
         """Come to the monitor of this node, which is started if there is none.
@@ -117,6 +124,8 @@ class MonitorLink:
         self, iteration: int, rank: int, world_size: int, participants: Collection[int]
     ) -> None:
         """Say that an iteration begins, with our number in it."""
+        if self._is_inherited:
+            return
         who = messages.pack_ranks(participants)
         with self._lock:
             self._iteration = iteration
@@ -146,11 +155,15 @@ class MonitorLink:
         Returns:
             Whether the monitor has it.
         """
+        if self._is_inherited:
+            return False
         self._say(messages.Left(is_lost, is_discarded))
         return self._leave_noted.wait(_LEAVE_LIMIT_S)
 
     def close(self) -> None:
         """End the connection and the thread; harmless when repeated."""
+        if self._is_inherited:
+            return  # the lock may be held for ever, and the connection is the parent's
         with self._lock:
             self._closed.set()
             if self._sock is not None:
@@ -172,6 +185,8 @@ class MonitorLink:
     # --- saying ---
 
     def _say(self, message: object) -> None:
+        if self._is_inherited:
+            return
         with self._lock:
             self._said.append(message)
             self._send(message)
