@@ -227,6 +227,7 @@ def figures(endpoint: Endpoint, counts: list[int], repeats: int) -> Iterator[dic
                 "ranks": ranks,
                 "ms": round(statistics.median(times), 3),
                 "min_ms": round(min(times), 3),
+                "min_us_per_rank": round(min(times) * 1e3 / ranks, 1),
             }
 
 

@@ -62,10 +62,13 @@ def run(python: Path, ranks: int, scenario: Scenario) -> dict[int, list[dict[str
         text = json.dumps({**scenario, "out": folder})
         base = {k: v for k, v in os.environ.items() if k != "LOCAL_RANK"}
         base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-        started = [
-            subprocess.Popen([python, WORKER, text], env={**base, "RANK": str(rank)})
-            for rank in range(ranks)
-        ]
+        started = []
+        for rank in range(ranks):
+            # Ranks that share a directory for temporary files share a monitor.
+            node = Path(folder, f"n{rank * scenario.get('nodes', 1) // ranks}")
+            node.mkdir(exist_ok=True)
+            own = {"RANK": str(rank), "TMPDIR": str(node), "XDG_RUNTIME_DIR": str(node)}
+            started.append(subprocess.Popen([python, WORKER, text], env={**base, **own}))
         try:
             codes = [process.wait(LIMIT_S) for process in started]
         finally:

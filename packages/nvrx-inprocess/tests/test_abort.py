@@ -6,10 +6,12 @@ import importlib.machinery
 import json
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -295,6 +297,31 @@ def test_other_sockets_are_left_alone(connection: tuple[socket.socket, socket.so
     assert gloo_sockets.end_gloo_connections() == 0
     one.sendall(b"x")
     assert two.recv(1) == b"x"
+
+
+def test_loop_that_never_rests(
+    connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections of a gloo thread that is always at work are found, too, and soon."""
+    real = gloo_sockets._read
+
+    def read(path: str) -> str:
+        if path.endswith("/comm"):
+            return "gloo_tcp_loop"
+        return "running" if path.endswith("/syscall") else real(path)
+
+    monkeypatch.setattr(gloo_sockets, "_read", read)
+    reading, writing = os.pipe()
+    with select.epoll() as loop, select.epoll() as other, socket.create_server(("", 0)) as listener:
+        for descriptor in (reading, listener.fileno(), connection[0].fileno()):
+            loop.register(descriptor)
+        other.register(connection[1].fileno())
+        began = time.monotonic()
+        assert gloo_sockets.end_gloo_connections() == 1
+        assert time.monotonic() - began < 3.0
+    os.close(reading)
+    os.close(writing)
+    assert connection[1].recv(1) == b""
 
 
 def test_number_that_is_something_else_by_now(

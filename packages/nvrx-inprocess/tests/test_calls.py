@@ -24,7 +24,7 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
         "returns", "one_raises", "all_raise", "asks_for_restart", "reserve", "hangs", "collective",
         "in_init_by_store", "in_init_by_port", "in_init_as_host", "in_atomic", "gives_up",
         "monitor_killed", "trains_in_peace", "trains", "many_restarts",
-        "returns", "left_over",
+        "forks", "nested", "monitor_gone", "returns", "left_over",
     )  # fmt: skip
     ended = jobs.run_calls(tmp_path, 3, *calls)
     texts = "\n".join(end.text[-3000:] for end in ended)
@@ -49,6 +49,13 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
         early, late = results["many_restarts"]
         assert late[:2] == early[:2]
         assert late[2] < early[2] + 8
+        assert results["forks"] == [seen(rank, 0, 3), [4, 4]]
+        assert results["nested"][0] == 1
+        if rank < 2:
+            assert results["monitor_gone"][0] == seen(rank, 1, 2)
+            assert "MONITOR_PROCESS_EXCEPTION" in results["monitor_gone"][1]
+        else:
+            assert "no monitor any more" in results["monitor_gone"]
         message, terminated = results["gives_up"]
         assert "iteration=2" in message
         assert terminated == [2]
@@ -67,5 +74,5 @@ def test_who_is_lost_is_done_without(tmp_path: Path) -> None:
 
 def test_twenty_random_faults(tmp_path: Path) -> None:
     """Whatever happens to whom and when, the others end with the right result."""
-    wrong, _ = chaos.failures(tmp_path, seed=1, trials=20)
-    assert not wrong, "\n".join(wrong)
+    report = chaos.run_job(tmp_path, seed=1, job=0, trials=20)
+    assert not report.wrong, "\n".join(report.wrong)

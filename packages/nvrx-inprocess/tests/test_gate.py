@@ -608,3 +608,19 @@ def test_nothing_is_kept_of_the_exception(gate: MainThreadGate, helper: Helper) 
     helper.result()
     gc.collect()
     assert Model.alive == 0
+
+
+def test_requests_are_told_apart() -> None:
+    """A gate inside another one knows which of both a request came through."""
+    outer, inner, lock = MainThreadGate(), MainThreadGate(), AtomicLock()
+    helper = Helper(outer, lock)
+    try:
+        with pytest.raises(RankShouldRestart) as caught, outer.inside(), inner.inside():
+            helper.interrupt()
+            while True:
+                time.sleep(0.01)
+    finally:
+        helper.close()
+    assert inner.is_of_another(caught.value)
+    assert not outer.is_of_another(caught.value)
+    assert not inner.is_of_another(RankShouldRestart("of the function"))

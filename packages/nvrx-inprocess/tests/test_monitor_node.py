@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from monitor_lab import Lab, environ_of_monitor, wait_gone
+from monitor_lab import Lab, environ_of_monitor, wait_gone, with_torch
 from torch.distributed import TCPStore
 
 from nvidia_resiliency_ext.inprocess._monitor import messages
@@ -241,6 +241,68 @@ def test_lost_node_is_seen_by_its_neighbour(make) -> None:
     lab.finish(1, [0, 1])
 
 
+def test_nothing_polls(make) -> None:
+    """However long the intervals are, a fault is known to all ranks at once."""
+    slow = {"interval_s": 20.0, "heartbeat_interval_s": 20.0, "heartbeat_timeout_s": 60.0}
+    lab = make(8, last_call_wait_s=0.0, **slow)
+    ranks = lab.up()
+    ranks[3].do("report", "EXCEPTION")
+    for rank in ranks:
+        rank.hear("Interrupted", 0, limit_s=5.0)
+
+
+def test_last_call_ends_when_all_have_reported(make) -> None:
+    """Nobody waits for reports of ranks that have all reported, or ended."""
+    lab = make(4, **{**FAST, "last_call_wait_s": 30.0})
+    ranks = lab.up()
+    began = time.monotonic()
+    ranks[3].kill()
+    ranks[2].do("leave", True)
+    for rank in ranks[:2]:
+        rank.do("report", "EXCEPTION")
+    for rank in ranks[:2]:
+        assert len(rank.hear("Interrupted", 0)[2]) == 4
+    assert time.monotonic() - began < 20.0
+
+
+def test_rank_that_never_came_is_not_waited_for(make) -> None:
+    """A rank that ended after all had met and before its monitor knew it is lost in time."""
+    lab = make(2, **FAST)
+    lab.start(0)
+    lab.attach(0)
+    lab.ranks[0].do("begin", 0, 0, 2, [0, 1])
+    assert lab.ranks[0].hear("Interrupted", 0)[2] == [[1, "UNRESPONSIVE"]]
+    lab.ranks[0].do("arrive")
+    assert lab.ranks[0].hear("Decided", 0)[2] == [0]
+
+
+def test_monitor_that_dies_while_a_rank_comes(make) -> None:
+    """A rank that has come to a monitor which then ends is served by the next one."""
+    lab = make(2, **FAST)
+    lab.start(0, 1)
+    [dying] = lab.attach(0)
+    os.kill(dying, signal.SIGSTOP)
+    lab.ranks[1].do("attach")
+    sockets = Path(f"/proc/{lab.ranks[1].pid}/fd")
+    deadline = time.monotonic() + 20.0
+    while not any(os.readlink(each).startswith("socket:") for each in sockets.iterdir()):
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)  # a test's look: another process's connection has no event
+    os.kill(dying, signal.SIGKILL)
+    assert lab.ranks[1].hear("attached")[1] != dying
+
+
+@pytest.mark.parametrize("is_with_torch", [False, True])
+def test_torch_is_imported_where_it_is_needed(make, port, is_with_torch) -> None:
+    """Only for a store that the user's own factory makes; the wrapper's own needs none."""
+    lab = make(2, **(with_torch(port) if is_with_torch else {}), **FAST)
+    lab.up()
+    lab.ranks[0].do("report", "EXCEPTION")
+    for rank in (0, 1):
+        assert lab.ranks[rank].hear("Interrupted", 0)[2] == [[0, "EXCEPTION"]]
+    assert procfs.maps_name(lab.monitor_pid(0), "libtorch") is is_with_torch
+
+
 def test_two_that_come_at_once_have_one_monitor(make) -> None:
     """However many ranks come at once, one monitor is started."""
     lab = make(4)
@@ -338,6 +400,9 @@ def test_hostile_clients(make) -> None:
     lab.finish(0, [0, 1])
     for sock in [*socks, flood]:
         sock.close()
+    # It would wait for the end of this very process, which has come to it.
+    for pid in lab.monitors:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _flood(sock, data) -> None:

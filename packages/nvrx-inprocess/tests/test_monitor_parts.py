@@ -304,7 +304,13 @@ def test_stale_siblings_are_removed(environ) -> None:
         listener = places[1].listen()
     places[0].remove_stale_siblings()
     assert [os.path.exists(place.path) for place in places] == [True, True, False]
+    # Nobody came to the living one: it would have to wait for the other's end.
+    listener.settimeout(0.0)
+    with pytest.raises(BlockingIOError):
+        listener.accept()
     listener.close()
+    places[0].remove_stale_siblings()
+    assert not os.path.exists(places[1].path)
 
 
 def test_roll_is_read_by_a_follower(tmp_path) -> None:

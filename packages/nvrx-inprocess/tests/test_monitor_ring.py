@@ -67,3 +67,20 @@ def test_covers() -> None:
     """It is known whether the node of every participant has been heard of."""
     assert ring().covers(ALL)
     assert not ring().covers({8})
+
+
+def test_ranks_of_no_node_are_lost_after_a_while() -> None:
+    """Who ended before any monitor heard of it is named when the time is up, others never."""
+    under_test = Ring(1.0, 10.0, 15.0)
+    under_test.update(NODES)
+    found = [under_test.unknown({0, 8, 9}, 100.0 + second) for second in range(15)]
+    assert not any(found)
+    under_test.update({**NODES, 9: (9,)})
+    assert under_test.unknown({0, 8, 9}, 115.0) == [8]
+
+
+def test_nobody_is_lost_while_nobody_could_ask() -> None:
+    """Time in which the list of nodes could not be read does not count."""
+    under_test = Ring(1.0, 10.0, 15.0)
+    assert under_test.unknown({8}, 0.0) == []
+    assert under_test.unknown({8}, 1000.0) == []

@@ -70,7 +70,7 @@ def test_dead_rank_is_reported_and_arrived_for() -> None:
     roster = begun()
     assert roster.ended(1) == [
         r.Interrupt(0, (record(1, K.TERMINATED),), ALL),
-        r.Arrive(0, Arrival(1, None, None, is_out=False), ALL),
+        r.Arrive(0, Arrival(1, None, None, is_out=False), ALL, has_reported=True),
     ]
     assert roster.ended(1) == []
 
@@ -101,11 +101,27 @@ def test_leaving_in_an_iteration_interrupts_it() -> None:
     roster = begun()
     assert roster.left(0, is_lost=True) == [
         r.Interrupt(0, (record(0, K.BASE_EXCEPTION),), ALL),
-        r.Arrive(0, Arrival(0, None, None, is_out=True), ALL),
+        r.Arrive(0, Arrival(0, None, None, is_out=True), ALL, has_reported=True),
     ]
     roster.reported(1, 0, K.EXCEPTION)
-    assert roster.left(1, is_lost=True) == [r.Arrive(0, Arrival(1, None, None, is_out=True), ALL)]
+    assert roster.left(1, is_lost=True) == [
+        r.Arrive(0, Arrival(1, None, None, is_out=True), ALL, has_reported=True)
+    ]
     assert roster.ended(0) == []
+
+
+def test_who_left_its_function_is_told_nothing_there() -> None:
+    """Records are read for ranks that are still inside, not for those that raised or ended."""
+    roster = begun(ranks=range(4))
+    assert roster.is_anybody_inside
+    for rank in (0, 1, 2):
+        roster.reported(rank, 0, K.EXCEPTION)
+    roster.timed_out(3, K.SOFT_TIMEOUT)
+    assert roster.is_anybody_inside
+    roster.ended(3)
+    assert not roster.is_anybody_inside
+    roster.decided(0, decision({0: 0, 1: 1, 2: 2}, ended=(3,)))
+    assert roster.is_anybody_inside
 
 
 def test_discarded_rank_arrives_in_the_next_iteration() -> None:
@@ -135,7 +151,7 @@ def test_death_after_arrival_counts_in_the_next_iteration() -> None:
     roster.decided(0, decision({0: 0, 1: 1, 2: 2, 3: 3}))
     assert roster.ended(0) == [
         r.Interrupt(1, (record(0, K.TERMINATED),), ALL),
-        r.Arrive(1, Arrival(0, None, None, is_out=False), ALL),
+        r.Arrive(1, Arrival(0, None, None, is_out=False), ALL, has_reported=True),
     ]
 
 
@@ -145,7 +161,8 @@ def test_dead_rank_that_a_decision_still_counts_on() -> None:
     roster.ended(0)
     effects = roster.decided(0, decision({0: 0, 1: 1, 2: 2, 3: 3}))
     assert r.Interrupt(1, (record(0, K.TERMINATED),), ALL) in effects
-    assert r.Arrive(1, Arrival(0, None, None, is_out=False), ALL) in effects
+    arrival = Arrival(0, None, None, is_out=False)
+    assert r.Arrive(1, arrival, ALL, has_reported=True) in effects
     assert effects[-1] == r.Follow(1, ALL)
 
 

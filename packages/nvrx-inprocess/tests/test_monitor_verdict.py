@@ -19,7 +19,7 @@ from nvidia_resiliency_ext.inprocess._monitor.verdict import (
     judge,
 )
 
-LIMITS = Limits(soft_s=60.0, hard_s=90.0, barrier_s=120.0, grace_s=5.0, interval_s=1.0)
+LIMITS = Limits(soft_s=60.0, hard_s=90.0, grace_s=5.0, interval_s=1.0)
 TERM = SendSignals((signal.SIGCONT, signal.SIGTERM))
 KILL = SendSignals((signal.SIGCONT, signal.SIGTERM, signal.SIGKILL))
 
@@ -110,21 +110,15 @@ def test_no_time_passes_without_protection(calm: Stamps) -> None:
     assert [effect for _, effect in rank.effects] == [SoftTimeout()]
 
 
-def test_hard_timeout_is_extended_once_at_the_barrier() -> None:
-    """Who waits at the barrier is killed at the barrier's timeout only."""
+def test_who_is_stuck_at_the_barrier_is_killed_at_the_hard_timeout() -> None:
+    """Who waits there makes stamps; who makes none is not waited for until the others give up."""
     rank = Rank()
     rank.watch = Watch(epoch=1, looked_s=1000.0, interrupted_s=1000.0)
-    rank.run(lambda _: stamps(1000.0, phase=Phase.AT_BARRIER), 1121.0)
-    assert rank.effects == [(1120.0, HardTimeout()), (1120.0, TERM)]
-
-
-def test_the_extension_is_not_given_twice() -> None:
-    """After a fresh sign at the barrier the hard timeout counts as usual."""
-    rank = Rank()
-    rank.watch = Watch(epoch=1, looked_s=1000.0, interrupted_s=1000.0)
-    rank.run(lambda _: stamps(1000.0, phase=Phase.AT_BARRIER), 1100.0)
-    rank.run(lambda _: stamps(1100.0, phase=Phase.AT_BARRIER), 1191.0)
-    assert rank.effects == [(1190.0, HardTimeout()), (1190.0, TERM)]
+    rank.run(lambda now: stamps(now, phase=Phase.AT_BARRIER), 1300.0)
+    assert rank.effects == []
+    last = rank.now
+    rank.run(lambda _: stamps(last, phase=Phase.AT_BARRIER), last + 91.0)
+    assert rank.effects == [(last + 90.0, HardTimeout()), (last + 90.0, TERM)]
 
 
 def test_interrupted_rank_is_not_asked_again_but_killed_when_stuck() -> None:
@@ -179,7 +173,7 @@ def test_killing_goes_on_whatever_the_page_says() -> None:
 def test_random_walks(seed: int) -> None:
     """Whatever is seen: a soft timeout needs silence, death needs a hard one, and order holds."""
     draw = random.Random(seed)
-    limits = Limits(3.0, 6.0, 9.0, draw.choice((0.0, 0.5)), draw.choice((0.01, 0.3, 1.0)))
+    limits = Limits(3.0, 6.0, draw.choice((0.0, 0.5)), draw.choice((0.01, 0.3, 1.0)))
     rank = Rank(limits, start_s=0.0)
     auto_s, manual_s, epoch = 0.0, None, 1
     phase, protected = Phase.GUARDED, True

@@ -7,9 +7,12 @@ from datetime import timedelta
 import pytest
 
 from nvidia_resiliency_ext.inprocess._abort.base import Abort
+from nvidia_resiliency_ext.inprocess._call.meeting import meet
 from nvidia_resiliency_ext.inprocess._call.settings import Bases, Settings, check_settings
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.rank_filter import MaxActiveWorldSize
+from nvidia_resiliency_ext.inprocess.state import State
+from nvidia_resiliency_ext.inprocess.store import TCPStore
 
 
 class StandInStore:
@@ -155,3 +158,12 @@ def test_torch_must_have_distributed() -> None:
     """A torch built without `torch.distributed` is a ValueError that says so."""
     with pytest.raises(ValueError, match=r"torch\.distributed\.is_available\(\)"):
         check(available=False)
+
+
+def test_arguments_of_the_store_are_checked() -> None:
+    """A mistyped argument of the store is refused, though not all of them are used."""
+    settings = Settings(
+        store_factory=TCPStore, rank_assignment=StandInAssignment(), store_kwargs={"prot": 1}
+    )
+    with pytest.raises(TypeError, match="prot"):
+        meet(settings, State(0, 1), {})

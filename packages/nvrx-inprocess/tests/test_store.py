@@ -20,7 +20,7 @@ import torch.distributed as dist
 from protocol_schedules import RealRun
 
 from nvidia_resiliency_ext.inprocess import store as stores
-from nvidia_resiliency_ext.inprocess._protocol.board import Board, Outcome
+from nvidia_resiliency_ext.inprocess._protocol.board import KEPT_FATES, Board, Outcome
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
 from nvidia_resiliency_ext.inprocess._protocol.errors import ForeignValueError, StoreLostError
 from nvidia_resiliency_ext.inprocess._protocol.keys import iteration_keys
@@ -36,6 +36,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 SHORT = timedelta(milliseconds=200)
 LONG = timedelta(seconds=20)
 P = "nvrx/job/0.0/0/"
+EXCEPTION = Interruption.EXCEPTION
 FAULT = [InterruptionRecord(0, Interruption.EXCEPTION)]
 
 Make = Callable[[], Any]
@@ -428,34 +429,73 @@ def _size(value: object) -> int:
 
 
 @pytest.mark.parametrize("world_size", [8, 64, 256])
-@pytest.mark.parametrize("faulty", ["one", "all"])
+@pytest.mark.parametrize("faulty", ["one", "several", "all", "one leaves"])
 def test_a_restart_says_little(world_size: int, faulty: str) -> None:
     """With a node per rank, at most 8 operations and 4 KiB per restart, but for who decides."""
     base = dist.HashStore()
     participants = frozenset(range(world_size))
     counting = [CountingStore(base) for _ in participants]
     boards = [Board(store, P) for store in counting]  # type: ignore[arg-type]
-    reporters = participants if faulty == "all" else {0}
+    reporters = {"all": participants, "several": {0, 1, 2, 5}}.get(faulty, {0})
+    kinds = {5: Interruption.SOFT_TIMEOUT} if faulty == "several" else {}
     for rank in sorted(reporters):
-        boards[rank].interrupt(0, [InterruptionRecord(rank, Interruption.EXCEPTION)], participants)
+        boards[rank].interrupt(
+            0, [InterruptionRecord(rank, kinds.get(rank, EXCEPTION))], participants
+        )
     last_reporter = counting[max(reporters)]
     spared = {id(last_reporter)} if faulty == "all" else set()
-    for board in boards:
+    for rank, board in enumerate(boards):
         assert board.outcome(0, 1) is Outcome.INTERRUPTED
         assert board.wait_all_reported(0, 1 if faulty == "all" else 0.001) is (faulty == "all")
-        assert len(board.records(0)) == len(reporters)
+        # Who has left its function with an exception of its own is told nothing there.
+        if rank in reporters and faulty != "all" and rank not in kinds:
+            assert len(board.first_records(0)) == 1
+        else:
+            assert len(board.records(0)) == len(reporters)
+    out = {0} if faulty == "one leaves" else set()
     for rank, board in enumerate(boards):
-        board.arrive(0, Arrival(rank, rank, world_size, is_out=False), participants)
+        number = None if rank in out else rank
+        arrival = Arrival(rank, number, world_size if number is not None else None, rank in out)
+        board.arrive(0, arrival, participants, has_reported=rank in reporters)
     for board in boards:
         decision = board.decision(0, 1)
         assert decision is not None
-        assert decision.going_on == participants
+        assert decision.going_on == participants - out
     spared.add(id(counting[-1]))
     ordinary = [store for store in counting if id(store) not in spared]
     assert max(store.operations for store in ordinary) <= 8
     assert max(store.bytes for store in ordinary) <= 4096
     assert counting[-1].operations <= 16
     assert counting[-1].bytes <= 4096 + 128 * world_size
+
+
+def test_keys_of_old_iterations_go() -> None:
+    """However often there is a restart, the store holds as many keys as after some."""
+    base = dist.HashStore()
+    participants = frozenset(range(3))
+    boards = [Board(base, P) for _ in participants]
+    held = []
+    for iteration in range(30):
+        for rank, board in enumerate(boards):
+            board.interrupt(iteration, [InterruptionRecord(rank, EXCEPTION)], participants)
+        for rank, board in enumerate(boards):
+            board.arrive(iteration, Arrival(rank, rank, 3, is_out=False), participants)
+        for board in boards:
+            assert board.outcome(iteration, 1) is Outcome.INTERRUPTED
+            decision = board.decision(iteration, 1)
+            assert decision is not None
+            assert len(decision.records) == len(boards)
+        held.append(base.num_keys())
+    assert set(held[KEPT_FATES:]) == {held[KEPT_FATES]}
+    # Of the last iterations it can still be read what became of them.
+    assert Board(base, P).decision(30 - KEPT_FATES, 0.1) == decision
+    # A node that was given up, and comes back late, is not one that goes on.
+    late = Board(base, P)
+    assert late.outcome(3, 0.01) is Outcome.INTERRUPTED
+    forgotten = late.decision(3, 0.01)
+    assert forgotten is not None
+    assert not forgotten.going_on
+    assert late.outcome(30, 0.01) is None
 
 
 def test_the_store_is_taken_as_it_is_found(server: Any) -> None:

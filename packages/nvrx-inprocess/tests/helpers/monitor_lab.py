@@ -12,12 +12,24 @@ import time
 from pathlib import Path
 
 from nvidia_resiliency_ext.inprocess._monitor import factory
+from nvidia_resiliency_ext.inprocess._monitor.store_side import CONNECT
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils._process_watch import pidfd_available
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
 PROGRAM = str(Path(__file__).parents[1] / "programs" / "monitor_rank.py")
 LIMIT_S = 40.0
+TORCHS_OWN = {
+    "host_name": "127.0.0.1",
+    "is_master": False,
+    "wait_for_workers": False,
+}
+
+
+def with_torch(port) -> dict[str, str]:
+    """Return settings of a call whose store is connected to by torch."""
+    kwargs = factory.dump_kwargs({**TORCHS_OWN, "port": port})
+    return {"store_factory": "torch.distributed:TCPStore", "store_kwargs": kwargs}
 
 
 class RankProcess:
@@ -102,16 +114,10 @@ class Lab:
         self.all: list[RankProcess] = []
         self.monitors: set[int] = set()
         self.prefix = f"nvrx/{os.getpid()}/{time.monotonic_ns()}/"
-        kwargs = {
-            "host_name": "127.0.0.1",
-            "port": port,
-            "is_master": False,
-            "wait_for_workers": False,
-        }
         self.settings = {
             "prefix": self.prefix,
-            "store_factory": "torch.distributed:TCPStore",
-            "store_kwargs": factory.dump_kwargs(kwargs),
+            "store_factory": CONNECT,
+            "store_kwargs": factory.dump_kwargs({"host": "127.0.0.1", "port": port}),
             "last_call_wait_s": 0.2,
             "log_file": str(tmp_path / "monitor-{rank}.log"),
             **settings,

@@ -282,8 +282,8 @@ class Job:
                     rank.world_size = self.world_size(k + 1)
                     rank.said = []
                     rank.iteration = k + 1
-                elif "left" in rank.said:
-                    rank.finished = "left"
+                elif rank.said[-1:] in (["left"], ["discarded"]):
+                    rank.finished = rank.said[-1]
                 else:
                     rank.finished = "cut off" if rank.alive else "ended"
         node.iteration = k + 1

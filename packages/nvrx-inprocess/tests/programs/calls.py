@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from nvidia_resiliency_ext import inprocess
 from nvidia_resiliency_ext.inprocess import rank_assignment as ranks
+from nvidia_resiliency_ext.inprocess._monitor import link
 from nvidia_resiliency_ext.inprocess.monitor_thread import RankShouldRestart
 
 FOLDER = Path(sys.argv[1])
@@ -342,6 +343,91 @@ def monitor_killed() -> Any:
         return seen(wrapper)
 
     return function()
+
+
+@call
+def forks() -> Any:
+    """Children that are forked in the function return from it, or raise: nobody restarts."""
+    parent = os.getpid()
+
+    @inprocess.Wrapper(**QUICK)
+    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        children = []
+        for number in range(2):
+            child = os.fork()
+            if child == 0 and number:
+                raise RuntimeError("of a child")
+            if child == 0:
+                return "of a child"
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        return seen(wrapper), codes
+
+    try:
+        value = function()
+    except RuntimeError as error:
+        value = str(error)
+    if os.getpid() != parent:
+        os._exit(4 if value == "of a child" else 5)
+    return value
+
+
+@call
+def nested() -> Any:
+    """A wrapped function calls another one; a restart of the outer one ends the inner one."""
+
+    @inprocess.Wrapper(**QUICK)
+    def inner(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        meet(f"inner{len(results)}.{outer_iteration[-1]}", WORLD)
+        if outer_iteration[-1] == 0:
+            if INITIAL_RANK == 0:
+                raise Leave
+            time.sleep(WAIT_S)
+        return wrapper.iteration
+
+    @inprocess.Wrapper(**QUICK)
+    def outer(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        outer_iteration.append(wrapper.iteration)
+        try:
+            return wrapper.iteration, inner()
+        except Leave:
+            raise RuntimeError("the inner call was left") from None
+
+    class Leave(BaseException):
+        """Goes out of the inner call, whose other ranks go on."""
+
+    outer_iteration: list[int] = []
+    return outer()
+
+
+@call
+def monitor_gone() -> Any:
+    """The last rank finds no monitor any more: it leaves and says so; the others go on."""
+    last = INITIAL_RANK == WORLD - 1
+
+    @inprocess.Wrapper(
+        monitor_process_pidfile=str(FOLDER / "monitor{rank}.pid"),
+        **{**QUICK, "heartbeat_interval": seconds(0.2)},
+    )
+    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        meet(f"gone{len(results)}.{wrapper.iteration}", WORLD - wrapper.iteration)
+        if wrapper.iteration == 0:
+            if last:
+                os.kill(int((FOLDER / f"monitor{INITIAL_RANK}.pid").read_text()), signal.SIGKILL)
+            time.sleep(WAIT_S)
+        return seen(wrapper), wrapper.restart_reports[0].cause
+
+    most, link._MOST_LOSSES = link._MOST_LOSSES, 0 if last else 8
+    try:
+        return function()
+    except inprocess.exception.InternalError as error:
+        return str(error)
+    finally:
+        link._MOST_LOSSES = most
 
 
 def trained(faults: int) -> list[float]:

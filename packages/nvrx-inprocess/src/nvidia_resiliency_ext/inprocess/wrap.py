@@ -139,7 +139,7 @@ class Wrapper:
         if enabled:
             with contextlib.suppress(InternalError):
                 # Its imports overlap with the program's own; the call says what is wrong.
-                ensure_started()
+                ensure_started(needs_torch=store_factory is not TCPStore)
 
     def __call__(self, fn: F) -> F:
         """Return `fn` wrapped, or itself where the wrapper is not enabled."""
@@ -233,10 +233,15 @@ class CallWrapper:
                 box=box,
                 record=record,
                 inject=self._inject,
+                say_last_word=meeting.say_last_word,
             )
             self._loop = CallLoop(settings, state, parts, wrapper.restart_health_check)
             stack.callback(link.close)
-            link.attach(state.rank, state.world_size)
+            try:
+                link.attach(state.rank, state.world_size)
+            except InternalError:
+                meeting.say_last_word(state.rank, 0, frozenset(range(state.world_size)))
+                raise
             watchdog.start()
             stack.callback(watchdog.stop)
             self._stack = stack.pop_all()

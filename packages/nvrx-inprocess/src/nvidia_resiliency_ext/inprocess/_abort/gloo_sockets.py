@@ -10,12 +10,12 @@ sockets that descriptor watches: nothing is guessed from addresses.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import platform
 import socket
 import struct
 import threading
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     _Wait = tuple[int, int, int]
 
 __all__ = ["end_gloo_connections", "end_gloo_meetings"]
-
-logger = logging.getLogger("nvrx")
 
 _TASKS = "/proc/self/task"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -37,7 +35,8 @@ _LOOP_WAIT = (64, 10)
 _FIELDS = 5  # of the line that the kernel shows of a call: its number, then its arguments
 _SEQUENCE_NUMBER = struct.Struct("=q")
 _CONNECT_S = 1.0
-_LOOKS = 200  # a thread that is at work waits again within microseconds
+_LOOKS = 200
+_LOOK_S = 0.02
 
 
 def end_gloo_connections() -> int:
@@ -106,29 +105,37 @@ def _loops() -> set[int]:
     tasks = os.listdir(_TASKS)
     named = [task for task in tasks if _read(f"{_TASKS}/{task}/comm").strip() in _LOOP_NAMES]
     if named:
-        # At work for a moment, perhaps; then it waits again.
-        looks = (_first(_wait(task) for _ in range(_LOOKS)) for task in named)
-        waits = [wait for wait in looks if wait is not None]
+        until_s = time.monotonic() + _LOOK_S
+        waits = [wait for task in named if (wait := _next_wait(task, until_s)) is not None]
+        found = {wait[0] for wait in waits}
         if len(waits) < len(named):
-            logger.warning("a thread of gloo's cannot be looked at; its group is not unblocked")
-        return {wait[0] for wait in waits}
+            # Such a thread never rests while a connection of its that was cut has not been closed,
+            # and on a busy host it may wait long for its turn.
+            found |= {epoll for epoll in _epolls() if _is_like_gloos(epoll)}
+        return found
     python_threads = {str(thread.native_id) for thread in threading.enumerate()}
     waits = [wait for task in tasks if task not in python_threads and (wait := _wait(task))]
     return {wait[0] for wait in waits if wait[1:] == _LOOP_WAIT and _is_like_gloos(wait[0])}
 
 
-def _first(waits: Iterator[_Wait | None]) -> _Wait | None:
-    for wait in waits:
-        if wait is not None:
+def _next_wait(task: str, until_s: float) -> _Wait | None:
+    """Return the epoll call of a thread, which may be at work for a moment."""
+    while True:
+        wait = _wait(task)
+        if wait is not None or time.monotonic() >= until_s:
             return wait
         os.sched_yield()
-    return None
+
+
+def _epolls() -> list[int]:
+    fds = (int(name) for name in os.listdir("/proc/self/fd"))
+    return [fd for fd in fds if _link(fd) == "anon_inode:[eventpoll]"]
 
 
 def _wait(task: str) -> _Wait | None:
     """Return descriptor, room and timeout of the epoll call in which a thread is, if it is."""
     fields = _read(f"{_TASKS}/{task}/syscall").split()
-    for _ in range(_LOOKS):
+    for _ in range(_LOOKS):  # a thread that is at work waits again within microseconds
         if fields != ["running"]:
             break
         os.sched_yield()

@@ -150,6 +150,16 @@ class MainThreadGate:
         """
         return _Inside(self)
 
+    def is_of_another(self, request: RankShouldRestart) -> bool:
+        """Say whether a request came through another gate, of a call around this one."""
+        return request.gate not in (None, self)
+
+    def request(self, message: str | None) -> RankShouldRestart:
+        """Return the exception of an interruption here."""
+        request = RankShouldRestart(message)
+        request.gate = self
+        return request
+
     @shielded
     def enter(self) -> None:
         """Begin to be interruptible.
@@ -244,7 +254,7 @@ class MainThreadGate:
             return  # too late, again, or not here: in the last case the helper asks again
         entry.is_armed = False
         entry.news.put(_RAISED)
-        raise RankShouldRestart(entry.message)
+        raise self.request(entry.message)
 
     @shielded
     def _on_unraisable(self, unraisable: Any) -> None:
@@ -338,4 +348,4 @@ class _Inside:
         if message is None or isinstance(error, RankShouldRestart):
             return
         if error is None or isinstance(error, Exception):
-            raise RankShouldRestart(message)
+            raise self._gate.request(message)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -67,6 +68,7 @@ class Parts:
         box: What the monitor has said.
         record: Where restarts are recorded.
         inject: Puts the call's wrapper into the function's arguments.
+        say_last_word: Says what no monitor says any more, of a rank in an iteration.
     """
 
     base_store: Any
@@ -78,6 +80,7 @@ class Parts:
     box: NewsBox[Any]
     record: RestartRecord
     inject: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]
+    say_last_word: Callable[[int, int, frozenset[int]], None]
 
 
 class CallLoop:
@@ -101,6 +104,7 @@ class CallLoop:
         self.state = state
         self._parts = parts
         self._restart_health_check = restart_health_check
+        self._pid = os.getpid()
         self._watch = Stopwatch(time.monotonic)
         self._participants = frozenset(range(state.world_size))
         self._reported_at: float | None = None
@@ -130,8 +134,11 @@ class CallLoop:
                     self._restart()
                     garbage.collect()
             except BaseException as error:
-                self._leave(error)
+                if not self._is_child:
+                    self._leave(error)
                 raise
+        if self._is_child:
+            return done[0]
         self._parts.page.phase = ProgressPhase.IDLE
         self._parts.link.leave(is_lost=False)
         if self._settings.completion is not None:
@@ -140,6 +147,11 @@ class CallLoop:
             except Exception as error:  # noqa: BLE001 - the function's value counts
                 log_exc(self.state, error, "completion")
         return done[0]
+
+    @property
+    def _is_child(self) -> bool:
+        """Whether this process was forked in the function: it is no rank, and takes no part."""
+        return os.getpid() != self._pid
 
     # One iteration ---------------------------------------------------------------------------
 
@@ -183,15 +195,21 @@ class CallLoop:
                     given, named = parts.inject(fn, args, kwargs)
                     value = fn(*given, **named)
                     del given, named
+                    if self._is_child:
+                        return (value,)
                 parts.page.rearm()
                 parts.link.completed()
                 self._await_completion()
                 return (value,)
-        except RankShouldRestart:
+        except RankShouldRestart as request:
+            if self._is_child or parts.gate.is_of_another(request):
+                raise  # of a call around this one
             if self._interruption() is None:
                 # The function itself asked for it.
                 self._report()
-        except Exception as error:  # noqa: BLE001 - any of the user's
+        except Exception as error:
+            if self._is_child:
+                raise
             log_exc(state, error, "function")
             state.fn_exception = error
             self._report()
@@ -287,7 +305,8 @@ class CallLoop:
     def _raise_if_lost(self) -> None:
         lost = self._parts.box.find(lambda news: isinstance(news, StoreLost))
         if lost is not None:
-            raise InternalError(f"the store of the job is lost: {lost.text}")
+            what = "its monitor" if self._parts.link.is_abandoned else "the store of the job"
+            raise InternalError(f"this rank has lost {what}: {lost.text}")
 
     # A restart -------------------------------------------------------------------------------
 
@@ -388,7 +407,11 @@ class CallLoop:
         parts, state = self._parts, self.state
         parts.page.phase = ProgressPhase.IDLE
         log_exc(state, error, "leaving")
-        parts.link.leave(is_lost=True, is_discarded=isinstance(error, RankDiscarded))
+        if parts.link.is_abandoned:
+            assert state.initial_rank is not None
+            parts.say_last_word(state.initial_rank, state.iteration, self._participants)
+        else:
+            parts.link.leave(is_lost=True, is_discarded=isinstance(error, RankDiscarded))
         terminate_callback = self._settings.terminate
         if terminate_callback is not None:
             try:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import logging
 import os
 import secrets
 from collections.abc import Mapping
@@ -13,8 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[attr-defined]
 
+from nvidia_resiliency_ext.inprocess._bounded import call_bounded
 from nvidia_resiliency_ext.inprocess._monitor import factory
 from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.store_side import CONNECT
+from nvidia_resiliency_ext.inprocess._protocol.board import Board
+from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
 from nvidia_resiliency_ext.inprocess._protocol.errors import StoreLostError
 from nvidia_resiliency_ext.inprocess._store.endpoint import (
     Endpoint,
@@ -23,6 +29,7 @@ from nvidia_resiliency_ext.inprocess._store.endpoint import (
     job_name,
 )
 from nvidia_resiliency_ext.inprocess._store.hosting import keep_store
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.store import StoreMixin, TCPStore
 
 if TYPE_CHECKING:
@@ -30,10 +37,12 @@ if TYPE_CHECKING:
 
     from .settings import Settings
 
-_CONNECT = f"{__name__}:connect_store"
+logger = logging.getLogger("nvrx")
+
 _NONCE = "nonce"
 _LONGEST_NONCE = 64
 _HOSTED_LIMIT = timedelta(seconds=5)
+_LAST_WORD_LIMIT = timedelta(seconds=5)
 
 # Calls are collective, so all ranks count alike.
 _calls = itertools.count()
@@ -60,10 +69,32 @@ class Meeting:
     Attributes:
         store: This rank's connection, with the call's prefix.
         monitor_settings: What the node's monitor needs to take part.
+        below: The connection without the prefix.
     """
 
     store: Any
     monitor_settings: MonitorSettings
+    below: Any
+
+    def say_last_word(
+        self, initial_rank: int, iteration: int, participants: frozenset[int]
+    ) -> None:
+        """Tell the others that this rank, for which no monitor speaks, goes on no more.
+
+        Best effort: an error is logged.
+        """
+        kind = Interruption.MONITOR_PROCESS_EXCEPTION
+
+        def say() -> None:
+            board = Board(self.below, self.monitor_settings.prefix)
+            board.interrupt(iteration, [InterruptionRecord(initial_rank, kind)], participants)
+            arrival = Arrival(initial_rank, None, None, is_out=True)
+            board.arrive(iteration, arrival, participants, has_reported=True)
+
+        try:
+            call_bounded("nvrx-last-word", say, _LAST_WORD_LIMIT)
+        except Exception as error:  # noqa: BLE001 - what the rank leaves with is told, not this
+            logger.warning("the others cannot be told that this rank ends: %s", error)
 
 
 def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.environ) -> Meeting:
@@ -72,14 +103,17 @@ def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.envir
     Raises:
         BarrierTimeout: they have not, within `barrier_timeout`.
         StoreLostError: there is no store.
+        TypeError: `store_kwargs` are not what the store takes.
         Exception: what the user's `store_factory` raises.
     """
     kwargs = dict(settings.store_kwargs or {})
     if settings.store_factory is TCPStore:
+        # Not all of them are used, but none may be a mistake.
+        inspect.signature(TCPStore).bind(**kwargs)
         endpoint = find_endpoint(environ, kwargs.get("host_name"), kwargs.get("port"))
         timeout = kwargs.get("timeout", timedelta(seconds=300))
         store = _connect(endpoint, min(timeout, settings.barrier_timeout), environ)
-        name, file = _CONNECT, ""
+        name, file = CONNECT, ""
         text = factory.dump_kwargs({"host": endpoint.host, "port": endpoint.port})
     else:
         name, file = factory.name_of(settings.store_factory)
@@ -94,12 +128,7 @@ def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.envir
     call_store.initial_barrier([state.rank], state.world_size, settings.barrier_timeout)
     nonce = call_store.get(_NONCE).decode("ascii", "replace")[:_LONGEST_NONCE]
     own = f"{prefix}/{nonce}/"
-    return Meeting(call_store, _monitor_settings(settings, own, name, file, text))
-
-
-def connect_store(host: str, port: int) -> TCPStore:
-    """Connect to a store that is served; named to monitors, which call it."""
-    return TCPStore.connect(Endpoint(host, port, is_served=True), timedelta(seconds=60))
+    return Meeting(call_store, _monitor_settings(settings, own, name, file, text), store)
 
 
 def _connect(endpoint: Endpoint, limit: timedelta, environ: Mapping[str, str]) -> TCPStore:

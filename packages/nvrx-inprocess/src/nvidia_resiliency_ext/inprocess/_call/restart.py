@@ -27,6 +27,8 @@ class RankShouldRestart(BaseException):
 
     __module__ = "nvidia_resiliency_ext.inprocess.monitor_thread"
 
+    gate: object = None  # through which it came; None for one that the user's code raises
+
     def __del__(self) -> None:
         # At the end of the interpreter modules are already empty.
         if not sys.is_finalizing() and logger.isEnabledFor(logging.DEBUG):

@@ -47,8 +47,8 @@ def complete_package() -> None:
 def main() -> int:
     """Do what the order says that lies in the pipe of which the argument is the descriptor.
 
-    That is to be the monitor, with `listener`, `directory` and `starter`; or to call a function,
-    with its name in `call` and its arguments.
+    That is to be the monitor, with `listener`, `directory`, `starter` and `needs_torch`; or to call
+    a function, with its name in `call` and its arguments.
     """
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         order = json.load(file)
@@ -64,7 +64,8 @@ def main() -> int:
         return 0
     from nvidia_resiliency_ext.inprocess._monitor import program
 
-    return program.run(order["listener"], order["directory"], order["starter"])
+    own = (order["starter"], order["needs_torch"])
+    return program.run(order["listener"], order["directory"], *own)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import signal
 import socket
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.inprocess._monitor import messages, start
 from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.silence import Patience, Silence
+from nvidia_resiliency_ext.inprocess._monitor.store_side import CONNECT
 from nvidia_resiliency_ext.inprocess._protocol.decision import decode_decision
 from nvidia_resiliency_ext.inprocess.exception import InternalError
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
@@ -53,8 +55,16 @@ _LONGEST_PAUSE_S = 2.0
 _MOST_LOSSES = 8
 
 
+class _UnansweredError(InternalError):
+    """The monitor ends, or is too busy; another one may answer."""
+
+
 class MonitorLink:
     """One rank's side of one call.
+
+    Attributes:
+        monitor_pid: Process of the monitor that serves us.
+        is_abandoned: There is none any more, and there will be none.
 
     Args:
         settings: What the monitor must know about the call.
@@ -82,6 +92,13 @@ class MonitorLink:
         self._patience = Patience.within(settings.heartbeat_timeout_s)
         self._monitor: PidHandle | None = None
         self.monitor_pid: int | None = None
+        self.is_abandoned = False
+        self._pid = os.getpid()
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether a child that was forked in the function holds this: it speaks for nobody."""
+        return os.getpid() != self._pid
 
     def attach(self, initial_rank: int, world_size: int) -> None:
         """Come to the monitor of this node, which is started if there is none.
@@ -92,12 +109,12 @@ class MonitorLink:
         """
         self._initial_rank, self._world_size = initial_rank, world_size
         try:
-            sock = self._connect(Deadline.after(start.START_LIMIT_S))
+            sock = self._connect_patiently(Deadline.after(start.START_LIMIT_S))
         except InternalError:
             if not start.end_if_stopped():
                 raise
             logger.warning("the monitor of this node was stopped; another one takes its place")
-            sock = self._connect(Deadline.after(start.START_LIMIT_S))
+            sock = self._connect_patiently(Deadline.after(start.START_LIMIT_S))
         with self._lock:
             self._sock = sock
         self._thread = threading.Thread(target=self._run, name="nvrx-link", daemon=True)
@@ -107,6 +124,8 @@ class MonitorLink:
         self, iteration: int, rank: int, world_size: int, participants: Collection[int]
     ) -> None:
         """Say that an iteration begins, with our number in it."""
+        if self._is_inherited:
+            return
         who = messages.pack_ranks(participants)
         with self._lock:
             self._iteration = iteration
@@ -136,11 +155,15 @@ class MonitorLink:
         Returns:
             Whether the monitor has it.
         """
+        if self._is_inherited:
+            return False
         self._say(messages.Left(is_lost, is_discarded))
         return self._leave_noted.wait(_LEAVE_LIMIT_S)
 
     def close(self) -> None:
         """End the connection and the thread; harmless when repeated."""
+        if self._is_inherited:
+            return  # the lock may be held for ever, and the connection is the parent's
         with self._lock:
             self._closed.set()
             if self._sock is not None:
@@ -162,6 +185,8 @@ class MonitorLink:
     # --- saying ---
 
     def _say(self, message: object) -> None:
+        if self._is_inherited:
+            return
         with self._lock:
             self._said.append(message)
             self._send(message)
@@ -293,17 +318,32 @@ class MonitorLink:
 
     def _give_up(self, text: str) -> bool:
         if not self._closed.is_set():
+            self.is_abandoned = True
             self._pass_on(messages.StoreLost(f"this rank has no monitor any more: {text}"))
         return False
 
+    def _connect_patiently(self, deadline: Deadline) -> socket.socket:
+        """Connect; again when a monitor ends in between, as one may at any moment."""
+        pause_s = _SHORTEST_PAUSE_S
+        while True:
+            try:
+                return self._connect(deadline)
+            except _UnansweredError as error:
+                if deadline.remaining() <= pause_s:
+                    raise
+                logger.warning("%s", error)
+                self._closed.wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
     def _connect(self, deadline: Deadline) -> socket.socket:
-        sock = start.connect_or_start(deadline)
+        needs_torch = self._settings.store_factory != CONNECT
+        sock = start.connect_or_start(deadline, needs_torch=needs_torch)
         try:
             self._introduce(sock, deadline)
             answer = receive_message(sock, messages.TO_RANK, deadline.remaining())
         except (OSError, NvrxError) as error:
             sock.close()
-            raise InternalError(f"the monitor of this node does not answer: {error}") from error
+            raise _UnansweredError(f"the monitor of this node does not answer: {error}") from error
         if isinstance(answer, messages.Welcome):
             self._hold_monitor(answer.pid)
             return sock

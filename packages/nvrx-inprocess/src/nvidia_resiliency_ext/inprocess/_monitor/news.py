@@ -57,6 +57,7 @@ class NewsReader:
         self._hearer = hearer
         self._closed = threading.Event()
         self._broken_s: float | None = None
+        self._spared = -1
         self._to_follow: queue.SimpleQueue[tuple[int, frozenset[int]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nvrx-news", daemon=True)
         self._thread.start()
@@ -69,6 +70,10 @@ class NewsReader:
     def follow(self, iteration: int, participants: frozenset[int]) -> None:
         """Follow an iteration after those before it."""
         self._to_follow.put((iteration, participants))
+
+    def spare_records(self, iteration: int) -> None:
+        """Do without the records of an iteration: nobody here would be told them."""
+        self._spared = iteration
 
     def close(self) -> None:
         """Let the thread end, after the wait that it sits in at the latest."""
@@ -108,9 +113,12 @@ class NewsReader:
         if is_completed:
             return
         left_s = self._settings.last_call_wait_s - (time.monotonic() - since_s)
-        if left_s > 0:
-            board.wait_all_reported(iteration, left_s)
-        records = tuple(board.records(iteration))
+        has_all = left_s > 0 and board.wait_all_reported(iteration, left_s)
+        # What has all was read with them; else they would have to be read, and the decision will
+        # bring them, too.
+        is_spared = self._spared == iteration and not has_all
+        read = board.first_records if is_spared else board.records
+        records = tuple(read(iteration))
         self._post(lambda: self._hearer.last_call_over(iteration, records))
         decision = None
         while decision is None:

@@ -102,6 +102,22 @@ class NodePlace:
             raise
         return sock
 
+    def is_served(self) -> bool:
+        """Return whether a monitor listens, without coming to it.
+
+        Whoever comes is waited for: two monitors that came to each other would never end.
+        """
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(os.path.join(self.path, _SOCKET))
+            except (ConnectionRefusedError, *_GONE):
+                return False
+            except OSError as error:
+                # Somebody is bound to it, with a socket of another kind than the probe.
+                if error.errno != errno.EPROTOTYPE:
+                    raise
+        return True
+
     def listen(self) -> socket.socket:
         """Return a listening socket in the place of a dead monitor's; only under the lock."""
         path = os.path.join(self.path, _SOCKET)
@@ -181,11 +197,8 @@ class NodePlace:
             if os.lstat(self.path).st_uid != os.geteuid():
                 return
             with self.locked(0.0):
-                sock = self.connect()
-                if sock is not None:
-                    sock.close()
-                    return
-                self.remove()
+                if not self.is_served():
+                    self.remove()
         except (OSError, DeadlineExceededError) as error:
             logger.debug("monitor_process: %s is left alone: %s", self.path, error)
 

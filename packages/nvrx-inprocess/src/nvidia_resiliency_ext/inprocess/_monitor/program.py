@@ -36,16 +36,22 @@ _LET_IN_AT_ONCE = 64
 _ENDS_WITH_ITS_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
-def run(listener_fd: int, directory: str, starter: int) -> int:
+def run(listener_fd: int, directory: str, starter: int, needs_torch: bool) -> int:
     """Be the monitor; return the exit code.
 
     Args:
         listener_fd: The socket that ranks connect to.
         directory: The node's private directory.
         starter: The process that started us: while it lives, somebody may still come.
+        needs_torch: Somebody may be about to ask for a store that needs torch.
     """
     for number in _ENDS_WITH_ITS_RANKS:
         signal.signal(number, signal.SIG_IGN)
+    # Not at once: the import keeps the interpreter busy, and somebody may be about to come.
+    warming = threading.Timer(_WARM_UP_AFTER_S, warm_up)
+    warming.daemon = True
+    if needs_torch:
+        warming.start()
     monitor = Monitor(socket.socket(fileno=listener_fd), NodePlace(directory), starter)
     try:
         monitor.run()
@@ -84,10 +90,6 @@ class Monitor:
         with PidHandle(os.getpid()) as own:
             place.name_monitor(own.pid, own.start_ticks)
         place.remove_stale_siblings()
-        # Not at once: the import keeps the interpreter busy, and somebody may be about to come.
-        self._warm_up = threading.Timer(_WARM_UP_AFTER_S, warm_up)
-        self._warm_up.daemon = True
-        self._warm_up.start()
 
     def run(self) -> None:
         """Serve until nobody is left."""
@@ -106,7 +108,6 @@ class Monitor:
             serving.close()
         for stranger in list(self._strangers):
             stranger.close()
-        self._warm_up.cancel()
         self._processes.close()
         self._journal.close()
         self._listener.close()

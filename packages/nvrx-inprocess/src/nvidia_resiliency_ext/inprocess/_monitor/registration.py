@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess._monitor.ring import Ring
 from nvidia_resiliency_ext.inprocess._monitor.roll import RollFile
+from nvidia_resiliency_ext.inprocess._monitor.settings import START_LIMIT_S
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 
 if TYPE_CHECKING:
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Adopted", "Registration"]
 
-# One look at the neighbour in so many is left out: it makes room for the wait for the outcome.
-_LEFT_OUT = 8
+# One look at the neighbour in so many is left out: it makes room for the wait for the outcome, and
+# for what is asked when that was in vain.
+_LEFT_OUT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,13 @@ class Registration:
         self._desk = desk
         self._lost = lost
         self._interval_s = settings.heartbeat_interval_s
-        self._ring = Ring(settings.heartbeat_interval_s, settings.heartbeat_timeout_s)
+        self._ring = Ring(
+            settings.heartbeat_interval_s,
+            settings.heartbeat_timeout_s,
+            # A rank has so much time to find its monitor, and that to find the store.
+            settings.heartbeat_timeout_s + START_LIMIT_S,
+        )
+        self._participants: Collection[int] = ()
         self._roll = RollFile(directory, settings.prefix)
         self._ranks: dict[int, tuple[int, int | None]] = {}
         self._rolled = self._roll.read()
@@ -123,6 +131,7 @@ class Registration:
         if not self._is_beating:
             self._is_beating = True
             self._beats += 1
+            self._participants = participants
             node_id = self._node_id
             must_ask = not self._ring.covers(participants)
             wanted = self._ring.to_read(node_id, participants) if self._beats % _LEFT_OUT else []
@@ -169,6 +178,9 @@ class Registration:
         self._is_beating = False
         if look.nodes is not None:
             self._ring.update({node.node_id: node.ranks for node in look.nodes})
+            unknown = self._ring.unknown(self._participants, time.monotonic())
+            if unknown:
+                self._lost(unknown)
         if look.leases is not None:
             lost = self._ring.looked(look.leases, time.monotonic())
             if lost:

@@ -29,11 +29,15 @@ class Ring:
     Args:
         interval_s: How often leases are looked at.
         timeout_s: How long one may stay unchanged.
+        unknown_s: How long a participant may be on no node that is known.
     """
 
-    def __init__(self, interval_s: float, timeout_s: float) -> None:
+    def __init__(self, interval_s: float, timeout_s: float, unknown_s: float = math.inf) -> None:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
+        self._unknown_limit_s = unknown_s
+        self._unknown_s: dict[int, float] = {}
+        self._asked_s = -math.inf
         self._nodes: dict[int, frozenset[int]] = {}
         self._leases: dict[int, _Lease] = {}
         self._lost: set[int] = set()
@@ -48,6 +52,22 @@ class Ring:
         """Whether the node of each of the ranks is known."""
         known = frozenset[int]().union(*self._nodes.values())
         return known.issuperset(ranks)
+
+    def unknown(self, ranks: Collection[int], now: float) -> list[int]:
+        """Take in that all nodes were asked for; return ranks that are on none for too long.
+
+        They ended after all had met, and before any monitor heard of them.
+        """
+        passed_s = min(now - self._asked_s, 2 * self._interval_s)
+        self._asked_s = now
+        known = frozenset[int]().union(*self._nodes.values())
+        before = self._unknown_s
+        self._unknown_s = {
+            rank: before[rank] + passed_s if rank in before else 0.0
+            for rank in sorted(ranks)
+            if rank not in known
+        }
+        return [rank for rank, for_s in self._unknown_s.items() if for_s >= self._unknown_limit_s]
 
     def to_read(self, own_id: int, participants: Collection[int]) -> list[int]:
         """Return the nodes whose leases must be read: the next, or all when that is late."""

@@ -57,6 +57,7 @@ class Arrive:
     iteration: int
     arrival: Arrival
     participants: frozenset[int]
+    has_reported: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +297,15 @@ class Roster:
         return fate is not None and fate.is_interrupted
 
     @property
+    def is_anybody_inside(self) -> bool:
+        """Whether a rank here has yet to be told, in its function, what was reported."""
+        said = self._said.interruptions
+        return any(
+            member.is_present and (rank, Interruption.EXCEPTION) not in said
+            for rank, member in self.members.items()
+        )
+
+    @property
     def is_settled(self) -> bool:
         """Whether nothing is owed: to no present rank, and to the store for none that ended."""
         return all(
@@ -338,7 +348,8 @@ class Roster:
         # One that was discarded, or leaves, says so; the number of any other may be unknown.
         is_out = member is not None and member.is_leaving
         arrival = Arrival(rank, None, None, is_out=is_out)
-        return [*effects, Arrive(self.position, arrival, self.participants)]
+        has_reported = bool(effects) or self._has_reported(rank)
+        return [*effects, Arrive(self.position, arrival, self.participants, has_reported)]
 
     def _has_reported(self, rank: int) -> bool:
         return any(reporter == rank for reporter, _ in self._said.interruptions)

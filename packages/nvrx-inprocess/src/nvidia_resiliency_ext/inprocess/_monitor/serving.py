@@ -93,7 +93,6 @@ class Serving:
         self._limits = verdict.Limits(
             soft_s=settings.soft_timeout_s,
             hard_s=settings.hard_timeout_s,
-            barrier_s=settings.barrier_timeout_s,
             grace_s=settings.termination_grace_s,
             interval_s=settings.interval_s,
         )
@@ -339,6 +338,8 @@ class Serving:
             self._news.follow(effect.iteration, effect.participants)
         elif isinstance(effect, roster.Interrupt):
             interrupt = effect
+            if not self._roster.is_anybody_inside:
+                self._news.spare_records(interrupt.iteration)
             self._desk.submit(
                 lambda board: board.interrupt(
                     interrupt.iteration, interrupt.records, interrupt.participants
@@ -347,7 +348,12 @@ class Serving:
         elif isinstance(effect, roster.Arrive):
             arrive = effect
             self._desk.submit(
-                lambda board: board.arrive(arrive.iteration, arrive.arrival, arrive.participants)
+                lambda board: board.arrive(
+                    arrive.iteration,
+                    arrive.arrival,
+                    arrive.participants,
+                    has_reported=arrive.has_reported,
+                )
             )
         elif isinstance(effect, roster.Complete):
             complete = effect

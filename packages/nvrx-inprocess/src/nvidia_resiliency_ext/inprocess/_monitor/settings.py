@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MonitorSettings"]
+__all__ = ["START_LIMIT_S", "MonitorSettings"]
+
+START_LIMIT_S = 10.0
+"""How long a rank waits for its monitor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,7 @@ class MonitorSettings:
         heartbeat_timeout_s: Age of a lease at which a node counts as lost.
         soft_timeout_s: Age of a stamp at which a restart is asked for.
         hard_timeout_s: Age of a stamp at which the process is killed.
-        barrier_timeout_s: The same for a process that waits for the others.
+        barrier_timeout_s: How long ranks wait for each other.
         last_call_wait_s: How long faults are collected after the first one.
         termination_grace_s: From SIGTERM to SIGKILL.
     """

@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess._monitor.place import NodePlace
+from nvidia_resiliency_ext.inprocess._monitor.settings import START_LIMIT_S
 from nvidia_resiliency_ext.inprocess.exception import InternalError
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import start_child
@@ -31,9 +32,6 @@ __all__ = [
     "run_detached",
 ]
 
-START_LIMIT_S = 10.0
-"""How long a rank waits for its monitor."""
-
 END_LIMIT_S = 1.0
 """How long a monitor that was killed may take to be gone."""
 
@@ -42,19 +40,31 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _PIPE_BYTES = 65536
 
 
-def ensure_started(environ: Mapping[str, str] = os.environ) -> None:
+def ensure_started(environ: Mapping[str, str] = os.environ, *, needs_torch: bool = False) -> None:
     """Start the monitor of this node, unless it runs, and do not wait until it is ready.
+
+    Args:
+        environ: Says where.
+        needs_torch: It will have to make a store for which it needs torch, and may import it now.
 
     Raises:
         InternalError: It cannot be started.
     """
-    connect_or_start(Deadline.after(START_LIMIT_S), environ).close()
+    deadline = Deadline.after(START_LIMIT_S)
+    connect_or_start(deadline, environ, needs_torch=needs_torch).close()
 
 
-def connect_or_start(deadline: Deadline, environ: Mapping[str, str] = os.environ) -> socket.socket:
+def connect_or_start(
+    deadline: Deadline, environ: Mapping[str, str] = os.environ, *, needs_torch: bool = False
+) -> socket.socket:
     """Return a connection to the monitor of this node; of all who come, one starts it.
 
     It listens from the moment it is started, and answers as soon as it can.
+
+    Args:
+        deadline: For all of it.
+        environ: Says where.
+        needs_torch: As in `ensure_started`.
 
     Raises:
         InternalError: It cannot be started.
@@ -66,7 +76,7 @@ def connect_or_start(deadline: Deadline, environ: Mapping[str, str] = os.environ
             with place.locked(deadline.remaining()):
                 sock = place.connect()
                 if sock is None:
-                    _start(place)
+                    _start(place, needs_torch=needs_torch)
                     sock = place.connect()
         if sock is None:
             raise InternalError("the monitor of this node ended as soon as it was started")
@@ -133,10 +143,15 @@ def run_detached(order: Mapping[str, object], pass_fds: tuple[int, ...] = ()) ->
         os.close(reader)
 
 
-def _start(place: NodePlace) -> None:
+def _start(place: NodePlace, *, needs_torch: bool) -> None:
     with place.listen() as listener:
         fd = listener.fileno()
-        order = {"directory": place.path, "listener": fd, "starter": os.getpid()}
+        order = {
+            "directory": place.path,
+            "listener": fd,
+            "starter": os.getpid(),
+            "needs_torch": needs_torch,
+        }
         run_detached(order, (fd,))
 
 

@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.inprocess._monitor import factory
@@ -25,24 +26,42 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
     from nvidia_resiliency_ext.inprocess._protocol.board import Board
 
-__all__ = ["Desk", "open_board", "warm_up"]
+__all__ = ["CONNECT", "Desk", "connect_store", "open_board", "warm_up"]
 
 logger = logging.getLogger("nvrx")
+
+CONNECT = f"{__name__}:connect_store"
+"""The name of `connect_store`: the one factory that needs no torch."""
+_CONNECT_LIMIT = timedelta(seconds=60)
 
 
 def open_board(settings: MonitorSettings) -> Board:
     """Connect to the store of a call; called in the thread that will use it."""
-    from nvidia_resiliency_ext.inprocess._monitor.boot import complete_package
-
-    complete_package()
+    if settings.store_factory != CONNECT:
+        warm_up()
     from nvidia_resiliency_ext.inprocess._protocol.board import Board
 
     make = factory.load_named(settings.store_factory, settings.store_file)
     return Board(make(**factory.load_kwargs(settings.store_kwargs)), settings.prefix)
 
 
+def connect_store(host: str, port: int) -> Any:
+    """Connect to a TCPStore that is served; without torch, where that is possible."""
+    from nvidia_resiliency_ext.inprocess._store.plain import PlainStore, StrangeStoreError
+
+    try:
+        return PlainStore(host, port, _CONNECT_LIMIT)
+    except StrangeStoreError as error:
+        logger.info("monitor_process: %s; torch's own client is used", error)
+    warm_up()
+    from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
+    from nvidia_resiliency_ext.inprocess._store.stores import TCPStore
+
+    return TCPStore.connect(Endpoint(host, port, is_served=True), _CONNECT_LIMIT)
+
+
 def warm_up() -> None:
-    """Import what connecting will need; nobody waits for it."""
+    """Import torch and all of this package, which what connects may need."""
     from nvidia_resiliency_ext.inprocess._monitor.boot import complete_package
 
     complete_package()

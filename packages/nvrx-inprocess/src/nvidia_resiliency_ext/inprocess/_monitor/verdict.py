@@ -40,7 +40,6 @@ class Limits:
 
     soft_s: float
     hard_s: float
-    barrier_s: float
     grace_s: float
     interval_s: float
 
@@ -67,7 +66,6 @@ class Watch:
         calm_s: Stamps from before this moment count as made at it.
         interrupted_s: When the iteration was interrupted.
         is_soft_told: The soft timeout of this epoch was told.
-        extended_s: The stamp for which the hard timeout was extended.
         is_pardoned: We were held up, and no fresh stamp was seen since.
         step: How far killing has gone.
         step_s: When that step was taken.
@@ -78,7 +76,6 @@ class Watch:
     calm_s: float = -math.inf
     interrupted_s: float | None = None
     is_soft_told: bool = False
-    extended_s: float | None = None
     is_pardoned: bool = False
     step: _Step = _Step.NONE
     step_s: float = -math.inf
@@ -152,13 +149,9 @@ def judge(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Verdict:
     base_s = _last_sign(watch, stamps)
     is_interrupted = watch.interrupted_s is not None
     if now >= base_s + limits.hard_s:
-        if watch.extended_s is None and stamps.phase is Phase.AT_BARRIER:
-            watch = replace(watch, extended_s=base_s)
-        if watch.extended_s != base_s or now >= base_s + limits.barrier_s:
-            watch = replace(watch, step=_Step.TERMINATED, step_s=now)
-            due_s = now + _grace(limits)
-            return Verdict(watch, (HardTimeout(), _TERM), due_s)
-        return Verdict(watch, due_s=base_s + limits.barrier_s)
+        # At the barrier, too: who waits there makes stamps, and the others wait for who does not.
+        watch = replace(watch, step=_Step.TERMINATED, step_s=now)
+        return Verdict(watch, (HardTimeout(), _TERM), now + _grace(limits))
     if is_interrupted or watch.is_soft_told:
         return Verdict(watch, due_s=base_s + limits.hard_s)
     if now >= base_s + limits.soft_s:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
 from .decision import (
     Arrival,
@@ -23,7 +23,7 @@ from .decision import (
     encode_records,
 )
 from .errors import ForeignValueError
-from .keys import IterationKeys, iteration_keys, lease_key, nodes_key
+from .keys import IterationKeys, iteration_keys, lease_key, nodes_key, oldest_key
 from .lists import (
     NodeEntry,
     decide,
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _LEASE_WAIT_S = 1.0
+KEPT_FATES = 8
+"""Of so many iterations the outcome and the decision are kept."""
 
 
 class Outcome(enum.Enum):
@@ -98,18 +100,38 @@ class Board:
         outcome, _ = _parse_outcome(found, keys.outcome)
         if outcome is Outcome.COMPLETED:
             return outcome
-        if found != _INTERRUPTED + text:
+        is_first = found == _INTERRUPTED + text
+        if not is_first:
             self._access.append(keys.interruption_records, text)
+        if not is_first and all(r.interruption is Interruption.SOFT_TIMEOUT for r in records):
+            # Saves an operation; at worst the last call, after a whole soft timeout, is not cut
+            # short.
+            return outcome
         self._count_reported(iteration, len({record.rank for record in records}), participants)
         return outcome
 
-    def arrive(self, iteration: int, arrival: Arrival, participants: frozenset[int]) -> None:
-        """Say in which form a participant reached the end; the last one makes the decision."""
+    def arrive(
+        self,
+        iteration: int,
+        arrival: Arrival,
+        participants: frozenset[int],
+        *,
+        has_reported: bool = False,
+    ) -> None:
+        """Say in which form a participant reached the end; the last one makes the decision.
+
+        Args:
+            iteration: Which.
+            arrival: Who, and how.
+            participants: Of whom there is to be an arrival.
+            has_reported: A record of this rank was written, so that it is counted already.
+        """
         keys = self._keys(iteration)
         self._access.append(keys.arrivals, format_arrival(arrival))
         if self._access.add(keys.arrived, 1) >= len(participants):
-            self._settle_decision(keys, participants)
-        elif not arrival.goes_on:
+            if self._settle_decision(keys, participants) is not None:
+                self._forget_old(iteration)
+        elif not arrival.goes_on and not has_reported:
             # No record will come of it any more.
             self._count_reported(iteration, 1, participants)
 
@@ -123,11 +145,14 @@ class Board:
         return self._settle_decision(keys, participants)
 
     def outcome(self, iteration: int, timeout_s: float) -> Outcome | None:
-        """Wait until the outcome stands; None after `timeout_s`."""
+        """Wait until the outcome stands; None after `timeout_s`.
+
+        Of an iteration that all others have left far behind it is an interruption.
+        """
         key = self._keys(iteration).outcome
         text = self._access.get(key, timeout_s)
         if text is None:
-            return None
+            return Outcome.INTERRUPTED if self._is_forgotten(iteration) else None
         self._outcome = iteration, text
         return _parse_outcome(text, key)[0]
 
@@ -148,11 +173,22 @@ class Board:
             return self._all_reported[1]
         return self._read_records(iteration)
 
+    def first_records(self, iteration: int) -> tuple[InterruptionRecord, ...]:
+        """Return what the outcome, which has been read, said; without an operation."""
+        if self._outcome is None or self._outcome[0] != iteration:
+            return ()
+        return tuple(_parse_outcome(self._outcome[1], self._keys(iteration).outcome)[1])
+
     def decision(self, iteration: int, timeout_s: float) -> Decision | None:
-        """Wait until the decision stands; None after `timeout_s`."""
+        """Wait until the decision stands; None after `timeout_s`.
+
+        Of an iteration that all others have left far behind it is that nobody here goes on.
+        """
         key = self._keys(iteration).decision
         text = self._access.get(key, timeout_s)
-        return None if text is None else decode_decision(text, key)
+        if text is None:
+            return Decision((), (), ()) if self._is_forgotten(iteration) else None
+        return decode_decision(text, key)
 
     def register_node(self, node: NodeEntry) -> None:
         """Announce a node and its lease, or a new monitor of it."""
@@ -184,13 +220,31 @@ class Board:
         return leases
 
     def forget(self, iteration: int) -> None:
-        """Remove the lists of an iteration that has been decided.
-
-        Outcome and decision stay: a node that was cut off, or whose ranks have all ended, may
-        still wait for them.
-        """
+        """Remove the lists of an iteration that has been decided; outcome and decision stay."""
         for key in self._keys(iteration).lists():
             self._access.delete(key)
+
+    def _forget_old(self, iteration: int) -> None:
+        """Remove what is of no use once an iteration has been decided.
+
+        Everybody who has arrived in it is done with the lists of the one before. Outcomes and
+        decisions stay for a while, for nodes that were given up and do not know it.
+        """
+        if iteration > 0:
+            self.forget(iteration - 1)
+        if iteration >= KEPT_FATES:
+            self._access.set(oldest_key(self._prefix), str(iteration - KEPT_FATES + 1))
+            old = self._keys(iteration - KEPT_FATES)
+            self._access.delete(old.outcome)
+            self._access.delete(old.decision)
+
+    def _is_forgotten(self, iteration: int) -> bool:
+        key = oldest_key(self._prefix)
+        text = self._access.peek(key)
+        oldest = 0 if text is None else parse_number(text)
+        if oldest is None:
+            raise ForeignValueError(key, text or "")
+        return iteration < oldest
 
     def _keys(self, iteration: int) -> IterationKeys:
         return iteration_keys(self._prefix, iteration)

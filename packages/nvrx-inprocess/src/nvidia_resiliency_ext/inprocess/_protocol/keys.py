@@ -57,3 +57,8 @@ def nodes_key(prefix: str) -> str:
 def lease_key(prefix: str, node_id: int) -> str:
     """Return the key of a node's lease, a counter."""
     return f"{prefix}lease_{node_id}"
+
+
+def oldest_key(prefix: str) -> str:
+    """Return the key of the oldest iteration of which outcome and decision are kept."""
+    return f"{prefix}oldest"

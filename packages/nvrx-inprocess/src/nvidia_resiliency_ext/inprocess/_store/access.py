@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nvidia_resiliency_ext.inprocess._protocol.errors import ForeignValueError, StoreLostError
 from nvidia_resiliency_ext.inprocess.utils import torch_older_than
 
+from .plain import WaitExpiredError
 from .sockets import is_listening
 
 if TYPE_CHECKING:
@@ -190,7 +191,8 @@ class StoreAccess:
             return function()
         except (RuntimeError, OSError) as error:
             # torch: DistNetworkError, DistStoreError and others, all of them RuntimeError.
-            if limit_s is not None and is_expiry(error, time.monotonic() - began, limit_s):
+            elapsed_s = time.monotonic() - began
+            if limit_s is not None and is_expiry(error, elapsed_s, limit_s):
                 raise TimeoutError from None
             self._lost = f"the store does not answer: {_first_line(error)}"
             raise StoreLostError(self._lost) from None
@@ -201,6 +203,8 @@ def is_expiry(error: BaseException, elapsed_s: float, limit_s: float) -> bool:
 
     The network's own timeouts use the same words, but come at other times.
     """
+    if isinstance(error, (WaitExpiredError, ConnectionError)):
+        return isinstance(error, WaitExpiredError)
     name = type(error).__name__
     if name == "DistStoreError" or (name == "DistNetworkError" and not torch_older_than("2.5")):
         return name == "DistStoreError"

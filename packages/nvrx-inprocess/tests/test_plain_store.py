@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client of TCPStore without torch says and hears what torch's own does."""
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from protocol_schedules import RealRun
+
+from nvidia_resiliency_ext.inprocess._monitor.store_side import connect_store
+from nvidia_resiliency_ext.inprocess._protocol.board import Board
+from nvidia_resiliency_ext.inprocess._protocol.errors import ForeignValueError, StoreLostError
+from nvidia_resiliency_ext.inprocess._store import plain
+from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
+from nvidia_resiliency_ext.inprocess._store.plain import (
+    PlainStore,
+    StrangeStoreError,
+    WaitExpiredError,
+)
+
+LONG = timedelta(seconds=20)
+
+
+@pytest.fixture(params=[True, False], ids=["libuv", "no libuv"])
+def server(request: pytest.FixtureRequest) -> Any:
+    """Host a store with each of torch's servers."""
+    return dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=request.param
+    )
+
+
+@pytest.fixture
+def client(server: Any) -> Iterator[PlainStore]:
+    """Connect to it without torch."""
+    made = PlainStore("127.0.0.1", server.port, LONG)
+    yield made
+    made.close()
+
+
+def test_it_says_what_torch_says(server: Any, client: PlainStore) -> None:
+    """What one of both writes the other one reads, for every operation."""
+    client.set("a", "1")
+    assert client.get("a") == server.get("a") == b"1"
+    server.append("a", "2")
+    client.append("a", "3" * 100_000)
+    assert client.get("a") == server.get("a") == b"12" + b"3" * 100_000
+    assert client.add("n", 5) == 5
+    assert server.add("n", 2) == 7
+    assert client.add("n", -9) == -2
+    assert client.check(["a", "n"]) is True
+    assert client.check(["a", "missing"]) is False
+    assert client.compare_set("c", "x", "y") == server.compare_set("c", "x", "y") == b"x"
+    assert client.compare_set("c", "", "y") == b"y"
+    assert client.compare_set("c", "y", "z") == server.get("c") == b"z"
+    assert client.multi_get(["a", "n", "c"]) == server.multi_get(["a", "n", "c"])
+    assert client.num_keys() == server.num_keys()
+    assert client.delete_key("c") is True
+    assert client.delete_key("c") is False
+    assert not server.check(["c"])
+
+
+def test_a_wait_ends_and_leaves_the_connection_in_step(client: PlainStore) -> None:
+    """After waits that end just when the key comes, each answer is still that of its question."""
+    other = client.clone()
+    for number in range(100):
+        key = f"late{number}"
+        setter = threading.Timer(0.002, other.set, (key, "1"))
+        setter.start()
+        with contextlib.suppress(WaitExpiredError):
+            client.wait([key], timedelta(seconds=0.0015 + 0.00001 * number))
+        setter.join()
+        assert client.add("count", 1) == number + 1
+        assert client.get(key) == b"1"
+    began = time.monotonic()
+    with pytest.raises(WaitExpiredError):
+        client.wait(["missing"], timedelta(seconds=0.05))
+    assert 0.04 < time.monotonic() - began < 5
+    other.close()
+
+
+def test_access_is_the_same(server: Any, client: PlainStore) -> None:
+    """A wait in vain is no value, and a counter that is none is named with what stands there."""
+    access = StoreAccess(client)  # type: ignore[arg-type]
+    assert access.get("missing", 0.02) is None
+    assert access.get_all(["missing"], 0.02) == [None]
+    assert access.peek("missing") is None
+    server.set("count", "no number")
+    assert server.get("count") == b"no number"  # until now it may be on its way
+    with pytest.raises(ForeignValueError, match="no number"):
+        access.add("count", 1)
+    assert access.add("other", 1) == 1
+
+
+@pytest.mark.parametrize("first", [0, 10])
+def test_schedules(first: int) -> None:
+    """In threads over it, with faults at any operation, all see one outcome and one decision."""
+    wrong = []
+    for seed in range(first, first + 10):
+        host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        run = RealRun(seed, lambda port=host.port: connect_store("127.0.0.1", port))
+        try:
+            run.run(timeout_s=30.0)
+        except Exception as error:  # noqa: BLE001 - the report of a schedule
+            wrong.append((seed, repr(error)))
+    assert not wrong
+
+
+class Stranger:
+    """Listens, and answers each connection with a function."""
+
+    def __init__(self, answer: Any) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._answer = answer
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(0.5)
+                    self._answer(connection)
+
+    def __enter__(self) -> "Stranger":  # noqa: PYI034  # Self is not in Python 3.10
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+
+
+def greet(connection: socket.socket) -> None:
+    """Answer the greeting as a store does."""
+    data = b""
+    while len(data) < 10:
+        part = connection.recv(10 - len(data))
+        if not part:
+            raise ConnectionError
+        data += part
+    connection.sendall(data[-4:])
+
+
+def hold(connection: socket.socket) -> None:
+    """Say nothing, until the peer has gone."""
+    while connection.recv(4096):
+        pass
+
+
+STRANGERS = {
+    "silent": hold,
+    "something else": lambda connection: connection.sendall(b"HTTP"),
+    "hangs up": lambda connection: connection.recv(1),
+}
+
+
+@pytest.mark.parametrize("answer", STRANGERS.values(), ids=STRANGERS)
+def test_what_is_no_store_is_told_apart(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that is silent, says something else, or hangs up is no TCPStore."""
+    monkeypatch.setattr(plain, "ANSWER_TIMEOUT_S", 0.2)
+    with Stranger(answer) as stranger, pytest.raises(StrangeStoreError):
+        PlainStore("127.0.0.1", stranger.port, LONG)
+
+
+def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody listens there is no store, after a while."""
+    monkeypatch.setattr(plain, "_REFUSED_LIMIT_S", 0.1)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with pytest.raises(StoreLostError, match="no store answers at 127"):
+            PlainStore("127.0.0.1", unused.getsockname()[1], LONG)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_answer_ends(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever bytes come back, every operation ends with a value or a typed error, in time."""
+    monkeypatch.setattr(plain, "ANSWER_TIMEOUT_S", 0.1)
+    chance = random.Random(seed)
+
+    def babble(connection: socket.socket) -> None:
+        greet(connection)
+        for _ in range(chance.randrange(4)):
+            connection.recv(4096)
+            connection.sendall(chance.randbytes(chance.randrange(1, 40)))
+
+    with Stranger(babble) as stranger:
+        store = PlainStore("127.0.0.1", stranger.port, LONG)
+        board = Board(store, "p/")  # type: ignore[arg-type]
+        for operation in (
+            board.nodes,
+            lambda: board.outcome(0, 0.05),
+            lambda: board.renew_lease(0),
+            lambda: board.leases([0]),
+        ):
+            with contextlib.suppress(StoreLostError, ForeignValueError):
+                operation()
+        store.close()
+
+
+def test_a_store_that_hangs_is_lost_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who greets and then says nothing is a lost store, for a wait and for a question alike."""
+    monkeypatch.setattr(plain, "ANSWER_TIMEOUT_S", 0.1)
+
+    def fall_silent(connection: socket.socket) -> None:
+        greet(connection)
+        hold(connection)
+
+    with Stranger(fall_silent) as stranger:
+        for use in (lambda b: b.outcome(0, 0.1), lambda b: b.renew_lease(0)):
+            store = PlainStore("127.0.0.1", stranger.port, LONG)
+            board = Board(store, "p/")  # type: ignore[arg-type]
+            with pytest.raises(StoreLostError, match="no answer within"):
+                use(board)
+            store.close()
