@@ -54,7 +54,7 @@ def test_a_hang_of_the_last_cycle_is_none_of_this_one(handle: TalkingHandle) -> 
     """Two ranks hang at once; the report on the second comes after the restart and is dropped."""
     clock = SystemClock()
     monitor = SharedMonitor(
-        lambda _cycle: handle,  # type: ignore[arg-type, return-value]
+        lambda _cycle, _word: handle,  # type: ignore[arg-type, return-value]
         EventLoop(clock),
         clock,
         on_first_step=lambda _rank, _at: None,

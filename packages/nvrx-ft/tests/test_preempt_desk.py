@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch.leaving import GraceOver, Preempted
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.leaving import GraceOver, Preempted, RanksHeld
 from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._preempt.desk import PreemptionDesk
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock
@@ -17,13 +18,14 @@ USR1 = signal.SIGUSR1
 class Desk:
     """A desk with a clock that the test moves, and what it has posted."""
 
-    def __init__(self, loop, clock, **more):
+    def __init__(self, loop, clock, *, link=None, pids=(), **more):
         self.clock, self.loop = clock, loop
         self.posted = []
         self._desk = PreemptionDesk(
             loop, clock, host="a", signum=USR1, grace_s=60.0, **{"end": None, **more}
         )
-        self._desk.open(self.posted.append, None, list)
+        self.ask, self.known = self._desk.ask, self._desk.known
+        self._desk.open(self.posted.append, link, lambda: pids)
 
     def signal(self):
         """Deliver the signal; return whether it counts as an announcement."""
@@ -37,6 +39,20 @@ class Desk:
         self.clock.advance(seconds)
         self.loop.call_at(self.clock.monotonic(), lambda: None)
         self.loop.run_once()
+
+
+class Slots:
+    """What the slots of a node's ranks show, and whether the word stands in them."""
+
+    def __init__(self, calls):
+        self.calls, self.is_save_known = calls, True
+
+    def save(self, word):
+        """Take the word."""
+
+    def save_calls(self):
+        """Return how often each rank has asked."""
+        return self.calls
 
 
 @pytest.fixture
@@ -81,3 +97,20 @@ def test_a_signal_after_the_deadline_was_announced_is_the_same_announcement(made
     desk.pass_time(2.0)
     desk.signal()
     assert isinstance(desk.posted[1], GraceOver)
+
+
+def test_ranks_whose_monitor_died_are_waited_for_before_a_call_is_agreed(made):
+    """What a new monitor shows counts when it knows the word and has all ranks."""
+    slots = Slots({0: 5, 1: 6})
+    desk = made(link=slots, pids=(1, 2))
+    desk.ask(Cause("preempted", "host a must go"))
+    slots.calls, slots.is_save_known = {}, False  # the monitor dies
+    desk.pass_time(1.0)
+    slots.is_save_known = True  # the next one is there, and one rank
+    slots.calls = {0: 5}
+    desk.known()
+    desk.pass_time(1.0)
+    assert not desk.posted
+    slots.calls = {0: 5, 1: 7}
+    desk.pass_time(1.0)
+    assert desk.posted == [RanksHeld(7)]

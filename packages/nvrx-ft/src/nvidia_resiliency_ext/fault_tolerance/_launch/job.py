@@ -334,7 +334,7 @@ class Job:
         """Start a monitor; it is closed after workers and standbys, because it sweeps."""
         place = self._place
 
-        def start(cycle: int) -> MonitorHandle:
+        def start(cycle: int, save_word: int) -> MonitorHandle:
             return MonitorHandle.launch(
                 self._plan.fault_tolerance.to_dict(),
                 [place.monitor_sockets[rank] for rank in local_ranks],
@@ -345,6 +345,7 @@ class Job:
                 cycle=cycle,
                 host=place.host,
                 is_restarter_logger=0 in local_ranks,
+                save_word=save_word,
                 env={**self._environ, **self._event_log.environment()},
             )
 

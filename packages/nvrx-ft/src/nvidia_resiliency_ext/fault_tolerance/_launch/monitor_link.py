@@ -28,6 +28,7 @@ MIN_RESTART_INTERVAL_S = 1.0
 RETRY_INTERVAL_S = 5.0
 ANSWER_TIMEOUT_S = 2.0
 LATE_S = 0.5
+_UNKNOWN = -1
 
 
 class NoMonitor:
@@ -71,7 +72,8 @@ class SharedMonitor:
     """One monitor process for all local ranks of this node.
 
     Args:
-        start: Starts a monitor process for a cycle; called again when one died.
+        start: Starts a monitor process for a cycle, with a word for `should_checkpoint` that ranks
+            find as soon as they come; called again when one died.
         loop: Where its messages are waited for.
         clock: The clock of the loop.
         on_first_step: Called with (local rank, monotonic s) at a rank's first sign of work.
@@ -81,7 +83,7 @@ class SharedMonitor:
 
     def __init__(
         self,
-        start: Callable[[int], MonitorHandle],
+        start: Callable[[int, int], MonitorHandle],
         loop: EventLoop,
         clock: Clock,
         *,
@@ -95,7 +97,8 @@ class SharedMonitor:
         self._on_first_step = on_first_step
         self._on_stuck = on_stuck
         self._on_save_known = on_save_known
-        self._save_word = self._known_word = 0
+        self._save_word = 0
+        self._known_word = 0
         self._prepared_at = 0.0
         self._cycle = 0
         self._pgids: list[int] = []
@@ -108,7 +111,7 @@ class SharedMonitor:
 
     def _open(self) -> MonitorHandle:
         self._started_at = self._clock.monotonic()
-        handle = self._start(self._cycle)
+        handle = self._start(self._cycle, self._save_word)
         self._loop.watch(handle.fileno(), self._receive)
         return handle
 
@@ -254,6 +257,7 @@ class SharedMonitor:
             status.describe() if status else "it closed its socket",
         )
         self._handle.close()
+        self._known_word = _UNKNOWN
         earliest = self._started_at + MIN_RESTART_INTERVAL_S
         self._reopening = self._loop.call_at(earliest, self._retry)
 

@@ -39,6 +39,7 @@ class Start:
 
     `local_ranks` names the local rank of each socket (0, 1, ... when empty). Without a `run_id`
     the monitor stands alone: it sweeps nothing, removes no directory, and obeys signals.
+    `save_word` is what the slots hold for `should_checkpoint` from the beginning.
     """
 
     config: dict[str, Any]
@@ -50,6 +51,7 @@ class Start:
     host: str = ""
     local_ranks: list[int] = field(default_factory=list)
     is_restarter_logger: bool = False
+    save_word: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,8 @@ class MonitorServer:
             RankPort(self, local_rank, path, start.config, self._restart_lines(local_rank))
             for local_rank, path in zip(local_ranks, start.socket_paths, strict=True)
         ]
+        for port in self.ports:
+            port.save(start.save_word)
         self._node_watch = NodeWatch(local_ranks, start.config, self._note_unfit)
 
     @property

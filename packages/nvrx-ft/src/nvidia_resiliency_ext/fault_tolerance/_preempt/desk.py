@@ -87,6 +87,7 @@ class PreemptionDesk:
         self._monitor: SaveLink | None = None
         self._running_pids: Callable[[], Collection[int]] = list
         self._is_asked = False
+        self._asked_ranks = 0
         self._has_word = False
         self._is_told = False
         self._signalled_at: float | None = None
@@ -183,6 +184,7 @@ class PreemptionDesk:
         assert self._monitor is not None
         logger.warning("ranks are asked to save and leave: %s", cause.what)
         self._is_asked = self._has_word = True
+        self._asked_ranks = len(self._monitor.save_calls())
         self._monitor.save(SAVE_ASKED)
         _pass_on(self._signum, self._running_pids())
         self.known()
@@ -195,11 +197,20 @@ class PreemptionDesk:
             self._monitor.save(at)
 
     def _report(self) -> None:
-        """Say how far the ranks are, which cannot go on from the next call on."""
+        """Say how far the ranks are, which cannot go on from the next call on.
+
+        Ranks whose monitor died are not seen until the next one has them: then `known` is called
+        again, and they are waited for. The grace time ends that.
+        """
         assert self._monitor is not None
-        if self._is_asked:
-            self._is_asked = False
-            self._post(RanksHeld(max(self._monitor.save_calls().values(), default=0)))
+        if not self._is_asked or not self._monitor.is_save_known:
+            return
+        calls = self._monitor.save_calls()
+        if len(calls) < min(self._asked_ranks, len(self._running_pids())):
+            self._loop.call_at(self._clock.monotonic() + SETTLE_S, self._report)
+            return
+        self._is_asked = False
+        self._post(RanksHeld(max(calls.values(), default=0)))
 
 
 def _pass_on(signum: signal.Signals | None, pids: Collection[int]) -> None:
