@@ -3,8 +3,9 @@
 
 Each figure is a JSON line. Clients send messages made before the clock starts, so the server is
 measured; `floor` is the same with a gRPC servicer that does nothing, in threads and in an event
-loop. `idle` opens streams that say nothing and times HealthCheck: the first one comes in behind all
-of them, in the moment in which they are accepted. Clients run under `--python`.
+loop, and with one that does nothing but write each message as it came. `idle` opens streams that
+say nothing and times HealthCheck: the first one comes in behind all of them, in the moment in which
+they are accepted. Clients run under `--python`.
 
 usage: bench_funnel.py [--python PY] [--against PY] [--repeats 5] [--only one,many,latency,idle]
 """
@@ -26,7 +27,7 @@ _DEADLINE_S = 100.0
 _MODULE = "nvidia_resiliency_ext.shared_utils.grpc_log_server"
 
 _FLOOR = r"""
-import asyncio, sys
+import asyncio, os, sys
 from concurrent import futures
 import grpc, grpc.aio
 kind, port = sys.argv[1], sys.argv[2]
@@ -39,16 +40,22 @@ async def loop(_, context):
     while await context.read() is not grpc.aio.EOF:
         pass
     return b""
+async def writing(_, context):
+    file = os.open(sys.argv[3], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    while (message := await context.read()) is not grpc.aio.EOF:
+        os.write(file, message)
+    os.close(file)
+    return b""
 def add(server, handler):
     made = {"StreamLogs": grpc.stream_unary_rpc_method_handler(handler)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, made),))
     server.add_insecure_port("127.0.0.1:" + port)
 async def main():
     server = grpc.aio.server()
-    add(server, loop)
+    add(server, writing if kind == "floor, loop that writes" else loop)
     await server.start()
     await server.wait_for_termination()
-if kind == "floor, loop":
+if kind != "floor, threads":
     asyncio.run(main())
 else:
     server = grpc.server(futures.ThreadPoolExecutor(64))
@@ -261,9 +268,10 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as logs:
                     found = _send(client, _root(python, logs), logs, sizes)
                 runs.setdefault((name, case), []).append(found)
-            for kind in ("floor, threads", "floor, loop"):
-                command = [client, "-c", _FLOOR, kind, "PORT"]
-                runs.setdefault((kind, case), []).append(_send(client, command, "/", sizes))
+            for kind in ("floor, threads", "floor, loop", "floor, loop that writes"):
+                with tempfile.TemporaryDirectory() as logs:
+                    command = [client, "-c", _FLOOR, kind, "PORT", f"{logs}/o.log"]
+                    runs.setdefault((kind, case), []).append(_send(client, command, logs, sizes))
         for (name, label), figures in runs.items():
             _show(name, label, figures)
     for name, python in _measure.interpreters(options):

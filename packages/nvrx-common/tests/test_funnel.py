@@ -315,6 +315,20 @@ def test_crash_at_any_byte_of_a_batch_is_repaired(rigs, tmp_path: Path, written:
     assert rig.read("x.log") == b"first....\n" + batch
 
 
+def test_large_batch_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A batch goes out in several writes; where a later one fails, nothing of it stays."""
+    make_large(tmp_path / "x.log")
+    roots = Roots((str(tmp_path),))
+    log = log_file.LogFile(roots, roots.locate(str(tmp_path / "x.log")))
+    pieces: list[log_file.Piece] = [b"a" * 60_000, memoryview(b"b" * 300_000), b"\n", b"c" * 90_000]
+    with largest_file(PREFIX_BYTES + 400_000), pytest.raises(OSError, match="File too large"):
+        log.append(pieces, {}, sync=False)
+    assert (tmp_path / "x.log").stat().st_size == PREFIX_BYTES
+    log.append(pieces, {}, sync=False)
+    log.close()
+    assert (tmp_path / "x.log").read_bytes()[PREFIX_BYTES:] == b"".join(pieces)
+
+
 def test_void_batch_stays_void_after_two_restarts(rigs, tmp_path: Path) -> None:
     """A record that was taken back is not believed later, when the log has grown past its end."""
     (tmp_path / "x.log").write_bytes(b"")

@@ -2,6 +2,7 @@
 """The root of the log funnel as a process, with the real gRPC over TCP and Unix sockets."""
 
 import os
+import platform
 import random
 import signal
 import socket
@@ -623,6 +624,26 @@ def test_first_answer_imports_nothing() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
     )
     assert done.stdout.split() == []
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+def test_memory_of_messages_is_used_again() -> None:
+    """The pages of a message serve for the next one, without a fault for each."""
+    program = """if True:
+        import resource
+        from nvidia_resiliency_ext.shared_utils._funnel import process
+        async def take():
+            begin = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for size in [65_500] * 100 + [262_100] * 50:
+                messages = [bytes([1]) * size for _ in range(4)]
+                del messages
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begin)
+        process.run_until_complete(take)
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert int(done.stdout) < 2000
 
 
 def test_files_are_private_to_the_group(server: peers.Server, logs: Path) -> None:

@@ -2,7 +2,7 @@
 """Owns how a LogChunk looks on the wire, read in place; it does no I/O and knows no server.
 
 The generated class would copy the data twice. Here it stays a view of the message as it came, which
-a leaf passes on unchanged and the root hands to one `writev`.
+a leaf passes on unchanged and the root hands to `writev`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from nvidia_resiliency_ext.shared_utils._funnel import ledger
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, open_append_beneath
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from nvidia_resiliency_ext.shared_utils._funnel.places import Place, Roots
 
@@ -27,6 +27,9 @@ __all__ = ["IOV_MAX", "LogFile", "Piece", "StaleLogError"]
 Piece = memoryview | bytes | bytearray
 
 IOV_MAX = 1024
+# The page cache takes as large blocks as one write asks for, and large blocks are the ones that a
+# virtual machine has given back to its host: each then costs several times what copying does.
+_WRITE_BYTES = 128 << 10
 _LEDGER_MODE = 0o600
 _COMPACT_ABOVE_BYTES = 256 << 10
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
@@ -88,7 +91,7 @@ class LogFile:
         if seqs:
             self._note(start, start + size, seqs, sync=sync)
         try:
-            self._write(buffers, size)
+            self._write(buffers)
             if sync:
                 os.fdatasync(self._log)
         except OSError:
@@ -113,17 +116,18 @@ class LogFile:
                     os.close(descriptor)
         self._ledger = self._log = self._directory = -1
 
-    def _write(self, buffers: Sequence[Piece], size: int) -> None:
-        written = os.writev(self._log, buffers) if buffers else 0
-        if written == size:
-            return
-        # Only a full disk or a limit stops in the middle; the rest then gives the reason.
-        rest = memoryview(b"".join(buffers))[written:]
-        while rest:
-            count = os.write(self._log, rest)
-            if count == 0:
-                raise OSError(errno.EIO, "the log takes no more bytes")
-            rest = rest[count:]
+    def _write(self, buffers: Sequence[Piece]) -> None:
+        for group in _groups(buffers):
+            written = os.writev(self._log, group)
+            if written == sum(map(len, group)):
+                continue
+            # Only a full disk or a limit stops in the middle; the rest then gives the reason.
+            rest = memoryview(b"".join(group))[written:]
+            while rest:
+                count = os.write(self._log, rest)
+                if count == 0:
+                    raise OSError(errno.EIO, "the log takes no more bytes")
+                rest = rest[count:]
 
     def _note(self, start: int, end: int, seqs: Mapping[str, int], *, sync: bool) -> None:
         if self._ledger < 0:
@@ -186,6 +190,25 @@ class LogFile:
             return
         os.close(self._ledger)
         self._ledger, self._ledger_bytes = -1, len(record)
+
+
+def _groups(buffers: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Yield the pieces in groups of at most _WRITE_BYTES, parts of large ones by themselves."""
+    group: list[Piece] = []
+    size = 0
+    for piece in buffers:
+        if group and size + len(piece) > _WRITE_BYTES:
+            yield group
+            group, size = [], 0
+        if len(piece) > _WRITE_BYTES:
+            whole = memoryview(piece)
+            for start in range(0, len(piece), _WRITE_BYTES):
+                yield [whole[start : start + _WRITE_BYTES]]
+        else:
+            group.append(piece)
+            size += len(piece)
+    if group:
+        yield group
 
 
 def _lock(descriptor: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import logging
 import resource
@@ -21,6 +22,10 @@ __all__ = ["CUT_OFF_S", "happened", "raise_file_limit", "run_until_complete", "s
 
 CUT_OFF_S = 5.0
 _COLLECT_AFTER = 10_000
+# From glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES = 16 << 20
+_LARGEST_KEPT_BYTES = 1 << 20
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -30,6 +35,7 @@ def run_until_complete(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     import grpc.aio  # noqa: F401
 
     messages.prepare()
+    _keep_freed_memory()
     with _calm_collector():
         asyncio.run(main())
 
@@ -78,6 +84,18 @@ def log_to_stderr() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+
+
+def _keep_freed_memory() -> None:
+    """Let what one message leaves behind be used for the next one.
+
+    By default the allocator gives it back to the kernel, and each page that is asked for again is a
+    fault: four for a message of 64 KiB, a seventh of the server's time. Only glibc can be told.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 @contextlib.contextmanager
