@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
-from nvidia_resiliency_ext.inprocess._call.kernel_call import is_in_futex
+from nvidia_resiliency_ext.inprocess._call.kernel_call import Wait, is_in_futex, kernel_wait
 from nvidia_resiliency_ext.inprocess._call.rendezvous import patient_rendezvous
 from nvidia_resiliency_ext.inprocess._call.restart import RankShouldRestart
 from nvidia_resiliency_ext.inprocess._call.store_waits import StoreWaits
@@ -48,8 +48,7 @@ def connect(port: int) -> Any:
 
 def is_in_poll() -> bool:
     """Return whether the main thread waits in poll()."""
-    with open(f"/proc/self/task/{os.getpid()}/syscall", encoding="ascii") as file:
-        return file.read().split()[0] in {"7", "73", "271"}
+    return kernel_wait(os.getpid())[0] is Wait.POLL
 
 
 def wait_until(condition: Callable[[], object]) -> None:

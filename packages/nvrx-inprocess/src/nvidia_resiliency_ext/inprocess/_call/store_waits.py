@@ -13,21 +13,18 @@ import ctypes
 import enum
 import logging
 import os
-import platform
 import socket
 import struct
 import time
 
 from nvidia_resiliency_ext.shared_utils.store_sockets import tcp_socket
 
-from .kernel_call import kernel_call
+from .kernel_call import Wait, kernel_wait
 
 __all__ = ["StoreWaits"]
 
 logger = logging.getLogger("nvrx")
 
-# Of the system calls with which a store's client waits for an answer: poll, ppoll.
-_POLL_CALLS = {"x86_64": (7, 271), "aarch64": (73,)}
 _POLL_FD = struct.Struct("=ihh")
 # Of torch's protocol. The answer to the last one is one byte, in the place of the one that the
 # wait would have had.
@@ -80,8 +77,8 @@ class StoreWaits:
 
     def _waited_for(self) -> int | None:
         """Return the only descriptor for which the thread waits in poll()."""
-        number, address, count = kernel_call(self._native_id)
-        if number not in _POLL_CALLS.get(platform.machine(), ()) or count != 1:
+        wait, address, count = kernel_wait(self._native_id)
+        if wait is not Wait.POLL or count != 1:
             return None
         descriptor, _, _ = _POLL_FD.unpack(_read_own(address, _POLL_FD.size))
         return int(descriptor)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a thread waits is told by the kernel, also after it was stopped in its wait."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nvidia_resiliency_ext.inprocess._call.kernel_call import Wait, kernel_wait, parse_wait
+
+DEADLINE_S = 20.0
+POLL = """
+import select, socket
+one, other = socket.socketpair()
+poll = select.poll()
+poll.register(one, select.POLLIN)
+poll.poll(60_000)
+"""
+PROGRAMS = {
+    Wait.POLL: POLL,
+    Wait.FUTEX: "import threading; threading.Event().wait(60)",
+    None: "import time; time.sleep(60)",
+}
+
+
+@pytest.mark.parametrize("wait", [Wait.POLL, Wait.FUTEX])
+def test_a_wait_that_was_held_up_is_the_same_wait(wait: Wait) -> None:
+    """SIGSTOP and SIGCONT let a wait go on in another system call: it is told for what it is."""
+    with subprocess.Popen([sys.executable, "-c", PROGRAMS[wait]]) as process:
+        try:
+            before = _line_when(process.pid, lambda line: parse_wait(line)[0] is wait)
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            process.send_signal(signal.SIGCONT)
+            number = before.split()[0]
+            after = _line_when(process.pid, lambda line: line.split()[0] not in {number, "running"})
+            assert parse_wait(after) == parse_wait(before)
+        finally:
+            process.kill()
+
+
+def test_a_sleep_that_was_held_up_is_no_wait() -> None:
+    """What else goes on in that call is not taken for one of torch's waits."""
+    with subprocess.Popen([sys.executable, "-c", PROGRAMS[None]]) as process:
+        try:
+            asleep = {"x86_64": "230", "aarch64": "115"}[os.uname().machine]
+            _line_when(process.pid, lambda line: line.split()[0] == asleep)
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            process.send_signal(signal.SIGCONT)
+            after = _line_when(process.pid, lambda line: line.split()[0] != "running")
+            assert parse_wait(after)[0] is None
+        finally:
+            process.kill()
+
+
+def test_who_does_not_wait_is_not_told_to_wait() -> None:
+    """A thread at work, and one that is not there, wait for nothing."""
+    assert kernel_wait(os.getpid())[0] is None
+    assert kernel_wait(2**22 + 1) == (None, 0, 0)
+
+
+def _line_when(pid: int, holds) -> str:
+    """Return what the kernel says of a process when that holds."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
+            line = file.read()
+        if holds(line):
+            return line
+        assert time.monotonic() < deadline, line
