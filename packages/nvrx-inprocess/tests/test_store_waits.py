@@ -66,7 +66,8 @@ def interrupt(function: Callable[[], object], when: Callable[[], object] = is_in
     took_s: list[float] = []
 
     def ask() -> None:
-        wait_until(when)
+        # Before it is inside, too, the main thread waits for this and that.
+        wait_until(lambda: gate._entry is not None and when())
         start = time.monotonic()
         gate.interrupt("because", 30.0, lock)
         took_s.append(time.monotonic() - start)
