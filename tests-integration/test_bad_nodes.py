@@ -55,6 +55,7 @@ def test_an_unhealthy_node_is_replaced_by_the_spare(nodes_job: Callable[..., Nod
     job.assert_fenced()
 
 
+@pytest.mark.slow
 def test_a_node_that_attribution_names_makes_room(nodes_job: Callable[..., NodesJob]) -> None:
     """At the next round the spare works in its place; nobody is sent away."""
     job = nodes_job(3)

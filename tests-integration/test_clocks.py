@@ -45,6 +45,7 @@ def ahead(job: NodesJob, library: Path) -> Mapping[str, str]:
     return {"LD_PRELOAD": there, "NVRX_TEST_CLOCK_OFF": str(AHEAD_S)}
 
 
+@pytest.mark.slow
 def test_a_host_whose_clock_is_off_is_named_and_works(
     nodes_job: Callable[..., NodesJob], library: Path
 ) -> None:

@@ -124,6 +124,7 @@ class ControlledJob:
             assert "writes its logs itself" not in self.job.log(host)
 
 
+@pytest.mark.slow
 def test_logs_cycle_information_and_reports_come_from_the_control_plane(
     nodes_job: Callable[..., NodesJob],
 ) -> None:
@@ -152,6 +153,7 @@ def test_logs_cycle_information_and_reports_come_from_the_control_plane(
         assert said["cycle_log_file"] == str(made.cycle_log(cycle))
 
 
+@pytest.mark.slow
 def test_the_store_host_stays_until_the_job_is_over(nodes_job: Callable[..., NodesJob]) -> None:
     """A launcher with the store that is left out has no ranks any more, and serves the others.
 

@@ -81,6 +81,7 @@ def layered(job: Job) -> Layered:
     return Layered(job)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_in_process_first_then_by_the_launcher(layered: Layered) -> None:
     """An exception restarts the function in its processes, a death the processes.
@@ -121,6 +122,7 @@ def test_in_process_first_then_by_the_launcher(layered: Layered) -> None:
     assert "1 in-job, 1 in-process" in report, report
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 @pytest.mark.timeout(120)
 def test_min_healthy_leaves_it_to_the_reserve_of_another_host(

@@ -38,6 +38,7 @@ COMMANDS = {
     "proto": "generate the protobuf modules again",
     "api": "compare the public names with the recorded ones; --write records them",
     "gpu": "the tests and scenarios that need a GPU",
+    "jobs": "real jobs with faults of all kinds, one by one",
     "slurm": "the scenarios that need Slurm (tools/slurm.sh install; as root)",
     "release": "--plan, or a distribution and major, minor, patch or a version",
     "ci": "check, docs, alone, test: what the pipeline runs",
@@ -57,6 +58,7 @@ def tasks_of(command: str, args: list[str]) -> list[Task]:
             ("serial", "-m", "gpu", str(ROOT / "packages")),
             ("integration", "-m", "gpu", str(ROOT / "tests-integration")),
         ],
+        "jobs": [("serial", "-m", "jobs", str(ROOT / "packages"))],
         "slurm": [("integration", "-m", "slurm", str(ROOT / "tests-integration"))],
         "check": [
             ("lint:check",),
@@ -79,17 +81,14 @@ def tasks_of(command: str, args: list[str]) -> list[Task]:
 
 
 def tests(args: list[str]) -> list[Task]:
-    """Return the test runs: in parallel, then those that need the machine, then scenarios.
-
-    Scenarios run two at a time: each waits more than it works.
-    """
+    """Return the test runs: in parallel, then those that need the machine, then scenarios."""
     paths = args or [str(ROOT / "packages")]
     tasks: list[Task] = [
-        ("test", "-m", "not serial", *paths),
+        ("test", "-m", "not serial and not jobs", *paths),
         ("serial", "-m", "serial", *paths),
     ]
     if not args:
-        tasks.append(("scenarios", "-m", BOUNDED, str(ROOT / "tests-integration")))
+        tasks.append(("integration", "-m", BOUNDED, str(ROOT / "tests-integration")))
     return tasks
 
 
@@ -144,7 +143,7 @@ def run(tasks: list[Task]) -> int:
             forget_wheels()
         say("== " + " ".join(arg.removeprefix(f"{ROOT}/") for arg in task))
         code = subprocess.run([str(HATCH), "run", *task], cwd=ROOT, env=env, check=False).returncode
-        if task[0] in {"serial", "scenarios", "integration"} and code == NO_TESTS_COLLECTED:
+        if task[0] in {"serial", "integration"} and code == NO_TESTS_COLLECTED:
             code = 0
         if code:
             failures.append((task[0], code))
@@ -170,7 +169,7 @@ def not_covered() -> list[str]:
     if not Path("/dev/nvidiactl").exists():
         missing.append("GPUs")
     missing.append("Slurm (python3 tools/dev.py slurm)")
-    return [*missing, "tests marked slow"]
+    return [*missing, "scenarios marked slow, tests marked jobs"]
 
 
 def say(line: str) -> None:
