@@ -25,6 +25,7 @@ def hosts_of(job: NodesJob, cycle: int) -> set[str]:
     return {entry["host"] for entry in job.entries("start", cycle)}
 
 
+@pytest.mark.slow
 def test_an_unhealthy_node_is_replaced_by_the_spare(nodes_job: Callable[..., NodesJob]) -> None:
     """A node that fails its health check leaves with 1 and says why; the others go on."""
     job = nodes_job(3)

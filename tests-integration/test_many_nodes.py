@@ -194,6 +194,7 @@ def test_a_host_that_is_cut_off_stops_before_the_spare_starts(
     assert "stops before the others replace it" in job.log(victim)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_stopped_does_not_train_beside_the_others(
     nodes_job: Callable[..., NodesJob],
 ) -> None:
@@ -438,6 +439,7 @@ def test_no_restart_left_ends_all_hosts_with_the_cause(nodes_job: Callable[..., 
         assert "rank 1 on host" in job.log(host), job.tails()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_real_training_on_three_hosts_ends_with_the_weights_of_an_undisturbed_run(
     nodes_job: Callable[..., NodesJob],

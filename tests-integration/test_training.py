@@ -79,7 +79,7 @@ def test_weights_after_a_kill_and_a_hang(job: Job) -> None:
     "name",
     [
         pytest.param("minimal", marks=pytest.mark.slow),
-        "heartbeats",
+        pytest.param("heartbeats", marks=pytest.mark.slow),
         pytest.param("sections", marks=pytest.mark.slow),
     ],
 )
