@@ -241,6 +241,20 @@ def test_lost_node_is_seen_by_its_neighbour(make) -> None:
     lab.finish(1, [0, 1])
 
 
+def test_time_counts_from_the_start_of_the_iteration(make) -> None:
+    """Who is stuck from the start is found at the soft timeout, not an interval later."""
+    lab = make(1, **{**FAST, "interval_s": 2.0}, soft_timeout_s=2.2, hard_timeout_s=30.0)
+    lab.start(0)
+    lab.attach(0)
+    lab.ranks[0].do("freeze")
+    lab.ranks[0].hear("frozen")
+    wait_for_nodes(lab, {0})  # by then it has been looked at
+    began = time.monotonic()
+    lab.begin(0)
+    assert lab.ranks[0].hear("Interrupted", 0)[2] == [[0, "SOFT_TIMEOUT"]]
+    assert 2.1 < time.monotonic() - began < 3.5
+
+
 def test_nothing_polls(make) -> None:
     """However long the intervals are, a fault is known to all ranks at once."""
     slow = {"interval_s": 20.0, "heartbeat_interval_s": 20.0, "heartbeat_timeout_s": 60.0}

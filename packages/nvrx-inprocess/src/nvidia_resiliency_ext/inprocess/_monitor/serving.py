@@ -217,6 +217,8 @@ class Serving:
     def _effects_of(self, rank: int, message: object) -> list[roster.Effect]:
         if isinstance(message, messages.Begun):
             who = messages.unpack_ranks(message.participants)
+            # Its time counts from the first look at the iteration.
+            self._look_s = time.monotonic()
             return self._roster.begun(
                 rank, message.iteration, message.rank, message.world_size, who
             )
