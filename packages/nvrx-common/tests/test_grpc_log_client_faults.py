@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client of the log funnel and the real server, with processes killed and stopped."""
 
+import contextlib
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import ports
 import pytest
 
 from nvidia_resiliency_ext.shared_utils.grpc_log_client import LogFunnelClient
@@ -25,17 +27,11 @@ _WRITER = _PROGRAMS / "funnel_writer.py"
 _SERVERS = "nvidia_resiliency_ext.shared_utils."
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Server:
     """A server process that can be killed and started again at the same port."""
 
-    def __init__(self, logs: Path, module: str = "grpc_log_server", *more: str) -> None:
-        self.port = free_port()
+    def __init__(self, port: int, logs: Path, module: str, *more: str) -> None:
+        self.port = port
         self.endpoint = f"127.0.0.1:{self.port}"
         self._command = [
             *(sys.executable, "-m", _SERVERS + module),
@@ -76,15 +72,14 @@ class Server:
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Start servers, and end them, the last one first."""
-    started: list[Server] = []
+    with contextlib.ExitStack() as stack:
 
-    def start(module: str = "grpc_log_server", *more: str) -> Server:
-        started.append(Server(tmp_path, module, *more))
-        return started[-1]
+        def start(module: str = "grpc_log_server", *more: str) -> Server:
+            server = Server(stack.enter_context(ports.claimed()), tmp_path, module, *more)
+            stack.callback(server.end)
+            return server
 
-    yield start
-    for server in reversed(started):
-        server.end()
+        yield start
 
 
 class Writer:
@@ -369,7 +364,7 @@ def lossy_network() -> Iterator[list[str]]:
 @pytest.mark.netns
 def test_packet_loss(lossy_network: list[str], tmp_path: Path) -> None:
     """Between two hosts with 5 % packet loss nothing is lost or doubled; a token is needed."""
-    port, log, token = free_port(), tmp_path / "a.log", tmp_path / "token"
+    port, log, token = 5000, tmp_path / "a.log", tmp_path / "token"  # of a network of its own
     token.write_text("secret")
     token.chmod(0o600)
     environment = {**os.environ, "NVRX_LOG_FUNNEL_TOKEN_FILE": str(token)}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
 
+import ports
 import pytest
 
 pytest.importorskip("grpc", reason="needs the extra grpc of nvrx-common")
@@ -135,13 +136,14 @@ def test_health_follows_the_root(leaf: peers.Server, root: peers.Server) -> None
 
 def test_no_healthy_root_in_time_is_an_error(tmp_path: Path) -> None:
     """Without a healthy root a leaf binds no port and says where it looked."""
-    upstream = f"127.0.0.1:{peers.free_port()}"
-    config = LeafConfig(
-        host="127.0.0.1", port=0, upstream=upstream, grace_s=1.0, access=Access(),
-        allowed_roots=(str(tmp_path),), root_timeout_s=0.2,
-    )  # fmt: skip
-    with pytest.raises(AddressError, match=f"no healthy root at {upstream}"):
-        run_leaf(config)
+    with ports.claimed() as port:
+        upstream = f"127.0.0.1:{port}"
+        config = LeafConfig(
+            host="127.0.0.1", port=0, upstream=upstream, grace_s=1.0, access=Access(),
+            allowed_roots=(str(tmp_path),), root_timeout_s=0.2,
+        )  # fmt: skip
+        with pytest.raises(AddressError, match=f"no healthy root at {upstream}"):
+            run_leaf(config)
 
 
 def test_ending_leaf_takes_no_new_stream(leaf: peers.Server, logs: Path) -> None:

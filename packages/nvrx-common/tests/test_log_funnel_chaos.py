@@ -14,6 +14,7 @@ pytest.importorskip("grpc", reason="needs the extra grpc of nvrx-common")
 pytest.importorskip("google.protobuf", reason="needs the extra grpc of nvrx-common")
 
 import funnel_peers as peers
+import ports
 from funnel_peers import Resender, chunk, send, send_acked
 
 pytestmark = pytest.mark.slow
@@ -42,14 +43,13 @@ def _assert_all_once(path: Path, count: int) -> None:
 @pytest.mark.parametrize("victim", ["root", "root behind a leaf", "leaf"])
 def test_killed_server_loses_and_doubles_nothing(tmp_path: Path, victim: str) -> None:
     """At 2000 lines/s the server is killed twice and comes back: each line is there once."""
-    port, count = peers.free_port(), 4000
-    with peers.root(tmp_path, "--port", str(port)) as root:
+    count = 4000
+    with ports.claimed(2) as port, peers.root(tmp_path, "--port", str(port)) as root:
         root.start()
         servers, address = {"root": root}, f"127.0.0.1:{port}"
         if victim != "root":
-            leaf_port = peers.free_port()
-            leaf = peers.leaf(tmp_path, address, "--port", str(leaf_port))
-            servers["leaf"], address = leaf.start(), f"127.0.0.1:{leaf_port}"
+            leaf = peers.leaf(tmp_path, address, "--port", str(port + 1))
+            servers["leaf"], address = leaf.start(), f"127.0.0.1:{port + 1}"
         target = servers[victim.split(maxsplit=1)[0]]
         try:
             client = Resender(address, tmp_path / "logs/x.log", "s")

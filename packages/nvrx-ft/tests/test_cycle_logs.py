@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import ports
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import per_cycle_logs
@@ -71,13 +72,6 @@ def run_writer(made: CycleLogs, rank: int, code: str) -> subprocess.Popen[bytes]
         return subprocess.Popen([sys.executable, "-S", "-c", code], stdout=writing, stderr=writing)
     finally:
         os.close(writing)
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # --- pipes and files --------------------------------------------------------------------------
@@ -328,15 +322,15 @@ def running_servers(folder: Path, leaves: int) -> Iterator[tuple[LogServers, Eve
     token.chmod(0o600)
     clock = SystemClock()
     loop = EventLoop(clock)
-    port = free_port()
-    plan = server_plan(folder, leaves, port)
-    servers = LogServers(plan, "127.0.0.1", str(token), os.environ, loop, clock)
-    servers.start()
-    try:
-        yield servers, loop, port
-    finally:
-        servers.stop()
-        loop.close()
+    with ports.claimed(1 + leaves) as port:
+        plan = server_plan(folder, leaves, port)
+        servers = LogServers(plan, "127.0.0.1", str(token), os.environ, loop, clock)
+        servers.start()
+        try:
+            yield servers, loop, port
+        finally:
+            servers.stop()
+            loop.close()
 
 
 def address(folder: Path, port: int) -> sinks.FunnelAddress:

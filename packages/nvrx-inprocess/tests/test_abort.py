@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The aborts that are built in, with stand-in backends where there is no device."""
 
+import contextlib
 import datetime as dt
 import importlib.machinery
 import json
@@ -16,6 +17,7 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import ports
 import pytest
 
 from nvidia_resiliency_ext.inprocess import abort
@@ -324,6 +326,45 @@ def test_loop_that_never_rests(
     assert connection[1].recv(1) == b""
 
 
+def test_loop_that_never_rests_beside_a_like_one(
+    connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another thread waits for is not taken for that of a gloo thread that is always at work.
+
+    Though it has a pipe, a listener and a connection, as gloo's has.
+    """
+    real = gloo_sockets._read
+    busy = f"/task/{threading.get_native_id()}/"
+
+    def read(path: str) -> str:
+        if busy in path:
+            return "gloo_tcp_loop" if path.endswith("/comm") else "running"
+        return real(path)
+
+    monkeypatch.setattr(gloo_sockets, "_read", read)
+    with contextlib.ExitStack() as stack:
+        looked = []
+        for one in connection:
+            loop = stack.enter_context(select.epoll())
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            reading, writing = os.pipe()
+            stack.callback(os.close, reading)
+            stack.callback(os.close, writing)
+            for each in (reading, listener, one):
+                loop.register(each, select.EPOLLIN)
+            looked.append((loop, writing))
+        other, wakes = looked[1]
+        thread = threading.Thread(target=other.poll)
+        thread.start()
+        try:
+            assert gloo_sockets.end_gloo_connections() == 1
+            assert connection[1].recv(1) == b""
+            connection[1].sendall(b"x")
+        finally:
+            os.write(wakes, b"x")
+            thread.join()
+
+
 def test_number_that_is_something_else_by_now(
     connection: tuple[socket.socket, socket.socket], tmp_path: Path
 ) -> None:
@@ -347,14 +388,15 @@ def test_number_that_is_something_else_by_now(
 
 
 def gloo_ranks(*arguments: str, **environment: str) -> list[dict[str, object]]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(PROGRAM), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-        env={**os.environ, **environment},
-    )
+    with ports.claimed() as port:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(PROGRAM), str(port), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=55,
+            check=False,
+            env={**os.environ, **environment},
+        )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

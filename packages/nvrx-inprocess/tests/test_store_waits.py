@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import ports
 import pytest
 import torch.distributed as dist
 
@@ -193,13 +194,6 @@ def init_by_port(rank: int, port: int) -> None:
     )
 
 
-def free_port() -> int:
-    """Return a port at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def is_in(name: str) -> bool:
     """Return whether a function is running in the main thread."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
@@ -212,18 +206,17 @@ def is_in(name: str) -> bool:
 
 def test_wait_for_a_store_that_nobody_hosts_is_left() -> None:
     """Who waits for rank 0 to host the store is out soon."""
-    port = free_port()
-    with patient_rendezvous():
+    with ports.claimed() as port, patient_rendezvous():
         took_s = interrupt(lambda: init_by_port(1, port), lambda: is_in("wait_until_listening"))
     assert took_s < 5.0
 
 
 def test_host_of_a_store_that_nobody_joins_is_left() -> None:
     """Rank 0 that waits for the others is out soon, and its port is free again."""
-    port = free_port()
-    with patient_rendezvous():
-        assert interrupt(lambda: init_by_port(0, port)) < 5.0
-    wait_until(lambda: is_free(port))
+    with ports.claimed() as port:
+        with patient_rendezvous():
+            assert interrupt(lambda: init_by_port(0, port)) < 5.0
+        wait_until(lambda: is_free(port))
 
 
 def is_free(port: int) -> bool:

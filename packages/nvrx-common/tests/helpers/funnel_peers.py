@@ -10,7 +10,6 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -37,14 +36,6 @@ def until(condition, what: str, timeout_s: float = DEADLINE_S) -> None:
     while not condition():
         assert time.monotonic() < end, f"not within {timeout_s} s: {what}"
         threading.Event().wait(0.01)
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago, for servers that must come back on it."""
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class Server:

@@ -4,28 +4,16 @@
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import ports
+
 PROGRAMS = Path(__file__).parents[1] / "programs"
 DEADLINE_S = 150
-
-
-def free_port() -> int:
-    """Return a port below those that the system gives out, free with the two after it."""
-    for port in range(20000 + os.getpid() % 10000, 32000, 3):
-        with contextlib.ExitStack() as stack:
-            try:
-                for number in range(3):
-                    probe = stack.enter_context(socket.socket())
-                    probe.bind(("127.0.0.1", port + number))
-            except OSError:
-                continue
-        return port
-    raise AssertionError("no free port")
+_PORTS = 3  # from MASTER_PORT on, that the programs use
 
 
 class Ended:
@@ -60,12 +48,13 @@ def run_program(folder: Path, world: int, program: str, *words: str) -> list[End
     base.pop("LOCAL_RANK", None)
     shared = folder / "shared"
     shared.mkdir()
-    base |= {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
-        "RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TMPDIR": str(folder),
-    }  # fmt: skip
     with contextlib.ExitStack() as stack:
+        port = stack.enter_context(ports.claimed(_PORTS))
+        base |= {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world),
+            "RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "TMPDIR": str(folder),
+        }  # fmt: skip
         started = []
         for rank in range(world):
             file = stack.enter_context((folder / f"rank{rank}.log").open("w"))

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -41,16 +42,16 @@ class OwnServer:
         self.thread.start()
 
     def serve(self) -> None:
-        connection = None
+        client = None
         while True:
             for key, _ in self.selector.select(0.01):
                 if key.fileobj is self.listener:
-                    connection, _ = self.listener.accept()
-                    self.selector.register(connection, selectors.EVENT_READ)
+                    client, _ = self.listener.accept()
+                    self.selector.register(client, selectors.EVENT_READ)
                 elif key.fileobj == self.reading:
                     return
-                elif connection is not None:
-                    connection.sendall(connection.recv(100))
+                elif client is not None:
+                    client.sendall(client.recv(100))
 
     def echoes(self) -> bool:
         self.client.settimeout(10)
@@ -117,7 +118,8 @@ def play(rank: int, name: str, store: Any) -> dict[str, object]:
             aborted.wait()
             raise RuntimeError("the fault")  # noqa: TRY301 - as the function of a user does
         dist.all_reduce(torch.ones(1000), group=model.group)
-    except RuntimeError as caught:
+    # ValueError: torch asks for the default group, which may be no more, to tell of the failure.
+    except (RuntimeError, ValueError) as caught:
         error = str(caught)
         times["unblocked"] = time.monotonic()
         pinned = caught  # keeps the frames, and with them the model and its group
@@ -158,15 +160,17 @@ def main() -> None:
         # As with versions of gloo whose threads have no name.
         gloo_sockets._LOOP_NAMES = frozenset({"no such name"})
     context = multiprocessing.get_context("fork")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = int(sys.argv[1])
     ranks = [context.Process(target=run, args=(rank, port)) for rank in range(WORLD_SIZE)]
     for each in ranks:
         each.start()
-    for each in ranks:
-        each.join()
-    sys.exit(max(each.exitcode or 0 for each in ranks))
+    running = {each.sentinel: each for each in ranks}
+    while running:
+        for sentinel in connection.wait(list(running)):
+            if running.pop(sentinel).exitcode:  # type: ignore[call-overload]
+                for each in running.values():  # they would wait for it
+                    each.kill()
+    sys.exit(max(abs(each.exitcode or 0) for each in ranks))
 
 
 if __name__ == "__main__":

@@ -35,8 +35,10 @@ _LOOP_WAIT = (64, 10)
 _FIELDS = 5  # of the line that the kernel shows of a call: its number, then its arguments
 _SEQUENCE_NUMBER = struct.Struct("=q")
 _CONNECT_S = 1.0
-_LOOKS = 200
-_LOOK_S = 0.02
+# A loop rests at least every few milliseconds, but not while the host lets it wait for a processor.
+_NAMED_S = 0.3
+_OTHERS_S = 0.05
+_LOOK_S = 0.0005
 
 
 def end_gloo_connections() -> int:
@@ -104,42 +106,50 @@ def _loops() -> set[int]:
     """Return the epoll descriptors of gloo's threads."""
     tasks = os.listdir(_TASKS)
     named = [task for task in tasks if _read(f"{_TASKS}/{task}/comm").strip() in _LOOP_NAMES]
-    if named:
-        until_s = time.monotonic() + _LOOK_S
-        waits = [wait for task in named if (wait := _next_wait(task, until_s)) is not None]
-        found = {wait[0] for wait in waits}
-        if len(waits) < len(named):
-            # Such a thread never rests while a connection of its that was cut has not been closed,
-            # and on a busy host it may wait long for its turn.
-            found |= {epoll for epoll in _epolls() if _is_like_gloos(epoll)}
-        return found
-    python_threads = {str(thread.native_id) for thread in threading.enumerate()}
-    waits = [wait for task in tasks if task not in python_threads and (wait := _wait(task))]
-    return {wait[0] for wait in waits if wait[1:] == _LOOP_WAIT and _is_like_gloos(wait[0])}
+    if not named:
+        # A version whose threads have no name, or no gloo at all.
+        python_threads = {str(thread.native_id) for thread in threading.enumerate()}
+        others = [task for task in tasks if task not in python_threads]
+        likely = _likely_epolls()
+        theirs = _waits(others, _OTHERS_S, likely)
+        return {wait[0] for wait in theirs.values() if wait[1:] == _LOOP_WAIT} & likely
+    waits = _waits(named, _NAMED_S)
+    found = {wait[0] for wait in waits.values()}
+    if len(waits) < len(named):
+        # One that never rests is not seen to wait. Its descriptor is one for which nobody else is.
+        others = [task for task in tasks if task not in named]
+        likely = _likely_epolls() - found
+        found |= likely - {wait[0] for wait in _waits(others, _OTHERS_S, likely).values()}
+    return found
 
 
-def _next_wait(task: str, until_s: float) -> _Wait | None:
-    """Return the epoll call of a thread, which may be at work for a moment."""
-    while True:
-        wait = _wait(task)
-        if wait is not None or time.monotonic() >= until_s:
-            return wait
-        os.sched_yield()
+def _waits(tasks: list[str], within_s: float, epolls: set[int] | None = None) -> dict[str, _Wait]:
+    """Return the epoll call of each thread that is seen in one.
+
+    A thread that is at work, or that waits for its turn on a busy host, is looked at again, until
+    somebody is seen at each of `epolls`.
+    """
+    until_s = time.monotonic() + within_s
+    left = tasks
+    seen: dict[str, _Wait] = {}
+    while left and (epolls is None or not epolls <= {wait[0] for wait in seen.values()}):
+        seen |= {task: wait for task in left if (wait := _wait(task)) is not None}
+        left = [task for task in left if task not in seen and os.path.exists(f"{_TASKS}/{task}")]
+        if not left or time.monotonic() >= until_s:
+            break
+        time.sleep(_LOOK_S)  # nothing tells when a thread begins to wait
+    return seen
 
 
-def _epolls() -> list[int]:
+def _likely_epolls() -> set[int]:
     fds = (int(name) for name in os.listdir("/proc/self/fd"))
-    return [fd for fd in fds if _link(fd) == "anon_inode:[eventpoll]"]
+    epolls = (fd for fd in fds if _link(fd) == "anon_inode:[eventpoll]")
+    return {epoll for epoll in epolls if _is_like_gloos(epoll)}
 
 
 def _wait(task: str) -> _Wait | None:
     """Return descriptor, room and timeout of the epoll call in which a thread is, if it is."""
     fields = _read(f"{_TASKS}/{task}/syscall").split()
-    for _ in range(_LOOKS):  # a thread that is at work waits again within microseconds
-        if fields != ["running"]:
-            break
-        os.sched_yield()
-        fields = _read(f"{_TASKS}/{task}/syscall").split()
     if len(fields) < _FIELDS or int(fields[0]) not in _WAIT_CALLS.get(platform.machine(), ()):
         return None
     descriptor, _, room, timeout = (int(field, 16) for field in fields[1:_FIELDS])
