@@ -22,6 +22,7 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
     """
     calls = (
         "returns", "one_raises", "all_raise", "asks_for_restart", "reserve", "hangs", "collective",
+        "group_after_abort",
         "in_init_by_store", "in_init_by_port", "in_init_as_host", "in_atomic", "gives_up",
         "monitor_killed", "trains_in_peace", "trains", "many_restarts",
         "forks", "nested", "monitor_gone", "returns", "left_over",
@@ -32,7 +33,7 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
     for rank, end in enumerate(ended):
         results = dict(zip(calls, end.results, strict=True))
         assert results["returns"] == [rank * 10, seen(rank, 0, 3)]
-        for name in ("one_raises", "all_raise", "asks_for_restart", "hangs"):
+        for name in ("one_raises", "all_raise", "asks_for_restart", "hangs", "group_after_abort"):
             assert results[name] == seen(rank, 1, 3), name
         assert results["reserve"] == (seen(rank, 1, 2) if rank < 2 else None)
         assert results["collective"] == [seen(rank, 1, 3), 3.0]

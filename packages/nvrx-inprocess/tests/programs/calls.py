@@ -31,6 +31,7 @@ INITIAL_RANK = int(os.environ["RANK"])
 WORLD = int(os.environ["WORLD_SIZE"])
 WAIT_S = 40.0
 CALLS: dict[str, Callable[[], Any]] = {}
+PINNED: list[Any] = []
 
 
 def seconds(value: float) -> dt.timedelta:
@@ -272,6 +273,44 @@ def in_atomic() -> Any:
                 path.write_text("begin and end")
             time.sleep(WAIT_S)
         return seen(wrapper), path.read_text() if path.exists() else ""
+
+    return function()
+
+
+@call
+def group_after_abort() -> Any:
+    """Two make a group when their abort is over, and one waits in it for the other."""
+    number = len(results)
+    aborted, is_there = threading.Event(), threading.Event()
+
+    class Late(inprocess.abort.Abort):
+        def __call__(self, state: inprocess.FrozenState) -> inprocess.FrozenState:
+            aborted.set()
+            if INITIAL_RANK > 0:
+                is_there.wait(WAIT_S)
+                time.sleep(0.3)  # until it waits; earlier is no fault
+            return state
+
+    abort = inprocess.Compose(Late(), inprocess.abort.AbortTorchDistributed())
+
+    @inprocess.Wrapper(abort=abort, **QUICK)
+    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        if wrapper.iteration == 0:
+            meet(f"late{number}", WORLD)
+            if INITIAL_RANK == 0:
+                raise RuntimeError("before the group")
+            aborted.wait(WAIT_S)
+            name, rank = FOLDER / f"latest{number}", INITIAL_RANK - 1
+            dist.init_process_group(
+                "gloo", init_method=f"file://{name}", rank=rank, world_size=WORLD - 1
+            )
+            PINNED.append(dist.new_group())
+            is_there.set()
+            if rank == 0:
+                dist.barrier(group=PINNED[-1])
+            time.sleep(WAIT_S)
+        return seen(wrapper)
 
     return function()
 

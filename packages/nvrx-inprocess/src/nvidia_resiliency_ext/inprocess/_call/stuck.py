@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import os
 
-from nvidia_resiliency_ext.inprocess._abort.gloo_sockets import end_gloo_meetings
+from nvidia_resiliency_ext.inprocess._abort.gloo_sockets import (
+    end_gloo_connections,
+    end_gloo_meetings,
+)
 
 from .kernel_call import is_in_futex
 from .store_waits import StoreWaits
@@ -14,7 +17,10 @@ __all__ = ["StuckCalls"]
 
 
 class StuckCalls:
-    """Ends waits at torch's stores, and of gloo for ranks that do not come any more.
+    """Ends waits at torch's stores, and what gloo waits for.
+
+    That is ranks that do not come any more, and collectives: the abort is over, but a main thread
+    that was making a group meanwhile may have gone on into a collective of that group.
 
     Args:
         native_id: The main thread, by the kernel's number.
@@ -27,6 +33,7 @@ class StuckCalls:
     def end(self) -> None:
         """End the call in which the thread is now, if it is one of those."""
         if not self._waits.end() and is_in_futex(self._native_id):
+            end_gloo_connections()
             world_size = os.environ.get("WORLD_SIZE", "")
             if world_size.isascii() and world_size.isdecimal():
                 end_gloo_meetings(int(world_size))
