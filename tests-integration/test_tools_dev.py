@@ -28,7 +28,7 @@ def test_test_runs_parallel_then_serial_then_scenarios(dev: ModuleType) -> None:
     """`test` covers every package in parallel, then serial tests, then bounded scenarios."""
     tasks = dev.tasks_of("test", [])
     assert [task[0] for task in tasks] == ["test", "serial", "integration"]
-    assert tasks[0][1:3] == ("-m", "not serial and not jobs")
+    assert tasks[0][1:3] == ("-m", "not serial")
     assert tasks[1][1:3] == ("-m", "serial")
     assert tasks[2][1:3] == ("-m", "not gpu and not slurm and not slow")
 

@@ -38,7 +38,6 @@ COMMANDS = {
     "proto": "generate the protobuf modules again",
     "api": "compare the public names with the recorded ones; --write records them",
     "gpu": "the tests and scenarios that need a GPU",
-    "jobs": "real jobs with faults of all kinds, one by one",
     "slurm": "the scenarios that need Slurm (tools/slurm.sh install; as root)",
     "release": "--plan, or a distribution and major, minor, patch or a version",
     "ci": "check, docs, alone, test: what the pipeline runs",
@@ -58,7 +57,6 @@ def tasks_of(command: str, args: list[str]) -> list[Task]:
             ("serial", "-m", "gpu", str(ROOT / "packages")),
             ("integration", "-m", "gpu", str(ROOT / "tests-integration")),
         ],
-        "jobs": [("serial", "-m", "jobs", str(ROOT / "packages"))],
         "slurm": [("integration", "-m", "slurm", str(ROOT / "tests-integration"))],
         "check": [
             ("lint:check",),
@@ -84,7 +82,7 @@ def tests(args: list[str]) -> list[Task]:
     """Return the test runs: in parallel, then those that need the machine, then scenarios."""
     paths = args or [str(ROOT / "packages")]
     tasks: list[Task] = [
-        ("test", "-m", "not serial and not jobs", *paths),
+        ("test", "-m", "not serial", *paths),
         ("serial", "-m", "serial", *paths),
     ]
     if not args:
@@ -169,7 +167,7 @@ def not_covered() -> list[str]:
     if not Path("/dev/nvidiactl").exists():
         missing.append("GPUs")
     missing.append("Slurm (python3 tools/dev.py slurm)")
-    return [*missing, "scenarios marked slow, tests marked jobs"]
+    return [*missing, "scenarios marked slow"]
 
 
 def say(line: str) -> None:

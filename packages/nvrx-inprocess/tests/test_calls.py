@@ -7,7 +7,7 @@ import chaos
 import jobs
 import pytest
 
-pytestmark = [pytest.mark.timeout(jobs.DEADLINE_S + 30), pytest.mark.slow, pytest.mark.jobs]
+pytestmark = [pytest.mark.timeout(jobs.DEADLINE_S + 30), pytest.mark.slow]
 
 
 def seen(rank: int, iteration: int, world_size: int) -> dict[str, object]:
