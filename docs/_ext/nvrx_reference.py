@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 MEANINGS = ROOT / "docs" / "reference" / "meanings.json"
+COMMON = "nvrx-common"
 FAULT_TOLERANCE = "nvidia_resiliency_ext.fault_tolerance"
 VARIABLE = re.compile(r"(NVRX|FT|TORCHELASTIC|SLURM|PET)_[A-Z0-9_]*[A-Z0-9]")
 EXIT_CODE = re.compile(r"EXIT_[A-Z_]+|DEFAULT_NO_RESTART_EXIT_CODE")
@@ -95,14 +96,14 @@ class Modules(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return what autodoc makes of each module."""
         lines: list[str] = []
-        homes: dict[int, str] = {}
+        # What the others export of the common distribution is documented there.
+        homes = homes_of(self.arguments[0], homes_of(COMMON, {}))
         for name in public_modules(self.arguments[0]):
             module = importlib.import_module(name)
             own: list[str] = []
             elsewhere: list[str] = []
             for item in module.__all__:
-                value = getattr(module, item)
-                home = homes.setdefault(id(value), name) if callable(value) else name
+                home = homes.get(id(getattr(module, item)), name)
                 if home == name:
                     own.append(item)
                 else:
@@ -111,6 +112,17 @@ class Modules(SphinxDirective):
             lines += [f"   :members: {', '.join(own)}"] if own else []
             lines += ["", *([f"Also exports {', '.join(elsewhere)}.", ""] if elsewhere else [])]
         return self.parse_text_to_nodes("\n".join(lines))
+
+
+def homes_of(distribution: str, known: dict[int, str]) -> dict[int, str]:
+    """Return the first module that exports each class and function, by identity."""
+    homes = dict(known)
+    for name in public_modules(distribution):
+        module = importlib.import_module(name)
+        for value in (getattr(module, item) for item in module.__all__):
+            if callable(value):
+                homes.setdefault(id(value), name)
+    return homes
 
 
 class Options(SphinxDirective):

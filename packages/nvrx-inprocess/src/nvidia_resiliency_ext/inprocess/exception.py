@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of in-process restart, by what they do to the rank.
 
-RestartError                     an ordinary error; in the function it makes all ranks restart
-  HealthCheckError                 a health check failed; after a fault the rank leaves with it
-  InternalError                    a part of the wrapper did not do its duty
-  TimeoutError                     a part, or a callback, did not end in its time
-RestartAbort (BaseException)     the rank leaves the wrapper at once
+- `RestartError`: an ordinary error; in the function it makes all ranks restart. Of its kind are
+  `HealthCheckError` (a health check failed; after a fault the rank leaves with it), `InternalError`
+  (a part of the wrapper did not do its duty) and `TimeoutError` (a part, or a callback, did not end
+  in its time).
+- `RestartAbort`, a BaseException: the rank leaves the wrapper at once.
 
 `RankDiscarded`, `FaultCounterExceeded` and the errors of barriers stand beside what raises them.
 """
