@@ -3,9 +3,8 @@
 
 It uses public names only, so that it runs with any install of these import names. Argument: a
 scenario as JSON. Times are those of the monotonic clock, which all processes of a machine share.
+Annotations are no texts here: not every install reads those.
 """
-
-from __future__ import annotations
 
 import datetime as dt
 import json
