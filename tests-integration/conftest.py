@@ -20,12 +20,24 @@ from many_nodes import LAUNCHER, NodesJob
 from slurm_cluster import why_no_slurm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
+
+_has_failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note whether a test has failed: what it then leaves says nothing."""
+    report = yield
+    item.stash[_has_failed] = item.stash.get(_has_failed, False) or report.failed
+    return report
 
 
 @pytest.fixture
-def job() -> Iterator[Job]:
-    """Give a job that has not started; at the end nothing of it may be left.
+def job(request: pytest.FixtureRequest) -> Iterator[Job]:
+    """Give a job that has not started; at the end of a good test nothing of it may be left.
 
     Its folder has a short path: Unix sockets go into it.
     """
@@ -33,7 +45,8 @@ def job() -> Iterator[Job]:
     made = Job(folder)
     try:
         yield made
-        made.assert_nothing_left()
+        if not request.node.stash[_has_failed]:
+            made.assert_nothing_left()
     finally:
         made.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -48,8 +61,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
-def nodes_job() -> Iterator[Callable[..., NodesJob]]:
-    """Give a maker of jobs on hosts of their own; at the end nothing may be left on the hosts.
+def nodes_job(request: pytest.FixtureRequest) -> Iterator[Callable[..., NodesJob]]:
+    """Give a maker of jobs on hosts of their own; a good test leaves nothing on the hosts.
 
     It is called with the number of hosts, and with whatever else `Network` takes; a test that uses
     it is marked `netns`. The clocks of the hosts are apart.
@@ -67,5 +80,5 @@ def nodes_job() -> Iterator[Callable[..., NodesJob]]:
 
         yield make
         for job in made:
-            if job.launcher == LAUNCHER:
+            if job.launcher == LAUNCHER and not request.node.stash[_has_failed]:
                 job.assert_nothing_left()

@@ -13,7 +13,11 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
-from nvidia_resiliency_ext.fault_tolerance._launch.node_events import NextRoundOpened, RoundReady
+from nvidia_resiliency_ext.fault_tolerance._launch.node_events import (
+    NextRoundOpened,
+    RoundReady,
+    StoreLost,
+)
 from nvidia_resiliency_ext.fault_tolerance._launch.rendezvous import RoundEvent
 from nvidia_resiliency_ext.fault_tolerance._launch.store_rendezvous import (
     NodeSettings,
@@ -34,8 +38,21 @@ SECRET = b"a secret"
 LIMIT_S = 20.0
 
 
+LEASE_S = 60.0
+
+
+class LeapingClock(SystemClock):
+    """A clock that passes over the time in which a launcher was stopped."""
+
+    leapt_s = 0.0
+
+    def monotonic(self) -> float:
+        """Return the time, with the leaps."""
+        return super().monotonic() + self.leapt_s
+
+
 @contextlib.contextmanager
-def a_job() -> Iterator[tuple[StoreRendezvous, JobStore]]:
+def a_job(clock: SystemClock | None = None) -> Iterator[tuple[StoreRendezvous, JobStore]]:
     """Give the rendezvous of one node of a job that is about to begin, and the host's store."""
     listener = socket.create_server(("127.0.0.1", 0))
     at = listener.getsockname()
@@ -43,7 +60,7 @@ def a_job() -> Iterator[tuple[StoreRendezvous, JobStore]]:
     store = connect(*at, "job:", SECRET, LIMIT_S)
     decide(store, Entry(0, Phase.OPEN, 0))
     store.put(keys.HEAD, "0")
-    clock = SystemClock()
+    clock = clock or SystemClock()
     settings = NodeSettings(
         node=NODE,
         host="node1",
@@ -51,7 +68,7 @@ def a_job() -> Iterator[tuple[StoreRendezvous, JobStore]]:
         nproc=1,
         infra_rank=-1,
         master_port=None,
-        lease_s=60.0,
+        lease_s=LEASE_S,
         join_timeout_s=LIMIT_S,
         connect_timeout_s=LIMIT_S,
         domain=lambda: "none",
@@ -114,3 +131,23 @@ def test_dead_workers_of_a_round_that_is_over_open_no_round(
         rendezvous.open_next(Cause("killed", "rank 0 died"))
         rendezvous.shutdown()
         assert not store.has(keys.log(4))
+
+
+def test_a_launcher_that_was_stopped_too_long_ends_whoever_of_its_threads_comes_first() -> None:
+    """A lease that has expired is not renewed: the node was replaced, and stops at once."""
+    clock = LeapingClock()
+    with a_job(clock) as (rendezvous, store):
+        rendezvous.join(0)
+        assert store.wait_until_set(keys.BELL, LIMIT_S)
+        store.put(keys.place(NODE), encode(Place(0, 0, 0)))
+        decide(store, Entry(1, Phase.CLOSED, 0, active=2, world_size=2))
+        wait_for(rendezvous, RoundReady)
+        renewed = store.count(keys.lease(NODE), 0)
+        clock.leapt_s = 3 * LEASE_S
+        # The loop's own look at the lease does not come first here, because no loop runs.
+        decide(store, Entry(2, Phase.OPEN, 1, cause=Cause("node_lost", "node1 is lost")))
+        lost = wait_for(rendezvous, StoreLost)
+        assert isinstance(lost, StoreLost)
+        assert "no sign of life" in lost.what
+        assert lost.stop_within_s <= LEASE_S
+        assert store.count(keys.lease(NODE), 0) == renewed

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 __all__ = ["main"]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `nvrx-control` with `args` (default: the command line) and leave with its exit code."""
-    from nvidia_resiliency_ext.fault_tolerance._control.program import run_command_line
+    """Run `nvrx-control` with `args` (default: the command line) and leave with its exit code.
 
-    sys.exit(run_command_line(args))
+    As with the launcher's `main`, without `args` the process is taken for the program's own.
+    """
+    from nvidia_resiliency_ext.fault_tolerance._control.program import run_command_line
+    from nvidia_resiliency_ext.fault_tolerance._process.program_end import end_program
+
+    end_program(run_command_line(args), is_own=args is None)
 
 
 if __name__ == "__main__":

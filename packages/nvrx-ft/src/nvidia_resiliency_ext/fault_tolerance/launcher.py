@@ -8,7 +8,6 @@ import neither torch nor what they do not need.
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Sequence
 
 from nvidia_resiliency_ext.fault_tolerance._env import FT_LAUNCHER_IPC_SOCKET
@@ -112,7 +111,11 @@ def __dir__() -> list[str]:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `ft_launcher` with `args` (default: the command line) and leave with its exit code."""
+    """Run `ft_launcher` with `args` (default: the command line) and leave with its exit code.
+
+    Without `args` the process is taken for the launcher's own: where a thread is still inside torch
+    it ends after exit functions and output, and no caller gets `SystemExit`.
+    """
     try:
         from nvidia_resiliency_ext.fault_tolerance._launch.program import run_command_line
 
@@ -120,7 +123,9 @@ def main(args: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         # Before the job takes over signals, or after it gave them back: nothing is running.
         _die_of_interrupt()
-    sys.exit(code)
+    from nvidia_resiliency_ext.fault_tolerance._process.program_end import end_program
+
+    end_program(code, is_own=args is None)
 
 
 def _die_of_interrupt() -> NoReturn:

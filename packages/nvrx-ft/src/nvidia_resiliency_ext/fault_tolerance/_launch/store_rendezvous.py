@@ -317,7 +317,8 @@ class StoreRendezvous:
                 # The store goes when the job is over; that is no news.
                 return None
             self._is_lost = True
-            return StoreLost(news.what, STORE_LOST_STOP_S)
+            fence_s = FENCE_STOP_LEASES * self._settings.lease_s
+            return StoreLost(news.what, fence_s if news.is_replaced else STORE_LOST_STOP_S)
         return news
 
     def _say_clocks(self, what: str) -> None:

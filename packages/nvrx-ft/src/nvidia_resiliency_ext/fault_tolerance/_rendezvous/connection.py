@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable, Collection
@@ -25,6 +26,9 @@ from nvidia_resiliency_ext.shared_utils.store_sockets import (
 )
 
 logger = logging.getLogger("nvrx")
+
+REACH_S = 5.0
+GIVEN_UP_WAIT_S = 1.0
 
 _one_at_a_time = threading.Lock()
 
@@ -54,50 +58,118 @@ class Link:
             os.close(self._descriptor)
 
 
-def open_client(make: Callable[[], Any], port: int, timeout_s: float) -> tuple[Any, Link]:
-    """Make a client with `make`, which connects to `port`.
+class _Attempt(threading.Thread):
+    """Makes a client; nothing but torch can end that."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__(name="nvrx-store-connect", daemon=True)
+        self._make = make
+        self._lock = threading.Lock()
+        self._is_given_up = False
+        self._told, self._tells = socket.socketpair()
+        self.client: Any = None
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Make it; the end is told by a socket that hangs up."""
+        with self._tells:
+            try:
+                made = self._make()
+            except Exception as error:  # noqa: BLE001 - raised again by the caller
+                self.error = error
+                return
+            with self._lock:
+                if not self._is_given_up:
+                    self.client = made
+
+    def wait(self, witness: socket.socket, timeout_s: float) -> bool:
+        """Wait for the end; False after `timeout_s`, or when the store hangs up on `witness`."""
+        poll = select.poll()
+        for sock in (self._told, witness):
+            poll.register(sock, select.POLLIN)
+        ready = poll.poll(max(0.0, timeout_s) * 1000)
+        return any(number == self._told.fileno() for number, _ in ready)
+
+    def give_up(self) -> None:
+        """Wait no longer; a client that is still made is let go."""
+        with self._lock:
+            self._is_given_up, self.client = True, None
+
+    def close(self) -> None:
+        """Hear nothing more of it."""
+        self._told.close()
+
+
+# Threads that torch still keeps.
+_given_up: list[_Attempt] = []
+
+
+def open_client(
+    make: Callable[[], Any], address: tuple[str, int], timeout_s: float
+) -> tuple[Any, Link]:
+    """Make a client with `make`, which connects to `address`.
+
+    torch goes on trying where the store is gone: a store that was killed takes connections for some
+    milliseconds more. So another connection is held meanwhile, which ends when the store does.
 
     Raises:
-        NoAnswerError: it takes longer than `timeout_s`.
+        NoAnswerError: it takes longer than `timeout_s`, or the store is gone.
+        OSError: nobody listens, or no longer.
     """
     # One at a time, so that the new socket is the one that was not there before.
-    with _one_at_a_time:
+    with (
+        _one_at_a_time,
+        socket.create_connection(address, min(timeout_s, REACH_S)) as witness,
+    ):
+        port = address[1]
         before = socket_names()
-        made: list[Any] = []
-        failed: list[Exception] = []
-
-        def work() -> None:
-            try:
-                made.append(make())
-            except Exception as error:  # noqa: BLE001 - raised again by the caller
-                failed.append(error)
-
-        thread = threading.Thread(target=work, name="nvrx-store-connect", daemon=True)
-        thread.start()
-        thread.join(timeout_s)
-        link = Link(_new_socket(before, port))
-        if thread.is_alive():
-            link.cut()
-            thread.join(1.0)
+        attempt = _Attempt(make)
+        with contextlib.closing(attempt):
+            attempt.start()
+            is_made = attempt.wait(witness, timeout_s)
+        if not is_made:
+            attempt.give_up()
+            for sock in _new_sockets(before, port):
+                Link(sock).cut()
+            _given_up.append(attempt)
             raise NoAnswerError(f"what listens at port {port} does not answer as a store does")
-    if failed:
+        attempt.join()
+        link = Link(_own_socket(before, port))
+    if attempt.error is not None:
         link.cut()
-        raise failed[0]
-    return made[0], link
+        raise attempt.error
+    return attempt.client, link
 
 
-def _new_socket(before: Collection[str], port: int) -> socket.socket | None:
-    """Return a second descriptor of the one socket that is new and connected to `port`."""
+def _own_socket(before: Collection[str], port: int) -> socket.socket | None:
+    """Return a second descriptor of the socket of the attempt that has just been made."""
+    _given_up[:] = [attempt for attempt in _given_up if attempt.is_alive()]
+    found = _new_sockets(before, port)
+    if len(found) > 1:
+        # One that was given up has reached a store after all: it closes its socket at once.
+        _close_all(found)
+        for attempt in _given_up:
+            attempt.join(GIVEN_UP_WAIT_S)
+        found = _new_sockets(before, port)
+    if len(found) != 1:
+        logger.debug("%d new sockets to port %d: none is used", len(found), port)
+        _close_all(found)
+        return None
+    watch_over(found[0])
+    return found[0]
+
+
+def _close_all(sockets: Collection[socket.socket]) -> None:
+    for sock in sockets:
+        sock.close()
+
+
+def _new_sockets(before: Collection[str], port: int) -> list[socket.socket]:
+    """Return second descriptors of the sockets that are new and connected to `port`."""
     found = []
     for _, sock in tcp_sockets(before):
         if is_connected_to(sock, port):
             found.append(sock)
         else:
             sock.close()
-    if len(found) != 1:
-        logger.debug("%d new sockets to port %d: none is used", len(found), port)
-        for copy in found:
-            copy.close()
-        return None
-    watch_over(found[0])
-    return found[0]
+    return found

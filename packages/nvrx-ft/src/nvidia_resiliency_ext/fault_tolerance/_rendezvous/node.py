@@ -26,6 +26,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from . import keys
 from .agreement import differences, read_settings, write_settings
+from .host import LEASES_TO_EXPIRY
 from .log import DecisionLog
 from .records import (
     Arrival,
@@ -49,8 +50,8 @@ FOREIGN_PAUSE_S = 0.5
 ATTACH_TRIES = 20
 ENTRY_TRIES = 3
 CUT_WAIT_S = 1.0
-# A store that was killed may take connections for some milliseconds more, and torch then tries to
-# connect for half a minute, in which nobody hears that the machine refuses.
+# A store that was killed may take connections for some milliseconds more, and a client that comes
+# in then leaves a thread that tries to connect for half a minute.
 DYING_S = 0.1
 
 # Notes about the round, and not about who is there.
@@ -105,9 +106,10 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The store is gone; nothing more will be told."""
+    """The store is gone, or others have taken this node's place; nothing more will be told."""
 
     what: str
+    is_replaced: bool = False
 
 
 News = Placed | Spare | Opened | Leaves | Over | Lost
@@ -384,6 +386,10 @@ def _blank(entry: Entry) -> Entry:
     )
 
 
+class LeaseExpiredError(NvrxError):
+    """This node was away for so long that the others have replaced it."""
+
+
 _Command = Callable[[NodeSession], None]
 
 
@@ -485,7 +491,7 @@ class NodeThreads:
         except StoreLostError as error:
             self._tell_lost(_store_gone(error))
         except NvrxError as error:
-            self._tell_lost(str(error))
+            self._tell_lost(str(error), is_replaced=isinstance(error, LeaseExpiredError))
         except Exception as error:
             logger.exception("a defect in the rendezvous of this node")
             self._tell_lost(f"the rendezvous of this node failed: {error!r}")
@@ -500,9 +506,9 @@ class NodeThreads:
             else:
                 return
 
-    def _tell_lost(self, what: str) -> None:
+    def _tell_lost(self, what: str, *, is_replaced: bool = False) -> None:
         if not self._ended.is_set():
-            self._post(Lost(what))
+            self._post(Lost(what, is_replaced))
 
     def _keep(self, store: JobStore) -> JobStore:
         """Note a connection, so that `close` can cut it."""
@@ -579,9 +585,13 @@ class NodeThreads:
 
         Raises:
             StoreLostError: the store is gone.
+            LeaseExpiredError: this node was away for too long.
         """
-        next_lease = self._clock.monotonic()
+        # However long it took to come here.
+        self._renew(session)
+        next_lease = self._clock.monotonic() + self._lease_period()
         while True:
+            self._check_lease(session)
             is_due = next_lease <= self._clock.monotonic()
             if self._held and not session.is_resuming and not is_due:
                 self._held[0](session)
@@ -598,6 +608,7 @@ class NodeThreads:
                 continue
             if command is None:
                 return
+            self._check_lease(session)
             if isinstance(command, _Decided):
                 # What an earlier watch has heard is of a store that is gone.
                 if command.number == self._watch_number:
@@ -651,6 +662,22 @@ class NodeThreads:
     def _store_is_absent(self) -> None:
         """Take note that nobody serves a store: then nobody can have replaced this node either."""
         self._confirmed_at = self._clock.monotonic()
+
+    def _check_lease(self, session: NodeSession) -> None:
+        """Never renew a lease that has expired, though the store would take it.
+
+        A node that was stopped would else be a spare, or in the way of its replacement, or end,
+        by which of its threads comes first.
+        """
+        confirmed = self._confirmed_at
+        if confirmed is None or (session.entry and session.entry.phase is Phase.OVER):
+            return
+        quiet_s = self._clock.monotonic() - confirmed
+        if quiet_s >= LEASES_TO_EXPIRY * self._lease_s:
+            raise LeaseExpiredError(
+                f"this node gave no sign of life for {quiet_s:.1f} s;"
+                " it ends, for the others may have replaced it"
+            )
 
     def _lease_period(self) -> float:
         # Spread, so that thousands of nodes do not speak in the same instant.

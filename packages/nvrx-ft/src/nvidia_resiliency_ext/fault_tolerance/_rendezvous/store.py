@@ -37,7 +37,6 @@ _DIGEST_HEX = 32
 # Nobody else knows it, so nobody can make a key look missing.
 _NOTHING = "-" + os.urandom(16).hex()
 _CLOCK_STEP_S = 0.01
-PROBE_S = 1.0
 MEND_S = 5.0
 # What torch's store can add to.
 _COUNTER = re.compile(rb"[+-]?[0-9]{1,18}")
@@ -180,7 +179,7 @@ class JobStore:
         torch's store hangs up on whoever adds to what is no number (2.13), so a new connection
         takes the place of this one.
         """
-        if self._was_cut.is_set() or not self._is_served():
+        if self._was_cut.is_set() or not hasattr(self._client, "port"):
             return False
         try:
             client, link = _connect_client(self._client.host, self._client.port, MEND_S)
@@ -201,16 +200,6 @@ class JobStore:
             before.cut()
         if self._was_cut.is_set():
             link.cut()
-        return True
-
-    def _is_served(self) -> bool:
-        """Return whether somebody takes connections there, without torch's patience."""
-        if not hasattr(self._client, "port"):
-            return False
-        try:
-            socket.create_connection((self._client.host, self._client.port), PROBE_S).close()
-        except OSError:
-            return False
         return True
 
     def counters(self, keys: Iterable[str]) -> list[int]:
@@ -397,7 +386,7 @@ def _connect_client(host: str, port: int, patience_s: float = CALL_TIMEOUT_S) ->
         )
 
     try:
-        client, link = open_client(make, port, patience_s + 1.0)
+        client, link = open_client(make, (host, port), patience_s + 1.0)
     except (NoAnswerError, RuntimeError, ValueError, OSError) as error:
         raise StoreLostError(_first_line(error)) from None
     client.set_timeout(timedelta(seconds=CALL_TIMEOUT_S))
