@@ -72,13 +72,13 @@ def test_the_command_gets_the_report_as_json(hook, tmp_path):
 
 def test_a_report_never_waits_for_the_command(hook, caplog):
     """A command that hangs is killed at its deadline; who reports goes on at once."""
-    told = hook(*python("import time; time.sleep(60)"), deadline_s=0.3)
+    told = hook(*python("import time; time.sleep(60)"), deadline_s=1.0)
     before = time.monotonic()
     told.report(CAUSE)
-    assert time.monotonic() - before < 0.25
+    assert time.monotonic() - before < 0.9
     told.close()
     (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert "not done within 0.3 s: killed" in line
+    assert "not done within 1 s: killed" in line
 
 
 def test_what_a_command_leaves_behind_is_killed(hook, tmp_path):

@@ -252,7 +252,7 @@ def test_time_counts_from_the_start_of_the_iteration(make) -> None:
     began = time.monotonic()
     lab.begin(0)
     assert lab.ranks[0].hear("Interrupted", 0)[2] == [[0, "SOFT_TIMEOUT"]]
-    assert 2.1 < time.monotonic() - began < 3.5
+    assert 2.1 < time.monotonic() - began < 3.9
 
 
 def test_nothing_polls(make) -> None:
@@ -492,10 +492,10 @@ def test_it_inherits_nothing(make, tmp_path) -> None:
     assert "Umask:\t0077" in status
     held = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
     own = {"/dev/null", str(tmp_path / "monitor-0.log")}
-    # It may be importing at this moment.
+    # It may be importing at this moment, or writing in the node's directory.
     passing = (".py", ".pyc", ".so")
     files = {n for n in held if n.startswith("/") and "memfd:" not in n and not n.endswith(passing)}
-    assert files <= own
+    assert {name for name in files if "/nvrx-ip-" not in name} <= own
     assert not os.path.exists(f"/proc/{rank.pid}/task/{rank.pid}/children") or not (
         Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split()
     )
