@@ -21,8 +21,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-_PACKAGE = Path(__file__).parents[1]
-sys.path[:0] = [str(_PACKAGE / "tests" / "helpers"), str(_PACKAGE.parents[1] / "tests-support")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests-support"))
 
 import chaos
 from chaos_plan import cells, plan
