@@ -79,7 +79,7 @@ class Delivery:
         """Have what waits for a target written, now or when enough time has passed."""
         if target.is_busy or target.error is not None:
             return
-        is_enough = target.held_bytes >= self._enough_bytes or self._state.is_flushing
+        is_enough = self._is_enough(target)
         if target.is_scheduled and not is_enough:
             return
         due = target.written_at + self._options.flush_interval_s
@@ -97,6 +97,11 @@ class Delivery:
         if not self._is_watching:
             self._is_watching = True
             self._ticker.call_at(self._clock.monotonic() + _WATCH_S, self._watch)
+
+    def _is_enough(self, target: Target) -> bool:
+        """Tell whether what waits for a target is not to be kept for more."""
+        is_full = target.held_bytes >= self._enough_bytes
+        return is_full or target.is_awaited or self._state.is_flushing
 
     def _on_due(self, target: Target) -> None:
         with self._state.lock:
@@ -204,9 +209,7 @@ class Delivery:
                 self._completion.check_after(target.cycle.arrived_at)
             moved.update(self._grant())
             # An error's first success was a careful, small batch: go on.
-            goes_on = bool(target.waiting) and (
-                was_troubled or self._state.is_flushing or target.held_bytes >= self._enough_bytes
-            )
+            goes_on = bool(target.waiting) and (was_troubled or self._is_enough(target))
             if not goes_on:
                 self._release(target)
                 if target.waiting:

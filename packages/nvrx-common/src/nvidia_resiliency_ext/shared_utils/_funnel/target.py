@@ -42,6 +42,7 @@ class Target:
         waiters: Sources that wait for room in it.
         is_busy: It waits for a writer or is with one; no other writer takes it.
         is_scheduled: A write at a later time is arranged.
+        is_awaited: A sender has ended and waits for what is here, so it is not kept for more.
         working_since: When the writer began what it does; `None` when it does nothing.
         written_at: When it was last written (monotonic).
         error: Why it cannot be written at present.
@@ -49,9 +50,9 @@ class Target:
     """
 
     __slots__ = (
-        "cycle", "error", "held_bytes", "is_busy", "is_closing", "is_refused", "is_scheduled",
-        "is_stalled", "is_unsynced", "log", "owners", "path", "place", "retry_s", "used_at",
-        "users", "waiters", "waiting", "working_since", "written_at", "written_bytes",
+        "cycle", "error", "held_bytes", "is_awaited", "is_busy", "is_closing", "is_refused",
+        "is_scheduled", "is_stalled", "is_unsynced", "log", "owners", "path", "place", "retry_s",
+        "used_at", "users", "waiters", "waiting", "working_since", "written_at", "written_bytes",
     )  # fmt: skip
 
     def __init__(self, path: str, place: Place, cycle: CycleFile | None) -> None:
@@ -64,6 +65,7 @@ class Target:
         self.waiters = 0
         self.is_busy = False
         self.is_scheduled = False
+        self.is_awaited = False
         self.is_stalled = False
         self.is_refused = False
         self.is_closing = False
@@ -120,6 +122,8 @@ class Target:
         if taken:
             # The writer has it from now on.
             taken[-1].growing = None
+        if len(taken) == len(self.waiting):
+            self.is_awaited = False
         return taken
 
     def done(self, batch: list[Pending]) -> int:
