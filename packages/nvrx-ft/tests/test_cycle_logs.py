@@ -506,21 +506,23 @@ def test_half_a_log_specification_is_refused(base: str, settings: dict[str, obje
 def test_a_queue_of_lines_is_sent_to_a_log_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer thread sends pairs of path and lines until None, and ends when they are there."""
+    """The writer thread sends pairs of path and lines, and ends when they are there; text, too."""
     monkeypatch.setenv("NVRX_NODE_LOCAL_TMPDIR", str(tmp_path / "spill"))
     monkeypatch.setenv("NVRX_LOG_FUNNEL_TOKEN_FILE", str(tmp_path / "token"))
     with running_servers(tmp_path, 1) as (_, _, port):
-        lines: queue.Queue[tuple[str, bytes] | None] = queue.Queue(100)
+        lines: queue.Queue[tuple[str, bytes | str] | None] = queue.Queue(100)
         thread = per_cycle_logs.GrpcWriterThread(
             lines, f"127.0.0.1:{port}", "node", logging.getLogger("nvrx")
         )
         thread.start()
         for number in range(100):
             lines.put((str(tmp_path / f"{number % 2}.log"), b"%d\n" % number))
-        lines.put(None)
+        lines.put((str(tmp_path / "1.log"), "\udcff\n"))  # a byte that is no text
+        thread.shutdown()
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
-    assert (tmp_path / "1.log").read_text().split() == [str(n) for n in range(1, 100, 2)]
+    expected = [b"%d" % number for number in range(1, 100, 2)]
+    assert (tmp_path / "1.log").read_bytes().split() == [*expected, b"\xff"]
 
 
 def test_without_descriptors_a_pipe_is_an_error(logs: Logs) -> None:
