@@ -176,7 +176,7 @@ def test_reports_are_one_line_of_json(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         reading, writing = os.pipe()
         command = [
-            *(sys.executable, "-m", "nvidia_resiliency_ext.inprocess._store.keeper"),
+            *(sys.executable, hosting._PROGRAM),
             *("--address=127.0.0.1", f"--port={taken.getsockname()[1]}", "--job=j"),
             *(f"--starter={os.getpid()}", "--idle-s=1", f"--report-fd={writing}"),
         ]

@@ -24,7 +24,7 @@ from .sockets import is_reachable_from_elsewhere
 
 logger = logging.getLogger("nvrx")
 
-_MODULE = "nvidia_resiliency_ext.inprocess._store.keeper"
+_PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keeper_program.py")
 # torch asks the name server for the name of whoever connects, and serves nobody meanwhile.
 _RESOLVER = "RES_OPTIONS"
 _QUICK = "timeout:1 attempts:1"
@@ -105,6 +105,9 @@ def keep_store(
         )
         address = ""
     process, report = _start(address, endpoint.port, job, times)
+    if "exit_code" in report:
+        # This torch cannot be imported in part.
+        process, report = _start(address, endpoint.port, job, times, "--whole-torch")
     if "port" in report:
         return Keeper(Endpoint(endpoint.host, report["port"], is_served=True), process)
     process.wait()
@@ -127,7 +130,7 @@ def _join(endpoint: Endpoint, job: str, connect: Connect) -> None:
 
 
 def _start(
-    address: str, port: int, job: str, times: KeeperTimes
+    address: str, port: int, job: str, times: KeeperTimes, *flags: str
 ) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
     reading, writing = os.pipe()
     try:
@@ -140,7 +143,7 @@ def _start(
             "--report-fd": writing,
         }
         process = subprocess.Popen(
-            [sys.executable, "-m", _MODULE, *(f"{k}={v}" for k, v in options.items())],
+            [sys.executable, _PROGRAM, *(f"{k}={v}" for k, v in options.items()), *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -171,7 +174,8 @@ def _read_report(
             return {"error": f"nothing was heard of it within {timeout_s:g} s"}
         part = os.read(reading, _LONGEST_REPORT)
         if not part:
-            return {"error": f"it ended with exit code {process.wait()}"}
+            code = process.wait()
+            return {"error": f"it ended with exit code {code}", "exit_code": code}
         text += part
     report: dict[str, Any] = json.loads(text)
     return report

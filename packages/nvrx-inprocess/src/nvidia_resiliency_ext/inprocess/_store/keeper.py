@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that hosts a job's store and does nothing else: `python -m ..._store.keeper`.
+"""The process that hosts a job's store and does nothing else; `keeper_program.py` runs it.
 
 It belongs to no training process and to no monitor, so that the loss of any of them is an ordinary
 one. It stays as long as its starter lives, which may call again, and after that as long as anybody
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
 import resource
@@ -28,7 +29,10 @@ from nvidia_resiliency_ext.shared_utils.store_sockets import serving_options
 
 from .identity import claim
 from .sockets import count_served, listen
+from .torch_part import PartialImportError, tcp_store_class
 
+# Exit code of one that needs all of torch, and says nothing else: its starter starts it again.
+NEEDS_WHOLE = 4
 _OWN_CONNECTIONS = 1
 _PERIOD_S = 0.25
 _LONGEST_WAIT_S = 3600.0
@@ -45,6 +49,7 @@ class Duty:
         starter: The process that started it.
         idle_s: How long it stays, without the starter, when nobody is connected any more.
         report_fd: Where it says what became of its start.
+        whole_torch: Whether it imports all of torch.
     """
 
     address: str
@@ -53,6 +58,7 @@ class Duty:
     starter: int
     idle_s: float
     report_fd: int
+    whole_torch: bool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,8 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         listener = listen(duty.address or "0.0.0.0", duty.port)  # noqa: S104 - asked for by name
         port = listener.getsockname()[1]
-        store = _serve(listener, duty.address or "127.0.0.1", port)
+        store = _serve(listener, duty.address or "127.0.0.1", port, whole=duty.whole_torch)
         claim(store, duty.job)
+    except PartialImportError:
+        return NEEDS_WHOLE
     except Exception as error:  # noqa: BLE001 - its starter says it
         number = error.errno if isinstance(error, OSError) else None
         _report(duty.report_fd, {"error": _line(error), "errno": number})
@@ -79,12 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _serve(listener: socket.socket, host: str, port: int) -> Any:
-    import torch
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    options = serving_options(listener, torch.__version__)
-    return TCPStore(host, port, wait_for_workers=False, **options)
+def _serve(listener: socket.socket, host: str, port: int, *, whole: bool) -> Any:
+    store_class = tcp_store_class(whole=whole)
+    options = serving_options(listener, importlib.metadata.version("torch"))
+    return store_class(host, port, wait_for_workers=False, **options)
 
 
 def _stay(port: int, duty: Duty) -> None:
@@ -129,6 +135,7 @@ def _parse(arguments: Sequence[str] | None) -> Duty:
     parser.add_argument("--starter", type=int, required=True)
     parser.add_argument("--idle-s", type=float, required=True)
     parser.add_argument("--report-fd", type=int, required=True)
+    parser.add_argument("--whole-torch", action="store_true", help="import all of torch")
     return Duty(**vars(parser.parse_args(arguments)))
 
 

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's store without torch: what it brings, what it is good for, and what follows where not."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nvidia_resiliency_ext.inprocess._monitor import boot
+from nvidia_resiliency_ext.inprocess._store import hosting
+from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
+from nvidia_resiliency_ext.inprocess._store.hosting import keep_store
+from nvidia_resiliency_ext.inprocess._store.torch_part import PartialImportError, tcp_store_class
+from nvidia_resiliency_ext.inprocess.store import TCPStore
+
+USES = """
+import runpy, sys
+runpy.run_path(sys.argv[1])["make_shell"]()
+from nvidia_resiliency_ext.inprocess._store.torch_part import tcp_store_class
+
+store = tcp_store_class()("127.0.0.1", 0, wait_for_workers=False, is_master=True)
+store.set("k", "v")
+assert store.get("k") == b"v"
+assert store.compare_set("k", "v", "w") == b"w"
+assert store.add("n", 2) == 2
+assert not {"torch.nn", "torch.autograd"} & set(sys.modules)
+"""
+
+DEMANDING = """
+import json, os, sys
+
+given = dict(word.partition("=")[::2] for word in sys.argv[1:])
+if "--whole-torch" not in given:
+    sys.exit(4)
+os.write(int(given["--report-fd"]), json.dumps({"port": 4711}).encode() + b"\\n")
+"""
+
+
+@pytest.mark.slow
+def test_little_of_torch_is_imported() -> None:
+    """The store works, and torch's Python parts have not been imported for it."""
+    command = [sys.executable, "-c", USES, boot.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_that_is_there_is_used() -> None:
+    """In a process that has torch the class is torch's own."""
+    assert issubclass(TCPStore, tcp_store_class())
+
+
+def test_other_kinds_of_torch_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch whose extension cannot be had alone is an error of its own; none is another."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").touch()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(PartialImportError, match="torch in"):
+        tcp_store_class()
+    for name in ("torch", "torch.distributed"):
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "torch/__init__.py").unlink()
+    (tmp_path / "torch").rmdir()
+    with pytest.raises(ImportError, match="not installed"):
+        tcp_store_class()
+
+
+def test_keeper_that_needs_all_of_torch_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A keeper that ends without a word is started once more, with all of torch."""
+    (tmp_path / "demanding.py").write_text(DEMANDING)
+    monkeypatch.setattr(hosting, "_PROGRAM", str(tmp_path / "demanding.py"))
+    here = Endpoint("127.0.0.1", 0, is_served=False)
+    keeper = keep_store(here, "job", TCPStore.connect, is_single_node=True)
+    keeper.stop()
+    assert keeper.endpoint.port == 4711
