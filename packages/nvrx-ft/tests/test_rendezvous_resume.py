@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 from rendezvous_store import Served, arrival, name, rules
@@ -29,6 +30,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import (
     Placed,
     Spare,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Entry,
     Kind,
@@ -62,7 +64,7 @@ def test_who_heard_most_is_believed() -> None:
     assert known is not None
     assert known.entry == agreed
     assert [note.node for note in known.members] == [name(0), name(1)]
-    assert known.spares == {name(2)}
+    assert [note.node for note in known.spares] == [name(2)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,6 +132,13 @@ class Plane:
             threading.Event().wait(0.01)
         return self.host.entry
 
+    def wait_until_told(self, *told: Any) -> None:
+        """Wait until the follower was told exactly this; it is told after a decision is seen."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.followed.told != [*told]:
+            assert time.monotonic() < deadline, self.followed.told
+            threading.Event().wait(0.01)
+
     def die(self) -> None:
         """End the host and the store."""
         self._stop.set()
@@ -191,12 +200,23 @@ class Node:
             news.append(self.next())
         return [one for one in news if one is not None]
 
-    def resume(self, plane: Plane) -> News | None:
-        """Go on with another control plane."""
-        self._store = plane.served.connect()
+    def resume(
+        self, plane: Plane, before_it_tells: Callable[[], None] | None = None
+    ) -> News | None:
+        """Go on with another control plane; what happens between asking it and telling it."""
+        store = self._store = plane.served.connect()
         if plane.is_dying:
             plane.die()
-        return self._session.resume(self._store, DEADLINE_S)
+        if before_it_tells is None:
+            return self._session.resume(store, DEADLINE_S)
+        send = store.append_line
+
+        def send_late(key: str, text: str) -> None:
+            before_it_tells()
+            send(key, text)
+
+        with mock.patch.object(store, "append_line", send_late):
+            return self._session.resume(store, DEADLINE_S)
 
     def tell(self, kind: Kind, **fields: Any) -> None:
         """Leave a note."""
@@ -218,6 +238,26 @@ def placed(plane: Plane, count: int = 2) -> list[Node]:
     return nodes
 
 
+def spare_of(plane: Plane) -> Node:
+    """Return a node that came when the round was closed, and knows that."""
+    spare = Node(2, plane)
+    spare.catch_up(plane.wait_for(lambda entry: entry.phase is Phase.CLOSED))
+    return spare
+
+
+def open_next(plane: Plane, nodes: list[Node], spare: Node) -> None:
+    """Let a round begin in which the same nodes work."""
+    nodes[0].open_next(plane.host.entry.round, GOES)
+    opened = plane.wait_for(lambda entry: entry.phase is Phase.OPEN)
+    for index, node in enumerate(nodes):
+        node.catch_up(opened)
+        node.arrive(arrival(index))
+    closed = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+    spare.catch_up(closed)
+    assert not spare.arrive(arrival(len(nodes)))
+    assert all(isinstance(node.next(), Placed) for node in nodes)
+
+
 def test_a_round_goes_on_and_was_no_restart() -> None:
     """All nodes come back: nobody restarts, a budget with a window is as full as before."""
     by = of(budget=Budget(3, window_s=1000.0))
@@ -237,7 +277,7 @@ def test_a_round_goes_on_and_was_no_restart() -> None:
             assert (entry.round, len(entry.restart_ages_s)) == (1, 1)
             assert first.next() is None
             assert second.next() is None
-            assert plane.followed.told == [("goes on", 1, ["node0", "node1"])]
+            plane.wait_until_told(("goes on", 1, ["node0", "node1"]))
         second.open_next(1, GOES)
         entry = plane.wait_for(lambda entry: entry.round == 2)
         assert by.budget.left(entry) == 2, "the entry counts those before it"
@@ -246,7 +286,8 @@ def test_a_round_goes_on_and_was_no_restart() -> None:
             node.arrive(arrival(index))
         entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED and entry.round == 2)
         assert by.budget.left(entry) == 1
-        assert plane.followed.told[1:] == [("ended", 1), ("closed", 2, ["node0", "node1"])]
+        nodes = ["node0", "node1"]
+        plane.wait_until_told(("goes on", 1, nodes), ("ended", 1), ("closed", 2, nodes))
 
 
 @pytest.mark.parametrize("heard", ["nothing", "one", "all"])
@@ -255,7 +296,7 @@ def test_a_drain_goes_on_where_it_was(heard: str) -> None:
     with planes(of()) as control:
         plane = control.present
         first, second = placed(plane)
-        spare = Node(2, plane)
+        spare = spare_of(plane)
         if heard == "nothing":
             # Said to a host that dies before it decides anything.
             plane._stop.set()
@@ -278,6 +319,8 @@ def test_a_drain_goes_on_where_it_was(heard: str) -> None:
             first.tell(Kind.HELD, calls=7)
         assert [isinstance(one, Leaves) for one in first_news] == [True] * (heard == "nothing")
         assert [isinstance(one, Leaves) for one in second_news] == [True] * (heard != "all")
+        # A spare whose word came too late learns here that the host went on without it.
+        spare.catch_up(entry)
         second.tell(Kind.HELD, calls=4)
         entry = plane.wait_for(lambda entry: entry.save_at > 0)
         assert entry.save_at == 8
@@ -289,11 +332,90 @@ def test_a_drain_goes_on_where_it_was(heard: str) -> None:
         assert (entry.phase, entry.round, entry.cause) == (Phase.OPEN, 1, GOES)
 
 
+@pytest.mark.parametrize("round_", [0, 1])
+def test_a_spare_whose_word_comes_too_late_says_it_again(round_: int) -> None:
+    """It found a host that knew nothing, which went on before it heard: a drain goes on with it."""
+    with planes(of()) as control:
+        plane = control.present
+        first, second = nodes = placed(plane)
+        spare = spare_of(plane)
+        if round_ == 1:
+            open_next(plane, nodes, spare)
+        plane = control.restart()
+
+        def go_on() -> None:
+            for node in nodes:
+                node.resume(plane)
+            plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+
+        assert spare.resume(plane, before_it_tells=go_on) is None
+        for node in (first, second, spare):
+            assert node.catch_up(plane.host.entry) == []
+        first.tell(Kind.PREEMPTED, cause=GOES)
+        for node in nodes:
+            assert isinstance(node.next(), Leaves)
+            node.tell(Kind.HELD, calls=7)
+        entry = plane.wait_for(lambda entry: entry.save_at > 0)
+        for node in nodes:
+            node.catch_up(entry)
+            node.succeeded(round_)
+        entry = plane.wait_for(lambda entry: entry.phase is not Phase.CLOSED)
+        assert (entry.phase, entry.round) == (Phase.OPEN, round_ + 1)
+
+
+def test_a_node_that_came_before_the_round_went_on_is_known() -> None:
+    """It joined a host that knew nothing, in a round that is not the job's: it says it again."""
+    with planes(of()) as control:
+        nodes = placed(control.present)
+        open_next(control.present, nodes, spare_of(control.present))
+        plane = control.restart()
+        new = Node(3, plane)
+        for node in nodes:
+            node.resume(plane)
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+        assert entry.round == 1
+        assert [type(one) for one in new.catch_up(entry)] == [Spare]
+        lines, _ = plane.served.connect().lines(keys.inbox(1), 0)
+        assert any(name(3) in line and '"arrived"' in line for line in lines)
+
+
+def test_a_round_after_a_restart_waits_for_the_spare_that_is_known() -> None:
+    """A job that may grow does not begin its next round without the spare that came back."""
+    by = rules(2, lease_s=20.0, last_call_s=10.0)
+    by = dataclasses.replace(by, placement=PlacementRules(2, 3, elastic=True))
+    with planes(dataclasses.replace(by, last_call_s=0.0)) as control:
+        nodes = placed(control.present)
+        spare = spare_of(control.present)
+        control._rules = by
+        plane = control.restart()
+        for node in (spare, *nodes):
+            node.resume(plane)
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+        for node in nodes:
+            node.catch_up(entry)
+        # Before the spare has heard anything of the host that it told.
+        nodes[0].open_next(0, GOES)
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.OPEN)
+        for index, node in enumerate(nodes):
+            node.catch_up(entry)
+            node.arrive(arrival(index))
+        entry = plane.wait_for(
+            lambda entry: (
+                entry.phase is Phase.CLOSED or plane.host._waits_for == "more nodes may come"
+            )
+        )
+        assert entry.phase is Phase.OPEN
+        spare.catch_up(entry)
+        spare.arrive(arrival(2))
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+        assert entry.active == 3
+
+
 def test_a_drain_waits_for_spares_that_may_come_back() -> None:
     """All have saved and left at once after the restart: the spare is late, and still taken."""
     with planes(of()) as control:
         first, second = placed(control.present)
-        spare = Node(2, control.present)
+        spare = spare_of(control.present)
         first.tell(Kind.PREEMPTED, cause=GOES)
         for node in (first, second):
             assert isinstance(node.next(), Leaves)
@@ -317,7 +439,7 @@ def test_a_job_that_ends_soon_after_a_restart_is_told_to_late_nodes() -> None:
     """A spare that was not back yet when the job ended finds the store, and the end."""
     with planes(of()) as control:
         first, second = placed(control.present)
-        spare = Node(2, control.present)
+        spare = spare_of(control.present)
         plane = control.restart()
         for node in (first, second):
             node.resume(plane)
@@ -358,7 +480,7 @@ def test_a_spare_that_comes_back_late_is_known() -> None:
     """When the round already goes on, a spare says that it is there."""
     with planes(of()) as control:
         first, second = placed(control.present)
-        spare = Node(2, control.present)
+        spare = spare_of(control.present)
         plane = control.restart()
         for node in (first, second):
             node.resume(plane)

@@ -327,7 +327,11 @@ class Host:
                 if a is not None and p is not None
             )
             now = self._clock.monotonic()
-            self._memory = Memory(active=members, spares=known.spares, resumed_at=now)
+            self._memory = Memory(active=members, resumed_at=now)
+            # First, so that what a spare said since, perhaps that it leaves, still holds.
+            self._notes[:0] = [
+                Note(Kind.ARRIVED, note.node, arrival=note.arrival) for note in known.spares
+            ]
             self._leases_at = -math.inf
             logger.info("round %d goes on: all its nodes have come back", old.round)
             self._follower.goes_on(closed, members)

@@ -194,10 +194,8 @@ class NodeSession:
             return None
         self._opened_round = self._ended_at = -1
         if present.seq > 0 or (old.phase is Phase.OPEN and old.round == 0):
-            if present.phase is Phase.CLOSED and self._arrival is not None:
-                # The host must know whom it has as a spare.
-                self._send(Note(Kind.ARRIVED, self.node, arrival=self._arrival), present.round)
-                self.ring()
+            if present.phase is Phase.CLOSED:
+                self._say_it_is_there(present.round)
             self._resumes = self._told = None
             return self.take(present)
         note = Note(Kind.RESUMED, self.node, arrival=self._arrival, entry=old, place=self._place)
@@ -239,6 +237,11 @@ class NodeSession:
             self.entry = entry
         resumes = None if self._resumes is None else self._resumes[0]
         self._resumes = None
+        # No other host closes a round that it has not opened.
+        is_taken_up = resumes is not None or (told is not None and told.round != entry.round)
+        if is_taken_up and entry.phase is Phase.CLOSED and not self._works_in(entry):
+            # What it told may have come too late, or to the inbox of another round.
+            self._say_it_is_there(entry.round)
         if resumes is not None and entry.phase is Phase.CLOSED and entry.round == resumes.round:
             self._say_again(entry.round)
             return self._leaves(entry) if entry.follows(resumes) else None
@@ -255,8 +258,10 @@ class NodeSession:
 
     def _leaves(self, entry: Entry) -> Leaves | None:
         """Return what a round that is left means for this node: nothing for a spare."""
-        works = self._place is not None and self._place.round == entry.round
-        return Leaves(entry) if works else None
+        return Leaves(entry) if self._works_in(entry) else None
+
+    def _works_in(self, entry: Entry) -> bool:
+        return self._place is not None and self._place.round == entry.round
 
     def _part_in(self, entry: Entry) -> News:
         """Return this node's part in a closed round."""
@@ -344,6 +349,12 @@ class NodeSession:
             if round_ != self._said_in:
                 self._said_in, self._said = round_, {}
             self._said[note.kind] = note
+
+    def _say_it_is_there(self, round_: int) -> None:
+        """Tell another host of a closed round that it has this node as a spare."""
+        if self._arrival is not None:
+            self._send(Note(Kind.ARRIVED, self.node, arrival=self._arrival), round_)
+            self.ring()
 
     def _say_again(self, round_: int) -> None:
         """Tell another host what this node said of a round that goes on."""

@@ -21,7 +21,7 @@ class Known:
 
     entry: Entry
     members: tuple[Note, ...]
-    spares: frozenset[str] = frozenset()
+    spares: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,10 @@ def known_from(notes: tuple[Note, ...]) -> Known | None:
         and note.place is not None
         and note.place.group_rank is not None
     )
-    working = {note.node for note in members}
-    there = {node for node, note in latest.items() if note.arrival is not None}
-    return Known(entry, members, frozenset(there - working))
+    spares = tuple(
+        note for note in latest.values() if note.arrival is not None and note not in members
+    )
+    return Known(entry, members, spares)
 
 
 def decide_resume(known: Known, waited_s: float, patience_s: float) -> GoOn | Reopen | None:
