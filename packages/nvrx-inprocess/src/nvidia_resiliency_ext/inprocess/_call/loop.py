@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,8 +146,13 @@ class CallLoop:
             try:
                 self._settings.completion(self.state.freeze())
             except Exception as error:  # noqa: BLE001 - the function's value counts
-                log_exc(self.state, error, "completion")
+                self._log(error, "completion")
         return done[0]
+
+    def _log(self, error: Exception, where: str) -> None:
+        # As text: a handler that keeps its records must not keep the function's frames.
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        logger.error("%s\n%s", log_exc(self.state, error, where), trace)
 
     @property
     def _is_child(self) -> bool:
@@ -210,9 +216,9 @@ class CallLoop:
         except Exception as error:
             if self._is_child:
                 raise
-            log_exc(state, error, "function")
             state.fn_exception = error
             self._report()
+            self._log(error, f"iteration {state.iteration}")
         return None
 
     def _report(self) -> None:
@@ -406,7 +412,8 @@ class CallLoop:
         error.__suppress_context__ = True
         parts, state = self._parts, self.state
         parts.page.phase = ProgressPhase.IDLE
-        log_exc(state, error, "leaving")
+        # Its caller sees where it was raised.
+        logger.warning("%s", log_exc(state, error, "leaving"))
         if parts.link.is_abandoned:
             assert state.initial_rank is not None
             parts.say_last_word(state.initial_rank, state.iteration, self._participants)
@@ -417,4 +424,4 @@ class CallLoop:
             try:
                 terminate_callback(state.freeze())
             except Exception as problem:  # noqa: BLE001 - the first exception counts
-                log_exc(state, problem, "terminate")
+                self._log(problem, "terminate")

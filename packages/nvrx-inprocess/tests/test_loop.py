@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of one call, with a stand-in for the monitor that answers at once."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from nvidia_resiliency_ext.inprocess import rank_assignment
+from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
+from nvidia_resiliency_ext.inprocess._call.loop import CallLoop, Parts
+from nvidia_resiliency_ext.inprocess._call.newsbox import NewsBox
+from nvidia_resiliency_ext.inprocess._call.settings import Settings
+from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Interrupted
+from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
+from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+from nvidia_resiliency_ext.inprocess.completion import Completion
+from nvidia_resiliency_ext.inprocess.rank_assignment import ShiftRanks
+from nvidia_resiliency_ext.inprocess.state import FrozenState, State
+from nvidia_resiliency_ext.inprocess.store import TCPStore
+from nvidia_resiliency_ext.inprocess.terminate import Terminate
+
+
+class Monitor:
+    """Stands in for the link, and for the monitor of a job in which only this rank has faults."""
+
+    is_abandoned = False
+
+    def __init__(self) -> None:
+        self.left: list[bool] = []
+        self.records: tuple[InterruptionRecord, ...] = ()
+        self.hear: Callable[[Any], None]
+
+    def begin(self, iteration: int, rank: int, world_size: int, _who: object) -> None:
+        self.iteration, self.rank, self.world_size = iteration, rank, world_size
+
+    def report(self, kind: Interruption) -> None:
+        self.records = (InterruptionRecord(self.rank, kind),)
+        self.hear(Interrupted(self.iteration, self.records))
+
+    def completed(self) -> None:
+        self.hear(Completed(self.iteration))
+
+    def arrive(self) -> None:
+        size = self.world_size
+        all_ranks = tuple(Arrival(each, each, size, is_out=False) for each in range(size))
+        self.hear(Decided(self.iteration, Decision(all_ranks, (), self.records)))
+
+    def leave(self, is_lost: bool, *, is_discarded: bool = False) -> bool:
+        del is_discarded
+        self.left.append(is_lost)
+        return True
+
+
+class Nothing:
+    """Stands in for parts to which nothing here matters."""
+
+    def __getattr__(self, _name: str) -> Callable[..., None]:
+        return lambda *_args: None
+
+
+@contextlib.contextmanager
+def call_of(state: State, **arguments: Any) -> Iterator[tuple[CallLoop, Monitor]]:
+    """Make the loop of a call; `arguments` are those of `Wrapper`."""
+    arguments = {"rank_assignment": ShiftRanks(), **arguments}
+    page, monitor, nothing = ProgressPage.create(), Monitor(), Nothing()
+    box: NewsBox[Any] = NewsBox(time.monotonic, 1.0, page.stamp_auto)
+    parts = Parts(
+        base_store=nothing,
+        link=monitor,
+        page=page,
+        gate=MainThreadGate(),
+        lock=AtomicLock(),
+        watchdog=nothing,
+        box=box,
+        record=nothing,
+        inject=lambda _fn, args, kwargs: (args, kwargs),
+        say_last_word=nothing.say,
+    )  # fmt: skip
+    loop = CallLoop(Settings(store_factory=TCPStore, **arguments), state, parts, None)
+    monitor.hear = loop.hear
+    with contextlib.closing(page), contextlib.closing(box):
+        yield loop, monitor
+
+
+def raises_in(iterations: int, state: State) -> Callable[[], str]:
+    """Return a function that raises in the first iterations."""
+
+    def function() -> str:
+        if state.iteration < iterations:
+            raise ValueError(f"in iteration {state.iteration}")
+        return "done"
+
+    return function
+
+
+class Failing(Completion, Terminate):
+    """What is called at the end, and fails."""
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        raise OSError("at the end") from state.fn_exception
+
+
+def test_what_made_a_rank_restart_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """What the function raised, and where, is in the log: nobody else can tell."""
+    state = State(0, 1)
+    with call_of(state) as (loop, _):
+        assert loop.run(raises_in(1, state), (), {}) == "done"
+    (record,) = (each for each in caplog.records if each.levelno >= logging.ERROR)
+    line, *trace = record.getMessage().splitlines()
+    assert line == "rank=0 iteration 0: ValueError('in iteration 0')"
+    assert any("in function" in each for each in trace)
+
+
+def test_failing_completion_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The function's value counts, and what the callback raised is in the log."""
+    with call_of(State(0, 1), completion=Failing()) as (loop, _):
+        assert loop.run(lambda: 3, (), {}) == 3
+    assert "rank=0 completion: OSError('at the end')" in caplog.text
+
+
+def test_who_leaves_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has what a rank leaves with, and what `terminate` raised after it."""
+
+    def function() -> None:
+        raise SystemExit(3)
+
+    with (
+        call_of(State(0, 1), terminate=Failing()) as (loop, monitor),
+        pytest.raises(SystemExit, match="3"),
+    ):
+        loop.run(function, (), {})
+    assert monitor.left == [True]
+    assert "rank=0 leaving: SystemExit(3)" in caplog.text
+    assert "rank=0 terminate: OSError('at the end')" in caplog.text
