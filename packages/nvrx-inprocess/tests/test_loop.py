@@ -5,11 +5,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess import rank_assignment
+from nvidia_resiliency_ext.inprocess import rank_assignment, rank_filter
 from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
 from nvidia_resiliency_ext.inprocess._call.loop import CallLoop, Parts
 from nvidia_resiliency_ext.inprocess._call.newsbox import NewsBox
@@ -96,6 +97,17 @@ def raises_in(iterations: int, state: State) -> Callable[[], str]:
         return "done"
 
     return function
+
+
+@pytest.mark.filterwarnings("ignore:rank_filter")
+@pytest.mark.parametrize("module", [rank_assignment, rank_filter])
+def test_rank_filter_is_applied(module: ModuleType) -> None:
+    """A filter of either kind has the last word on who works; the others are reserves."""
+    for rank, value in enumerate(("works", None)):
+        state = State(rank, 2)
+        with call_of(state, rank_filter=module.MaxActiveWorldSize(1)) as (loop, _):
+            assert loop.run(lambda: "works", (), {}) == value
+        assert (state.world_size, state.active_world_size) == (2, 1)
 
 
 class Failing(Completion, Terminate):

@@ -29,6 +29,7 @@ from nvidia_resiliency_ext.inprocess.attribution import Interruption, format_int
 from nvidia_resiliency_ext.inprocess.exception import HealthCheckError, InternalError
 from nvidia_resiliency_ext.inprocess.monitor_thread import RankShouldRestart
 from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignmentCtx, RankDiscarded
+from nvidia_resiliency_ext.inprocess.rank_filter import RankFilter as OlderRankFilter
 from nvidia_resiliency_ext.inprocess.state import Mode
 from nvidia_resiliency_ext.inprocess.store import BarrierTimeout
 from nvidia_resiliency_ext.inprocess.utils import log_exc
@@ -162,8 +163,14 @@ class CallLoop:
     # One iteration ---------------------------------------------------------------------------
 
     def _assign(self, terminated: set[int]) -> None:
+        rank_filter = self._settings.rank_filter
         ctx = RankAssignmentCtx(self.state, self._parts.base_store, terminated)
-        self.state.copy_from(self._settings.rank_assignment(ctx).state)
+        ctx = self._settings.rank_assignment(ctx)
+        if isinstance(rank_filter, OlderRankFilter):
+            ctx.state = rank_filter(ctx.state)
+        elif rank_filter is not None:
+            ctx = rank_filter(ctx)
+        self.state.copy_from(ctx.state)
         if self.state.mode is Mode.INITIALIZED:
             # Only renumbered: everybody works then.
             self.state.mode = Mode.ACTIVE
