@@ -3,6 +3,7 @@
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -18,6 +19,7 @@ from nvidia_resiliency_ext.inprocess._call.settings import Settings
 from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Interrupted
 from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision
+from nvidia_resiliency_ext.inprocess.abort import Abort
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.completion import Completion
 from nvidia_resiliency_ext.inprocess.rank_assignment import ShiftRanks
@@ -108,6 +110,29 @@ def test_rank_filter_is_applied(module: ModuleType) -> None:
         with call_of(state, rank_filter=module.MaxActiveWorldSize(1)) as (loop, _):
             assert loop.run(lambda: "works", (), {}) == value
         assert (state.world_size, state.active_world_size) == (2, 1)
+
+
+def test_old_news_stops_nothing() -> None:
+    """An interruption that is told again, as by another monitor, costs no second restart."""
+    aborted: list[int] = []
+
+    class LateState(State):
+        def advance(self) -> None:
+            loop.hear(Interrupted(self.iteration, monitor.records))
+            super().advance()
+
+    class Note(Abort):
+        def __call__(self, state: FrozenState) -> FrozenState:
+            aborted.append(state.iteration)
+            return state
+
+    state = LateState(0, 1)
+    with call_of(state, abort=Note()) as (loop, monitor):
+        assert loop.run(raises_in(1, state), (), {}) == "done"
+        for thread in threading.enumerate():
+            if thread.name == "nvrx-inprocess-restart":
+                thread.join(30)
+    assert aborted == [0]
 
 
 class Failing(Completion, Terminate):

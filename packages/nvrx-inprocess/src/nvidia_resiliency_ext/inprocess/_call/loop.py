@@ -111,8 +111,8 @@ class CallLoop:
         self._participants = frozenset(range(state.world_size))
         self._reported_at: float | None = None
         self._stopping = threading.Lock()  # guards the two below
-        self._entered = self._stopped_in = -1
-        self._restarting: threading.Thread | None = None
+        self._entered = self._stopping_in = -1
+        self._stopped_in = -1
         self._cause = ""
         self._reporters: tuple[int, ...] = ()
         self._has_begun = False
@@ -267,12 +267,13 @@ class CallLoop:
         An interruption of an iteration that this rank has not entered yet waits until it has.
         """
         news = self._interruption()
-        if news is None or news.iteration != self._entered or self._restarting is not None:
+        if news is None or news.iteration != self._entered or news.iteration == self._stopping_in:
             return
-        self._restarting = threading.Thread(
+        # By its number: an old piece of news that comes again stops nothing.
+        self._stopping_in = news.iteration
+        threading.Thread(
             target=self._stop_function, args=(news,), name="nvrx-inprocess-restart", daemon=True
-        )
-        self._restarting.start()
+        ).start()
 
     def _stop_function(self, news: Interrupted) -> None:
         if self._reported_at is not None:
@@ -394,7 +395,6 @@ class CallLoop:
             world_size=state.world_size,
         )
         old = state.iteration
-        self._restarting = None
         state.advance()
         self._parts.box.forget(lambda news: getattr(news, "iteration", old + 1) <= old)
 
