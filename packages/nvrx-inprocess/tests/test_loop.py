@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -133,6 +134,21 @@ def test_old_news_stops_nothing() -> None:
             if thread.name == "nvrx-inprocess-restart":
                 thread.join(30)
     assert aborted == [0]
+
+
+def test_report_tells_how_long_a_hang_was_not_seen() -> None:
+    """The restart after a hang takes the soft timeout, too: so long nobody had done anything."""
+    state = State(0, 1)
+    with call_of(state, soft_timeout=timedelta(seconds=20)) as (loop, monitor):
+
+        def function() -> None:
+            if state.iteration == 0:
+                monitor.report(Interruption.SOFT_TIMEOUT)
+                time.sleep(30)
+
+        loop.run(function, (), {})
+        (report,) = loop.reports
+    assert next(iter(report.seconds.items())) == ("detect", 20)
 
 
 class Failing(Completion, Terminate):

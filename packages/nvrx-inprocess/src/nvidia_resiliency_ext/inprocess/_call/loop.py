@@ -37,7 +37,7 @@ from nvidia_resiliency_ext.inprocess.utils import log_exc
 from .collection import YoungGarbage
 from .newsbox import NewsBox
 from .rendezvous import patient_rendezvous
-from .report import Phase, RestartReport, Stopwatch, recent_reports
+from .report import Phase, RestartReport, Stopwatch, detection_s, recent_reports
 from .termination import terminate
 
 if TYPE_CHECKING:
@@ -276,6 +276,9 @@ class CallLoop:
         ).start()
 
     def _stop_function(self, news: Interrupted) -> None:
+        unseen_s = detection_s(news.records, self._settings)
+        if unseen_s:
+            self._watch.add(Phase.DETECT, unseen_s)
         if self._reported_at is not None:
             self._watch.add(Phase.LAST_CALL, time.monotonic() - self._reported_at)
         cause = format_interruption_records(news.records)
