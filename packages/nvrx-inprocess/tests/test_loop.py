@@ -88,7 +88,10 @@ def call_of(state: State, **arguments: Any) -> Iterator[tuple[CallLoop, Monitor]
     loop = CallLoop(Settings(store_factory=TCPStore, **arguments), state, parts, None)
     monitor.hear = loop.hear
     with contextlib.closing(page), contextlib.closing(box):
-        yield loop, monitor
+        try:
+            yield loop, monitor
+        finally:
+            del monitor.hear  # so that all goes at once
 
 
 def raises_in(iterations: int, state: State) -> Callable[[], str]:
