@@ -23,7 +23,7 @@ from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision
 from nvidia_resiliency_ext.inprocess.abort import Abort
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.completion import Completion
-from nvidia_resiliency_ext.inprocess.rank_assignment import ShiftRanks
+from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignmentCtx, ShiftRanks
 from nvidia_resiliency_ext.inprocess.state import FrozenState, State
 from nvidia_resiliency_ext.inprocess.store import TCPStore
 from nvidia_resiliency_ext.inprocess.terminate import Terminate
@@ -32,10 +32,10 @@ from nvidia_resiliency_ext.inprocess.terminate import Terminate
 class Monitor:
     """Stands in for the link, and for the monitor of a job in which only this rank has faults."""
 
-    is_abandoned = False
-
     def __init__(self) -> None:
+        self.is_abandoned = False
         self.left: list[bool] = []
+        self.last_words: list[tuple[int, int, frozenset[int]]] = []
         self.records: tuple[InterruptionRecord, ...] = ()
         self.hear: Callable[[Any], None]
 
@@ -83,7 +83,7 @@ def call_of(state: State, **arguments: Any) -> Iterator[tuple[CallLoop, Monitor]
         box=box,
         record=nothing,
         inject=lambda _fn, args, kwargs: (args, kwargs),
-        say_last_word=nothing.say,
+        say_last_word=lambda *said: monitor.last_words.append(said),
     )  # fmt: skip
     loop = CallLoop(Settings(store_factory=TCPStore, **arguments), state, parts, None)
     monitor.hear = loop.hear
@@ -193,3 +193,32 @@ def test_who_leaves_says_why(caplog: pytest.LogCaptureFixture) -> None:
     assert monitor.left == [True]
     assert "rank=0 leaving: SystemExit(3)" in caplog.text
     assert "rank=0 terminate: OSError('at the end')" in caplog.text
+
+
+def test_who_never_calls_the_function_is_done_without() -> None:
+    """A call that is closed before it was made is one that this rank leaves; else it has ended."""
+    with call_of(State(0, 1)) as (loop, monitor):
+        loop.close()
+        loop.close()
+        assert monitor.left == [True]
+    with call_of(State(0, 1)) as (loop, monitor):
+        loop.run(lambda: None, (), {})
+        loop.close()
+        assert monitor.left == [False]
+
+
+def test_last_word_is_said_where_the_others_wait() -> None:
+    """A rank without monitor that fails between two iterations is missed in the second one."""
+    state = State(0, 1)
+
+    class Fails(ShiftRanks):
+        def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+            if state.fn_exception is not None:
+                monitor.is_abandoned = True
+                raise KeyError("no number")
+            return super().__call__(ctx)
+
+    with call_of(state, rank_assignment=Fails()) as (loop, monitor):
+        with pytest.raises(KeyError, match="no number"):
+            loop.run(raises_in(1, state), (), {})
+        assert monitor.last_words == [(0, 1, frozenset({0}))]

@@ -243,6 +243,7 @@ class CallWrapper:
             except InternalError:
                 meeting.say_last_word(state.rank, 0, frozenset(range(state.world_size)))
                 raise
+            stack.callback(self._loop.close)
             watchdog.start()
             stack.callback(watchdog.stop)
             self._stack = stack.pop_all()

@@ -108,14 +108,16 @@ class CallLoop:
         self._restart_health_check = restart_health_check
         self._pid = os.getpid()
         self._watch = Stopwatch(time.monotonic)
-        self._participants = frozenset(range(state.world_size))
         self._reported_at: float | None = None
         self._stopping = threading.Lock()  # guards the two below
         self._entered = self._stopping_in = -1
         self._stopped_in = -1
         self._cause = ""
         self._reporters: tuple[int, ...] = ()
-        self._has_begun = False
+        # Where the others wait for this rank to arrive, and who they are.
+        self._owed_in = 0
+        self._participants = frozenset(range(state.world_size))
+        self._is_run = False
         self._pending: RestartReport | None = None
         self.reports: deque[RestartReport] = recent_reports()
 
@@ -125,6 +127,7 @@ class CallLoop:
         Raises:
             BaseException: what this rank leaves with; the others go on without it.
         """
+        self._is_run = True
         with YoungGarbage() as garbage, patient_rendezvous():
             try:
                 self._assign(set())
@@ -149,6 +152,12 @@ class CallLoop:
             except Exception as error:  # noqa: BLE001 - the function's value counts
                 self._log(error, "completion")
         return done[0]
+
+    def close(self) -> None:
+        """Tell the others that they have to do without this rank, if it was never run."""
+        if not self._is_run:
+            self._is_run = True
+            self._parts.link.leave(is_lost=True)
 
     def _log(self, error: Exception, where: str) -> None:
         # As text: a handler that keeps its records must not keep the function's frames.
@@ -182,7 +191,6 @@ class CallLoop:
         state.set_distributed_vars()
         parts.page.rearm()
         self._reported_at = None
-        self._has_begun = True
         assert state.rank is not None
         parts.link.begin(state.iteration, state.rank, state.world_size, self._participants)
 
@@ -363,10 +371,9 @@ class CallLoop:
             )
         self._cause = format_interruption_records(decision.records)
         self._reporters = tuple(sorted({record.rank for record in decision.records}))
-        self._participants = frozenset(decision.going_on)
+        self._owed_in = state.iteration + 1
+        self._participants = decision.going_on
         with self._watch.measure(Phase.RANK_ASSIGNMENT):
-            # Whoever leaves from here on leaves the next iteration.
-            self._has_begun = False
             self._assign(set(decision.terminated))
         self._advance(decision)
 
@@ -426,7 +433,7 @@ class CallLoop:
         logger.warning("%s", log_exc(state, error, "leaving"))
         if parts.link.is_abandoned:
             assert state.initial_rank is not None
-            parts.say_last_word(state.initial_rank, state.iteration, self._participants)
+            parts.say_last_word(state.initial_rank, self._owed_in, self._participants)
         else:
             parts.link.leave(is_lost=True, is_discarded=isinstance(error, RankDiscarded))
         terminate_callback = self._settings.terminate
