@@ -112,8 +112,6 @@ class CallLoop:
         self._stopping = threading.Lock()  # guards the two below
         self._entered = self._stopping_in = -1
         self._stopped_in = -1
-        self._cause = ""
-        self._reporters: tuple[int, ...] = ()
         # Where the others wait for this rank to arrive, and who they are.
         self._owed_in = 0
         self._participants = frozenset(range(state.world_size))
@@ -362,22 +360,19 @@ class CallLoop:
             self._check(self._restart_health_check, frozen)
         del frozen
         with self._watch.measure(Phase.BARRIER):
-            decided = self._arrive(limit_s)
-        decision = decided.decision
+            decision = self._arrive(limit_s)
         if state.initial_rank not in decision.going_on:
             raise RankDiscarded(
                 f"rank {state.initial_rank} was given up in iteration {state.iteration}:"
                 f" {format_interruption_records(decision.records)}"
             )
-        self._cause = format_interruption_records(decision.records)
-        self._reporters = tuple(sorted({record.rank for record in decision.records}))
         self._owed_in = state.iteration + 1
         self._participants = decision.going_on
         with self._watch.measure(Phase.RANK_ASSIGNMENT):
             self._assign(set(decision.terminated))
         self._advance(decision)
 
-    def _arrive(self, limit_s: float) -> Decided:
+    def _arrive(self, limit_s: float) -> Decision:
         parts = self._parts
         parts.page.phase = ProgressPhase.AT_BARRIER
         parts.link.arrive()
@@ -387,7 +382,7 @@ class CallLoop:
                 f"not all ranks have come to the end of iteration {self.state.iteration} within"
                 f" {limit_s:g} s (barrier_timeout)"
             )
-        return decided
+        return decided.decision
 
     def _advance(self, decision: Decision) -> None:
         state = self.state
@@ -398,8 +393,8 @@ class CallLoop:
         )
         self._pending = RestartReport(
             iteration=state.iteration,
-            cause=self._cause,
-            ranks=self._reporters,
+            cause=format_interruption_records(decision.records),
+            ranks=tuple(sorted({record.rank for record in decision.records})),
             terminated=ended,
             kept=tuple(sorted(decision.going_on)),
             world_size=state.world_size,
