@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from . import _env
 from ._call.gate import AtomicLock, MainThreadGate, require_main_thread
 from ._call.loop import CallLoop, Parts
 from ._call.meeting import meet
@@ -49,9 +49,6 @@ __all__ = ["CallWrapper", "RestartReport", "Wrapper"]
 logger = logging.getLogger("nvrx")
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_EXPORTED = ("RANK", "WORLD_SIZE")
-
 
 _ALL_WORK: Any = Compose(ActivateAllRanks(), ShiftRanks())
 
@@ -157,14 +154,9 @@ class Wrapper:
 
 def _restart_health_check(check: HealthCheck | None) -> Any:
     """Return the user's checks and those of this rank's devices; None when there are neither."""
-    local_rank = os.environ.get("LOCAL_RANK")
-    if check is None and local_rank is None:
-        return None
-    members: tuple[Any, ...] = ()
-    if check is not None:
-        members = tuple(_flat(check))
-    if local_rank is not None and local_rank.isascii() and local_rank.isdecimal():
-        index = int(local_rank)
+    members: tuple[Any, ...] = () if check is None else tuple(_flat(check))
+    index = _env.local_rank()
+    if index is not None:
         members += (
             ChainedGPUHealthCheck(device_index=index),
             ChainedNVLHealthCheck(device_index=index),
@@ -204,9 +196,8 @@ class CallWrapper:
                 " before init_process_group, which belongs into the function"
             )
         settings = wrapper.settings
-        self._before = {name: os.environ.get(name) for name in _EXPORTED}
         with contextlib.ExitStack() as stack:
-            stack.callback(self._restore_environment)
+            stack.callback(_env.restore_ranks, _env.exported_ranks())
             state = State.from_env()
             assert state.rank is not None
             page = ProgressPage.create()
@@ -334,10 +325,3 @@ class CallWrapper:
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Any]:
         return substitute_param_value(fn, tuple(args), dict(kwargs), {CallWrapper: self})
-
-    def _restore_environment(self) -> None:
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
