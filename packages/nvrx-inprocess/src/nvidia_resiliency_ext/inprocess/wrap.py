@@ -21,7 +21,7 @@ from ._call.meeting import meet
 from ._call.newsbox import NewsBox
 from ._call.record import RestartRecord
 from ._call.report import RestartReport
-from ._call.settings import Bases, Settings, check_settings
+from ._call.settings import Settings, check_settings
 from ._call.watchdog import Watchdog
 from ._monitor.link import MonitorLink
 from ._monitor.page import ProgressPage
@@ -39,7 +39,7 @@ from .health_check import (
 )
 from .initialize import Initialize
 from .param_utils import substitute_param_value
-from .rank_assignment import ActivateAllRanks, RankAssignment, RankFilter, ShiftRanks
+from .rank_assignment import ActivateAllRanks, RankAssignment, ShiftRanks
 from .state import State
 from .store import StoreMixin, TCPStore
 from .terminate import Terminate
@@ -126,11 +126,7 @@ class Wrapper:
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
         self.settings = Settings(**given)
-        check_settings(
-            self.settings,
-            Bases(StoreMixin, RankAssignment, RankFilter),
-            is_distributed_available=torch.distributed.is_available(),
-        )
+        check_settings(self.settings, is_distributed_available=torch.distributed.is_available())
         for name, value in given.items():
             setattr(self, name, value)
         self.restart_health_check = _restart_health_check(health_check)
