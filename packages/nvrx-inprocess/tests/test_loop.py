@@ -35,6 +35,7 @@ class Monitor:
     def __init__(self) -> None:
         self.is_abandoned = False
         self.left: list[bool] = []
+        self.has_left = threading.Event()
         self.last_words: list[tuple[int, int, frozenset[int]]] = []
         self.records: tuple[InterruptionRecord, ...] = ()
         self.hear: Callable[[Any], None]
@@ -57,6 +58,7 @@ class Monitor:
     def leave(self, is_lost: bool, *, is_discarded: bool = False) -> bool:
         del is_discarded
         self.left.append(is_lost)
+        self.has_left.set()
         return True
 
 
@@ -222,3 +224,26 @@ def test_last_word_is_said_where_the_others_wait() -> None:
         with pytest.raises(KeyError, match="no number"):
             loop.run(raises_in(1, state), (), {})
         assert monitor.last_words == [(0, 1, frozenset({0}))]
+
+
+def test_no_abort_goes_on_after_the_call() -> None:
+    """Who leaves while it is interrupted waits for the abort: it would end what comes after."""
+    happened: list[str] = []
+
+    class Slow(Abort):
+        def __call__(self, state: FrozenState) -> FrozenState:
+            assert monitor.has_left.wait(30)
+            time.sleep(0.05)  # until the caller would be on; earlier is no fault
+            happened.append("aborted")
+            return state
+
+    with call_of(State(0, 1), abort=Slow()) as (loop, monitor):
+
+        def function() -> None:
+            monitor.hear(Interrupted(0, ()))
+            raise SystemExit(3)
+
+        with pytest.raises(SystemExit):
+            loop.run(function, (), {})
+        happened.append("called")
+    assert happened == ["aborted", "called"]

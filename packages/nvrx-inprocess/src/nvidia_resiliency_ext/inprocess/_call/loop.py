@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nvrx")
 
+_STOPPER_LIMIT_S = 5.0
+
 _News = TypeVar("_News", Completed, Decided, Interrupted)
 
 
@@ -112,6 +114,7 @@ class CallLoop:
         self._stopping = threading.Lock()  # guards the two below
         self._entered = self._stopping_in = -1
         self._stopped_in = -1
+        self._stopper: threading.Thread | None = None
         # Where the others wait for this rank to arrive, and who they are.
         self._owed_in = 0
         self._participants = frozenset(range(state.world_size))
@@ -277,9 +280,10 @@ class CallLoop:
             return
         # By its number: an old piece of news that comes again stops nothing.
         self._stopping_in = news.iteration
-        threading.Thread(
+        self._stopper = threading.Thread(
             target=self._stop_function, args=(news,), name="nvrx-inprocess-restart", daemon=True
-        ).start()
+        )
+        self._stopper.start()
 
     def _stop_function(self, news: Interrupted) -> None:
         unseen_s = detection_s(news.records, self._settings)
@@ -431,6 +435,9 @@ class CallLoop:
             parts.say_last_word(state.initial_rank, self._owed_in, self._participants)
         else:
             parts.link.leave(is_lost=True, is_discarded=isinstance(error, RankDiscarded))
+        if self._stopper is not None:
+            # Its abort must not end what the caller begins next.
+            self._stopper.join(_STOPPER_LIMIT_S)
         terminate_callback = self._settings.terminate
         if terminate_callback is not None:
             try:
