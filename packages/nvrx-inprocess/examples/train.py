@@ -41,12 +41,7 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
     """
     assert call is not None
     # A prefix per iteration: keys of the interrupted one must not be met again.
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]) + 2 + call.iteration,
-        is_master=os.environ["RANK"] == "0",
-        wait_for_workers=False,
-    )
+    store = dist.PrefixStore(f"training/{call.iteration}", call.store)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     torch.manual_seed(7)
@@ -74,7 +69,7 @@ def train(options: argparse.Namespace, call: inprocess.CallWrapper | None = None
                 part = options.checkpoint.with_suffix(".part")
                 torch.save({"model": model.state_dict(), "step": step}, part)
                 part.replace(options.checkpoint)
-    weights = float(sum(parameter.sum() for parameter in model.parameters()))
+    weights = float(sum(parameter.detach().sum() for parameter in model.parameters()))
     dist.destroy_process_group()
     return weights
 

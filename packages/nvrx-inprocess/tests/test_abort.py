@@ -270,7 +270,7 @@ def test_record_that_does_not_answer(
     go_on = threading.Event()
     monkeypatch.setattr(torch_distributed, "_RECORDER_TIMEOUT_S", 0.01)
     monkeypatch.setattr(StandInCollector, "take", lambda _self: go_on.wait(30))
-    with pytest.raises(torch_distributed.AbortTimeoutError, match="flight recorder"):
+    with pytest.raises(torch_distributed.AbortTimeoutError, match="flight-record"):
         abort.AbortTorchDistributed(str(tmp_path))(STATE)
     go_on.set()
     join_recorders()

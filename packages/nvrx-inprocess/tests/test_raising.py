@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from nvidia_resiliency_ext.inprocess._call import raising
 from nvidia_resiliency_ext.inprocess.monitor_thread import (
     RankShouldRestart,
     async_abort_main_thread,
@@ -68,6 +69,33 @@ def test_unknown_thread() -> None:
     """A thread that is not there is an error."""
     with pytest.raises(RuntimeError, match="no thread"):
         async_raise(123456789, Wanted)
+
+
+def test_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one identifier means several threads it is an error, and nothing is raised in any."""
+    real = raising._set_async_exc
+    monkeypatch.setattr(raising, "_set_async_exc", lambda *args: 2 * real(*args))
+    caught: list[BaseException] = []
+    is_there, is_tried = threading.Event(), threading.Event()
+
+    def run() -> None:
+        try:
+            is_there.set()
+            is_tried.wait(30)
+            spin(0.01)
+        except BaseException as error:  # noqa: BLE001 - any would be one too many
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert is_there.wait(30)
+    try:
+        with pytest.raises(RuntimeError, match="2 threads"):
+            async_raise(thread.ident or 0, Wanted)
+    finally:
+        is_tried.set()
+        thread.join(30)
+    assert caught == []
 
 
 def test_nothing_is_raised_at_the_end_of_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,24 +8,26 @@ import pytest
 
 from nvidia_resiliency_ext.inprocess._abort.base import Abort
 from nvidia_resiliency_ext.inprocess._call.meeting import meet
-from nvidia_resiliency_ext.inprocess._call.settings import Bases, Settings, check_settings
+from nvidia_resiliency_ext.inprocess._call.settings import Settings, check_settings
 from nvidia_resiliency_ext.inprocess.compose import Compose
+from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignment, RankFilter
 from nvidia_resiliency_ext.inprocess.rank_filter import MaxActiveWorldSize
 from nvidia_resiliency_ext.inprocess.state import State
-from nvidia_resiliency_ext.inprocess.store import TCPStore
+from nvidia_resiliency_ext.inprocess.store import StoreMixin, TCPStore
 
 
-class StandInStore:
+class StandInStore(StoreMixin):
     pass
 
 
-class StandInAssignment:
+class StandInAssignment(RankAssignment):
     def __call__(self, ctx):
         return ctx
 
 
-class StandInFilter(StandInAssignment):
-    pass
+class StandInFilter(RankFilter):
+    def __call__(self, ctx):
+        return ctx
 
 
 class SomeAbort(Abort):
@@ -33,7 +35,6 @@ class SomeAbort(Abort):
         return state
 
 
-BASES = Bases(StandInStore, StandInAssignment, StandInFilter)
 TIMES = [field.name for field in dataclasses.fields(Settings) if field.type == "timedelta"]
 
 
@@ -44,7 +45,7 @@ def seconds(value: float) -> timedelta:
 def check(**changes) -> None:
     available = changes.pop("available", True)
     given = {"store_factory": StandInStore, "rank_assignment": StandInAssignment(), **changes}
-    check_settings(Settings(**given), BASES, is_distributed_available=available)
+    check_settings(Settings(**given), is_distributed_available=available)
 
 
 def test_defaults_are_in_order() -> None:

@@ -4,7 +4,13 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_RANKS = ("RANK", "WORLD_SIZE")
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _TRUE = frozenset({"true", "1", "yes", "on"})
 
 
@@ -28,6 +34,20 @@ def local_rank() -> int | None:
     return int(text) if _is_number(text) else None
 
 
+def exported_ranks() -> dict[str, str | None]:
+    """Return what stands where `export_ranks` writes, for `restore_ranks`."""
+    return {name: os.environ.get(name) for name in _RANKS}
+
+
+def restore_ranks(before: Mapping[str, str | None]) -> None:
+    """Put back what `exported_ranks` has returned."""
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 def export_ranks(rank: int, world_size: int) -> None:
     """Set what `torch.distributed` reads at its start."""
     os.environ["RANK"] = str(rank)
@@ -37,6 +57,40 @@ def export_ranks(rank: int, world_size: int) -> None:
 def wants_verbose_ranks() -> bool:
     """Say whether sets of ranks are logged in full."""
     return os.environ.get("NVRX_LOG_RANK_FORMAT_VERBOSE", "").strip().lower() in _TRUE
+
+
+def launch_cycle() -> int | None:
+    """Return how often the launcher has started this job again, `None` without a launcher."""
+    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return int(text) if _is_number(text) else None
+
+
+def active_world_size() -> int:
+    """Return how many ranks run the function, 0 where the environment does not say it."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if _is_number(text) else 0
+
+
+def flight_record_path() -> str | None:
+    """Return the folder for flight records, `None` if none is wanted."""
+    return os.environ.get("NVRX_FR_TRACE_PATH") or None
+
+
+def flight_recorder_size() -> int:
+    """Return how many entries torch's flight recorder keeps; 0 if it is off.
+
+    Raises:
+        ValueError: It is set and is no number; the message names it.
+    """
+    sizes = (_recorder_size(name, os.environ[name]) for name in _SIZES if os.environ.get(name))
+    return max(sizes, default=0)
+
+
+def _recorder_size(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text[:64]!r} in the environment is not a number") from None
 
 
 def _is_number(text: str) -> bool:

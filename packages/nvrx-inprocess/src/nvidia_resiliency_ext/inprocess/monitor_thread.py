@@ -19,6 +19,7 @@ from ._call.raising import (
 )
 from ._call.restart import RankShouldRestart
 from ._call.termination import Phases, terminate
+from .attribution import format_interruption_records
 from .exception import TimeoutError as ThreadTimeoutError
 
 if TYPE_CHECKING:
@@ -96,9 +97,6 @@ class MonitorThread(threading.Thread):
         self._is_interrupted.set()
         self._should_end.wait(self._last_call_wait.total_seconds())
         self._store.lock_interruption_records()
-        # Its room needs no torch, but is not light either.
-        from .attribution import format_interruption_records
-
         message = format_interruption_records(self._store.get_interruption_records())
         quiet_s = self._soft_timeout.total_seconds()
         self.phases = terminate(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -15,13 +14,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from . import _env
 from ._call.gate import AtomicLock, MainThreadGate, require_main_thread
 from ._call.loop import CallLoop, Parts
 from ._call.meeting import meet
 from ._call.newsbox import NewsBox
 from ._call.record import RestartRecord
 from ._call.report import RestartReport
-from ._call.settings import Bases, Settings, check_settings
+from ._call.settings import Settings, check_settings
 from ._call.watchdog import Watchdog
 from ._monitor.link import MonitorLink
 from ._monitor.page import ProgressPage
@@ -39,7 +39,7 @@ from .health_check import (
 )
 from .initialize import Initialize
 from .param_utils import substitute_param_value
-from .rank_assignment import ActivateAllRanks, RankAssignment, RankFilter, ShiftRanks
+from .rank_assignment import ActivateAllRanks, RankAssignment, ShiftRanks
 from .state import State
 from .store import StoreMixin, TCPStore
 from .terminate import Terminate
@@ -49,9 +49,6 @@ __all__ = ["CallWrapper", "RestartReport", "Wrapper"]
 logger = logging.getLogger("nvrx")
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_EXPORTED = ("RANK", "WORLD_SIZE")
-
 
 _ALL_WORK: Any = Compose(ActivateAllRanks(), ShiftRanks())
 
@@ -87,7 +84,8 @@ class Wrapper:
         enabled: False returns the function itself.
         completion: Called once when all ranks have completed.
         terminate: Called once when this rank leaves with an exception.
-        rank_filter: Older form of a part of `rank_assignment`, applied after it.
+        rank_filter: Older form of the last part of `rank_assignment`: says, after it, which ranks
+            work. Of `rank_filter`, or a filter of `rank_assignment`.
 
     Attributes:
         restart_health_check: What is checked before this rank goes on after a fault: the members of
@@ -128,11 +126,7 @@ class Wrapper:
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
         self.settings = Settings(**given)
-        check_settings(
-            self.settings,
-            Bases(StoreMixin, RankAssignment, RankFilter),
-            is_distributed_available=torch.distributed.is_available(),
-        )
+        check_settings(self.settings, is_distributed_available=torch.distributed.is_available())
         for name, value in given.items():
             setattr(self, name, value)
         self.restart_health_check = _restart_health_check(health_check)
@@ -156,14 +150,9 @@ class Wrapper:
 
 def _restart_health_check(check: HealthCheck | None) -> Any:
     """Return the user's checks and those of this rank's devices; None when there are neither."""
-    local_rank = os.environ.get("LOCAL_RANK")
-    if check is None and local_rank is None:
-        return None
-    members: tuple[Any, ...] = ()
-    if check is not None:
-        members = tuple(_flat(check))
-    if local_rank is not None and local_rank.isascii() and local_rank.isdecimal():
-        index = int(local_rank)
+    members: tuple[Any, ...] = () if check is None else tuple(_flat(check))
+    index = _env.local_rank()
+    if index is not None:
         members += (
             ChainedGPUHealthCheck(device_index=index),
             ChainedNVLHealthCheck(device_index=index),
@@ -203,9 +192,8 @@ class CallWrapper:
                 " before init_process_group, which belongs into the function"
             )
         settings = wrapper.settings
-        self._before = {name: os.environ.get(name) for name in _EXPORTED}
         with contextlib.ExitStack() as stack:
-            stack.callback(self._restore_environment)
+            stack.callback(_env.restore_ranks, _env.exported_ranks())
             state = State.from_env()
             assert state.rank is not None
             page = ProgressPage.create()
@@ -242,6 +230,7 @@ class CallWrapper:
             except InternalError:
                 meeting.say_last_word(state.rank, 0, frozenset(range(state.world_size)))
                 raise
+            stack.callback(self._loop.close)
             watchdog.start()
             stack.callback(watchdog.stop)
             self._stack = stack.pop_all()
@@ -332,10 +321,3 @@ class CallWrapper:
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Any]:
         return substitute_param_value(fn, tuple(args), dict(kwargs), {CallWrapper: self})
-
-    def _restore_environment(self) -> None:
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -18,6 +18,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.shared_utils.store_sockets import tcp_socket
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -79,14 +81,11 @@ def end_gloo_meetings(world_size: int) -> int:
 
 def _connect_as_all(descriptor: int, world_size: int) -> bool:
     """Connect to a socket as each rank, if it listens."""
-    link = _link(descriptor)
-    if not link.startswith("socket:"):
+    found = tcp_socket(descriptor)
+    if found is None:
         return False
-    with _borrowed(descriptor) as listener:
-        is_same = _link(listener.fileno()) == link
-        if not is_same or listener.family not in _FAMILIES:
-            return False
-        if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+    with found[1] as listener:
+        if not _listens(listener):
             return False
         address = listener.getsockname()
         for number in range(world_size):
@@ -166,10 +165,10 @@ def _is_like_gloos(epoll: int) -> bool:
         elif not link.startswith("socket:"):
             return False
         else:
-            with contextlib.suppress(OSError), _borrowed(descriptor) as each:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
                 if each.type != socket.SOCK_STREAM or each.family not in _FAMILIES:
                     return False
-                listening += each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                listening += _listens(each)
     return pipes == 1 and listening == 1
 
 
@@ -180,21 +179,18 @@ def _targets(epoll: int) -> list[int]:
 
 def _shut_down(descriptor: int) -> bool:
     """Shut a connection down, if it is one; the number may be anything's by now."""
-    link = _link(descriptor)
-    if not link.startswith("socket:"):
+    found = tcp_socket(descriptor)
+    if found is None:
         return False
-    with _borrowed(descriptor) as connection:
-        is_same = _link(connection.fileno()) == link
-        if not is_same or connection.family not in _FAMILIES:
-            return False
-        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+    with found[1] as connection:
+        if _listens(connection):
             return False
         connection.shutdown(socket.SHUT_RDWR)
         return True
 
 
-def _borrowed(descriptor: int) -> socket.socket:
-    return socket.socket(fileno=os.dup(descriptor))
+def _listens(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _link(descriptor: int) -> str:

@@ -6,12 +6,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.inprocess.exception import TimeoutError as AbortTimeoutError
+from nvidia_resiliency_ext.inprocess import _env
+from nvidia_resiliency_ext.inprocess._bounded import call_bounded
 from nvidia_resiliency_ext.shared_utils.trace_collector import TorchFRTraceCollector
-
-from .settings import flight_recorder_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ def is_recording() -> bool:
     Raises:
         ValueError: The size of its buffer is not a number.
     """
-    return flight_recorder_size() > 0
+    return _env.flight_recorder_size() > 0
 
 
 class Recording:
@@ -57,23 +57,7 @@ class Recording:
             exception.TimeoutError: It does not answer.
             Exception: It cannot be read.
         """
-        errors: list[Exception] = []
-
-        def run() -> None:
-            try:
-                # Made here, too: it looks at devices, which may be what hangs.
-                self._collector = self._make(self._path)
-                self._dump = self._collector.take()
-            except Exception as error:  # noqa: BLE001 - raised by the caller
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="nvrx-flight-record", daemon=True)
-        thread.start()
-        thread.join(timeout_s)
-        if errors:
-            raise errors.pop()
-        if thread.is_alive():
-            raise AbortTimeoutError(f"the flight recorder has not answered in {timeout_s} s")
+        call_bounded("nvrx-flight-record", self._take, timedelta(seconds=timeout_s))
 
     def save(self) -> threading.Thread | None:
         """Write it, in a thread of its own; what fails there is logged.
@@ -86,6 +70,11 @@ class Recording:
         thread = threading.Thread(target=self._save, name="nvrx-flight-record", daemon=True)
         thread.start()
         return thread
+
+    def _take(self) -> None:
+        # The collector is made here, too: it looks at devices, which may be what hangs.
+        self._collector = self._make(self._path)
+        self._dump = self._collector.take()
 
     def _save(self) -> None:
         try:

@@ -8,6 +8,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.inprocess import _env
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as AbortTimeoutError
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
@@ -16,7 +17,6 @@ from . import groups
 from .base import Abort
 from .gloo_sockets import end_gloo_connections
 from .recorder import Recording, is_recording
-from .settings import flight_record_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ class AbortTorchDistributed(Abort):
         return state
 
     def _record(self, state: FrozenState) -> Recording | None:
-        path = self.torch_fr_trace_path or flight_record_path()
+        path = self.torch_fr_trace_path or _env.flight_record_path()
         if not path or not groups.all_groups() or not is_recording():
             return None
         recording = Recording(path, state.iteration)

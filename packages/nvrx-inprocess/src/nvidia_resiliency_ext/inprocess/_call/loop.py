@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from nvidia_resiliency_ext.inprocess.attribution import Interruption, format_int
 from nvidia_resiliency_ext.inprocess.exception import HealthCheckError, InternalError
 from nvidia_resiliency_ext.inprocess.monitor_thread import RankShouldRestart
 from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignmentCtx, RankDiscarded
+from nvidia_resiliency_ext.inprocess.rank_filter import RankFilter as OlderRankFilter
 from nvidia_resiliency_ext.inprocess.state import Mode
 from nvidia_resiliency_ext.inprocess.store import BarrierTimeout
 from nvidia_resiliency_ext.inprocess.utils import log_exc
@@ -35,7 +37,7 @@ from nvidia_resiliency_ext.inprocess.utils import log_exc
 from .collection import YoungGarbage
 from .newsbox import NewsBox
 from .rendezvous import patient_rendezvous
-from .report import Phase, RestartReport, Stopwatch, recent_reports
+from .report import Phase, RestartReport, Stopwatch, detection_s, recent_reports
 from .termination import terminate
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from .watchdog import Watchdog
 
 logger = logging.getLogger("nvrx")
+
+_STOPPER_LIMIT_S = 5.0
 
 _News = TypeVar("_News", Completed, Decided, Interrupted)
 
@@ -106,14 +110,15 @@ class CallLoop:
         self._restart_health_check = restart_health_check
         self._pid = os.getpid()
         self._watch = Stopwatch(time.monotonic)
-        self._participants = frozenset(range(state.world_size))
         self._reported_at: float | None = None
         self._stopping = threading.Lock()  # guards the two below
-        self._entered = self._stopped_in = -1
-        self._restarting: threading.Thread | None = None
-        self._cause = ""
-        self._reporters: tuple[int, ...] = ()
-        self._has_begun = False
+        self._entered = self._stopping_in = -1
+        self._stopped_in = -1
+        self._stopper: threading.Thread | None = None
+        # Where the others wait for this rank to arrive, and who they are.
+        self._owed_in = 0
+        self._participants = frozenset(range(state.world_size))
+        self._is_run = False
         self._pending: RestartReport | None = None
         self.reports: deque[RestartReport] = recent_reports()
 
@@ -123,6 +128,7 @@ class CallLoop:
         Raises:
             BaseException: what this rank leaves with; the others go on without it.
         """
+        self._is_run = True
         with YoungGarbage() as garbage, patient_rendezvous():
             try:
                 self._assign(set())
@@ -145,8 +151,19 @@ class CallLoop:
             try:
                 self._settings.completion(self.state.freeze())
             except Exception as error:  # noqa: BLE001 - the function's value counts
-                log_exc(self.state, error, "completion")
+                self._log(error, "completion")
         return done[0]
+
+    def close(self) -> None:
+        """Tell the others that they have to do without this rank, if it was never run."""
+        if not self._is_run:
+            self._is_run = True
+            self._parts.link.leave(is_lost=True)
+
+    def _log(self, error: Exception, where: str) -> None:
+        # As text: a handler that keeps its records must not keep the function's frames.
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        logger.error("%s\n%s", log_exc(self.state, error, where), trace)
 
     @property
     def _is_child(self) -> bool:
@@ -156,8 +173,14 @@ class CallLoop:
     # One iteration ---------------------------------------------------------------------------
 
     def _assign(self, terminated: set[int]) -> None:
+        rank_filter = self._settings.rank_filter
         ctx = RankAssignmentCtx(self.state, self._parts.base_store, terminated)
-        self.state.copy_from(self._settings.rank_assignment(ctx).state)
+        ctx = self._settings.rank_assignment(ctx)
+        if isinstance(rank_filter, OlderRankFilter):
+            ctx.state = rank_filter(ctx.state)
+        elif rank_filter is not None:
+            ctx = rank_filter(ctx)
+        self.state.copy_from(ctx.state)
         if self.state.mode is Mode.INITIALIZED:
             # Only renumbered: everybody works then.
             self.state.mode = Mode.ACTIVE
@@ -169,7 +192,6 @@ class CallLoop:
         state.set_distributed_vars()
         parts.page.rearm()
         self._reported_at = None
-        self._has_begun = True
         assert state.rank is not None
         parts.link.begin(state.iteration, state.rank, state.world_size, self._participants)
 
@@ -210,9 +232,9 @@ class CallLoop:
         except Exception as error:
             if self._is_child:
                 raise
-            log_exc(state, error, "function")
             state.fn_exception = error
             self._report()
+            self._log(error, f"iteration {state.iteration}")
         return None
 
     def _report(self) -> None:
@@ -254,14 +276,19 @@ class CallLoop:
         An interruption of an iteration that this rank has not entered yet waits until it has.
         """
         news = self._interruption()
-        if news is None or news.iteration != self._entered or self._restarting is not None:
+        if news is None or news.iteration != self._entered or news.iteration == self._stopping_in:
             return
-        self._restarting = threading.Thread(
+        # By its number: an old piece of news that comes again stops nothing.
+        self._stopping_in = news.iteration
+        self._stopper = threading.Thread(
             target=self._stop_function, args=(news,), name="nvrx-inprocess-restart", daemon=True
         )
-        self._restarting.start()
+        self._stopper.start()
 
     def _stop_function(self, news: Interrupted) -> None:
+        unseen_s = detection_s(news.records, self._settings)
+        if unseen_s:
+            self._watch.add(Phase.DETECT, unseen_s)
         if self._reported_at is not None:
             self._watch.add(Phase.LAST_CALL, time.monotonic() - self._reported_at)
         cause = format_interruption_records(news.records)
@@ -337,23 +364,19 @@ class CallLoop:
             self._check(self._restart_health_check, frozen)
         del frozen
         with self._watch.measure(Phase.BARRIER):
-            decided = self._arrive(limit_s)
-        decision = decided.decision
+            decision = self._arrive(limit_s)
         if state.initial_rank not in decision.going_on:
             raise RankDiscarded(
                 f"rank {state.initial_rank} was given up in iteration {state.iteration}:"
                 f" {format_interruption_records(decision.records)}"
             )
-        self._cause = format_interruption_records(decision.records)
-        self._reporters = tuple(sorted({record.rank for record in decision.records}))
-        self._participants = frozenset(decision.going_on)
+        self._owed_in = state.iteration + 1
+        self._participants = decision.going_on
         with self._watch.measure(Phase.RANK_ASSIGNMENT):
-            # Whoever leaves from here on leaves the next iteration.
-            self._has_begun = False
             self._assign(set(decision.terminated))
         self._advance(decision)
 
-    def _arrive(self, limit_s: float) -> Decided:
+    def _arrive(self, limit_s: float) -> Decision:
         parts = self._parts
         parts.page.phase = ProgressPhase.AT_BARRIER
         parts.link.arrive()
@@ -363,7 +386,7 @@ class CallLoop:
                 f"not all ranks have come to the end of iteration {self.state.iteration} within"
                 f" {limit_s:g} s (barrier_timeout)"
             )
-        return decided
+        return decided.decision
 
     def _advance(self, decision: Decision) -> None:
         state = self.state
@@ -374,14 +397,13 @@ class CallLoop:
         )
         self._pending = RestartReport(
             iteration=state.iteration,
-            cause=self._cause,
-            ranks=self._reporters,
+            cause=format_interruption_records(decision.records),
+            ranks=tuple(sorted({record.rank for record in decision.records})),
             terminated=ended,
             kept=tuple(sorted(decision.going_on)),
             world_size=state.world_size,
         )
         old = state.iteration
-        self._restarting = None
         state.advance()
         self._parts.box.forget(lambda news: getattr(news, "iteration", old + 1) <= old)
 
@@ -406,15 +428,19 @@ class CallLoop:
         error.__suppress_context__ = True
         parts, state = self._parts, self.state
         parts.page.phase = ProgressPhase.IDLE
-        log_exc(state, error, "leaving")
+        # Its caller sees where it was raised.
+        logger.warning("%s", log_exc(state, error, "leaving"))
         if parts.link.is_abandoned:
             assert state.initial_rank is not None
-            parts.say_last_word(state.initial_rank, state.iteration, self._participants)
+            parts.say_last_word(state.initial_rank, self._owed_in, self._participants)
         else:
             parts.link.leave(is_lost=True, is_discarded=isinstance(error, RankDiscarded))
+        if self._stopper is not None:
+            # Its abort must not end what the caller begins next.
+            self._stopper.join(_STOPPER_LIMIT_S)
         terminate_callback = self._settings.terminate
         if terminate_callback is not None:
             try:
                 terminate_callback(state.freeze())
             except Exception as problem:  # noqa: BLE001 - the first exception counts
-                log_exc(state, problem, "terminate")
+                self._log(problem, "terminate")

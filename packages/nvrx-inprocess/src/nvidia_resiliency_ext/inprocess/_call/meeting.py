@@ -51,15 +51,7 @@ _served: set[tuple[str, int]] = set()
 
 
 class CallStore(StoreMixin, TorchPrefixStore):
-    """The keys of one call.
-
-    Args:
-        prefix: What stands before them.
-        store: Where they are kept.
-    """
-
-    def __init__(self, prefix: str, store: Any) -> None:
-        super().__init__(prefix, store)
+    """The keys of one call: made of what stands before them, and of where they are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +105,8 @@ def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.envir
         endpoint = find_endpoint(environ, kwargs.get("host_name"), kwargs.get("port"))
         timeout = kwargs.get("timeout", timedelta(seconds=300))
         store = _connect(endpoint, min(timeout, settings.barrier_timeout), environ)
+        # What connecting may take is no limit for what the function waits for.
+        store.set_timeout(timeout)
         name, file = CONNECT, ""
         text = factory.dump_kwargs({"host": endpoint.host, "port": endpoint.port})
     else:

@@ -47,7 +47,7 @@ def async_raise(
     if hit == 0:
         raise RuntimeError(f"no thread has the identifier {tid}")
     if hit > 1:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(tid), None)
+        _set_async_exc(tid, ctypes.py_object())  # nothing, which `None` would not be
         raise RuntimeError(f"{hit} threads have the identifier {tid}; nothing was raised")
 
 

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import os
-
+from nvidia_resiliency_ext.inprocess import _env
 from nvidia_resiliency_ext.shared_utils.events import EventLog, InprocRestart
 
 from .report import RestartReport
@@ -15,8 +14,7 @@ class RestartRecord:
 
     def __init__(self) -> None:
         self._log = EventLog.join(src="wrapper")
-        cycle = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-        self._cycle = int(cycle) if cycle.isascii() and cycle.isdecimal() else None
+        self._cycle = _env.launch_cycle()
 
     def add(self, report: RestartReport, rank: int) -> None:
         """Record a restart. One rank does it for all."""

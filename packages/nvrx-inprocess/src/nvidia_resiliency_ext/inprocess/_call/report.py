@@ -7,11 +7,19 @@ import collections
 import dataclasses
 import enum
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+
+if TYPE_CHECKING:
+    from .settings import Settings
 
 KEPT_REPORTS = 32
+_AT_ONCE = timedelta(0)
 
 
 class Phase(enum.Enum):
@@ -87,6 +95,17 @@ class Stopwatch:
         """Return the durations in the phases' order, and begin anew."""
         seconds, self._seconds = self._seconds, {}
         return {phase.value: seconds[phase] for phase in Phase if phase in seconds}
+
+
+def detection_s(records: Iterable[InterruptionRecord], settings: Settings) -> float:
+    """Return how long the fault had lasted when it was found: the limit that it passed."""
+    limits = {
+        Interruption.SOFT_TIMEOUT: settings.soft_timeout,
+        Interruption.HARD_TIMEOUT: settings.hard_timeout,
+        Interruption.UNRESPONSIVE: settings.heartbeat_timeout,
+    }
+    passed = (limits.get(record.interruption, _AT_ONCE) for record in records)
+    return max(passed, default=_AT_ONCE).total_seconds()
 
 
 def recent_reports() -> collections.deque[RestartReport]:

@@ -10,18 +10,19 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.inprocess._abort.base import Abort
+from nvidia_resiliency_ext.inprocess._store.mixin import StoreMixin
 from nvidia_resiliency_ext.inprocess.completion import Completion
 from nvidia_resiliency_ext.inprocess.finalize import Finalize
 from nvidia_resiliency_ext.inprocess.health_check import HealthCheck
 from nvidia_resiliency_ext.inprocess.initialize import Initialize
-from nvidia_resiliency_ext.inprocess.rank_filter import RankFilter
+from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignment, RankFilter
+from nvidia_resiliency_ext.inprocess.rank_filter import RankFilter as OlderRankFilter
 from nvidia_resiliency_ext.inprocess.terminate import Terminate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
-    "Bases",
     "Settings",
     "check_distributed",
     "check_paths",
@@ -29,21 +30,6 @@ __all__ = [
     "check_settings",
     "check_types",
 ]
-
-
-@dataclass(frozen=True)
-class Bases:
-    """Classes that arguments must be of and that cannot be imported here without torch.
-
-    Attributes:
-        store: What `store_factory` must be a subclass of.
-        rank_assignment: What `rank_assignment` must be an instance of.
-        rank_filter: What `rank_filter` may be an instance of, beside the older `RankFilter`.
-    """
-
-    store: type
-    rank_assignment: type
-    rank_filter: type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,41 +88,40 @@ _ORDERS = (
 """What must be less than what comes after it."""
 
 
-def check_settings(settings: Settings, bases: Bases, *, is_distributed_available: bool) -> None:
+def check_settings(settings: Settings, *, is_distributed_available: bool) -> None:
     """Check all arguments.
 
     Args:
         settings: The arguments.
-        bases: What classes some of them must be of.
         is_distributed_available: What `torch.distributed.is_available()` says.
 
     Raises:
         TypeError: An argument has the wrong type; the message begins with its name.
         ValueError: Arguments do not fit together; the message has the relation and the values.
     """
-    check_types(settings, bases)
+    check_types(settings)
     check_relations(settings)
     check_paths(settings)
     check_distributed(is_available=is_distributed_available)
 
 
-def check_types(settings: Settings, bases: Bases) -> None:
+def check_types(settings: Settings) -> None:
     """Check each argument's type.
 
     Raises:
         TypeError: One is wrong; the message begins with its name.
     """
     factory: Any = settings.store_factory
-    if not isinstance(factory, type) or not issubclass(factory, bases.store):
-        raise _type_error("store_factory", f"a subclass of {bases.store.__name__}", factory)
+    if not isinstance(factory, type) or not issubclass(factory, StoreMixin):
+        raise _type_error("store_factory", "a subclass of StoreMixin", factory)
     _check_type(settings, "store_kwargs", dict, NoneType)
     keys: set[Any] = set(settings.store_kwargs or ())
     if not all(isinstance(key, str) for key in keys):
         raise _type_error("store_kwargs", "a dict whose keys are str", settings.store_kwargs)
     for name, base in _CALLBACKS.items():
         _check_type(settings, name, base, NoneType)
-    _check_type(settings, "rank_assignment", bases.rank_assignment)
-    _check_type(settings, "rank_filter", bases.rank_filter, RankFilter, NoneType)
+    _check_type(settings, "rank_assignment", RankAssignment)
+    _check_type(settings, "rank_filter", RankFilter, OlderRankFilter, NoneType)
     for name in _TIMES:
         _check_type(settings, name, timedelta)
     for name in _PATHS:

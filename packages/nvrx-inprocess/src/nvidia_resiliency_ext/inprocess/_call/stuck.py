@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import os
-
+from nvidia_resiliency_ext.inprocess import _env
 from nvidia_resiliency_ext.inprocess._abort.gloo_sockets import (
     end_gloo_connections,
     end_gloo_meetings,
@@ -34,6 +33,4 @@ class StuckCalls:
         """End the call in which the thread is now, if it is one of those."""
         if not self._waits.end() and is_in_futex(self._native_id):
             end_gloo_connections()
-            world_size = os.environ.get("WORLD_SIZE", "")
-            if world_size.isascii() and world_size.isdecimal():
-                end_gloo_meetings(int(world_size))
+            end_gloo_meetings(_env.active_world_size())

@@ -73,11 +73,6 @@ class Watchdog:
                 self._is_paused = False
                 self._target.stamp_auto()
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether stamps are held back."""
-        return self._is_paused
-
     def stop(self, timeout_s: float | None = None) -> bool:
         """End the thread; harmless when repeated.
 

@@ -92,11 +92,6 @@ class Connection:
         self._is_writing = False
         loop.watch(self._channel.fileno(), self._ready)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended."""
-        return self._channel.is_over
-
     def take_fd(self) -> int | None:
         """Return the oldest descriptor that came; the caller owns it."""
         return self._channel.take_fd()

@@ -8,13 +8,13 @@ tells what it does; every message may come twice, after a monitor was replaced.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks, parse_ranks
 from nvidia_resiliency_ext.shared_utils.wire import MessageSet
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Collection
 

@@ -50,8 +50,7 @@ class Ring:
 
     def covers(self, ranks: Collection[int]) -> bool:
         """Whether the node of each of the ranks is known."""
-        known = frozenset[int]().union(*self._nodes.values())
-        return known.issuperset(ranks)
+        return self._known.issuperset(ranks)
 
     def unknown(self, ranks: Collection[int], now: float) -> list[int]:
         """Take in that all nodes were asked for; return ranks that are on none for too long.
@@ -60,14 +59,18 @@ class Ring:
         """
         passed_s = min(now - self._asked_s, 2 * self._interval_s)
         self._asked_s = now
-        known = frozenset[int]().union(*self._nodes.values())
-        before = self._unknown_s
+        known, before = self._known, self._unknown_s
         self._unknown_s = {
             rank: before[rank] + passed_s if rank in before else 0.0
             for rank in sorted(ranks)
             if rank not in known
         }
         return [rank for rank, for_s in self._unknown_s.items() if for_s >= self._unknown_limit_s]
+
+    @property
+    def _known(self) -> frozenset[int]:
+        """The ranks of all nodes."""
+        return frozenset[int]().union(*self._nodes.values())
 
     def to_read(self, own_id: int, participants: Collection[int]) -> list[int]:
         """Return the nodes whose leases must be read: the next, or all when that is late."""

@@ -60,7 +60,7 @@ def pass_barrier(
         raise _overflow(group_name, count, rendezvous_count)
     if count == rendezvous_count:
         access.set(place.done, _DONE)
-    elif _is_none(timeout) or not _wait(access, place, timeout, timeout_chunk, lambda: False):
+    elif _is_no_wait(timeout) or not _wait(access, place, timeout, timeout_chunk, lambda: False):
         raise _too_late(group_name, rendezvous_count)
 
 
@@ -88,7 +88,7 @@ def pass_reentrant_barrier(
     if is_worth_looking and look():
         return
     # Who only arrives, for another rank say, asks the store nothing more.
-    if _is_none(timeout) or not _wait(access, place, timeout, timeout_chunk, look):
+    if _is_no_wait(timeout) or not _wait(access, place, timeout, timeout_chunk, look):
         raise _too_late(group_name, rendezvous_count)
 
 
@@ -134,7 +134,7 @@ def _wait(
     return access.check(place.done)
 
 
-def _is_none(timeout: timedelta | None) -> bool:
+def _is_no_wait(timeout: timedelta | None) -> bool:
     return timeout is not None and timeout <= timedelta(0)
 
 

@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.shared_utils.store_sockets import (
 
 _PROBE_S = 10
 
-_OURS_NOT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+_NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -38,7 +38,7 @@ def listen(host: str, port: int) -> socket.socket:
         except OSError as error:
             problems.append(error)
     # That it is in use says more than that the name's other address is not ours.
-    raise next((error for error in problems if error.errno not in _OURS_NOT), problems[0])
+    raise next((error for error in problems if error.errno not in _NOT_OURS), problems[0])
 
 
 def is_ours(host: str) -> bool:

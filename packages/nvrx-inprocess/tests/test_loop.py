@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of one call, with a stand-in for the monitor that answers at once."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from nvidia_resiliency_ext.inprocess import rank_assignment, rank_filter
+from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
+from nvidia_resiliency_ext.inprocess._call.loop import CallLoop, Parts
+from nvidia_resiliency_ext.inprocess._call.newsbox import NewsBox
+from nvidia_resiliency_ext.inprocess._call.settings import Settings
+from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Interrupted
+from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
+from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision
+from nvidia_resiliency_ext.inprocess.abort import Abort
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+from nvidia_resiliency_ext.inprocess.completion import Completion
+from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignmentCtx, ShiftRanks
+from nvidia_resiliency_ext.inprocess.state import FrozenState, State
+from nvidia_resiliency_ext.inprocess.store import TCPStore
+from nvidia_resiliency_ext.inprocess.terminate import Terminate
+
+
+class Monitor:
+    """Stands in for the link, and for the monitor of a job in which only this rank has faults."""
+
+    def __init__(self) -> None:
+        self.is_abandoned = False
+        self.left: list[bool] = []
+        self.has_left = threading.Event()
+        self.last_words: list[tuple[int, int, frozenset[int]]] = []
+        self.records: tuple[InterruptionRecord, ...] = ()
+        self.hear: Callable[[Any], None]
+
+    def begin(self, iteration: int, rank: int, world_size: int, _who: object) -> None:
+        self.iteration, self.rank, self.world_size = iteration, rank, world_size
+
+    def report(self, kind: Interruption) -> None:
+        self.records = (InterruptionRecord(self.rank, kind),)
+        self.hear(Interrupted(self.iteration, self.records))
+
+    def completed(self) -> None:
+        self.hear(Completed(self.iteration))
+
+    def arrive(self) -> None:
+        size = self.world_size
+        all_ranks = tuple(Arrival(each, each, size, is_out=False) for each in range(size))
+        self.hear(Decided(self.iteration, Decision(all_ranks, (), self.records)))
+
+    def leave(self, is_lost: bool, *, is_discarded: bool = False) -> bool:
+        del is_discarded
+        self.left.append(is_lost)
+        self.has_left.set()
+        return True
+
+
+class Nothing:
+    """Stands in for parts to which nothing here matters."""
+
+    def __getattr__(self, _name: str) -> Callable[..., None]:
+        return lambda *_args: None
+
+
+@contextlib.contextmanager
+def call_of(state: State, **arguments: Any) -> Iterator[tuple[CallLoop, Monitor]]:
+    """Make the loop of a call; `arguments` are those of `Wrapper`."""
+    arguments = {"rank_assignment": ShiftRanks(), **arguments}
+    page, monitor, nothing = ProgressPage.create(), Monitor(), Nothing()
+    box: NewsBox[Any] = NewsBox(time.monotonic, 1.0, page.stamp_auto)
+    parts = Parts(
+        base_store=nothing,
+        link=monitor,
+        page=page,
+        gate=MainThreadGate(),
+        lock=AtomicLock(),
+        watchdog=nothing,
+        box=box,
+        record=nothing,
+        inject=lambda _fn, args, kwargs: (args, kwargs),
+        say_last_word=lambda *said: monitor.last_words.append(said),
+    )  # fmt: skip
+    loop = CallLoop(Settings(store_factory=TCPStore, **arguments), state, parts, None)
+    monitor.hear = loop.hear
+    with contextlib.closing(page), contextlib.closing(box):
+        try:
+            yield loop, monitor
+        finally:
+            del monitor.hear  # so that all goes at once
+
+
+def raises_in(iterations: int, state: State) -> Callable[[], str]:
+    """Return a function that raises in the first iterations."""
+
+    def function() -> str:
+        if state.iteration < iterations:
+            raise ValueError(f"in iteration {state.iteration}")
+        return "done"
+
+    return function
+
+
+@pytest.mark.filterwarnings("ignore:rank_filter")
+@pytest.mark.parametrize("module", [rank_assignment, rank_filter])
+def test_rank_filter_is_applied(module: ModuleType) -> None:
+    """A filter of either kind has the last word on who works; the others are reserves."""
+    for rank, value in enumerate(("works", None)):
+        state = State(rank, 2)
+        with call_of(state, rank_filter=module.MaxActiveWorldSize(1)) as (loop, _):
+            assert loop.run(lambda: "works", (), {}) == value
+        assert (state.world_size, state.active_world_size) == (2, 1)
+
+
+def test_old_news_stops_nothing() -> None:
+    """An interruption that is told again, as by another monitor, costs no second restart."""
+    aborted: list[int] = []
+
+    class LateState(State):
+        def advance(self) -> None:
+            loop.hear(Interrupted(self.iteration, monitor.records))
+            super().advance()
+
+    class Note(Abort):
+        def __call__(self, state: FrozenState) -> FrozenState:
+            aborted.append(state.iteration)
+            return state
+
+    state = LateState(0, 1)
+    with call_of(state, abort=Note()) as (loop, monitor):
+        assert loop.run(raises_in(1, state), (), {}) == "done"
+        for thread in threading.enumerate():
+            if thread.name == "nvrx-inprocess-restart":
+                thread.join(30)
+    assert aborted == [0]
+
+
+def test_report_tells_how_long_a_hang_was_not_seen() -> None:
+    """The restart after a hang takes the soft timeout, too: so long nobody had done anything."""
+    state = State(0, 1)
+    with call_of(state, soft_timeout=timedelta(seconds=20)) as (loop, monitor):
+
+        def function() -> None:
+            if state.iteration == 0:
+                monitor.report(Interruption.SOFT_TIMEOUT)
+                time.sleep(30)
+
+        loop.run(function, (), {})
+        (report,) = loop.reports
+    assert next(iter(report.seconds.items())) == ("detect", 20)
+
+
+class Failing(Completion, Terminate):
+    """What is called at the end, and fails."""
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        raise OSError("at the end") from state.fn_exception
+
+
+def test_what_made_a_rank_restart_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """What the function raised, and where, is in the log: nobody else can tell."""
+    state = State(0, 1)
+    with call_of(state) as (loop, _):
+        assert loop.run(raises_in(1, state), (), {}) == "done"
+    (record,) = (each for each in caplog.records if each.levelno >= logging.ERROR)
+    line, *trace = record.getMessage().splitlines()
+    assert line == "rank=0 iteration 0: ValueError('in iteration 0')"
+    assert any("in function" in each for each in trace)
+
+
+def test_failing_completion_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The function's value counts, and what the callback raised is in the log."""
+    with call_of(State(0, 1), completion=Failing()) as (loop, _):
+        assert loop.run(lambda: 3, (), {}) == 3
+    assert "rank=0 completion: OSError('at the end')" in caplog.text
+
+
+def test_who_leaves_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has what a rank leaves with, and what `terminate` raised after it."""
+
+    def function() -> None:
+        raise SystemExit(3)
+
+    with (
+        call_of(State(0, 1), terminate=Failing()) as (loop, monitor),
+        pytest.raises(SystemExit, match="3"),
+    ):
+        loop.run(function, (), {})
+    assert monitor.left == [True]
+    assert "rank=0 leaving: SystemExit(3)" in caplog.text
+    assert "rank=0 terminate: OSError('at the end')" in caplog.text
+
+
+def test_who_never_calls_the_function_is_done_without() -> None:
+    """A call that is closed before it was made is one that this rank leaves; else it has ended."""
+    with call_of(State(0, 1)) as (loop, monitor):
+        loop.close()
+        loop.close()
+        assert monitor.left == [True]
+    with call_of(State(0, 1)) as (loop, monitor):
+        loop.run(lambda: None, (), {})
+        loop.close()
+        assert monitor.left == [False]
+
+
+def test_last_word_is_said_where_the_others_wait() -> None:
+    """A rank without monitor that fails between two iterations is missed in the second one."""
+    state = State(0, 1)
+
+    class Fails(ShiftRanks):
+        def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+            if state.fn_exception is not None:
+                monitor.is_abandoned = True
+                raise KeyError("no number")
+            return super().__call__(ctx)
+
+    with call_of(state, rank_assignment=Fails()) as (loop, monitor):
+        with pytest.raises(KeyError, match="no number"):
+            loop.run(raises_in(1, state), (), {})
+        assert monitor.last_words == [(0, 1, frozenset({0}))]
+
+
+def test_no_abort_goes_on_after_the_call() -> None:
+    """Who leaves while it is interrupted waits for the abort: it would end what comes after."""
+    happened: list[str] = []
+
+    class Slow(Abort):
+        def __call__(self, state: FrozenState) -> FrozenState:
+            assert monitor.has_left.wait(30)
+            time.sleep(0.05)  # until the caller would be on; earlier is no fault
+            happened.append("aborted")
+            return state
+
+    with call_of(State(0, 1), abort=Slow()) as (loop, monitor):
+
+        def function() -> None:
+            monitor.hear(Interrupted(0, ()))
+            raise SystemExit(3)
+
+        with pytest.raises(SystemExit):
+            loop.run(function, (), {})
+        happened.append("called")
+    assert happened == ["aborted", "called"]

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of a call come together."""
+
+from datetime import timedelta
+
+import pytest
+
+from nvidia_resiliency_ext.inprocess._call import meeting
+from nvidia_resiliency_ext.inprocess._call.settings import Settings
+from nvidia_resiliency_ext.inprocess.rank_assignment import ShiftRanks
+from nvidia_resiliency_ext.inprocess.state import State
+from nvidia_resiliency_ext.inprocess.store import TCPStore
+
+
+@pytest.mark.parametrize("is_launchers", [True, False])
+def test_store_waits_as_long_as_it_is_told(
+    is_launchers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The timeout in `store_kwargs` is that of `call.store`, in a later call, too.
+
+    Connecting has limits of its own: `barrier_timeout`, and 5 s where the store was seen before.
+    """
+    monkeypatch.setenv("RANK", "0")
+    server = TCPStore("127.0.0.1", 0, 1, wait_for_workers=False)
+    monkeypatch.setattr(meeting, "_served", {("127.0.0.1", server.port)})
+    environ = {"MASTER_ADDR": "127.0.0.1"}
+    if is_launchers:
+        environ["NVRX_INPROCESS_STORE"] = f"127.0.0.1:{server.port}"
+    told = timedelta(seconds=200)
+    settings = Settings(
+        store_factory=TCPStore,
+        rank_assignment=ShiftRanks(),
+        store_kwargs={"port": server.port, "timeout": told},
+    )
+    assert meeting.meet(settings, State(0, 1), environ).store.timeout == told
