@@ -50,6 +50,7 @@ class Scene:
     iteration = 0
     fired = False
     is_live = False
+    place = ""
 
     @property
     def _is_due(self) -> bool:
@@ -59,6 +60,7 @@ class Scene:
 
     def at(self, moment: str) -> None:
         """Let happen what is to happen here."""
+        self.place = moment
         if self.iteration == 0 and moment == "collective" and self.trial.first == ME:
             raise RuntimeError("the fault before the fault")
         if moment == self.trial.cell.moment and self._is_due:
@@ -67,6 +69,7 @@ class Scene:
 
     def soon(self, moment: str) -> None:
         """Let it happen from outside, a moment from now, when none of our code runs."""
+        self.place = moment
         if moment == self.trial.cell.moment and self._is_due:
             self.fired = True
             threading.Thread(target=self._strike_from_outside, args=(moment,), daemon=True).start()
@@ -87,8 +90,10 @@ class Scene:
 
     def from_signal(self, _number: int, _frame: FrameType | None) -> None:
         """Do in the main thread what only it can do."""
-        if self.is_live:
-            self._act(self.trial.cell.kind, self.trial.cell.moment)
+        cell = self.trial.cell
+        # One that comes late, when a peer has begun a restart, would be another cell's.
+        if self.is_live and (cell.loses_ranks or self.place == cell.moment):
+            self._act(cell.kind, cell.moment)
 
     def _mark(self, rank: int) -> Path:
         return FOLDER / f"struck{self.trial.number}.{rank}"
