@@ -54,6 +54,7 @@ def test_a_keeper_serves_all_and_ends_when_told() -> None:
     assert second.get("k") == b"v"
     keeper.process.terminate()
     assert keeper.process.wait(END_S) == 0
+    keeper.stop()
 
 
 def test_a_keeper_is_nobodys_child_in_spirit(keeper: Keeper) -> None:
@@ -172,20 +173,49 @@ def test_a_loopback_name_is_not_enough_for_many_nodes(caplog: pytest.LogCaptureF
 
 
 def test_reports_are_one_line_of_json(tmp_path: Path) -> None:
-    """The keeper says where it listens, or why not, in one line, and then lets the pipe go."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        reading, writing = os.pipe()
+    """The keeper says where it listens, or why not, in one line, and then lets the channel go."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.create_server(("127.0.0.1", 0)) as taken:
         command = [
             *(sys.executable, hosting._PROGRAM),
             *("--address=127.0.0.1", f"--port={taken.getsockname()[1]}", "--job=j"),
-            *(f"--starter={os.getpid()}", "--idle-s=1", f"--report-fd={writing}"),
+            *(f"--starter={os.getpid()}", "--idle-s=1", f"--channel-fd={theirs.fileno()}"),
         ]
-        done = subprocess.run(command, pass_fds=[writing], check=False, cwd=tmp_path, timeout=50)
-        os.close(writing)
-        with os.fdopen(reading) as pipe:
-            report = json.loads(pipe.read())
+        fds = [theirs.fileno()]
+        done = subprocess.run(command, pass_fds=fds, check=False, cwd=tmp_path, timeout=50)
+        theirs.close()
+        with ours.makefile("rb") as channel:
+            report = json.loads(channel.read())
     assert done.returncode == 1
     assert report == {"error": "Address already in use", "errno": 98}
+
+
+def test_a_keeper_hosts_further_stores(keeper: Keeper) -> None:
+    """It is asked for a store at another port at once; another job's, or a taken port, is told."""
+    first, second = (
+        keep_store(HERE, job, TCPStore.connect, is_single_node=True, beside=keeper)
+        for job in ("job", "other")
+    )
+    assert first.process is second.process is None
+    assert len({each.endpoint.port for each in (keeper, first, second)}) == 3
+    TCPStore.connect(second.endpoint, SOON).set("k", "v")
+    TCPStore.connect(keeper.endpoint, SOON).set("k", "v")
+    with pytest.raises(StoreInUseError, match="serves job 'job', this is job 'other'"):
+        keep_store(first.endpoint, "other", TCPStore.connect, is_single_node=True, beside=keeper)
+
+
+def test_a_keeper_that_cannot_be_asked_is_not_needed() -> None:
+    """When it has ended, or was told nonsense, another one is started."""
+    keeper = start()
+    assert keeper.process is not None
+    assert keeper.channel is not None
+    assert keeper.ask({"no": "order"}, 0.2) is None
+    keeper.process.kill()
+    keeper.process.wait(END_S)
+    other = keep_store(HERE, "job", TCPStore.connect, is_single_node=True, beside=keeper)
+    assert other.process is not None
+    other.stop()
+    keeper.stop()
 
 
 def test_only_connections_of_others_count() -> None:

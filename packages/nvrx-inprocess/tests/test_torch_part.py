@@ -33,7 +33,7 @@ import json, os, sys
 given = dict(word.partition("=")[::2] for word in sys.argv[1:])
 if "--whole-torch" not in given:
     sys.exit(4)
-os.write(int(given["--report-fd"]), json.dumps({"port": 4711}).encode() + b"\\n")
+os.write(int(given["--channel-fd"]), json.dumps({"port": 4711}).encode() + b"\\n")
 """
 
 

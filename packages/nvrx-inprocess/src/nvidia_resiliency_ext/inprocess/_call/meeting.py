@@ -28,7 +28,7 @@ from nvidia_resiliency_ext.inprocess._store.endpoint import (
     find_endpoint,
     job_name,
 )
-from nvidia_resiliency_ext.inprocess._store.hosting import keep_store
+from nvidia_resiliency_ext.inprocess._store.hosting import Keeper, keep_store
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.store import StoreMixin, TCPStore
 
@@ -48,6 +48,8 @@ _LAST_WORD_LIMIT = timedelta(seconds=5)
 _calls = itertools.count()
 # Endpoints that this process has seen served, so that later calls need not ask.
 _served: set[tuple[str, int]] = set()
+# Those that this process has started; the last one is asked for stores at other ports, too.
+_keepers: list[Keeper] = []
 
 
 class CallStore(StoreMixin, TorchPrefixStore):
@@ -135,7 +137,15 @@ def _connect(endpoint: Endpoint, limit: timedelta, environ: Mapping[str, str]) -
             except StoreLostError:
                 pass
         alone = environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "1")
-        keep_store(endpoint, job_name(environ), TCPStore.connect, is_single_node=alone)
+        keeper = keep_store(
+            endpoint,
+            job_name(environ),
+            TCPStore.connect,
+            is_single_node=alone,
+            beside=_keepers[-1] if _keepers else None,
+        )
+        if keeper.process is not None:
+            _keepers.append(keeper)
         _served.add(where)
     return TCPStore.connect(endpoint, limit)
 

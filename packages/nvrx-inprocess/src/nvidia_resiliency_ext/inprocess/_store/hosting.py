@@ -8,11 +8,12 @@ import json
 import logging
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -57,14 +58,29 @@ class Keeper:
 
     Attributes:
         endpoint: Where.
-        process: The process that hosts it; None if somebody else has started it.
+        process: The process that hosts it; None if it was there already.
+        channel: Where that process takes orders; None with the process.
     """
 
     endpoint: Endpoint
-    process: subprocess.Popen[bytes] | None
+    process: subprocess.Popen[bytes] | None = None
+    channel: socket.socket | None = None
+    _maker: int = field(default_factory=os.getpid)
+
+    def ask(self, order: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
+        """Have the process host one more store; None if it cannot be asked."""
+        if self.channel is None or self.process is None or self._maker != os.getpid():
+            return None  # a forked child's orders would be mixed with its parent's
+        try:
+            self.channel.sendall(json.dumps(order).encode() + b"\n")
+            return _hear(self.channel.fileno(), timeout_s) or None
+        except OSError:
+            return None
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the process if it was started by this object's maker, and wait for its end."""
+        if self.channel is not None:
+            self.channel.close()
         if self.process is not None:
             self.process.terminate()
             try:
@@ -81,6 +97,7 @@ def keep_store(
     *,
     is_single_node: bool = False,
     times: KeeperTimes = KeeperTimes(),
+    beside: Keeper | None = None,
 ) -> Keeper:
     """See to it that a store of this job listens at an endpoint of this host.
 
@@ -92,6 +109,7 @@ def keep_store(
         connect: Connects to a store, `TCPStore.connect`.
         is_single_node: Nobody will come from another host.
         times: How long it may take and stay.
+        beside: One that this process has started: if it lives it hosts this store, too.
 
     Raises:
         StoreInUseError: the port belongs to another job, or to a program that is no store.
@@ -104,17 +122,23 @@ def keep_store(
             address,
         )
         address = ""
-    process, report = _start(address, endpoint.port, job, times)
+    order = {"address": address, "port": endpoint.port, "job": job}
+    started = Keeper(endpoint)
+    report = None if beside is None else beside.ask(order, times.start_s)
+    if report is None:
+        started, report = _start(order, times)
     if "exit_code" in report:
         # This torch cannot be imported in part.
-        process, report = _start(address, endpoint.port, job, times, "--whole-torch")
+        started, report = _start(order, times, "--whole-torch")
     if "port" in report:
-        return Keeper(Endpoint(endpoint.host, report["port"], is_served=True), process)
-    process.wait()
+        return replace(started, endpoint=Endpoint(endpoint.host, report["port"], is_served=True))
+    if started.channel is not None and started.process is not None:
+        started.channel.close()
+        started.process.wait()
     if report.get("errno") != errno.EADDRINUSE:
         raise KeeperStartError(f"no store can be hosted at {endpoint}: {report.get('error')}")
     _join(endpoint, job, connect)
-    return Keeper(Endpoint(endpoint.host, endpoint.port, is_served=True), None)
+    return Keeper(Endpoint(endpoint.host, endpoint.port, is_served=True))
 
 
 def _join(endpoint: Endpoint, job: str, connect: Connect) -> None:
@@ -129,53 +153,55 @@ def _join(endpoint: Endpoint, job: str, connect: Connect) -> None:
         ) from None
 
 
-def _start(
-    address: str, port: int, job: str, times: KeeperTimes, *flags: str
-) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
-    reading, writing = os.pipe()
-    try:
+def _start(order: dict[str, Any], times: KeeperTimes, *flags: str) -> tuple[Keeper, dict[str, Any]]:
+    ours, theirs = socket.socketpair()
+    with theirs:
         options = {
-            "--address": address,
-            "--port": port,
-            "--job": job,
+            **{f"--{name}": value for name, value in order.items()},
             "--starter": os.getpid(),
             "--idle-s": times.idle_s,
-            "--report-fd": writing,
+            "--channel-fd": theirs.fileno(),
         }
-        process = subprocess.Popen(
-            [sys.executable, _PROGRAM, *(f"{k}={v}" for k, v in options.items()), *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[writing],
-            start_new_session=True,
-            cwd="/",
-            env={_RESOLVER: _QUICK, **os.environ},
-        )
-        os.close(writing)
-        writing = -1
-        return process, _read_report(reading, process, times.start_s)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, _PROGRAM, *(f"{k}={v}" for k, v in options.items()), *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                cwd="/",
+                env={_RESOLVER: _QUICK, **os.environ},
+            )
+        except OSError as error:
+            ours.close()
+            raise KeeperStartError(f"the store's process does not start: {error}") from None
+    keeper = Keeper(Endpoint("", 0, is_served=False), process, ours)
+    try:
+        report = _hear(ours.fileno(), times.start_s)
     except OSError as error:
-        raise KeeperStartError(f"the store's process does not start: {error}") from None
-    finally:
-        os.close(reading)
-        if writing >= 0:
-            os.close(writing)
+        process.kill()
+        return keeper, {"error": f"its report cannot be read: {error}"}
+    if report is None:
+        process.kill()
+        return keeper, {"error": f"nothing was heard of it within {times.start_s:g} s"}
+    if not report:
+        ours.close()
+        code = process.wait()
+        return keeper, {"error": f"it ended with exit code {code}", "exit_code": code}
+    return keeper, report
 
 
-def _read_report(
-    reading: int, process: subprocess.Popen[bytes], timeout_s: float
-) -> dict[str, Any]:
+def _hear(descriptor: int, timeout_s: float) -> dict[str, Any] | None:
+    """Return what a keeper says in a line; None if nothing in time, an empty one if it ends."""
     deadline, text = time.monotonic() + timeout_s, b""
     while not text.endswith(b"\n") and len(text) < _LONGEST_REPORT:
         left_s = max(0.0, deadline - time.monotonic())
-        if not select.select([reading], [], [], left_s)[0]:
-            process.kill()
-            return {"error": f"nothing was heard of it within {timeout_s:g} s"}
-        part = os.read(reading, _LONGEST_REPORT)
+        if not select.select([descriptor], [], [], left_s)[0]:
+            return None
+        part = os.read(descriptor, _LONGEST_REPORT)
         if not part:
-            code = process.wait()
-            return {"error": f"it ended with exit code {code}", "exit_code": code}
+            return {}
         text += part
     report: dict[str, Any] = json.loads(text)
     return report

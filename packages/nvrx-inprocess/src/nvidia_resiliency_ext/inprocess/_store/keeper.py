@@ -4,7 +4,8 @@
 It belongs to no training process and to no monitor, so that the loss of any of them is an ordinary
 one. It stays as long as its starter lives, which may call again, and after that as long as anybody
 is connected; so the next job finds the port free. It ends on SIGTERM, too.
-What became of its start it says in one line of JSON on a pipe.
+What became of its start it says in one line of JSON. Its starter may order further stores, at other
+ports, in lines of JSON: each has an answer of the same kind.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ NEEDS_WHOLE = 4
 _OWN_CONNECTIONS = 1
 _PERIOD_S = 0.25
 _LONGEST_WAIT_S = 3600.0
+_LONGEST_ORDER = 1 << 14
+_ORDER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Duty:
         job: Whose it is.
         starter: The process that started it.
         idle_s: How long it stays, without the starter, when nobody is connected any more.
-        report_fd: Where it says what became of its start.
+        channel_fd: A socket on which it says what became of its start, and takes orders.
         whole_torch: Whether it imports all of torch.
     """
 
@@ -57,7 +60,7 @@ class Duty:
     job: str
     starter: int
     idle_s: float
-    report_fd: int
+    channel_fd: int
     whole_torch: bool
 
 
@@ -69,22 +72,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
     _allow_open_files()
+    channel = socket.socket(fileno=duty.channel_fd)
+    with channel:
+        try:
+            stores, report = _host(duty.address, duty.port, duty.job, whole=duty.whole_torch)
+        except PartialImportError:
+            return NEEDS_WHOLE
+        # Its starter may have ended.
+        with contextlib.suppress(OSError):
+            _say(channel, report)
+        if not stores:
+            return 1
+        _attend(channel, duty, stores)
+    _stay_while_used(list(stores), duty.idle_s)
+    # Ends its servers.
+    stores.clear()
+    return 0
+
+
+def _host(
+    address: str, port: int, job: str, *, whole: bool
+) -> tuple[dict[int, Any], dict[str, Any]]:
+    """Host a store; return it by its port, or none, and what is said of it."""
     try:
-        listener = listen(duty.address or "0.0.0.0", duty.port)  # noqa: S104 - asked for by name
+        listener = listen(address or "0.0.0.0", port)  # noqa: S104 - asked for by name
         port = listener.getsockname()[1]
-        store = _serve(listener, duty.address or "127.0.0.1", port, whole=duty.whole_torch)
-        claim(store, duty.job)
+        store = _serve(listener, address or "127.0.0.1", port, whole=whole)
+        claim(store, job)
     except PartialImportError:
-        return NEEDS_WHOLE
+        raise
     except Exception as error:  # noqa: BLE001 - its starter says it
         number = error.errno if isinstance(error, OSError) else None
-        _report(duty.report_fd, {"error": _line(error), "errno": number})
-        return 1
-    _report(duty.report_fd, {"port": port, "pid": os.getpid()})
-    _stay(port, duty)
-    # Ends its server.
-    del store
-    return 0
+        return {}, {"error": _line(error), "errno": number}
+    return {port: store}, {"port": port, "pid": os.getpid()}
 
 
 def _serve(listener: socket.socket, host: str, port: int, *, whole: bool) -> Any:
@@ -93,17 +113,36 @@ def _serve(listener: socket.socket, host: str, port: int, *, whole: bool) -> Any
     return store_class(host, port, wait_for_workers=False, **options)
 
 
-def _stay(port: int, duty: Duty) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        starter = PidHandle(duty.starter)
+def _attend(channel: socket.socket, duty: Duty, stores: dict[int, Any]) -> None:
+    """Do what the starter orders, until it ends."""
+    orders = threading.Thread(target=_take_orders, args=(channel, stores), daemon=True)
+    orders.start()
+    with contextlib.suppress(ProcessLookupError), PidHandle(duty.starter) as starter:
         while not starter.wait(_LONGEST_WAIT_S):
             pass
+    with contextlib.suppress(OSError):
+        channel.shutdown(socket.SHUT_RDWR)
+    orders.join(_ORDER_S)
+
+
+def _take_orders(channel: socket.socket, stores: dict[int, Any]) -> None:
+    # What is no order ends it: the starter then does without.
+    with contextlib.suppress(OSError, TypeError, ValueError), channel.makefile("rb") as lines:
+        while line := lines.readline(_LONGEST_ORDER):
+            more, report = _host(**json.loads(line), whole=False)
+            stores.update(more)
+            _say(channel, report)
+    with contextlib.suppress(OSError):
+        channel.shutdown(socket.SHUT_RDWR)
+
+
+def _stay_while_used(ports: list[int], idle_s: float) -> None:
     # torch tells nobody who comes and goes: it is looked at now and then.
     pause = threading.Event()
     alone_since = time.monotonic()
-    while time.monotonic() - alone_since < duty.idle_s:
-        pause.wait(min(_PERIOD_S, duty.idle_s))
-        if count_served(port, _OWN_CONNECTIONS + 1) > _OWN_CONNECTIONS:
+    while time.monotonic() - alone_since < idle_s:
+        pause.wait(min(_PERIOD_S, idle_s))
+        if any(count_served(port, _OWN_CONNECTIONS + 1) > _OWN_CONNECTIONS for port in ports):
             alone_since = time.monotonic()
 
 
@@ -113,11 +152,8 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _report(descriptor: int, fields: dict[str, Any]) -> None:
-    # Its starter may have ended.
-    with contextlib.suppress(OSError):
-        os.write(descriptor, json.dumps(fields).encode() + b"\n")
-    os.close(descriptor)
+def _say(channel: socket.socket, report: dict[str, Any]) -> None:
+    channel.sendall(json.dumps(report).encode() + b"\n")
 
 
 def _line(error: Exception) -> str:
@@ -134,7 +170,7 @@ def _parse(arguments: Sequence[str] | None) -> Duty:
     parser.add_argument("--job", required=True, help="name of the job")
     parser.add_argument("--starter", type=int, required=True)
     parser.add_argument("--idle-s", type=float, required=True)
-    parser.add_argument("--report-fd", type=int, required=True)
+    parser.add_argument("--channel-fd", type=int, required=True)
     parser.add_argument("--whole-torch", action="store_true", help="import all of torch")
     return Duty(**vars(parser.parse_args(arguments)))
 

@@ -38,7 +38,9 @@ def tcp_store_class(*, whole: bool = False) -> Any:
         PartialImportError: It cannot be had without the rest; the process may not go on with torch.
         ImportError: There is no torch.
     """
-    if whole or _PACKAGE in sys.modules:
+    if _C10D in sys.modules:
+        return sys.modules[_C10D].TCPStore
+    if whole:
         return importlib.import_module(_DISTRIBUTED).TCPStore
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
