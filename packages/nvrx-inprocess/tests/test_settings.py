@@ -3,18 +3,26 @@
 
 import asyncio
 import dataclasses
+import itertools
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from nvidia_resiliency_ext.inprocess._abort.base import Abort
+from nvidia_resiliency_ext.inprocess._call import meeting
 from nvidia_resiliency_ext.inprocess._call.meeting import require_place
 from nvidia_resiliency_ext.inprocess._call.settings import Settings, bounded, check_settings
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignment, RankFilter
 from nvidia_resiliency_ext.inprocess.rank_filter import MaxActiveWorldSize
 from nvidia_resiliency_ext.inprocess.state import State
-from nvidia_resiliency_ext.inprocess.store import StoreMixin, TCPStore
+from nvidia_resiliency_ext.inprocess.store import (
+    BarrierOverflow,
+    BarrierTimeout,
+    StoreMixin,
+    TCPStore,
+)
 from nvidia_resiliency_ext.inprocess.wrap import Wrapper
 
 
@@ -234,3 +242,20 @@ def test_a_rank_without_a_place_waits_for_nobody(environ, said, monkeypatch) -> 
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=said):
         require_place(State.from_env())
+
+
+def test_ranks_that_do_not_come_together_are_told_why(monkeypatch) -> None:
+    """One rank too many or too few at the start says what it may come from."""
+    store = dist.HashStore()
+    monkeypatch.setattr(meeting, "_calls", itertools.repeat(0))
+    monkeypatch.setattr(meeting, "_connect", lambda *_: store)
+    settings = Settings(
+        store_factory=TCPStore,
+        rank_assignment=StandInAssignment(),
+        store_kwargs={"host_name": "127.0.0.1", "port": 1},
+        barrier_timeout=seconds(0.05),
+    )
+    with pytest.raises(BarrierTimeout, match=r"1 of 2 ranks .* \(barrier_timeout\): .*WORLD_SIZE"):
+        meeting.meet(settings, State(0, 2), {})
+    with pytest.raises(BarrierOverflow, match=r"2 ranks for 1 places: another job .*MASTER_PORT"):
+        meeting.meet(settings, State(0, 1), {})

@@ -32,7 +32,12 @@ from nvidia_resiliency_ext.inprocess._store.endpoint import (
 )
 from nvidia_resiliency_ext.inprocess._store.hosting import keep_store
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
-from nvidia_resiliency_ext.inprocess.store import BarrierTimeout, StoreMixin, TCPStore
+from nvidia_resiliency_ext.inprocess.store import (
+    BarrierOverflow,
+    BarrierTimeout,
+    StoreMixin,
+    TCPStore,
+)
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.inprocess.state import State
@@ -162,6 +167,11 @@ def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.envir
         raise BarrierTimeout(
             f"{error} (barrier_timeout): a rank has not called the wrapped function, or has"
             f" another WORLD_SIZE than {state.world_size}"
+        ) from None
+    except BarrierOverflow as error:
+        raise BarrierOverflow(
+            f"{error}: another job has the same MASTER_ADDR and MASTER_PORT, or a rank has another"
+            f" WORLD_SIZE than {state.world_size}"
         ) from None
     nonce = call_store.get(_NONCE).decode("ascii", "replace")[:_LONGEST_NONCE]
     own = f"{prefix}/{nonce}/"
