@@ -12,10 +12,22 @@ import pytest
 
 from nvidia_resiliency_ext.inprocess import exception, rank_filter
 from nvidia_resiliency_ext.inprocess._abort.base import Abort
+from nvidia_resiliency_ext.inprocess.abort import AbortTorchDistributed
 from nvidia_resiliency_ext.inprocess.completion import Completion
 from nvidia_resiliency_ext.inprocess.finalize import Finalize, ThreadedFinalize
-from nvidia_resiliency_ext.inprocess.health_check import HealthCheck
+from nvidia_resiliency_ext.inprocess.health_check import (
+    ChainedGPUHealthCheck,
+    ChainedNicHealthCheck,
+    HealthCheck,
+)
 from nvidia_resiliency_ext.inprocess.initialize import Initialize, RetryController
+from nvidia_resiliency_ext.inprocess.nested_restarter import (
+    NestedRestarterFinalized,
+    NestedRestarterHandlingCompleted,
+)
+from nvidia_resiliency_ext.inprocess.progress_watchdog import ProgressWatchdog
+from nvidia_resiliency_ext.inprocess.rank_assignment import Tree
+from nvidia_resiliency_ext.inprocess.sibling_monitor import Heartbeat
 from nvidia_resiliency_ext.inprocess.state import FrozenState, Mode, State
 from nvidia_resiliency_ext.inprocess.terminate import Terminate
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -259,3 +271,26 @@ print(sorted(name for name in sys.modules if name.startswith(foreign)))
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "name"),
+    [
+        (AbortTorchDistributed, {"timeout": 5}, "timeout"),
+        (AbortTorchDistributed, {"timeout": timedelta(seconds=-1)}, "timeout"),
+        (AbortTorchDistributed, {"torch_fr_trace_path": 5}, "torch_fr_trace_path"),
+        (ChainedGPUHealthCheck, {"device_index": "0"}, "device_index"),
+        (ChainedNicHealthCheck, {"device_index": -1}, "device_index"),
+        (NestedRestarterFinalized, {"special_rank": "0"}, "special_rank"),
+        (NestedRestarterHandlingCompleted, {"special_rank": -1}, "special_rank"),
+        (Tree, {"layers": 5}, "layers"),
+        (Heartbeat, {"rank": 0, "store": None, "interval": 1, "timeout": LONG}, "interval"),
+        (Heartbeat, {"rank": 0, "store": None, "interval": LONG, "timeout": 1}, "timeout"),
+        (ProgressWatchdog, {"rank": 0, "monitor_process": None, "interval": 1}, "interval"),
+    ],
+    ids=str,
+)
+def test_arguments_are_checked_when_given(make, arguments, name) -> None:
+    """A mistaken argument is named when the object is made, not at the first fault."""
+    with pytest.raises((TypeError, ValueError), match=f"^{name} must "):
+        make(**arguments)

@@ -89,3 +89,10 @@ def test_a_job_keeps_its_name_over_cycles() -> None:
     job = {"TORCHELASTIC_RUN_ID": "job", **MASTER}
     again = {**job, "MASTER_PORT": "3", "TORCHELASTIC_RESTART_COUNT": "4"}
     assert job_name(job) == job_name(again) == "job"
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 300, "."])
+def test_host_that_does_not_resolve_is_named(host: str) -> None:
+    """A name that means no address is an error that has the name and where it may come from."""
+    with pytest.raises(ConfigError, match=r"store's host .* \(MASTER_ADDR, .*does not resolve"):
+        Endpoint(host, 29500, is_served=False).is_here()

@@ -432,7 +432,7 @@ def test_another_process_cannot_take_a_rank(make) -> None:
     impostor.do("attach")
     kind, name, text = impostor.hear("error")
     assert (kind, name) == ("error", "InternalError")
-    assert "initial rank 0" in text
+    assert "RANK=0 belongs to process" in text
 
 
 @pytest.mark.parametrize(
@@ -524,6 +524,17 @@ def test_removed_directory_is_not_made_again(make) -> None:
     lab.finish(0, [0, 1])
     lab.close()
     assert not os.path.exists(place.path)
+
+
+def test_unfit_directory_keeps_no_monitor(make) -> None:
+    """A monitor whose directory was opened to everybody ends with its ranks, and leaves it."""
+    lab = make(1)
+    lab.up()
+    place = NodePlace.find(lab.environ)
+    os.chmod(place.path, 0o777)
+    lab.finish(0, [0])
+    lab.close()
+    assert os.path.exists(place.path)
 
 
 def test_socket_of_another_user_is_refused(make, monkeypatch, tmp_path) -> None:

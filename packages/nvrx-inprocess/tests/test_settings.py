@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of `Wrapper` and whether they fit together."""
 
+import asyncio
 import dataclasses
+import itertools
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from nvidia_resiliency_ext.inprocess._abort.base import Abort
-from nvidia_resiliency_ext.inprocess._call.meeting import meet
-from nvidia_resiliency_ext.inprocess._call.settings import Settings, check_settings
+from nvidia_resiliency_ext.inprocess._call import meeting
+from nvidia_resiliency_ext.inprocess._call.meeting import require_place
+from nvidia_resiliency_ext.inprocess._call.settings import Settings, bounded, check_settings
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignment, RankFilter
 from nvidia_resiliency_ext.inprocess.rank_filter import MaxActiveWorldSize
 from nvidia_resiliency_ext.inprocess.state import State
-from nvidia_resiliency_ext.inprocess.store import StoreMixin, TCPStore
+from nvidia_resiliency_ext.inprocess.store import (
+    BarrierOverflow,
+    BarrierTimeout,
+    StoreMixin,
+    TCPStore,
+)
+from nvidia_resiliency_ext.inprocess.wrap import Wrapper
 
 
 class StandInStore(StoreMixin):
@@ -147,6 +157,15 @@ def test_no_time_is_negative(name) -> None:
         check(**{name: timedelta(days=-1)})
 
 
+@pytest.mark.parametrize(
+    "name", ["monitor_process_interval", "heartbeat_interval", "progress_watchdog_interval"]
+)
+def test_periods_are_not_zero(name) -> None:
+    """A period of zero is a ValueError that names it: it would be a loop that never rests."""
+    with pytest.raises(ValueError, match=f"^{name} > 0 does not hold: {name}=0:00:00$"):
+        check(**{name: timedelta(0)})
+
+
 @pytest.mark.parametrize("name", ["monitor_process_logfile", "monitor_process_pidfile"])
 @pytest.mark.parametrize("path", ["log", "./log", ""])
 def test_paths_are_absolute(name, path) -> None:
@@ -161,10 +180,82 @@ def test_torch_must_have_distributed() -> None:
         check(available=False)
 
 
-def test_arguments_of_the_store_are_checked() -> None:
-    """A mistyped argument of the store is refused, though not all of them are used."""
-    settings = Settings(
-        store_factory=TCPStore, rank_assignment=StandInAssignment(), store_kwargs={"prot": 1}
+@pytest.mark.parametrize(
+    ("kwargs", "error", "said"),
+    [
+        ({"prot": 1}, TypeError, "store_kwargs of TCPStore: .*'prot'"),
+        ({"port": "29500"}, TypeError, r"store_kwargs\['port'\] must be an integer, not '29500'"),
+        ({"port": True}, TypeError, r"store_kwargs\['port'\] must be an integer"),
+        ({"port": 0}, ValueError, r"store_kwargs\['port'\] must be at least 1"),
+        ({"port": 70000}, ValueError, r"store_kwargs\['port'\] must be at most 65535"),
+        ({"host_name": 5}, TypeError, r"store_kwargs\['host_name'\] must be a str"),
+        ({"timeout": 5}, TypeError, r"store_kwargs\['timeout'\] must be a timedelta"),
+        ({"timeout": None}, TypeError, r"store_kwargs\['timeout'\] must be a timedelta"),
+    ],
+)
+def test_arguments_of_the_store_are_checked(kwargs, error, said) -> None:
+    """A mistaken argument of the store is named when the wrapper is made, used or not."""
+    with pytest.raises(error, match=f"^{said}"):
+        Wrapper(enabled=False, store_kwargs=kwargs)
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_never_is_a_time(name) -> None:
+    """`timedelta.max` passes, and becomes a time that poll and sums of times take."""
+    times = dict.fromkeys(("soft_timeout", "hard_timeout", "barrier_timeout"), timedelta.max)
+    settings = bounded(
+        Settings(
+            store_factory=TCPStore,
+            rank_assignment=StandInAssignment(),
+            **{**times, name: timedelta.max},
+        )
     )
-    with pytest.raises(TypeError, match="prot"):
-        meet(settings, State(0, 1), {})
+    assert seconds(3600) < getattr(settings, name) <= timedelta(milliseconds=2**31 - 1)
+    assert settings.last_call_wait == seconds(1) or name == "last_call_wait"
+
+
+def _later():
+    yield
+
+
+@pytest.mark.parametrize("function", [5, asyncio.sleep, _later])
+def test_what_runs_later_is_not_wrapped(function) -> None:
+    """Wrapped is what runs when it is called: no coroutine, no generator, and no number."""
+    with pytest.raises(TypeError, match=r"^the wrapped function must "):
+        Wrapper(enabled=False)(function)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"RANK": "1"}, r"RANK=1 \(default 0\), WORLD_SIZE=1 \(default 1\)"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK must be less than WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+        ({"WORLD_SIZE": "2"}, "^RANK is not set, though WORLD_SIZE=2$"),
+    ],
+)
+def test_a_rank_without_a_place_waits_for_nobody(environ, said, monkeypatch) -> None:
+    """RANK and WORLD_SIZE that do not fit each other are an error at once that names both."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=said):
+        require_place(State.from_env())
+
+
+def test_ranks_that_do_not_come_together_are_told_why(monkeypatch) -> None:
+    """One rank too many or too few at the start says what it may come from."""
+    store = dist.HashStore()
+    monkeypatch.setattr(meeting, "_calls", itertools.repeat(0))
+    monkeypatch.setattr(meeting, "_connect", lambda *_: store)
+    settings = Settings(
+        store_factory=TCPStore,
+        rank_assignment=StandInAssignment(),
+        store_kwargs={"host_name": "127.0.0.1", "port": 1},
+        barrier_timeout=seconds(0.05),
+    )
+    with pytest.raises(BarrierTimeout, match=r"1 of 2 ranks .* \(barrier_timeout\): .*WORLD_SIZE"):
+        meeting.meet(settings, State(0, 2), {})
+    with pytest.raises(BarrierOverflow, match=r"2 ranks for 1 places: another job .*MASTER_PORT"):
+        meeting.meet(settings, State(0, 1), {})

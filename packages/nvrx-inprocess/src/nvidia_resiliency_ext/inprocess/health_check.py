@@ -127,6 +127,8 @@ class _ChainedHealthCheck(HealthCheck):
     _check_name: ClassVar[str]
 
     def __init__(self, device_index: int | None = None) -> None:
+        if device_index is not None:
+            check_integer("device_index", device_index, least=0)
         self.device_index = device_index
         self._has_said_why = False
         self._check: Any = None

@@ -19,6 +19,7 @@ from nvidia_resiliency_ext.shared_utils.restarter_lines import (
 )
 
 from ._abort.base import Abort
+from ._checks import check_integer
 from .completion import Completion
 from .initialize import Initialize
 from .state import FrozenState
@@ -97,6 +98,10 @@ class NestedRestarterCallback:
     restarter_stage: RestarterStage | str | None = None
     logger: NestedRestarterLogger = field(default=_shared, repr=False)
     special_rank: int = 0
+
+    def __post_init__(self) -> None:
+        """Check what is given."""
+        check_integer("special_rank", self.special_rank, least=0)
 
     def __call__(self, state: FrozenState) -> FrozenState:
         """Write the line, and return the state."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ._call.watchdog import Watchdog
+from ._checks import check_duration
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -48,6 +49,7 @@ class ProgressWatchdog:
     """
 
     def __init__(self, rank: int, monitor_process: _Receiver, interval: timedelta) -> None:
+        check_duration("interval", interval)
         self.rank = rank
         self._receiver = monitor_process
         self._watchdog = Watchdog(self, interval.total_seconds())

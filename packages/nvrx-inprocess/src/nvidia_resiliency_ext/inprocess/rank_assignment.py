@@ -253,6 +253,8 @@ class Tree(RankAssignment):
     def __init__(
         self, layers: list[Layer], world_size_filter: Callable[[int], int] | None = None
     ) -> None:
+        if not isinstance(layers, (list, tuple)):
+            raise TypeError(f"layers must be a list of Layer objects, not {layers!r}")
         if not layers:
             raise ValueError("a tree needs at least one layer: layers is empty")
         for layer in layers:

@@ -13,6 +13,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.inprocess._checks import check_duration
 from nvidia_resiliency_ext.inprocess._monitor.ring import Ring
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.exception import RestartError
@@ -31,6 +32,7 @@ class _Periodic(threading.Thread):
     """A daemon thread that does one thing again and again until it is shut down."""
 
     def __init__(self, name: str, interval: timedelta) -> None:
+        check_duration("interval", interval)
         super().__init__(name=name, daemon=True)
         self._interval_s = interval.total_seconds()
         self._should_end = threading.Event()
@@ -69,6 +71,7 @@ class Heartbeat(_Periodic):
     """
 
     def __init__(self, rank: int, store: Any, interval: timedelta, timeout: timedelta) -> None:
+        check_duration("timeout", timeout)
         super().__init__(f"Heartbeat-{rank}", interval)
         self.rank = rank
         self.timeout = timeout
@@ -101,6 +104,7 @@ class SiblingMonitor(_Periodic):
         timeout: timedelta,
         interval: timedelta,
     ) -> None:
+        check_duration("timeout", timeout)
         super().__init__(f"SiblingMonitor-{rank}", interval)
         self.rank = rank
         self._store = store

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +18,13 @@ import torch
 from . import _env
 from ._call.gate import AtomicLock, MainThreadGate, require_main_thread
 from ._call.loop import CallLoop, Parts
-from ._call.meeting import meet
+from ._call.meeting import check_store_kwargs, meet, require_place
 from ._call.newsbox import NewsBox
 from ._call.record import RestartRecord
 from ._call.report import RestartReport
-from ._call.settings import Settings, check_settings
+from ._call.settings import Settings, bounded, check_settings
 from ._call.watchdog import Watchdog
+from ._checks import check_callable
 from ._monitor.link import MonitorLink
 from ._monitor.page import ProgressPage
 from ._monitor.start import ensure_started
@@ -49,6 +51,13 @@ __all__ = ["CallWrapper", "RestartReport", "Wrapper"]
 logger = logging.getLogger("nvrx")
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_LAZY = (
+    inspect.iscoroutinefunction,
+    inspect.isgeneratorfunction,
+    inspect.isasyncgenfunction,
+)
+
 
 _ALL_WORK: Any = Compose(ActivateAllRanks(), ShiftRanks())
 
@@ -93,7 +102,7 @@ class Wrapper:
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: two times do not fit together, or a path is not absolute.
+        ValueError: two times do not fit together, a path is not absolute, or a port is none.
     """
 
     def __init__(  # noqa: PLR0913 - the signature is given
@@ -125,8 +134,11 @@ class Wrapper:
         terminate: Terminate | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
-        self.settings = Settings(**given)
-        check_settings(self.settings, is_distributed_available=torch.distributed.is_available())
+        settings = Settings(**given)
+        check_settings(settings, is_distributed_available=torch.distributed.is_available())
+        if store_factory is TCPStore:
+            check_store_kwargs(store_kwargs or {})
+        self.settings = bounded(settings)
         for name, value in given.items():
             setattr(self, name, value)
         self.restart_health_check = _restart_health_check(health_check)
@@ -136,7 +148,17 @@ class Wrapper:
                 ensure_started(needs_torch=store_factory is not TCPStore)
 
     def __call__(self, fn: F) -> F:
-        """Return `fn` wrapped, or itself where the wrapper is not enabled."""
+        """Return `fn` wrapped, or itself where the wrapper is not enabled.
+
+        Raises:
+            TypeError: `fn` cannot be called, or its call only makes what is to be run later.
+        """
+        check_callable("the wrapped function", fn)
+        if any(is_lazy(fn) for is_lazy in _LAZY):
+            raise TypeError(
+                f"the wrapped function must run when it is called: {fn!r} is async or a generator;"
+                " wrap one that calls asyncio.run()"
+            )
         if not self.settings.enabled:
             return fn
 
@@ -180,7 +202,7 @@ class CallWrapper:
 
     Raises:
         RuntimeError: this is not the main thread.
-        ValueError: torch.distributed is initialized already.
+        ValueError: torch.distributed is initialized already, or `RANK` does not fit `WORLD_SIZE`.
         BarrierTimeout: not all ranks have called within `barrier_timeout`.
     """
 
@@ -195,7 +217,7 @@ class CallWrapper:
         with contextlib.ExitStack() as stack:
             stack.callback(_env.restore_ranks, _env.exported_ranks())
             state = State.from_env()
-            assert state.rank is not None
+            require_place(state)
             page = ProgressPage.create()
             stack.callback(page.close)
             meeting = meet(settings, state)

@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.inprocess import _env
+from nvidia_resiliency_ext.inprocess._checks import check_duration, check_path
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as AbortTimeoutError
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
@@ -45,6 +46,9 @@ class AbortTorchDistributed(Abort):
             saved only if the recorder has a buffer (`TORCH_FR_BUFFER_SIZE` or
             `TORCH_NCCL_TRACE_BUFFER_SIZE`).
         timeout: How long all of it may take.
+
+    Raises:
+        TypeError: An argument has another type.
     """
 
     def __init__(
@@ -53,6 +57,9 @@ class AbortTorchDistributed(Abort):
         *,
         timeout: dt.timedelta = _TIMEOUT,
     ) -> None:
+        if torch_fr_trace_path is not None:
+            check_path("torch_fr_trace_path", torch_fr_trace_path)
+        check_duration("timeout", timeout)
         self.torch_fr_trace_path = torch_fr_trace_path
         self.timeout = timeout
 

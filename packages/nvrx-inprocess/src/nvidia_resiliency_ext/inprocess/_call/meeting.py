@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[attr-defined]
 
 from nvidia_resiliency_ext.inprocess._bounded import call_bounded
+from nvidia_resiliency_ext.inprocess._checks import check_duration, check_integer
 from nvidia_resiliency_ext.inprocess._monitor import factory
 from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.store_side import CONNECT
@@ -23,6 +24,7 @@ from nvidia_resiliency_ext.inprocess._protocol.board import Board
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
 from nvidia_resiliency_ext.inprocess._protocol.errors import StoreLostError
 from nvidia_resiliency_ext.inprocess._store.endpoint import (
+    LAST_PORT,
     Endpoint,
     cycle_prefix,
     find_endpoint,
@@ -30,7 +32,12 @@ from nvidia_resiliency_ext.inprocess._store.endpoint import (
 )
 from nvidia_resiliency_ext.inprocess._store.hosting import Keeper, keep_store
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
-from nvidia_resiliency_ext.inprocess.store import StoreMixin, TCPStore
+from nvidia_resiliency_ext.inprocess.store import (
+    BarrierOverflow,
+    BarrierTimeout,
+    StoreMixin,
+    TCPStore,
+)
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.inprocess.state import State
@@ -91,19 +98,54 @@ class Meeting:
             logger.warning("the others cannot be told that this rank ends: %s", error)
 
 
+def check_store_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Check arguments of `TCPStore`: not all of them are used, but none may be a mistake.
+
+    Raises:
+        TypeError: there is no such argument, or it has another type.
+        ValueError: it is out of range.
+    """
+    try:
+        inspect.signature(TCPStore).bind(**kwargs)
+    except TypeError as error:
+        raise TypeError(f"store_kwargs of TCPStore: {error}") from None
+    host, port, timeout = (kwargs.get(name) for name in ("host_name", "port", "timeout"))
+    if host is not None and not isinstance(host, str):
+        raise TypeError(f"store_kwargs['host_name'] must be a str, not {host!r}")
+    if port is not None:
+        check_integer("store_kwargs['port']", port, least=1)
+        if port > LAST_PORT:
+            raise ValueError(f"store_kwargs['port'] must be at most {LAST_PORT}, not {port}")
+    if "timeout" in kwargs:
+        check_duration("store_kwargs['timeout']", timeout)
+
+
+def require_place(state: State) -> None:
+    """Check that a rank has a place among those that are to come; else all would wait for it.
+
+    Raises:
+        ValueError: `RANK` and `WORLD_SIZE` of the environment do not fit each other.
+    """
+    assert state.rank is not None
+    if state.rank >= state.world_size:
+        raise ValueError(
+            f"RANK must be less than WORLD_SIZE: RANK={state.rank} (default 0),"
+            f" WORLD_SIZE={state.world_size} (default 1)"
+        )
+    if state.world_size > 1 and "RANK" not in os.environ:
+        raise ValueError(f"RANK is not set, though WORLD_SIZE={state.world_size}")
+
+
 def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.environ) -> Meeting:
     """Connect to the job's store and wait until all ranks have come.
 
     Raises:
         BarrierTimeout: they have not, within `barrier_timeout`.
         StoreLostError: there is no store.
-        TypeError: `store_kwargs` are not what the store takes.
         Exception: what the user's `store_factory` raises.
     """
     kwargs = dict(settings.store_kwargs or {})
     if settings.store_factory is TCPStore:
-        # Not all of them are used, but none may be a mistake.
-        inspect.signature(TCPStore).bind(**kwargs)
         endpoint = find_endpoint(environ, kwargs.get("host_name"), kwargs.get("port"))
         timeout = kwargs.get("timeout", timedelta(seconds=300))
         store = _connect(endpoint, min(timeout, settings.barrier_timeout), environ)
@@ -121,7 +163,18 @@ def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.envir
     if state.rank == 0:
         # What was left behind in a store that outlives jobs must not be met again.
         call_store.set(_NONCE, secrets.token_hex(8))
-    call_store.initial_barrier([state.rank], state.world_size, settings.barrier_timeout)
+    try:
+        call_store.initial_barrier([state.rank], state.world_size, settings.barrier_timeout)
+    except BarrierTimeout as error:
+        raise BarrierTimeout(
+            f"{error} (barrier_timeout): a rank has not called the wrapped function, or has"
+            f" another WORLD_SIZE than {state.world_size}"
+        ) from None
+    except BarrierOverflow as error:
+        raise BarrierOverflow(
+            f"{error}: another job has the same MASTER_ADDR and MASTER_PORT, or a rank has another"
+            f" WORLD_SIZE than {state.world_size}"
+        ) from None
     nonce = call_store.get(_NONCE).decode("ascii", "replace")[:_LONGEST_NONCE]
     own = f"{prefix}/{nonce}/"
     return Meeting(call_store, _monitor_settings(settings, own, name, file, text), store)

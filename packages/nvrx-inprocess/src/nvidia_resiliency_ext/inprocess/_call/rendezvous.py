@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["patient_rendezvous", "wait_until_listening"]
+from nvidia_resiliency_ext.inprocess._store.sockets import wait_until_listening
+
+__all__ = ["patient_rendezvous"]
 
 _NAME = "TCPStore"
-_SHORTEST_PAUSE_S = 0.01
-_LONGEST_PAUSE_S = 0.5
-_LONGEST_TRY_S = 10.0
 _LAST_TRY = timedelta(seconds=1)
 
 
@@ -51,20 +49,3 @@ def patient_rendezvous() -> Iterator[None]:
     finally:
         if getattr(rendezvous, _NAME, None) is make_patiently:
             setattr(rendezvous, _NAME, make)
-
-
-def wait_until_listening(
-    host: str, port: int, limit_s: float, monotonic: Callable[[], float]
-) -> bool:
-    """Return whether somebody listens there within the limit; nothing tells when that begins."""
-    deadline = monotonic() + limit_s
-    pause_s = _SHORTEST_PAUSE_S
-    while (left_s := deadline - monotonic()) > 0:
-        try:
-            socket.create_connection((host, port), min(left_s, _LONGEST_TRY_S)).close()
-        except OSError:
-            time.sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        else:
-            return True
-    return False

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Settings",
+    "bounded",
     "check_distributed",
     "check_paths",
     "check_relations",
@@ -73,6 +74,12 @@ _CALLBACKS: Mapping[str, type] = {
 
 _TIMES = tuple(field.name for field in fields(Settings) if isinstance(field.default, timedelta))
 
+# Without a pause between two looks nobody would get to do anything else.
+_PERIODS = ("monitor_process_interval", "heartbeat_interval", "progress_watchdog_interval")
+
+# `poll` counts milliseconds in an int, and sums of times must not overflow.
+_LONGEST = timedelta(days=24)
+
 _PATHS = ("monitor_process_logfile", "monitor_process_pidfile")
 
 _ORDERS = (
@@ -105,6 +112,12 @@ def check_settings(settings: Settings, *, is_distributed_available: bool) -> Non
     check_distributed(is_available=is_distributed_available)
 
 
+def bounded(settings: Settings) -> Settings:
+    """Return settings in which "never", as of `timedelta.max`, is a time that can be waited for."""
+    times = {name: min(getattr(settings, name), _LONGEST) for name in _TIMES}
+    return replace(settings, **times)
+
+
 def check_types(settings: Settings) -> None:
     """Check each argument's type.
 
@@ -130,7 +143,7 @@ def check_types(settings: Settings) -> None:
 
 
 def check_relations(settings: Settings) -> None:
-    """Check that times are not negative, and which must be shorter than which.
+    """Check that times are not negative, periods not zero, and which must be shorter than which.
 
     Raises:
         ValueError: Some are not; the message has the relation and the values.
@@ -138,6 +151,9 @@ def check_relations(settings: Settings) -> None:
     for name in _TIMES:
         if getattr(settings, name) < timedelta(0):
             raise ValueError(f"{name} >= 0 does not hold: {_shown(settings, (name,))}")
+    for name in _PERIODS:
+        if not getattr(settings, name):
+            raise ValueError(f"{name} > 0 does not hold: {_shown(settings, (name,))}")
     for names in _ORDERS:
         values = [getattr(settings, name) for name in names]
         if not all(map(timedelta.__lt__, values, values[1:])):

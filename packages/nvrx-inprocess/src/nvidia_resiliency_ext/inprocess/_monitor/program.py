@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.inprocess._monitor.processes import Processes
 from nvidia_resiliency_ext.inprocess._monitor.serving import Host, Serving
 from nvidia_resiliency_ext.inprocess._monitor.store_side import warm_up
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
-from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, NvrxError
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 
 __all__ = ["Monitor", "run"]
@@ -202,15 +202,20 @@ class Monitor:
         """End, unless somebody is just coming; return whether."""
         if not self._is_at_home():
             return True  # our directory was removed: nobody can come, and no lock must be made
-        with contextlib.suppress(OSError, NvrxError), self._place.locked(0.0):
-            self._let_in()
-            if self._strangers:
-                return False
-            if self._is_at_home():
-                self._place.remove()
-            return True
-        # Whoever holds the lock is about to connect to us.
-        return False
+        try:
+            with self._place.locked(0.0):
+                self._let_in()
+                if self._strangers:
+                    return False
+                if self._is_at_home():
+                    self._place.remove()
+        except DeadlineExceededError:
+            # Whoever holds the lock is about to connect to us.
+            return False
+        except (OSError, NvrxError) as error:
+            # Somebody has made the directory unfit: nobody can come, and it stays.
+            logger.warning("monitor_process: %s is left behind: %s", self._place.path, error)
+        return True
 
     def _is_at_home(self) -> bool:
         inode = self._place.socket_inode()

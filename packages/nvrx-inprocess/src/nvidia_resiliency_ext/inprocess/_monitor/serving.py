@@ -187,7 +187,7 @@ class Serving:
             return f"rank {rank} of {hello.world_size} is none of this call's {self._world_size}"
         seat = self._seats.get(rank)
         if seat is not None and seat.pid != pid:
-            return f"initial rank {rank} is process {seat.pid}, not {pid}"
+            return f"RANK={rank} belongs to process {seat.pid} already, {pid} has it, too"
         member = self._roster.members.get(rank)
         if member is not None and not member.is_present:
             return f"initial rank {rank} has left this call"

@@ -60,8 +60,10 @@ def pass_barrier(
         raise _overflow(group_name, count, rendezvous_count)
     if count == rendezvous_count:
         access.set(place.done, _DONE)
-    elif _is_no_wait(timeout) or not _wait(access, place, timeout, timeout_chunk, lambda: False):
-        raise _too_late(group_name, rendezvous_count)
+    elif _is_no_wait(timeout):
+        raise _too_late(group_name, count, rendezvous_count, timeout)
+    elif not _wait(access, place, timeout, timeout_chunk, lambda: False):
+        raise _too_late(group_name, access.add(place.arrived, 0), rendezvous_count, timeout)
 
 
 def pass_reentrant_barrier(
@@ -84,12 +86,15 @@ def pass_reentrant_barrier(
         return arrived == rendezvous_count
 
     access.append(place.arrived, "".join(f"{rank}," for rank in ranks))
-    is_worth_looking = access.add(place.count, len(ranks)) >= rendezvous_count
-    if is_worth_looking and look():
+    arrivals = access.add(place.count, len(ranks))
+    if arrivals >= rendezvous_count and look():
         return
     # Who only arrives, for another rank say, asks the store nothing more.
-    if _is_no_wait(timeout) or not _wait(access, place, timeout, timeout_chunk, look):
-        raise _too_late(group_name, rendezvous_count)
+    if _is_no_wait(timeout):
+        raise BarrierTimeout(f"{group_name}: not all of {rendezvous_count} ranks have arrived")
+    if not _wait(access, place, timeout, timeout_chunk, look):
+        arrived = len(_arrived(access, place))
+        raise _too_late(group_name, arrived, rendezvous_count, timeout)
 
 
 def is_rank_at_reentrant_barrier(access: StoreAccess, rank: int, group_name: str) -> bool:
@@ -142,5 +147,10 @@ def _overflow(group_name: str, count: int, rendezvous_count: int) -> BarrierOver
     return BarrierOverflow(f"{group_name}: {count} ranks for {rendezvous_count} places")
 
 
-def _too_late(group_name: str, rendezvous_count: int) -> BarrierTimeout:
-    return BarrierTimeout(f"{group_name}: not all of {rendezvous_count} ranks arrived in time")
+def _too_late(
+    group_name: str, arrived: int, rendezvous_count: int, timeout: timedelta | None
+) -> BarrierTimeout:
+    limit_s = 0.0 if timeout is None else timeout.total_seconds()
+    return BarrierTimeout(
+        f"{group_name}: {arrived} of {rendezvous_count} ranks have arrived within {limit_s:g} s"
+    )

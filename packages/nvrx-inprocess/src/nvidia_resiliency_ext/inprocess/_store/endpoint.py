@@ -13,7 +13,7 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from .sockets import is_ours
 
 STORE_VARIABLE = "NVRX_INPROCESS_STORE"
-_LAST_PORT = 65535
+LAST_PORT = 65535
 _LONGEST_NAME = 64
 # torchrun's own name for a job to which nobody has given one.
 _NAMELESS = ("", "none")
@@ -34,8 +34,18 @@ class Endpoint:
     is_served: bool
 
     def is_here(self) -> bool:
-        """Return whether its address is one of this host."""
-        return is_ours(self.host)
+        """Return whether its address is one of this host.
+
+        Raises:
+            ConfigError: its name means no address.
+        """
+        try:
+            return is_ours(self.host)
+        except OSError as error:
+            raise ConfigError(
+                f"the store's host {self.host!r} (MASTER_ADDR, or host_name in store_kwargs)"
+                f" does not resolve: {error.strerror or error}"
+            ) from None
 
     def __str__(self) -> str:
         """Return it as `NVRX_INPROCESS_STORE` has it."""
@@ -110,9 +120,9 @@ def _parse_endpoint(text: str) -> Endpoint:
 
 
 def _parse_port(name: str, text: str) -> int:
-    if text.isascii() and text.isdigit() and len(text) < 6 and 0 < int(text) <= _LAST_PORT:  # noqa: PLR2004
+    if text.isascii() and text.isdigit() and len(text) < 6 and 0 < int(text) <= LAST_PORT:  # noqa: PLR2004
         return int(text)
-    raise ConfigError(f"{name}: {text!r} is no port, expected 1 to {_LAST_PORT}")
+    raise ConfigError(f"{name}: {text!r} is no port, expected 1 to {LAST_PORT}")
 
 
 def _plain(name: str) -> str:

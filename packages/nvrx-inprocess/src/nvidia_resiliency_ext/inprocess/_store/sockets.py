@@ -9,7 +9,8 @@ import ipaddress
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.store_sockets import (
@@ -21,6 +22,9 @@ from nvidia_resiliency_ext.shared_utils.store_sockets import (
 )
 
 _PROBE_S = 10
+_SHORTEST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.5
+_LONGEST_TRY_S = 10.0
 
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
@@ -71,6 +75,23 @@ def is_listening(store: Any) -> bool:
     except OSError:
         return False
     return True
+
+
+def wait_until_listening(
+    host: str, port: int, limit_s: float, monotonic: Callable[[], float]
+) -> bool:
+    """Return whether somebody listens there within the limit; nothing tells when that begins."""
+    deadline = monotonic() + limit_s
+    pause_s = _SHORTEST_PAUSE_S
+    while (left_s := deadline - monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), min(left_s, _LONGEST_TRY_S)).close()
+        except (OSError, UnicodeError):
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        else:
+            return True
+    return False
 
 
 def limit_answers(port: int, timeout_s: float, known: frozenset[str] = frozenset()) -> int:
@@ -131,7 +152,11 @@ def count_served(port: int, most: int) -> int:
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        # Names are encoded before anybody is asked.
+        raise socket.gaierror(socket.EAI_NONAME, f"no name of a host: {error}") from None
     return [(int(family), address) for family, *_, address in found]
 
 
