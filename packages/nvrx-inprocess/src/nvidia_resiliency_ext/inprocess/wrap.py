@@ -217,7 +217,7 @@ class CallWrapper:
         with contextlib.ExitStack() as stack:
             stack.callback(_env.restore_ranks, _env.exported_ranks())
             state = State.from_env()
-            require_place(state)
+            rank = require_place(state)
             page = ProgressPage.create()
             stack.callback(page.close)
             meeting = meet(settings, state)
@@ -248,9 +248,9 @@ class CallWrapper:
             self._loop = CallLoop(settings, state, parts, wrapper.restart_health_check)
             stack.callback(link.close)
             try:
-                link.attach(state.rank, state.world_size)
+                link.attach(rank, state.world_size)
             except InternalError:
-                meeting.say_last_word(state.rank, 0, frozenset(range(state.world_size)))
+                meeting.say_last_word(rank, 0, frozenset(range(state.world_size)))
                 raise
             stack.callback(self._loop.close)
             watchdog.start()

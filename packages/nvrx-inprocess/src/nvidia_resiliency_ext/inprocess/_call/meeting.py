@@ -120,8 +120,8 @@ def check_store_kwargs(kwargs: Mapping[str, Any]) -> None:
         check_duration("store_kwargs['timeout']", timeout)
 
 
-def require_place(state: State) -> None:
-    """Check that a rank has a place among those that are to come; else all would wait for it.
+def require_place(state: State) -> int:
+    """Return the rank, which has a place among those that are to come; else all would wait for it.
 
     Raises:
         ValueError: `RANK` and `WORLD_SIZE` of the environment do not fit each other.
@@ -134,6 +134,7 @@ def require_place(state: State) -> None:
         )
     if state.world_size > 1 and "RANK" not in os.environ:
         raise ValueError(f"RANK is not set, though WORLD_SIZE={state.world_size}")
+    return state.rank
 
 
 def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.environ) -> Meeting:
