@@ -218,6 +218,7 @@ class CallWrapper:
             stack.callback(_env.restore_ranks, _env.exported_ranks())
             state = State.from_env()
             require_place(state)
+            assert state.rank is not None
             page = ProgressPage.create()
             stack.callback(page.close)
             meeting = meet(settings, state)
