@@ -174,6 +174,22 @@ def test_what_made_a_rank_restart_is_logged(caplog: pytest.LogCaptureFixture) ->
     assert any("in function" in each for each in trace)
 
 
+def test_huge_message_is_cut_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """A message of megabytes is logged by its two ends, with where it was raised."""
+    state = State(0, 1)
+
+    def function() -> str:
+        if state.iteration == 0:
+            raise ValueError("x" * 10_000_000)
+        return "done"
+
+    with call_of(state) as (loop, _):
+        assert loop.run(function, (), {}) == "done"
+    (record,) = (each for each in caplog.records if each.levelno >= logging.ERROR)
+    assert len(record.getMessage()) < 200_000
+    assert "in function" in record.getMessage()
+
+
 def test_failing_completion_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """The function's value counts, and what the callback raised is in the log."""
     with call_of(State(0, 1), completion=Failing()) as (loop, _):

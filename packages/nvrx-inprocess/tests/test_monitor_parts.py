@@ -20,6 +20,7 @@ import pytest
 from nvidia_resiliency_ext.inprocess import monitor_process, sibling_monitor
 from nvidia_resiliency_ext.inprocess._monitor import factory, messages
 from nvidia_resiliency_ext.inprocess._monitor import page as page_module
+from nvidia_resiliency_ext.inprocess._monitor import place as place_module
 from nvidia_resiliency_ext.inprocess._monitor.channel import Channel
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView, Phase, ProgressPage
 from nvidia_resiliency_ext.inprocess._monitor.place import NodePlace
@@ -295,6 +296,27 @@ def test_lock_survives_removal(environ) -> None:
     waiter.join(10.0)
     assert entered.is_set()
     assert os.path.isdir(place.path)
+
+
+def test_lock_is_not_made_in_a_directory_that_goes(environ, monkeypatch) -> None:
+    """Who comes while a directory is being removed gets a new one, which stays."""
+    place = NodePlace.find(environ)
+    removed = []
+    really = place_module.remove_tree_at
+
+    def remove_slowly(name: str, directory: int) -> None:
+        with NodePlace.find(environ).locked(1.0):
+            removed.append(name)
+        really(name, directory)
+
+    monkeypatch.setattr(place_module, "remove_tree_at", remove_slowly)
+    with place.locked(1.0):
+        place.remove()
+    assert len(removed) == 1
+    assert os.path.exists(os.path.join(place.path, "lock"))
+    assert [entry for entry in os.listdir(os.path.dirname(place.path)) if "nvrx-ip-" in entry] == [
+        os.path.basename(place.path)
+    ]
 
 
 def test_stale_siblings_are_removed(environ) -> None:

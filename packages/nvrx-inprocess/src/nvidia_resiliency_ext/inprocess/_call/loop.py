@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nvrx")
 
+_LONGEST_TRACE = 1 << 16
+
 _STOPPER_LIMIT_S = 5.0
 
 _News = TypeVar("_News", Completed, Decided, Interrupted)
@@ -163,6 +165,10 @@ class CallLoop:
     def _log(self, error: Exception, where: str) -> None:
         # As text: a handler that keeps its records must not keep the function's frames.
         trace = "".join(traceback.format_exception(error)).rstrip()
+        if len(trace) > _LONGEST_TRACE:
+            # The message may be a whole tensor; where it was raised stands at the start.
+            half = _LONGEST_TRACE // 2
+            trace = f"{trace[:half]} ... {trace[-half:]}"
         logger.error("%s\n%s", log_exc(self.state, error, where), trace)
 
     @property

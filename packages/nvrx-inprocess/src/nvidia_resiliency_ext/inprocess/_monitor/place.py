@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import socket
 import stat
 import threading
@@ -177,8 +178,11 @@ class NodePlace:
         """Remove the directory; only under the lock."""
         parent, name = os.path.split(self.path)
         directory = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # At once for all others: else one could make a new lock in it, and lose that, too.
+        gone = f"{name}-{secrets.token_hex(4)}"
         try:
-            remove_tree_at(name, directory)
+            os.rename(name, gone, src_dir_fd=directory, dst_dir_fd=directory)
+            remove_tree_at(gone, directory)
         finally:
             os.close(directory)
 
