@@ -124,5 +124,6 @@ def _victims(cell: Cell, chance: random.Random) -> tuple[int, ...]:
         return (chance.randrange(1, ACTIVE),)
     if cell.who == "reserve":
         return (RESERVE,)
-    size = ACTIVE if cell.moment in IN_FUNCTION else WORLD
+    # A reserve is at completion long before the others: they would be restarted before theirs.
+    size = ACTIVE if cell.moment in (*IN_FUNCTION, "completion") else WORLD
     return tuple(sorted(chance.sample(range(size), 2)))
