@@ -135,11 +135,19 @@ def function(call: inprocess.CallWrapper = None) -> str:  # type: ignore[assignm
         event("fault", call.iteration)
         lose_monitor(call.iteration)
         return "done"
-    if fault == "sleep" or (faults and fault is None):
-        if fault == "sleep":
-            event("fault", call.iteration)
+    if fault == "sleep":
+        event("fault", call.iteration)
         time.sleep(WAIT_S)
+    elif faults and fault is None:
+        work()
     return "done"
+
+
+def work() -> None:
+    """Be busy in short steps, between which every install can interrupt."""
+    end = time.monotonic() + WAIT_S
+    while time.monotonic() < end:
+        time.sleep(0.002)
 
 
 def main() -> None:
