@@ -16,6 +16,7 @@ from nvidia_resiliency_ext.inprocess import rank_assignment, rank_filter
 from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
 from nvidia_resiliency_ext.inprocess._call.loop import CallLoop, Parts
 from nvidia_resiliency_ext.inprocess._call.newsbox import NewsBox
+from nvidia_resiliency_ext.inprocess._call.report import Phase
 from nvidia_resiliency_ext.inprocess._call.settings import Settings
 from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Interrupted
 from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
@@ -27,6 +28,7 @@ from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignmentCtx, S
 from nvidia_resiliency_ext.inprocess.state import FrozenState, State
 from nvidia_resiliency_ext.inprocess.store import TCPStore
 from nvidia_resiliency_ext.inprocess.terminate import Terminate
+from nvidia_resiliency_ext.shared_utils._report import accounting
 
 
 class Monitor:
@@ -263,3 +265,8 @@ def test_no_abort_goes_on_after_the_call() -> None:
             loop.run(function, (), {})
         happened.append("called")
     assert happened == ["aborted", "called"]
+
+
+def test_every_phase_is_in_the_report_of_a_job() -> None:
+    """nvrx-report counts each phase of a restart to one of its categories, none as "other"."""
+    assert {phase.value for phase in Phase} <= set(accounting.PHASES)
