@@ -315,6 +315,15 @@ def test_atomic_write_replaces_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "link").read_bytes() == b"new"
 
 
+def test_atomic_write_leaves_devices_and_pipes(tmp_path: Path) -> None:
+    """What is no file is not replaced by one."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        os_utils.atomic_write(str(tmp_path / "pipe"), b"new")
+    assert (tmp_path / "pipe").is_fifo()
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
 def test_atomic_write_takes_relative_and_long_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,7 +74,8 @@ def atomic_write(
 ) -> None:
     """Write a file so that readers see the old content or the new, and never a part.
 
-    A symbolic link under this name is replaced, not followed.
+    A symbolic link under this name is replaced, not followed. A device, a pipe or a socket is not
+    replaced: root would take `/dev/full` away from everybody.
 
     Args:
         path: The file; its directory must exist.
@@ -83,11 +84,12 @@ def atomic_write(
         fsync: Wait until it would survive a power cut.
 
     Raises:
-        OSError: It cannot be written; the old content is then untouched.
+        OSError: It cannot be written, or is no file; the old content is then untouched.
     """
     parent, name = os.path.split(path)
     directory = os.open(parent or ".", _OPEN_DIRECTORY)
     try:
+        _require_replaceable(name, directory)
         temporary = _temporary_name(name)
         try:
             _write_new(directory, temporary, data, mode, fsync=fsync)
@@ -100,6 +102,17 @@ def atomic_write(
             _sync_directory(directory)
     finally:
         os.close(directory)
+
+
+def _require_replaceable(name: str, directory: int) -> None:
+    try:
+        kind = os.lstat(name, dir_fd=directory).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+    if not stat.S_ISREG(kind) and not stat.S_ISLNK(kind):
+        raise OSError(errno.EINVAL, "not a regular file", name)
 
 
 def read_regular_file(path: str, max_bytes: int, *, follows_symlink: bool = False) -> bytes:
