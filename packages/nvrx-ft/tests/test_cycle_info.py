@@ -146,7 +146,7 @@ def test_a_dead_file_system_costs_two_seconds_at_most(
     started = time.monotonic()
     taken = [writer.write_cycle_start("a", 0, cycle, START, "", "n") for cycle in range(1000)]
     assert (taken[0], taken[-1]) == (True, False)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 1.8
     writer.shutdown()
     assert 1.9 < time.monotonic() - started < 6.0
     assert "does not answer" in caplog.text

@@ -160,7 +160,7 @@ def test_dead_file_system_delays_a_restart_by_a_bounded_time(tmp_path):
         assert file.read() is None
         for _ in range(20):
             assert file.read() is None
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 1.9
         assert threading.active_count() == threads + 1
         assert not file.close()
     assert file.close(timeout_s=30)

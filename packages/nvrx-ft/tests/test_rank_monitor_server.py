@@ -168,10 +168,13 @@ def test_the_logger_names_the_rank(caplog):
 
 
 def test_readiness_is_quick(tmp_path):
-    """A monitor for one rank is there in well under a second, not in the seconds of a torch."""
+    """A monitor for one rank is there soon: it does not wait for torch."""
     before = time.monotonic()
     process = RankMonitorServer.run_in_subprocess(CFG, str(tmp_path / "m.sock"))
     took = time.monotonic() - before
+    loaded = Path(f"/proc/{process.pid}/maps").read_text()
     process.terminate()
     process.join(20.0)
-    assert took < 1.0
+    assert took < 10.0
+    assert "python" in loaded
+    assert "libtorch" not in loaded

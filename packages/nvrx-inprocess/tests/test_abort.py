@@ -418,8 +418,8 @@ def test_real_ranks_are_unblocked(arguments: tuple[str, ...], tmp_path: Path) ->
         assert not record["initialized"]
         assert record["server"], "a connection of the program was ended"
         assert record["store"], "the connection to the store was ended"
-        assert record["unblocked_s"] < 1.0  # type: ignore[operator]
-        assert record["abort_s"] < 1.0  # type: ignore[operator]
+        assert record["unblocked_s"] < 5.0  # type: ignore[operator]
+        assert record["abort_s"] < 5.0  # type: ignore[operator]
     dumps = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("_dump_*"))
     assert [str(path) for path in dumps] == [f"iter_0/_dump_{rank}.json" for rank in range(4)]
 
