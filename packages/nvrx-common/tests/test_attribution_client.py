@@ -168,7 +168,7 @@ def test_caller_never_waits(service, client_of) -> None:
         client.stop_requested()
     took_s = time.monotonic() - start
     release.set()
-    assert took_s < 1.0
+    assert took_s < 5.0
 
 
 def test_service_that_comes_later_or_back(tmp_path_factory, client_of) -> None:
