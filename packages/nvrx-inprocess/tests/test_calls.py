@@ -48,7 +48,9 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
         assert results["trains"][0] == 10
         assert results["trains"][1:] == results["trains_in_peace"][1:]
         early, late = results["many_restarts"]
-        assert late[:2] == early[:2]
+        # Threads and descriptors: none more; one of an earlier call may just have ended.
+        assert late[0] <= early[0]
+        assert late[1] <= early[1]
         assert late[2] < early[2] + 8
         assert results["forks"] == [seen(rank, 0, 3), [4, 4]]
         assert results["nested"][0] == 1
