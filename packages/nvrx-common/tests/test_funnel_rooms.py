@@ -15,6 +15,7 @@ from nvidia_resiliency_ext.shared_utils._funnel.mailbox import Mailbox
 from nvidia_resiliency_ext.shared_utils._funnel.options import FunnelOptions
 from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.streams import Source
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 # --- chunks
@@ -181,6 +182,23 @@ def test_large_chunk_for_an_idle_file_passes() -> None:
     assert Budget(800).judge(500, 0) is Verdict.ADMIT
 
 
+def test_ledger_forgets_the_streams_that_were_silent_for_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many streams write one log, its ledger stays small enough to be read again."""
+    monkeypatch.setattr(ledger, "_MOST_RECORD_BYTES", 1000)
+    seqs: dict[str, int] = {}
+    for number in range(500):
+        ledger.merge(seqs, {f"s{number}": 1, "busy": number})
+    record = ledger.encode_all(10, seqs)
+    assert len(record) <= 1000
+    found = ledger.read_ledger(record, 10).seqs
+    assert found == seqs
+    assert found["busy"] == 499
+    assert "s499" in found
+    assert "s0" not in found
+
+
 # --- cycles
 
 
@@ -225,12 +243,21 @@ def test_at_the_end_the_newest_cycle_is_complete_too() -> None:
     assert cycles.take_complete(0, at_end=True) == files
 
 
-def test_cycles_do_not_grow_for_ever() -> None:
+@pytest.mark.parametrize("name", ["a_cycle{}.log", "a_cycle{:06}.log"])
+def test_cycles_do_not_grow_for_ever(name: str) -> None:
     """However many files come, a bounded number is remembered."""
     cycles = Cycles(idle_s=0)
-    for number in range(25_000):
+    for number in range(12_500):
+        _flushed(cycles, "/d/" + name.format(number), 0)
         _flushed(cycles, f"/d/a_cycle{number}.log", 0)
     assert len(cycles._files) <= 10_000
+
+
+def test_two_files_of_one_cycle() -> None:
+    """A number that is written with and without zeros is two files, and both become complete."""
+    cycles = Cycles(idle_s=10)
+    files = [_flushed(cycles, f"/d/a_cycle{number}.log", 0) for number in ("1", "01", "2")]
+    assert cycles.take_complete(10) == files[:2]
 
 
 # --- prefixes
@@ -314,3 +341,93 @@ def test_mailbox_of_an_ended_loop_is_silent() -> None:
         return Mailbox()
 
     asyncio.run(make()).post(_Nobody().progress, Source(_Nobody(), "s", "n"))
+
+
+# --- many streams over one connection
+
+
+class _Call:
+    """gRPC's side of a call with one chunk for each of many streams."""
+
+    def __init__(self, messages: list[bytes], most_waiting: int) -> None:
+        self._messages = messages
+        self._most_waiting = most_waiting
+        self._read = 0
+        self._has_acked = asyncio.Event()
+        self.acked: set[str] = set()
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    async def read(self) -> object:
+        from grpc.aio import EOF
+
+        await asyncio.sleep(0)
+        while self._read - len(self.acked) > self._most_waiting:
+            self._has_acked.clear()
+            await self._has_acked.wait()
+        self._read += 1
+        return self._messages[self._read - 1] if self._read <= len(self._messages) else EOF
+
+    async def write(self, message: bytes) -> None:
+        await asyncio.sleep(0)
+        self.acked.add(_pb().Ack.FromString(message).stream_id)
+        self._has_acked.set()
+
+
+def test_each_of_many_streams_is_acknowledged(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that are forgotten to save memory have been told that all of theirs is written."""
+    pb = _pb()
+    from nvidia_resiliency_ext.shared_utils._funnel import rpc
+    from nvidia_resiliency_ext.shared_utils._funnel.funnel import Funnel
+
+    monkeypatch.setattr(rpc, "_MAX_SOURCES", 100)
+    chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1)
+    names = [f"s{number}" for number in range(1000)]
+    messages = [chunks.named(chunk.SerializeToString(), name, 1) for name in names]
+    funnel = Funnel(FunnelOptions(allowed_roots=(str(tmp_path),), flush_interval_s=0.0))
+
+    async def program() -> None:
+        call = _Call(messages, most_waiting=150)
+        stream = rpc.StreamRpc(funnel, call, Mailbox(), acknowledges=True)
+        await asyncio.wait_for(stream.run(), 20)
+        assert call.acked == set(names)
+        assert len(stream.sources) <= 200
+
+    try:
+        asyncio.run(program())
+    finally:
+        funnel.close(Deadline.after(5))
+
+
+def test_streams_that_nobody_listens_for_are_bounded(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender that takes no answers and opens ever more streams is refused."""
+    pb = _pb()
+    from nvidia_resiliency_ext.shared_utils._funnel import leaf
+    from nvidia_resiliency_ext.shared_utils._funnel.places import Roots
+    from nvidia_resiliency_ext.shared_utils._funnel.relay import Relay
+
+    monkeypatch.setattr(leaf, "_MAX_STREAMS", 100)
+    chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1).SerializeToString()
+    messages = [chunks.named(chunk, f"s{number}", 1) for number in range(1000)]
+
+    async def program() -> None:
+        call = _Call(messages, most_waiting=1000)
+        relay = Relay(5000, 1 << 20)
+        carried = leaf._Call(relay, Roots([str(tmp_path)]), call, acks=None)
+        with pytest.raises(Refusal, match="too many streams"):
+            await carried.run()
+        assert len(carried._streams) == 200
+        call = _Call(messages, most_waiting=1000)
+        carried = leaf._Call(relay, Roots([str(tmp_path)]), call, acks=None)
+        reading = asyncio.ensure_future(carried.run())
+        while not reading.done():
+            while (unsent := relay.next_unsent()) is not None:
+                relay.confirm(unsent[0].stream.stream_id, 1)
+            await asyncio.sleep(0)
+        assert len(carried._streams) <= 100
+        assert carried.received_bytes == 2000
+
+    asyncio.run(program())

@@ -176,6 +176,18 @@ def test_full_disk(story: Story) -> None:
     ]
 
 
+def test_disk_without_room_for_a_directory(story: Story) -> None:
+    """A try for which there is no room leaves nothing behind, however often it is repeated."""
+    spill = story.make()
+    with largest_file(10):
+        for _ in range(3):
+            assert not spill.append(chunk(1), Gap())
+    assert list(story.directory.iterdir()) == []
+    assert story.room.spill_bytes == 0
+    assert spill.append(chunk(1), Gap())
+    assert read_all(spill) == [1]
+
+
 def test_owner_alive(story: Story) -> None:
     """Files of a process that lives are nobody else's; those of a killed one are, one at a time."""
     owner = story.make()

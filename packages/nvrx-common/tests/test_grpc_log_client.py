@@ -564,7 +564,10 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> 
         LogFunnelClient(endpoint, **settings)
 
 
-@pytest.mark.parametrize("path", ["relative", "/a\nb", "/a\0b", "/" + "x" * 5000, ""])
+@pytest.mark.parametrize(
+    "path",
+    ["relative", "/a\nb", "/a\0b", "/a\ud800", "", "/x" * 2001, "/a/" + "\xe9" * 116 + "/b"],
+)
 def test_paths_that_make_no_sense(connect: Connect, path: str) -> None:
     """A path that no server would take is an error where it is given."""
     with pytest.raises(ConfigError, match="the log target"):

@@ -503,6 +503,21 @@ def test_port_in_use_is_one_line_and_exit_1(server: peers.Server, tmp_path: Path
     assert done.stderr.strip().splitlines()[-1].startswith("grpc_log_server: cannot listen on")
 
 
+def test_unix_socket_in_use_is_not_taken_over(tmp_path: Path, logs: Path) -> None:
+    """A second server leaves the first one's socket alone; one that nobody has is used again."""
+    address = f"unix:{tmp_path}/s.sock"
+    with peers.root(tmp_path, "--host", address) as server:
+        server.start()
+        done = _run("--allowed-root", str(tmp_path), "--host", address)
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"grpc_log_server: cannot listen on {address}: another")
+        assert done.stderr.count("\n") == 1
+        assert send(address, chunk(logs / "x.log", b"x\n")).status == "OK"
+        server.kill()
+        server.start()
+        assert send(address, chunk(logs / "x.log", b"y\n")).status == "OK"
+
+
 def test_open_server_warns_once(tmp_path: Path) -> None:
     """Without any check of callers, on request only, the log says so."""
     with peers.root(tmp_path, "--host", "0.0.0.0", "--port", "0", "--insecure-no-auth") as server:

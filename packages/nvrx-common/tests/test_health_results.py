@@ -2,6 +2,7 @@
 """What all checks share: results, the boundary for errors, the coroutine, many checks at once."""
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -176,3 +177,12 @@ def test_lock_is_held_by_decorated_functions() -> None:
 
     assert locked() == "result"
     assert taken == [False]
+
+
+def test_line_for_people_is_one_line() -> None:
+    """No name of a path or an adapter can pass for the result of another check."""
+    from nvidia_resiliency_ext.shared_utils._health.cli import _line
+
+    result = HealthResult("storage_path", "unhealthy", "missing: /a\nhealthy   gpu\x1b[2J")
+    assert _line(result, as_json=False).isprintable()
+    assert json.loads(_line(result, as_json=True))["reason"] == result.reason

@@ -66,6 +66,24 @@ _SECRET = "s3cr3tValue"
         "DB_PASS={}",
         "encryption_key_hex: {}",
         "API_KEY_1={}",
+        "db_pass: {}",
+        "postgres://u:p@{}@db:5432/x",
+        "postgres://u:p/{}@db:5432/x",
+        "curl -ubob:{} http://x",
+        "machine h\nlogin bob\npassword {}",
+        "{{'password': b'{}'}}",
+        "password=SecretStr('{}')",
+        "password: 'it''s {}'",
+        "'token' => '{}'",
+        "metadata=(('authorization', 'Bearer {}'),)",
+        "headers=[(b'x-api-key', b'{}')]",
+        "headers=[('authorization','Bearer {}')]",
+        "env:\n- name: HF_TOKEN\n  value: {}\n- name: LR\n  value: 1",
+        'env: [{{name: HF_TOKEN, value: "{}"}}]',
+        '{{"name": "HF_TOKEN", "value": "{}"}}',
+        "got Bearer {}0123456789",
+        "-----BEGIN PGP PRIVATE KEY BLOCK-----\n{}\n-----END PGP PRIVATE KEY BLOCK-----",
+        "of a log\n{0}{0}{0}{0}{0}{0}\n{0}=\n-----END RSA PRIVATE KEY-----",
     ],
 )
 def test_secrets_go(text: str) -> None:
@@ -114,6 +132,9 @@ def test_known_forms_go(secret: str) -> None:
         "docker run -u 1000:1000 image",
         "max_tokens: 4096\nlayers:\n  - 1\n  - 2",
         "note: |\n  two\n  lines",
+        "- name: LR\n  value: 1\n- name: tokenizer\n  value: gpt2",
+        "http://host:8080/a@b and user@host",
+        "choices=('train', 'test') path=SomePath('/a')",
     ],
 )
 def test_other_text_stays(text: str) -> None:
@@ -156,6 +177,9 @@ def test_hostile_text_is_quick() -> None:
         '\n key: "a\n',
         "-u a:",
         "login ",
+        "-----END PRIVATE KEY-----\n",
+        "a://b:",
+        "name: ",
     ):
         redact(piece * (200_000 // len(piece)))
     randomly = random.Random(2)

@@ -73,6 +73,17 @@ def test_prometheus_text() -> None:
     assert total == pytest.approx(99)
 
 
+def test_names_that_read_alike_are_one() -> None:
+    """No value stands twice in the text: the collector would refuse all of it."""
+    story = _story()
+    for number, cause in enumerate(("a\x01", "a\x02", "y" * 300 + "1", "y" * 300 + "2")):
+        story.at(70 + number, Fault(cause=cause), 1)
+    lines = render_prometheus(build_timeline([story.file()])).splitlines()
+    names = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+    assert len(names) == len(set(names))
+    assert 'nvrx_faults_total{cause="a\ufffd"} 2' in lines
+
+
 def test_counters_only_grow() -> None:
     """While a job goes on, no counter falls."""
     story = _story().at(70, JobEnd(result="success"), None)
@@ -287,6 +298,20 @@ def test_follow_a_pipe(recorded: EventLog, directory: str, tmp_path: Path) -> No
         assert process.wait(_DEADLINE_S) == 0
     assert "ended: failed (exit code 1)" in rest
     assert "killed" in page.read_text()
+
+
+def test_follow_ends_when_nobody_reads(recorded: EventLog, directory: str) -> None:
+    """A view whose reader has left does not stay until the job ends."""
+    with subprocess.Popen(
+        [*_COMMAND, directory, "--follow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        recorded.record(Fault(cause="killed", what="signal 9"), cycle=0, rank=0)
+        assert process.wait(_DEADLINE_S) == 0
+        assert process.stderr.read() == b""
 
 
 def test_follow_outlives_a_failing_export(

@@ -56,6 +56,18 @@ def _killed() -> Story:
     )
 
 
+@pytest.mark.parametrize("huge", [10**400, -(10**400), 1e308], ids=["more", "less", "float"])
+def test_times_that_no_clock_has(huge: float) -> None:
+    """A header or an event whose clock says nonsense is read as one that says nothing."""
+    expected = build_timeline([_quiet().file()]).seconds
+    for clock in ({"wall": huge, "mono": 1.0}, {"wall": huge, "mono": huge}):
+        story = _quiet()
+        story.header["clock"] = clock
+        assert build_timeline([story.file()]).seconds == pytest.approx(expected)
+    story = _quiet().at(1, CycleStart(clock_off_s=huge))
+    build_timeline([story.file()])
+
+
 def test_undisturbed_job() -> None:
     """Without a fault, all time from the first step to the end is productive."""
     story = _quiet().at(10, FirstStep(dur_s=8.0), rank=0)

@@ -2,6 +2,7 @@
 """The sockets under stores: who listens, which are connected to a port, what torch is given."""
 
 import socket
+import struct
 
 import pytest
 
@@ -39,6 +40,18 @@ def test_an_old_torch_listens_itself(version) -> None:
     address = given.getsockname()
     assert store_sockets.serving_options(given, version) == {"is_master": True}
     store_sockets.listen_at(socket.AF_INET, address).close()
+
+
+def test_an_old_torch_has_another_server_that_takes_the_socket(listener) -> None:
+    """Without libuv it serves at the very socket, and no client that goes silent stalls it long."""
+    options = store_sockets.serving_options(listener.dup(), "2.4.0+cu121", without_libuv=True)
+    with socket.socket(fileno=options.pop("master_listen_fd")) as taken:
+        assert taken.getsockname() == listener.getsockname()
+        with socket.create_connection(taken.getsockname()), taken.accept()[0] as served:
+            for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                limit_s, _ = struct.unpack("ll", served.getsockopt(socket.SOL_SOCKET, limit, 16))
+                assert 0 < limit_s < 10
+    assert options == {"is_master": True, "use_libuv": False}
 
 
 def test_connections_to_a_port_are_found(listener) -> None:

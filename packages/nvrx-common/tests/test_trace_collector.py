@@ -13,7 +13,11 @@ from typing import Any
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils.trace_collector import TorchFRTraceCollector, TraceCollector
+from nvidia_resiliency_ext.shared_utils.trace_collector import (
+    NoFlightRecorderError,
+    TorchFRTraceCollector,
+    TraceCollector,
+)
 
 _ENTRY = {"record_id": 3, "profiling_name": "nccl:all_reduce"}
 
@@ -88,6 +92,16 @@ def test_other_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert collector.take()["entries"] == []
 
 
+def test_a_recorder_without_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch gives only a pickle, its content is saved as JSON all the same."""
+    recorder = _Recorder(nccl=[_ENTRY])
+    del recorder._dump_nccl_trace_json
+    _install(monkeypatch, recorder)
+    path = TorchFRTraceCollector(str(tmp_path), checks={}).collect()
+    assert path == str(tmp_path / "_dump_5.json")
+    assert json.loads(Path(path).read_text())["entries"] == [_ENTRY]
+
+
 @pytest.mark.parametrize("recorder", [None, _Recorder()])
 def test_no_recorder(
     recorder: _Recorder | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,7 +109,7 @@ def test_no_recorder(
     """Without torch or without a recorder the error says so, and no directory is made."""
     _install(monkeypatch, recorder)
     collector = TorchFRTraceCollector(str(tmp_path / "new"), checks={})
-    with pytest.raises(RuntimeError, match="no flight recorder"):
+    with pytest.raises(NoFlightRecorderError, match="no flight recorder"):
         collector.collect()
     assert not (tmp_path / "new").exists()
 
@@ -127,6 +141,10 @@ def test_taken_before_and_saved_after(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_with_torch(tmp_path: Path) -> None:
     """torch's real recorder names a collective of a gloo group that is waiting for its peer."""
     pytest.importorskip("torch")
+    from torch._C import _distributed_c10d
+
+    if not hasattr(_distributed_c10d, "_dump_fr_trace"):
+        pytest.skip("this torch has no flight recorder for gloo")
     program = (
         "import os, sys, time\n"
         "import torch, torch.distributed as dist\n"

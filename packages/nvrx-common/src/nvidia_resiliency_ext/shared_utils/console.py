@@ -15,10 +15,13 @@ __all__ = ["open_missing_streams", "write_err", "write_out"]
 _STANDARD_DESCRIPTORS = (0, 1, 2)
 
 
-def write_out(text: str) -> None:
+def write_out(text: str) -> bool:
     """Write a program's result to stdout, if it has one.
 
     A reader that has seen enough (``head``) is no error, and neither is a closed stdout.
+
+    Returns:
+        False when the reader has left just now; what is written later goes nowhere.
 
     Raises:
         SystemExit: with 1, after a line on stderr, when it cannot be written, as on a full disk.
@@ -26,10 +29,11 @@ def write_out(text: str) -> None:
     try:
         _write(sys.stdout, text)
     except BrokenPipeError:
-        return
+        return False
     except OSError as error:
         write_err(f"the output cannot be written: {error.strerror}\n")
         sys.exit(1)
+    return True
 
 
 def write_err(text: str) -> None:

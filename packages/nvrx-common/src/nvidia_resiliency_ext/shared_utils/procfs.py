@@ -20,12 +20,14 @@ __all__ = [
     "ProcStat",
     "boot_id",
     "catches_signal",
+    "cmdline",
     "environ_value",
     "is_available",
     "is_running",
     "maps_name",
     "memory",
     "pid_namespace",
+    "pids",
     "pids_in_groups",
     "pids_with_environ",
     "processes_with_environ",
@@ -37,6 +39,7 @@ __all__ = [
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError, NotADirectoryError)
 _CHUNK_BYTES = 65536
 _LARGEST_READ_BYTES = 64 << 20
+_LARGEST_CMDLINE_BYTES = 1 << 20
 # Fields of /proc/<pid>/stat, counted from the one after the command's closing parenthesis.
 _STATE, _PPID, _PGID, _SID, _START_TICKS = 0, 1, 2, 3, 19
 _DEAD_STATES = frozenset("ZXx")
@@ -105,6 +108,11 @@ def is_running(pid: int) -> bool:
     return stat is not None and stat.running
 
 
+def cmdline(pid: int) -> bytes:
+    """Return the command line of a process with NUL between arguments; empty if it is gone."""
+    return (_read(f"/proc/{pid}/cmdline") or b"")[:_LARGEST_CMDLINE_BYTES]
+
+
 def environ_value(pid: int, name: str) -> str | None:
     """Return a variable of the environment that the process was started with.
 
@@ -134,7 +142,7 @@ def processes_with_environ(name: str, value: str, *, skip_self: bool = True) -> 
     needle = b"\0" + os.fsencode(f"{name}={value}") + b"\0"
     own_pid = os.getpid() if skip_self else -1
     found = []
-    for pid in sorted(_pids(), reverse=True):
+    for pid in sorted(pids(), reverse=True):
         if pid == own_pid:
             continue
         data = _read(f"/proc/{pid}/environ")
@@ -150,7 +158,7 @@ def running_in_groups(pgids: Collection[int]) -> list[ProcStat]:
     wanted = frozenset(pgids)
     if not wanted:
         return []
-    stats = (read_stat(pid) for pid in _pids())
+    stats = (read_stat(pid) for pid in pids())
     return [stat for stat in stats if stat is not None and stat.pgid in wanted and stat.running]
 
 
@@ -218,7 +226,8 @@ def memory(pid: int) -> Memory | None:
     return Memory(int(pages.split()[1]) * os.sysconf("SC_PAGE_SIZE"), None, None)
 
 
-def _pids() -> Iterator[int]:
+def pids() -> Iterator[int]:
+    """Return the numbers of all processes, in no order."""
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 

@@ -113,14 +113,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.follow:
             from ._report.watch import follow
 
-            return follow(options.paths, read, _Exports(options).keep_up, options.width or 0)
+            exports = _Exports(options)
+            seen = exports.keep_up if exports.are_wanted else None
+            return follow(options.paths, read, seen, options.width or 0)
         timeline = read()
         _export(timeline, options)
     except (EventFileError, _NotWrittenError) as error:
         return _complain(str(error))
     if options.json:
         write_out(render_json(timeline))
-    elif not (options.html or options.prometheus or options.otlp):
+    elif not _Exports(options).are_wanted:
         write_out(render_text(timeline, width=options.width or _terminal_width()))
     return 0
 
@@ -135,6 +137,11 @@ class _Exports:
     def __init__(self, options: Namespace) -> None:
         self._options = options
         self._complaint = ""
+
+    @property
+    def are_wanted(self) -> bool:
+        """Say whether anything was asked for."""
+        return bool(self._options.html or self._options.prometheus or self._options.otlp)
 
     def keep_up(self, timeline: Timeline) -> None:
         """Write and send the present state; a full disk or a collector that is away may pass."""

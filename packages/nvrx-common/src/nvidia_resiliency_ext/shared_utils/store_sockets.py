@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import socket
+import struct
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -36,7 +37,9 @@ _IDLE_S = 60
 _PROBE_S = 10
 
 _TCP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
-_TAKES_A_SOCKET = (2, 8)
+_LIBUV_TAKES_A_SOCKET = (2, 8)
+# Longer than a packet that is lost twice.
+_HALF_SAID_S = 5
 
 
 def listen_at(family: int, address: tuple[Any, ...]) -> socket.socket:
@@ -57,16 +60,30 @@ def listen_at(family: int, address: tuple[Any, ...]) -> socket.socket:
     return listener
 
 
-def serving_options(listener: socket.socket, torch_version: str) -> dict[str, Any]:
+def serving_options(
+    listener: socket.socket, torch_version: str, *, without_libuv: bool = False
+) -> dict[str, Any]:
     """Return what makes a TCPStore serve at a listening socket, which is the store's from here on.
 
-    Before 2.8 torch's server cannot take a socket (seen with 2.4.0 to 2.7.1): it opens the port
-    itself, at all addresses of this host.
+    Before 2.8 torch's server on libuv takes no socket (seen with 2.4.0 to 2.7.1): it opens the port
+    itself, at all addresses of this host. Its other server takes it.
+
+    Args:
+        listener: The socket.
+        torch_version: As torch says it.
+        without_libuv: Take the other server there. It is slower with many clients, and wakes nobody
+            for a `compare_set`. It has one thread, which waits for the rest of a message that was
+            begun: so a client that does not send it, or does not read, is cut off after 5 s.
     """
-    if tuple(map(int, re.findall(r"\d+", torch_version)[:2])) < _TAKES_A_SOCKET:
+    if tuple(map(int, re.findall(r"\d+", torch_version)[:2])) >= _LIBUV_TAKES_A_SOCKET:
+        return {"is_master": True, "master_listen_fd": listener.detach()}
+    if not without_libuv:
         listener.close()
         return {"is_master": True}
-    return {"is_master": True, "master_listen_fd": listener.detach()}
+    for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        # Connections that are accepted have it from the listener.
+        listener.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", _HALF_SAID_S, 0))
+    return {"is_master": True, "master_listen_fd": listener.detach(), "use_libuv": False}
 
 
 def watch_over(sock: socket.socket) -> None:

@@ -13,6 +13,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+from .errors import NvrxError
 from .os_utils import atomic_write
 
 if TYPE_CHECKING:
@@ -20,15 +21,19 @@ if TYPE_CHECKING:
 
     Check = Callable[[], object]
 
-__all__ = ["TorchFRTraceCollector", "TraceCollector"]
+__all__ = ["NoFlightRecorderError", "TorchFRTraceCollector", "TraceCollector"]
 
 logger = logging.getLogger("nvrx")
 
 # NCCL's recorder, and the one of all other backends (torch 2.8 and later); the first is only in
-# builds with CUDA.
+# builds with CUDA, and gives no JSON in torch 2.4.
 _SOURCES = ("_dump_nccl_trace", "_dump_fr_trace")
 _CHECKS = {"gpu": "GPUHealthCheck", "nic": "NicHealthCheck"}
 _HEALTH_CHECKS = "nvidia_resiliency_ext.shared_utils.health_check"
+
+
+class NoFlightRecorderError(NvrxError, RuntimeError):
+    """This torch has no flight recorder, or there is no torch."""
 
 
 class TraceCollector(abc.ABC):
@@ -75,7 +80,7 @@ class TorchFRTraceCollector(TraceCollector):
             The file.
 
         Raises:
-            RuntimeError: This torch has no flight recorder.
+            NoFlightRecorderError: This torch has none.
             OSError: It cannot be written.
         """
         return self.save(self.take())
@@ -84,17 +89,21 @@ class TorchFRTraceCollector(TraceCollector):
         """Return what the recorder knows; quick, for the moment before an abort.
 
         Raises:
-            RuntimeError: This torch has no flight recorder.
+            NoFlightRecorderError: This torch has none.
         """
         found: dict[str, Any] | None = None
+        recorder = _recorder()
         for source in _SOURCES:
-            function = getattr(_recorder(), source + ("_json" if self.json else ""), None)
-            if function is not None:
-                found = self._decode(function)
-                if found.get("entries"):
-                    return found
+            as_json = getattr(recorder, source + "_json", None) if self.json else None
+            as_pickle = getattr(recorder, source, None)
+            if as_json is not None:
+                found = _from_json(as_json)
+            elif as_pickle is not None:
+                found = _from_pickle(as_pickle)
+            if found and found.get("entries"):
+                return found
         if found is None:
-            raise RuntimeError("this torch has no flight recorder")
+            raise NoFlightRecorderError("this torch has no flight recorder")
         return found
 
     def save(self, dump: dict[str, Any]) -> str:
@@ -125,24 +134,26 @@ class TorchFRTraceCollector(TraceCollector):
 
         return pickle.dumps(dump)
 
-    def _decode(self, function: Callable[..., bytes]) -> dict[str, Any]:
-        if self.json:
-            import json
 
-            found: dict[str, Any] = json.loads(function(includeCollectives=True, onlyActive=True))
-            return found
-        import pickle
+def _from_json(function: Callable[..., str | bytes]) -> dict[str, Any]:
+    import json
 
-        data = function(includeCollectives=True, includeStackTraces=False, onlyActive=True)
-        found = pickle.loads(data)  # noqa: S301 - torch made it in this process a moment ago
-        return dict(found)
+    found: dict[str, Any] = json.loads(function(includeCollectives=True, onlyActive=True))
+    return found
+
+
+def _from_pickle(function: Callable[..., bytes]) -> dict[str, Any]:
+    import pickle
+
+    data = function(includeCollectives=True, includeStackTraces=False, onlyActive=True)
+    return dict(pickle.loads(data))  # noqa: S301 - torch made it in this process a moment ago
 
 
 def _recorder() -> Any:
     try:
         from torch._C import _distributed_c10d
     except ImportError as error:
-        raise RuntimeError(f"there is no flight recorder: {error}") from error
+        raise NoFlightRecorderError(f"there is no flight recorder: {error}") from error
     return _distributed_c10d
 
 

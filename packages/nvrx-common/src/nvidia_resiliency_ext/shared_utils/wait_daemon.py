@@ -26,6 +26,7 @@ __all__ = ["main", "read_pids_from_file", "wait_daemon", "wait_for_pids"]
 
 _LARGEST_FILE = 1 << 20
 _LARGEST_PID = 1 << 22  # the kernel's own limit
+_MOST_DIGITS = 9
 _TICK_S = 0.02
 _CLOCK_SLACK_S = 2.0
 
@@ -45,8 +46,13 @@ def read_pids_from_file(pidfile: str) -> list[int]:
         return []
     finally:
         os.close(descriptor)
-    lines = (line.strip() for line in text.splitlines())
-    return [int(line) for line in lines if line.isdigit() and 0 < int(line[:9]) <= _LARGEST_PID]
+    numbers = (line.strip().lstrip(b"0") for line in text.splitlines())
+    return [
+        int(number)
+        for number in numbers
+        # Python refuses to read a number of thousands of digits.
+        if number.isdigit() and len(number) <= _MOST_DIGITS and int(number) <= _LARGEST_PID
+    ]
 
 
 def wait_for_pids(pids: Iterable[int], timeout_s: float | None = None) -> None:

@@ -14,6 +14,9 @@ _SECRET_ENDS = (
     "credential", "credentials", "authorization", "apikey", "cookie", "cookies", "webhook",
 )  # fmt: skip
 _SECRET_PARTS = frozenset({"auth", "bearer", "dsn", "sas", "signature", "pat"})
+_WITH_PASS = frozenset(
+    {"admin", "db", "http", "mail", "mysql", "pg", "proxy", "redis", "smtp", "ssh", "user"}
+)
 _SECRET_LAST = frozenset({"key", "keys"})
 _KEYS = re.compile(r"(?:api|access|account|private|secret|encryption|signing)[_.-]?keys?(?![a-z])")
 
@@ -29,5 +32,5 @@ def is_secret_name(name: str) -> bool:
         or _KEYS.search("_".join(parts)) is not None
         # Not `forward_pass`: the word has other meanings where it is not a variable's.
         or parts == ["pass"]
-        or (parts[-1] == "pass" and name.isupper())
+        or (parts[-1] == "pass" and (name.isupper() or parts[-2] in _WITH_PASS))
     )

@@ -18,6 +18,8 @@ _QUOTE = re.compile(r"\\{0,8}(?:\"{3}|'{3}|[\"'])")
 _BRACKET_OR_QUOTE = re.compile(r"[\[({\])}]|\\{0,8}[\"']")
 _SCHEME = re.compile(r"(?:bearer|basic|digest|token)[ \t]+(?=[^\s])", re.IGNORECASE)
 _BARE = re.compile(r"\[redacted\]|[^\s\"'\\,;&)}\]]{1,8192}")
+# `b'...'`, `SecretStr('...')`
+_BEFORE_QUOTE = re.compile(r"(?:[A-Za-z_][\w.]{0,60}\(|[bBuUrRfF]{1,2})(?=\\{0,8}[\"'])")
 _YAML_MARKS = re.compile(r"(?:[&!][\w!./-]*[ \t]+){1,2}")
 _YAML_BLOCK = re.compile(r"[|>][+-]?\d?[+-]?[ \t]*(?:#[^\n]*)?\r?(?=\n|\Z)")
 # What stands before the name of a setting that may go on in the next lines.
@@ -35,6 +37,8 @@ def value_span(text: str, name_at: int, start: int, name: str) -> tuple[int, int
     """
     marks = _YAML_MARKS.match(text, start)
     start = marks.end() if marks else start
+    prefix = _BEFORE_QUOTE.match(text, start)
+    start = prefix.end() if prefix else start
     begin, end = _on_line(text, start, name)
     return begin, max(end, _end_of_block(text, name_at, start))
 
@@ -86,9 +90,12 @@ def _end_of_bracket(text: str, start: int) -> int | None:
 
 
 def _closing(text: str, quote: str, start: int, limit: int) -> int | None:
-    # A backslash more than the opening quote had is part of the value.
-    found = re.compile(r"(?<!\\)" + re.escape(quote)).search(text, start, limit)
-    return None if found is None else found.start()
+    # A backslash more than the opening quote had is part of the value, as is YAML's double quote.
+    twice = r"''(?=\w)|" if quote == "'" else ""
+    for found in re.compile(rf"(?<!\\)(?:{twice}{re.escape(quote)})").finditer(text, start, limit):
+        if found[0] == quote:
+            return found.start()
+    return None
 
 
 def _end_of_block(text: str, name_at: int, start: int) -> int:

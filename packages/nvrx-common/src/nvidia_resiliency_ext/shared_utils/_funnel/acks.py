@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from nvidia_resiliency_ext.shared_utils._funnel import messages
+from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
-
-__all__ = ["AckWriter"]
+__all__ = ["AckWriter", "forget_settled"]
 
 _SPACING_S = 0.05
 
@@ -43,6 +42,10 @@ class AckWriter:
         self._news[stream_id] = (seq, refusal)
         if self._task is None:
             self._task = self._loop.create_task(self._run())
+
+    def has_told(self, stream_id: str, seq: int) -> bool:
+        """Tell whether the sender knows that all up to this number is committed."""
+        return stream_id not in self._news and self._told.get(stream_id, (0, False)) == (seq, False)
 
     def forget(self, stream_id: str) -> None:
         """A stream starts again: what was told of it before counts no more."""
@@ -77,3 +80,48 @@ class AckWriter:
                     await asyncio.wait([self._ending], timeout=_SPACING_S)
         finally:
             self._task = None
+
+
+class _Stream(Protocol):
+    stream_id: str
+    committed_seq: int
+
+    @property
+    def is_settled(self) -> bool: ...
+
+
+_AnyStream = TypeVar("_AnyStream", bound=_Stream)
+
+
+def forget_settled(
+    streams: dict[str, _AnyStream],
+    acks: AckWriter | None,
+    most: int,
+    forget: Callable[[_AnyStream], None],
+) -> None:
+    """Take streams of a call off of which nothing waits, half of `most` at a time.
+
+    One whose sender still has to be told stays: it would wait for that for ever.
+
+    Args:
+        streams: Those of the call, by `stream_id`.
+        acks: What tells their sender, if anything does.
+        most: How many streams a call may have, twice over where nothing can be taken off.
+        forget: Called with each that was taken off.
+
+    Raises:
+        Refusal: There are too many others.
+    """
+    settled = [
+        stream
+        for stream in streams.values()
+        if stream.is_settled
+        and (acks is None or acks.has_told(stream.stream_id, stream.committed_seq))
+    ]
+    for stream in settled[: most // 2]:
+        del streams[stream.stream_id]
+        if acks is not None:
+            acks.forget(stream.stream_id)
+        forget(stream)
+    if len(streams) >= 2 * most:
+        raise Refusal("RESOURCE_EXHAUSTED", "too many streams over one connection")

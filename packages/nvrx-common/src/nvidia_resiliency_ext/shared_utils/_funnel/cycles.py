@@ -10,6 +10,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["CycleFile", "Cycles"]
 
@@ -46,7 +50,7 @@ class Cycles:
 
     def __init__(self, idle_s: float) -> None:
         self._idle_s = idle_s
-        self._families: dict[str, dict[int, CycleFile]] = {}
+        self._families: dict[str, dict[str, CycleFile]] = {}
         self._files: dict[str, CycleFile] = {}
 
     def track(self, path: str, now: float) -> CycleFile | None:
@@ -62,7 +66,7 @@ class Cycles:
         made = CycleFile(path, family, int(match[1]), now)
         self._forget_old()
         self._files[path] = made
-        self._families.setdefault(family, {})[made.number] = made
+        self._families.setdefault(family, {})[path] = made
         return made
 
     def take_complete(self, now: float, *, at_end: bool = False) -> list[CycleFile]:
@@ -74,10 +78,9 @@ class Cycles:
         """
         found = []
         for family in self._families.values():
-            newest = max(family)
-            for number in sorted(family):
-                file = family[number]
-                if (number < newest or at_end) and self._is_ripe(file, now, at_end=at_end):
+            newest = _newest(family)
+            for file in sorted(family.values(), key=_number_of):
+                if (file.number < newest or at_end) and self._is_ripe(file, now, at_end=at_end):
                     file.is_complete = True
                     found.append(file)
         return found
@@ -87,9 +90,10 @@ class Cycles:
         times = [
             file.arrived_at + self._idle_s
             for family in self._families.values()
+            for newest in (_newest(family),)
             for file in family.values()
             if not file.is_complete and not file.unwritten and file.flushed_at is not None
-            and file.number < max(family)
+            and file.number < newest
         ]  # fmt: skip
         return min(times, default=float("inf"))
 
@@ -105,6 +109,14 @@ class Cycles:
         for file in (done or list(self._files.values()))[: _MAX_REMEMBERED // 10]:
             del self._files[file.path]
             family = self._families[file.family]
-            del family[file.number]
+            del family[file.path]
             if not family:
                 del self._families[file.family]
+
+
+def _newest(family: Mapping[str, CycleFile]) -> int:
+    return max(file.number for file in family.values())
+
+
+def _number_of(file: CycleFile) -> int:
+    return file.number

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils._funnel import messages
@@ -76,6 +77,8 @@ async def start(handlers: Mapping[str, Any], address: str, access: Access) -> tu
     import grpc
     import grpc.aio
 
+    if _is_served(address):
+        raise AddressError(f"cannot listen on {address}: another server does")
     credentials = access.server_credentials()
     server = grpc.aio.server(options=grpc_options())
     service = grpc.method_handlers_generic_handler(messages.SERVICE, handlers)
@@ -91,6 +94,21 @@ async def start(handlers: Mapping[str, Any], address: str, access: Access) -> tu
         raise AddressError(f"cannot listen on {address}")
     await server.start()
     return server, int(port)
+
+
+def _is_served(address: str) -> bool:
+    """Tell whether somebody listens on a Unix socket; gRPC would take its place in silence."""
+    if not address.startswith("unix:"):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(address.removeprefix("unix:").removeprefix("//"))
+        except BlockingIOError:
+            return True  # so many want to talk to it that there is no room for one more
+        except (OSError, ValueError):
+            return False
+    return True
 
 
 class RootEdge:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils._funnel import edge, messages, process
-from nvidia_resiliency_ext.shared_utils._funnel.acks import AckWriter
+from nvidia_resiliency_ext.shared_utils._funnel.acks import AckWriter, forget_settled
 from nvidia_resiliency_ext.shared_utils._funnel.chunks import decode
 from nvidia_resiliency_ext.shared_utils._funnel.places import Roots
 from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
@@ -28,6 +28,7 @@ _ROOT_TIMEOUT_S = 120.0
 _LAST_S = 10.0
 _STATS_S = 60.0
 _MAX_ID_CHARS = 256
+_MAX_STREAMS = 4096
 
 
 class NoRootError(edge.AddressError):
@@ -208,23 +209,28 @@ class _Call:
         self._acks = acks
         self._task = asyncio.current_task()
         self._streams: dict[str, RelayStream] = {}
+        self._refused: RelayStream | None = None
         self._changed = asyncio.Event()
         self._is_reading = False
+        # Of streams that are forgotten.
+        self._received_bytes = 0
+        self._committed_seq = 0
         self.node_id = ""
 
     @property
     def received_bytes(self) -> int:
-        return sum(stream.received_bytes for stream in self._streams.values())
+        return self._received_bytes + sum(s.received_bytes for s in self._streams.values())
 
     @property
     def committed_seq(self) -> int:
-        named = [s.committed_seq for s in self._streams.values() if s.is_named]
-        return max(named, default=0)
+        named = (s.committed_seq for s in self._streams.values() if s.is_named)
+        return max([self._committed_seq, *named])
 
     def progress(self, stream: RelayStream) -> None:
         """Pass the root's word on."""
         self._changed.set()
         if stream.refusal is not None:
+            self._refused = self._refused or stream
             if self._is_reading and self._task is not None:
                 self._task.cancel()
         elif self._acks is not None and stream.is_named:
@@ -232,9 +238,9 @@ class _Call:
 
     def trailers(self) -> tuple[tuple[str, str], ...]:
         """Return which chunk was refused, as far as is known."""
-        for stream in self._streams.values():
-            if stream.refusal is not None and stream.is_named:
-                return (("nvrx-refused-seq", str(stream.committed_seq + 1)),)
+        stream = self._refused
+        if stream is not None and stream.is_named:
+            return (("nvrx-refused-seq", str(stream.committed_seq + 1)),)
         return ()
 
     async def run(self) -> None:
@@ -267,6 +273,9 @@ class _Call:
                     reason = f"stream_id has more than {_MAX_ID_CHARS} characters"
                     raise Refusal("INVALID_ARGUMENT", reason)
                 self.node_id = self.node_id or chunk.node_id
+                if len(self._streams) >= _MAX_STREAMS:
+                    # One that goes on after all is a new one.
+                    forget_settled(self._streams, self._acks, _MAX_STREAMS, self._forget)
                 stream = self._streams[key] = RelayStream(self, key)
             if chunk.file_path != stream.path:
                 self._roots.locate(chunk.file_path)
@@ -286,6 +295,9 @@ class _Call:
             self._is_reading = False
 
     def _raise_refusal(self) -> None:
-        for stream in self._streams.values():
-            if stream.refusal is not None:
-                raise stream.refusal
+        if self._refused is not None and self._refused.refusal is not None:
+            raise self._refused.refusal
+
+    def _forget(self, stream: RelayStream) -> None:
+        self._received_bytes += stream.received_bytes
+        self._committed_seq = max(self._committed_seq, stream.committed_seq)

@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["MAX_BYTES", "Ledger", "encode", "ledger_name", "read_ledger"]
+__all__ = [
+    "MAX_BYTES", "Ledger", "encode", "encode_all", "is_ledger_name", "ledger_name", "merge",
+    "read_ledger",
+]  # fmt: skip
 
 MAX_BYTES = 64 << 20
+_MOST_RECORD_BYTES = MAX_BYTES // 8
 _MAX_SEQ = (1 << 64) - 1
 _SUFFIX = ".nvrx-acks"
 
@@ -59,6 +63,24 @@ def encode(start: int, end: int, seqs: Mapping[str, int]) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
+def merge(seqs: dict[str, int], newer: Mapping[str, int]) -> None:
+    """Take over newer numbers; the stream that was silent for longest stands first."""
+    for stream_id, seq in newer.items():
+        seqs.pop(stream_id, None)
+        seqs[stream_id] = seq
+
+
+def encode_all(size: int, seqs: dict[str, int]) -> bytes:
+    """Return the one record that says what a log of that size holds.
+
+    Streams that were silent for longest are forgotten where they are too many for a ledger.
+    """
+    while len(record := encode(size, size, seqs)) > _MOST_RECORD_BYTES:
+        for stream_id in list(seqs)[: (len(seqs) + 1) // 2]:
+            del seqs[stream_id]
+    return record
+
+
 def read_ledger(data: bytes, log_size: int) -> Ledger:
     """Return what a ledger says about a log of that size.
 
@@ -72,7 +94,7 @@ def read_ledger(data: bytes, log_size: int) -> Ledger:
         record = _record(line)
         if record is not None:
             if last is not None:
-                found.seqs.update(last[3])
+                merge(found.seqs, last[3])
             last = (position, *record)
         position += len(line)
     whole = data.rfind(b"\n") + 1
@@ -84,7 +106,7 @@ def read_ledger(data: bytes, log_size: int) -> Ledger:
     if start <= log_size < end:
         found.cut_log_to, found.cut_ledger_to = start, offset
         return found
-    found.seqs.update(seqs)
+    merge(found.seqs, seqs)
     if log_size == end and seqs:
         found.last_stream = next(reversed(seqs))
     return found

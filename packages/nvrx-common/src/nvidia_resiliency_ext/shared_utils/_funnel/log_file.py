@@ -99,7 +99,7 @@ class LogFile:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._log, start)
             raise
-        self.seqs.update(seqs)
+        ledger.merge(self.seqs, seqs)
         if self._ledger_bytes > self._compact_above:
             self._compact(start + size)
 
@@ -179,14 +179,14 @@ class LogFile:
         return data
 
     def _compact(self, log_size: int) -> None:
-        record = ledger.encode(log_size, log_size, self.seqs)
+        record = ledger.encode_all(log_size, self.seqs)
         self._compact_above = max(_COMPACT_ABOVE_BYTES, 4 * len(record))
         path = f"/proc/self/fd/{self._directory}/{self._name}"
         try:
             atomic_write(path, record, _LEDGER_MODE, fsync=False)
         except OSError:
             # The old ledger is as good as before, only longer; the batch is in the log.
-            self._compact_above = 2 * self._ledger_bytes
+            self._compact_above = min(2 * self._ledger_bytes, ledger.MAX_BYTES // 2)
             return
         os.close(self._ledger)
         self._ledger, self._ledger_bytes = -1, len(record)

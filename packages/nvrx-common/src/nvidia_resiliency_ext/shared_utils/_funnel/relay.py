@@ -72,6 +72,11 @@ class RelayStream:
         self.refusal: Refusal | None = None
         self.path = ""
 
+    @property
+    def is_settled(self) -> bool:
+        """Nothing of it waits here, and it has a name under which it may go on."""
+        return self.is_named and not self.outstanding
+
 
 class Relay:
     """All streams of a leaf, and the order in which their chunks go to the root.

@@ -13,7 +13,7 @@ import errno
 import logging
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.shared_utils._funnel.acks import AckWriter
+from nvidia_resiliency_ext.shared_utils._funnel.acks import AckWriter, forget_settled
 from nvidia_resiliency_ext.shared_utils._funnel.chunks import Chunk, decode
 from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.streams import Source
@@ -139,25 +139,19 @@ class StreamRpc:
             raise Refusal("INVALID_ARGUMENT", f"an id has more than {_MAX_ID_CHARS} characters")
         source = self.sources.get(chunk.stream_id)
         if source is None:
+            if len(self.sources) >= _MAX_SOURCES:
+                # Of streams that have ended, the connection of a leaf tells nothing. One that goes
+                # on after all is a new source; the ledger knows what it has sent.
+                forget_settled(self.sources, self._acks, _MAX_SOURCES, self._forget)
             source = self._new_source(chunk.stream_id, chunk.node_id or node_id)
             self.sources[chunk.stream_id] = source
-            if len(self.sources) > _MAX_SOURCES:
-                self._forget_settled()
         return source
 
     def _new_source(self, stream_id: str, node_id: str) -> Source:
         return Source(self, stream_id, node_id, is_patient=not self._is_relay)
 
-    def _forget_settled(self) -> None:
-        """Forget streams that have ended, of which the connection of a leaf tells nothing.
-
-        One that goes on after all is a new source; the ledger knows what it has sent.
-        """
-        for source in [s for s in self.sources.values() if s.is_settled][: _MAX_SOURCES // 2]:
-            del self.sources[source.stream_id]
-            if self._acks is not None:
-                self._acks.forget(source.stream_id)
-            self._funnel.finish(source, is_clean=False)
+    def _forget(self, source: Source) -> None:
+        self._funnel.finish(source, is_clean=False)
 
     def _start_again(self, source: Source) -> Source:
         self._funnel.finish(source, is_clean=False)

@@ -43,7 +43,9 @@ DEFAULT_SPILL_LIMIT_BYTES = 1024 * 1024 * 1024
 _SMALLEST_MEMORY_BYTES = 512 * 1024
 _LARGEST_WINDOW_BYTES = 8 * 1024 * 1024
 _WINDOW_SHARE = 4
-_LARGEST_PATH_BYTES = 4096
+# The server's limits: it answers longer ones as it does for a file that is full for now.
+_LARGEST_PATH_BYTES = 4000
+_LARGEST_NAME_BYTES = 230
 _STREAM_ID_BYTES = 16
 _AT_EXIT_S = 5.0
 _LAST_CALL_S = 2.0
@@ -320,10 +322,12 @@ def _check_path(path: str) -> None:
     problem = ""
     if not os.path.isabs(path):
         problem = "it is not absolute"
-    elif len(os.fsencode(path)) > _LARGEST_PATH_BYTES:
-        problem = f"it is over {_LARGEST_PATH_BYTES} bytes"
     elif not path.isprintable():
         problem = "it holds characters that cannot be printed"
+    elif len(path.encode()) > _LARGEST_PATH_BYTES:
+        problem = f"it is over {_LARGEST_PATH_BYTES} bytes"
+    elif any(len(name.encode()) > _LARGEST_NAME_BYTES for name in path.split("/")):
+        problem = f"a name in it is over {_LARGEST_NAME_BYTES} bytes"
     if problem:
         raise ConfigError(f"the log target {path[:200]!r}: {problem}")
 

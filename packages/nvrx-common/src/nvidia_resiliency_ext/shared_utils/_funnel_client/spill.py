@@ -201,7 +201,7 @@ class Spill:
         self._path, self._owner_fd = path, owner_fd
         for name in sorted(os.listdir(path)):
             number = name.removesuffix(SUFFIX)
-            if not name.endswith(SUFFIX) or not number.isdigit():
+            if not name.endswith(SUFFIX) or not (number.isascii() and number.isdigit()):
                 continue
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(os.path.join(path, name), flags)

@@ -7,6 +7,7 @@ A lock on `stream.json` says that the owner lives; the kernel ends it with the p
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -71,15 +72,33 @@ def make_place(spill_dir: str, identity: Identity) -> tuple[str, int]:
         # Somebody else left it at this moment and it was empty.
         private_dir(spill_dir)
         os.mkdir(path, 0o700)
+    try:
+        return path, _make_owner(os.path.join(path, _OWNER), identity)
+    except OSError:
+        # On a full disk each try would leave one more.
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+        raise
+
+
+def _make_owner(owner: str, identity: Identity) -> int:
+    """Make the owner file and lock it, or leave none."""
+    data = json.dumps(vars(identity)).encode()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(os.path.join(path, _OWNER), flags, 0o600)
+    fd = os.open(owner, flags, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(fd, json.dumps(vars(identity)).encode())
+        _write_whole(fd, data)
     except OSError:
         os.close(fd)
+        os.unlink(owner)
         raise
-    return path, fd
+    return fd
+
+
+def _write_whole(fd: int, data: bytes) -> None:
+    if os.write(fd, data) != len(data):
+        raise OSError(errno.ENOSPC, "no space left", _OWNER)
 
 
 def remove_place(path: str, owner_fd: int) -> None:

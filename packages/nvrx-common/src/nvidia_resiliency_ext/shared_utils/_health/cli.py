@@ -82,7 +82,9 @@ def _line(result: HealthResult, *, as_json: bool) -> str:
         from dataclasses import asdict
 
         return json.dumps(asdict(result))
-    return f"{result.status:<9} {result.name:<13} {result.reason or result.component}"
+    text = result.reason or result.component
+    shown = "".join(char if char.isprintable() else "?" for char in text)
+    return f"{result.status:<9} {result.name:<13} {shown}"
 
 
 def _gpu(options: argparse.Namespace) -> list[Check]:

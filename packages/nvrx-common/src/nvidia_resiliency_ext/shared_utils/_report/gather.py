@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from math import isfinite
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -41,10 +40,7 @@ class Seen:
 
     def number(self, name: str) -> float | None:
         """Return a field as a finite number."""
-        value = self.record.fields.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return None
-        return float(value) if abs(value) < _LARGEST and isfinite(value) else None
+        return _finite(self.record.fields.get(name))
 
     def seconds(self, name: str) -> float:
         """Return a field as a duration, 0 where there is none."""
@@ -104,9 +100,7 @@ def _off_s(file: EventFile) -> float:
         value
         for event in file.events
         if event.kind == "cycle_start"
-        and isinstance(value := event.fields.get("clock_off_s"), (int, float))
-        and isfinite(value)
-        and abs(value) < _LARGEST
+        and (value := _finite(event.fields.get("clock_off_s"))) is not None
     ]
     return median(found) if found else 0.0
 
@@ -120,11 +114,15 @@ def _offset(file: EventFile) -> float | None:
     clock = file.header.get("clock")
     if not isinstance(clock, dict):
         return None
-    wall, mono = clock.get("wall"), clock.get("mono")
-    if isinstance(wall, (int, float)) and isinstance(mono, (int, float)):
-        offset = wall - mono
-        return offset if isfinite(offset) and abs(offset) < _LARGEST else None
-    return None
+    wall, mono = _finite(clock.get("wall")), _finite(clock.get("mono"))
+    return None if wall is None or mono is None else wall - mono
+
+
+def _finite(value: object) -> float | None:
+    """Return a number that can be reckoned with; JSON has whole numbers that no float holds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if abs(value) < _LARGEST else None  # false for what is no number, too
 
 
 def _at(event: EventRecord, offset: float | None) -> float:

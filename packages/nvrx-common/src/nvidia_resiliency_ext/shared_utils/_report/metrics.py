@@ -97,4 +97,8 @@ def _samples(value: float | Mapping[str, float] | None, label: str) -> tuple[Sam
         return ()
     if isinstance(value, (int, float)):
         return (Sample(float(value)),)
-    return tuple(Sample(float(each), ((label, plain(name)),)) for name, each in value.items())
+    # Names that read alike once they are plain are one: a name that comes twice spoils the file.
+    sums: dict[str, float] = {}
+    for name, each in value.items():
+        sums[plain(name)] = sums.get(plain(name), 0.0) + each
+    return tuple(Sample(float(each), ((label, name),)) for name, each in sums.items())

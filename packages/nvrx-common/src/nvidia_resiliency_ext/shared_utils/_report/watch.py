@@ -64,14 +64,17 @@ class Watch:
 
 
 def follow(
-    paths: Sequence[str], read: Callable[[], Timeline], seen: Callable[[Timeline], None], width: int
+    paths: Sequence[str],
+    read: Callable[[], Timeline],
+    seen: Callable[[Timeline], None] | None,
+    width: int,
 ) -> int:
-    """Show a job until it ends or Ctrl-C; return the exit code.
+    """Show a job until it ends, Ctrl-C, or nobody is there to see it; return the exit code.
 
     Args:
         paths: Where the record is, or will be.
         read: Reads it.
-        seen: Is called with each new state.
+        seen: Is called with each new state; it is a reason to go on without a reader.
         width: Columns, 0 for those of the terminal.
     """
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
@@ -87,9 +90,11 @@ def follow(
             if state != known:
                 known, timeline = state, _next(read, timeline, is_terminal=is_terminal)
             if timeline is not None:
-                if timeline is not before:
+                if timeline is not before and seen is not None:
                     seen(timeline)
-                _show(before, timeline, width, is_terminal=is_terminal)
+                is_read = _show(before, timeline, width, is_terminal=is_terminal)
+                if not is_read and seen is None:
+                    return 0
             spent_s = time.monotonic() - began
             if timeline is None or not timeline.is_ended:
                 watch.wait(_TICK_S)
@@ -132,11 +137,11 @@ def _next(
         return before
 
 
-def _show(before: Timeline | None, timeline: Timeline, width: int, *, is_terminal: bool) -> None:
+def _show(before: Timeline | None, timeline: Timeline, width: int, *, is_terminal: bool) -> bool:
+    """Show what is new, and tell whether somebody reads it."""
     if is_terminal:
         size = os.get_terminal_size(sys.stdout.fileno())
         columns = width or min(size.columns or 100, 120)
-        write_out(draw(timeline, columns, size.lines or 40, time.time()))
-        return
-    for line in news(before, timeline) if timeline is not before else ():
-        write_out(line + "\n")
+        return write_out(draw(timeline, columns, size.lines or 40, time.time()))
+    lines = news(before, timeline) if timeline is not before else ()
+    return write_out("".join(f"{line}\n" for line in lines))

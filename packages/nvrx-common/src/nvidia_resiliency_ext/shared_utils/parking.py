@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads that are inside a library's native code when the interpreter goes: they never come back.
+
+torch cannot be told to stop connecting to a store, and goes on for up to a minute. A thread that
+comes back from it while the interpreter is taken down aborts the process (before Python 3.14, which
+lets such threads stand still). A process that is ours leaves without that (`program_end`); one that
+is somebody else's must not, so there the threads are made to stand still: by a signal that only
+they take, and whose handler is `pause`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import signal
+import threading
+import weakref
+
+__all__ = ["ParkedAtExit", "park"]
+
+PARK_S = 1.0
+LOOK_S = 0.005
+
+_threads: weakref.WeakSet[ParkedAtExit] = weakref.WeakSet()
+
+
+class ParkedAtExit(threading.Thread):
+    """A daemon thread that holds nothing that others need while it is in native code.
+
+    Its `run` calls `begin` first.
+    """
+
+    # None: it cannot be parked.
+    parking_signal: int | None = None
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+
+    def begin(self) -> None:
+        """Take no signals but the one by which this thread is parked."""
+        number = _free_signal()
+        wanted = signal.valid_signals() - {number}
+        signal.pthread_sigmask(signal.SIG_SETMASK, wanted)
+        self.parking_signal = number
+        _register()
+        _threads.add(self)
+
+
+def park(thread: ParkedAtExit) -> None:
+    """Let a thread stand still for good where it waits for the system; one that ends is fine, too.
+
+    It is waited for, for 1 s at most: whoever runs may hold a lock of the C library.
+    """
+    if thread.parking_signal is None:
+        return
+    for _ in range(round(PARK_S / LOOK_S)):
+        if not thread.is_alive():
+            return
+        if _waits(thread):
+            break
+        thread.join(LOOK_S)
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal(thread.parking_signal, ctypes.cast(libc.pause, ctypes.c_void_p))
+    with contextlib.suppress(ProcessLookupError):
+        signal.pthread_kill(thread.ident or 0, thread.parking_signal)
+
+
+@functools.cache
+def _register() -> None:
+    atexit.register(_park_all)
+
+
+def _park_all() -> None:
+    for thread in list(_threads):
+        if thread.is_alive():
+            park(thread)
+
+
+def _free_signal() -> int | None:
+    """Return a signal that nobody in this process uses."""
+    for number in range(signal.SIGRTMAX, signal.SIGRTMIN, -1):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            return number
+    return None
+
+
+def _waits(thread: threading.Thread) -> bool:
+    """Return whether a thread sleeps in a system call."""
+    try:
+        with open(f"/proc/self/task/{thread.native_id}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"S"
+    except OSError:
+        return False
