@@ -45,15 +45,15 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import (
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry, Kind
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     NodeSession,
-    NodeThreads,
     Opened,
     Over,
     Placed,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry, Kind
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 PREFIX = keys.prefix("bench")
@@ -66,7 +66,8 @@ LEASE_S = 5.0
 
 def connect(port: int) -> store.JobStore:
     """Connect with torch's client alone: nothing here needs to be cut off."""
-    client = store._store_class()(  # noqa: SLF001
+    make, _ = store._store_class()  # noqa: SLF001
+    client = make(
         "127.0.0.1",
         port,
         is_master=False,

@@ -403,3 +403,39 @@ def test_a_service_that_misbehaves_costs_the_launcher_nothing(remote, watched, m
     one.watch.close()
     assert time.monotonic() - before < 2.0
     assert one.stops == []
+
+
+def test_a_client_that_comes_after_the_end_is_stopped(monkeypatch):
+    """A service that is ready while the watch is closed leaves no poller behind."""
+    done = []
+
+    class Client:
+        """Notes what is asked of it; the end comes while it starts."""
+
+        def __init__(self, *_, **__):
+            pass
+
+        def start_poller(self, _):
+            done.append("start")
+            watch.close()
+
+        def stop_poller(self, within_s):
+            assert not watch._lock.locked()
+            done.append(("stop", within_s))
+
+    monkeypatch.setattr(
+        "nvidia_resiliency_ext.shared_utils.attribution_client.AttributionService", Client
+    )
+    manager = AttributionManager(AttributionConfig(NOBODY), is_store_host=True)
+    loop = EventLoop(SystemClock())
+    watch = AttributionWatch(
+        manager,
+        base_log_file="/logs/job.log",
+        token_file=None,
+        node_id="n",
+        loop=loop,
+        on_stop=done.append,
+    )
+    watch.start()
+    loop.close()
+    assert done == ["start", ("stop", 0.0)]

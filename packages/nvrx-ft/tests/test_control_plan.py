@@ -5,20 +5,29 @@ from __future__ import annotations
 
 import json
 import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rendezvous_store import PREFIX, Served, rules
 
 from nvidia_resiliency_ext.fault_tolerance import launcher
-from nvidia_resiliency_ext.fault_tolerance._control import plan, program
+from nvidia_resiliency_ext.fault_tolerance._control import plan, plane, program
 from nvidia_resiliency_ext.fault_tolerance._launch.flags import FLAGS
 from nvidia_resiliency_ext.fault_tolerance._launch.many_nodes import must_agree, rules_of
 from nvidia_resiliency_ext.fault_tolerance._launch.plan import plan_from_args
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
     differences,
     read_settings,
     write_settings,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.rules import settings_of
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 
 NEEDED = ("--nnodes=2:3", "--rdzv-endpoint=control1:29400")
 APPLOG = "--ft-per-cycle-applog-prefix=/logs/job.log"
@@ -93,6 +102,20 @@ def test_everything_that_a_store_host_runs_can_be_asked_for(tmp_path: Path) -> N
     }
 
 
+def test_where_it_listens_and_what_launchers_must_have_alike_can_be_said() -> None:
+    """The settings of the rendezvous that it goes by are compared with the launchers'."""
+    conf = "--rdzv-conf=segment=2,replacement_group_size=4,last_call_timeout=3,is_host=0"
+    found = made("--local-addr=10.0.0.9", conf)
+    assert (made().address, found.address, found.host) == ("control1", "10.0.0.9", "control1")
+    assert found.settings() == {
+        "--nnodes": "2:3",
+        "--ft-segment": "2",
+        "rdzv_conf replacement_group_size": "4",
+        "rdzv_conf last_call_timeout": "3.0",
+    }
+    assert made(conf, "--ft-segment=1").settings()["--ft-segment"] == "1"
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -107,6 +130,7 @@ def test_everything_that_a_store_host_runs_can_be_asked_for(tmp_path: Path) -> N
         ((APPLOG, "--ft-log-server-port=65535", "--ft-log-aggregator-count=2"), "65535"),
         (("--ft-bad-node-hook=no-such-program-1",), "--ft-bad-node-hook"),
         (("--rdzv-backend=etcd",), "--rdzv-backend"),
+        (("--rdzv-conf=replacement_group_size=few",), "replacement_group_size='few'"),
         (("--nproc-per-node=2",), "--nproc-per-node=2 is no flag of nvrx-control"),
         (("train.py",), "runs no script"),
     ],
@@ -156,6 +180,12 @@ def test_print_config_shows_its_own_options(capfd: pytest.CaptureFixture[str]) -
             ("--ft-per-cycle-applog-prefix=/elsewhere/j.log", "--ft-enable-log-server=1"),
             "--ft-per-cycle-applog-prefix is /elsewhere/j.log on n1 and /logs/job.log on nvrx-",
         ),
+        (("--rdzv-conf=last_call_timeout=1",), (), ""),
+        (
+            ("--rdzv-conf=last_call_timeout=3",),
+            ("--rdzv-conf=last_call_timeout=2",),
+            "rdzv_conf last_call_timeout is 2.0 on n1 and 3.0 on nvrx-control",
+        ),
         (("--ft-no-restart-exit-code=9",), (), "--ft-no-restart-exit-code is 93 on n1 and 9"),
     ],
 )
@@ -171,3 +201,40 @@ def test_launchers_that_would_send_logs_elsewhere_are_told(
     theirs = read_settings(write_settings("nvrx-control", made(*of_control).settings()))
     assert different in "; ".join(differences(own, "n1", theirs))
     assert bool(different) == bool(differences(own, "n1", theirs))
+
+
+# The rules that launchers tell --------------------------------------------------------------------
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    """A store."""
+    made = Served()
+    yield made
+    made.close()
+
+
+def test_settings_that_a_stranger_has_written_are_removed_and_waited_for(served: Served) -> None:
+    """A value that is not the job's ends no control plane: the launchers' own is taken."""
+    launch = rules(2)
+    text = write_settings("n1", settings_of(launch, "any-failed", "barrier"))
+    served.raw().set(PREFIX + keys.SETTINGS, "garbage")
+    found: queue.Queue[Any] = queue.Queue()
+    stop, own, other = threading.Event(), served.connect(), served.connect()
+    waiting = threading.Thread(target=lambda: found.put(plane._wait_for_rules(own, stop)))
+    waiting.start()
+    deadline = time.monotonic() + 10.0
+    while other.has(keys.SETTINGS):
+        assert time.monotonic() < deadline
+    other.create(keys.SETTINGS, text)
+    assert found.get(timeout=10.0) == launch
+    waiting.join(10.0)
+
+
+def test_settings_that_are_no_rules_are_no_fault_of_its_command_line(served: Served) -> None:
+    """What launchers of another version have written is an error of the job, with code 1."""
+    store = served.connect()
+    store.put(keys.SETTINGS, write_settings("n1", {"--nnodes": "2:3"}))
+    with pytest.raises(NvrxError, match="the launchers' settings are unusable") as raised:
+        plane._wait_for_rules(store, threading.Event())
+    assert not isinstance(raised.value, ConfigError)

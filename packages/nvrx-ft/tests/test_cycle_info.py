@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,102 @@ def test_what_cannot_be_written_is_said_once(
         writer.write_cycle_start("a", 0, cycle, START, "", "n")
     writer.shutdown()
     assert caplog.text.count("cannot be written") == 1
+
+
+class Disk:
+    """A disk that may be full: nothing can be written then, and no link be made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full = True
+        self.refused = threading.Semaphore(0)
+        for name in ("atomic_write", "_replace_link"):
+            monkeypatch.setattr(writers, name, self._unless_full(getattr(writers, name)))
+
+    def _unless_full(self, write: Callable[..., None]) -> Callable[..., None]:
+        def or_refuse(*args: object, **kwargs: object) -> None:
+            if self.is_full:
+                self.refused.release()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(*args, **kwargs)
+
+        return or_refuse
+
+    def wait_until_it_refused(self) -> None:
+        """Wait for the next refusal."""
+        assert self.refused.acquire(timeout=10)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """A disk that is full until the test says otherwise; nobody tries again by himself."""
+    monkeypatch.setattr(writers, "TRY_AGAIN_S", 3600.0)
+    return Disk(monkeypatch)
+
+
+def test_a_write_that_succeeds_repairs_what_a_full_disk_left_out(
+    tmp_path: Path, disk: Disk
+) -> None:
+    """The first cycle's start could not be written: its end is, and the link leads to it."""
+    writer = info.CycleInfoWriter(str(tmp_path))
+    writer.write_cycle_start("a", 0, 0, START, "/log", "n1")
+    disk.wait_until_it_refused()
+    disk.is_full = False
+    writer.update_cycle_end("a", 0, 0, END)
+    writer.shutdown()
+    assert os.readlink(tmp_path / "cycle_info.a.current") == "cycle_info.a.0.0"
+    found = content(tmp_path / "cycle_info.a.0.0")
+    assert (found["cycle_start_time"], found["cycle_end_time"]) == (START, END)
+
+
+def test_an_end_that_could_not_be_written_holds_nothing_up(tmp_path: Path, disk: Disk) -> None:
+    """The end of a cycle meets a full disk: it and the next cycles are written when it is not."""
+    disk.is_full = False
+    writer = info.CycleInfoWriter(str(tmp_path))
+    writer.write_cycle_start("a", 0, 0, START, "", "n1")
+    done = threading.Event()
+    writer._hand_over(done.set)
+    assert done.wait(10)
+    disk.is_full = True
+    writer.write_cycle_start("a", 0, 1, END, "", "n1")
+    disk.wait_until_it_refused()
+    writer.update_cycle_end("a", 0, 1, END)
+    disk.wait_until_it_refused()
+    writer._hand_over(lambda: setattr(disk, "is_full", False))
+    writer.write_cycle_start("a", 0, 2, END, "", "n1")
+    writer.shutdown(ends_cycle=False)
+    ends = [content(tmp_path / f"cycle_info.a.0.{n}")["cycle_end_time"] for n in range(3)]
+    assert ends == [END, END, ""]
+    assert os.readlink(tmp_path / "cycle_info.a.current") == "cycle_info.a.0.2"
+
+
+def test_what_a_full_disk_left_out_is_tried_again(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cycle may last for days: its file does not wait for its end; both are told to people."""
+    monkeypatch.setattr(writers, "TRY_AGAIN_S", 0.02)
+    caplog.set_level("INFO", logger="nvrx")
+    writer = info.CycleInfoWriter(str(tmp_path))
+    writer.write_cycle_start("a", 0, 0, START, "", "n1")
+    for _ in range(3):
+        disk.wait_until_it_refused()
+    disk.is_full = False
+    deadline = time.monotonic() + 10
+    while not (tmp_path / "cycle_info.a.current").exists():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    writer.shutdown()
+    assert caplog.text.count("cannot be written") == 1
+    assert caplog.text.count("is written again") == 1
+
+
+def test_what_waits_for_a_full_disk_is_bounded(tmp_path: Path, disk: Disk) -> None:
+    """A disk that stays full for many cycles costs the oldest files, and no memory without end."""
+    writer = info.CycleInfoWriter(str(tmp_path))
+    for cycle in range(70):
+        assert writer.write_cycle_start("a", 0, cycle, START, "", "n1")
+    writer.shutdown()
+    assert 1 < len(writer._owed) <= 64
+    assert "cycle_info.a.0.69" in writer._owed
 
 
 def test_a_job_id_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:

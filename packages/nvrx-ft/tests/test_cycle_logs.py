@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import logging
 import os
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,13 +34,16 @@ from nvidia_resiliency_ext.fault_tolerance._cyclelogs.reader import ReaderConfig
 from nvidia_resiliency_ext.fault_tolerance._cyclelogs.servers import (
     LogServerError,
     LogServers,
+    ServerCommand,
     ServerPlan,
+    _end_together,
     server_commands,
 )
 from nvidia_resiliency_ext.fault_tolerance._cyclelogs.spill import Spill
 from nvidia_resiliency_ext.fault_tolerance._launch.launch_config import LogFunnelPorts
 from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 
 DEADLINE_S = 20.0
 Logs = Callable[..., CycleLogs]
@@ -377,6 +382,66 @@ def test_a_log_server_that_dies_starts_again_and_nothing_is_lost(
         os.close(writing)
         assert made.close(DEADLINE_S)
     assert file.read_text() == "0: before\n0: between\n0: after\n"
+
+
+class Later:
+    """A loop that keeps what is to be done later."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[float, Callable[[], None]]] = []
+
+    def call_at(self, at: float, callback: Callable[[], None]) -> None:
+        """Keep it."""
+        self.calls.append((at, callback))
+
+
+class StoppedClock(SystemClock):
+    """A clock at which it is always 0 o'clock."""
+
+    def monotonic(self) -> float:
+        """Return 0."""
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [OSError(24, "Too many open files"), ChildStartError(("a",), "fork")],
+    ids=["files", "fork"],
+)
+def test_a_log_server_whose_start_fails_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    """A start that fails for a while costs longer pauses, and not the server."""
+    loop = Later()
+    plan = server_plan(tmp_path, 1, 5000)
+    servers = LogServers(plan, "127.0.0.1", None, {}, loop, StoppedClock())  # type: ignore[arg-type]
+    started: list[str] = []
+
+    def start(command: ServerCommand) -> None:
+        started.append(command.name)
+        if len(started) < 4:
+            raise problem
+
+    monkeypatch.setattr(servers, "_start", start)
+    servers._start_again(servers._commands[0])
+    for at, callback in loop.calls:
+        callback()
+        assert at == 0.5 * 2 ** (len(started) - 2)
+    assert started == ["root"] * 4
+
+
+def test_a_log_server_that_does_not_end_in_time_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the log says is done, before the server above it is asked to end."""
+    monkeypatch.setattr(
+        "nvidia_resiliency_ext.fault_tolerance._cyclelogs.servers._KILL_MARGIN_S", 0
+    )
+    (command,) = server_commands(server_plan(tmp_path, 1, 5000), "127.0.0.1")
+    sent: list[int] = []
+    child = types.SimpleNamespace(signal=sent.append, wait=lambda _: None)
+    _end_together([(dataclasses.replace(command, grace_s=0.0), child)])  # type: ignore[list-item]
+    assert sent == [signal.SIGTERM, signal.SIGKILL]
 
 
 def test_lines_of_a_cycle_that_is_over_wait_for_the_server_without_limit() -> None:

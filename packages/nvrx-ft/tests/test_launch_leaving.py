@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Announced preemption: what a node does about it, and what the store host decides."""
 
+import dataclasses
 import signal
+import types
 
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._launch import decide
+from nvidia_resiliency_ext.fault_tolerance._launch.agent import NodeAgent, Parts
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._launch.leaving import (
     AskToSave,
@@ -32,6 +35,7 @@ from nvidia_resiliency_ext.fault_tolerance._launch.node_effects import (
 from nvidia_resiliency_ext.fault_tolerance._launch.node_events import (
     GroupStopped,
     NextRoundOpened,
+    RoundClosed,
     RoundReady,
     Signalled,
     WorkerExited,
@@ -148,6 +152,93 @@ def test_a_spare_that_must_go_leaves_at_once():
     assert done == [LeaveRendezvous(GOES), Finish(0, GOES.what)]
 
 
+SERVES = Policy(2, 15.0, 1800.0, 93, many_nodes=True, is_store_host=True, host="a")
+
+
+def test_a_store_host_without_ranks_that_must_go_lets_the_others_save():
+    """The job ends with its store: it stays until all have left, and leaves with 0 then."""
+    node, done = play(Node(SERVES), Preempted(GOES))
+    assert (node.phase, done) == (Phase.JOINING, [TellPreempted(GOES), StartGrace()])
+    assert play(node, Preempted(GOES))[1] == []
+    node, done = play(node, RoundClosed("graceful"))
+    assert (node.phase, done[-1].exit_code) == (Phase.FINISHED, 0)
+
+
+def test_a_store_host_without_ranks_stays_no_longer_than_the_grace_time():
+    """When the others have not left in time the job fails everywhere, and says why."""
+    node, _ = play(Node(SERVES), Preempted(GOES))
+    assert play(node, GraceOver())[1] == [CloseRendezvous("failure", GOES), Finish(1, GOES.what)]
+    assert play(Node(SERVES), GraceOver())[1] == []
+
+
+def test_a_store_host_that_must_go_between_two_rounds_says_so_in_the_next():
+    """What it told the round that ended is forgotten: the next one saves and leaves."""
+    node, _ = play(Node(SERVES), Preempted(GOES))
+    assert play(node, NextRoundOpened(DEAD))[1] == [Join(1, DEAD), TellPreempted(GOES)]
+    ready = RoundReady(Assignment(1, 0, 2, 0, 4, "127.0.0.1", 29500), (0, 1))
+    node, _ = play(node, ready)
+    assert node.must_go
+    node, done = play(node, RoundLeaves(GOES), SaveAgreed(8))
+    assert done == [AskToSave(GOES), ReleaseRanks(8)]
+
+
+def test_a_store_host_told_while_its_workers_stop_for_a_restart_does_not_end_the_job():
+    """The restart goes on, with which all get ranks that can save."""
+    assignment = Assignment(0, 0, 2, 0, 4, "127.0.0.1", 29500)
+    node, _ = play(Node(SERVES), RoundReady(assignment, (0, 1)), NextRoundOpened(DEAD))
+    node, done = play(node, Preempted(GOES))
+    assert (node.phase, done) == (Phase.STOPPING, [TellPreempted(GOES), StartGrace()])
+    over, done = play(node, GraceOver(), GroupStopped())
+    assert (over.phase, done[-2]) == (Phase.FINISHED, CloseRendezvous("failure", GOES))
+    node, done = play(node, GroupStopped())
+    assert (node.phase, done) == (Phase.JOINING, [Join(1, DEAD), TellPreempted(GOES)])
+
+
+class Stays:
+    """What an agent needs that stays for the others; each turn of its loop brings one event."""
+
+    def __init__(self, *events):
+        self.told, self.must_stay, self._events = [], True, list(events)
+        loop = types.SimpleNamespace(run_once=self.turn)
+        parts = dict.fromkeys((field.name for field in dataclasses.fields(Parts)), None)
+        desk = types.SimpleNamespace(start_grace=lambda: self.told.append("grace"))
+        parts |= {"policy": SERVES, "loop": loop, "rendezvous": self, "desk": desk, "host": "a"}
+        self.agent = NodeAgent(Parts(**parts | {"reports_leftovers": False}))
+
+    def turn(self):
+        self.agent.post(self._events.pop(0))
+        self.must_stay = bool(self._events)
+
+    def poll(self):
+        return []
+
+    def preempted(self, cause):
+        self.told.append(cause)
+
+    def close(self, reason, cause):
+        self.told.append((reason, cause.kind))
+
+
+OVER = RoundClosed("graceful")
+
+
+@pytest.mark.parametrize(
+    ("events", "told"),
+    [
+        ((Preempted(GOES), OVER), ["grace", GOES]),
+        ((Preempted(GOES), NextRoundOpened(DEAD), OVER), ["grace", GOES, GOES]),
+        ((Preempted(GOES), GraceOver(), OVER), ["grace", GOES, ("failure", "preempted")]),
+        ((Signalled(signal.SIGTERM), OVER), [("failure", "drained")]),
+        ((NextRoundOpened(DEAD), OVER), []),
+    ],
+)
+def test_a_store_host_whose_own_part_is_over_lets_the_others_save(events, told):
+    """One that only stays for its store asks all to save; a signal to end still ends the job."""
+    here = Stays(*events)
+    here.agent._stay()
+    assert here.told == told
+
+
 # --- the store host ------------------------------------------------------------------------------
 
 
@@ -183,6 +274,16 @@ def test_the_round_leaves_when_a_node_must_go():
     assert judge(asked, WANTS_TO_GO, *held) == host.Leave(GOES, 10)
     agreed = closed(is_leaving=True, save_at=10)
     assert isinstance(judge(agreed, WANTS_TO_GO, *held), host.Wait)
+
+
+def test_the_round_leaves_when_the_store_host_must_go_though_it_has_no_ranks():
+    """Only nodes that work are waited for; the job is over then, whoever else is there."""
+    spare_goes = Note(Kind.PREEMPTED, C, cause=GOES)
+    assert judge(closed(), spare_goes, me=C) == host.Leave(GOES)
+    held = (Note(Kind.HELD, A, calls=7), Note(Kind.HELD, B, calls=9))
+    assert judge(closed(is_leaving=True), spare_goes, *held, me=C) == host.Leave(GOES, 10)
+    left = closed(is_leaving=True, save_at=10)
+    assert judge(left, spare_goes, successes=2, me=C) == host.End("graceful")
 
 
 def test_a_node_that_is_done_or_a_spare_is_not_waited_for():

@@ -54,6 +54,27 @@ def test_a_gpu_that_fails_is_said_again_until_it_is_well(gpus, watch):
     assert second.local_rank == 1
 
 
+def test_the_first_check_comes_after_one_interval(gpus):
+    """A GPU that is unfit from the start is found at the first look, one interval after it."""
+    gpus.answers["field.1.230"] = 1
+    found, config = [], FaultToleranceConfig(node_health_check_interval=7.0).to_dict()
+    running, waits = NodeWatch((0, 1), config, found.append), []
+
+    class Stopped:
+        """Says that the watch is over at its second wait."""
+
+        def is_set(self):
+            return False
+
+        def wait(self, seconds):
+            waits.append((seconds, len(found)))
+            return len(waits) == 2
+
+    running._stopped = Stopped()
+    running._work()
+    assert waits == [(7.0, 0), (7.0, 1)]
+
+
 def test_a_link_that_went_down_is_said_once(gpus, watch, tmp_path):
     """A link that broke and came back ends one group of ranks, and not the next one too."""
     sysfs = fake_sysfs(tmp_path)

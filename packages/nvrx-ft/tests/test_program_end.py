@@ -45,6 +45,54 @@ with socket.socket() as nobody:
 """
 
 
+IS_PARKED = """
+import atexit, ctypes, os, sys, threading, time
+from nvidia_resiliency_ext.shared_utils.parking import ParkedAtExit
+
+class Waits(ParkedAtExit):
+    def run(self):
+        self.begin()
+        inside.set()
+        ctypes.CDLL(None).usleep(300_000)
+        os.write(1, b"came back ")
+
+inside = threading.Event()
+
+thread = Waits("waits")
+if sys.argv[1] == "exit":
+    # Done last, for it is asked for first: the thread would have come back by then.
+    atexit.register(os.write, 1, b"the end")
+    atexit.register(time.sleep, 0.6)
+    thread.start()
+    inside.wait()
+    sys.exit(5)
+thread.start()
+thread.join()
+"""
+
+GIVES_UP = """
+import os, socket, sys, threading, time
+os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import store
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(4)
+
+slow = Slow()
+listener = socket.create_server(("127.0.0.1", 0))
+def die():
+    with listener, listener.accept()[0]:
+        pass
+threading.Thread(target=die).start()
+try:
+    store.connect(*listener.getsockname(), "job:", b"secret", 1.0, 1.0)
+except store.StoreLostError as error:
+    print(error)
+    sys.exit(5)
+"""
+
+
 def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a program to its end."""
     command = [sys.executable, "-c", program, *words]
@@ -65,6 +113,20 @@ def test_a_thread_inside_torch_does_not_abort_the_program() -> None:
     """A program whose thread is still connecting to a store leaves with its own exit code."""
     ended = run(CONNECTS)
     assert (ended.returncode, ended.stderr) == (7, "")
+
+
+@pytest.mark.parametrize(("how", "left"), [("exit", (5, "the end")), ("waits", (0, "came back "))])
+def test_a_thread_in_native_code_stands_still_at_the_end(how: str, left: tuple[int, str]) -> None:
+    """It does not come back while a process that is not ours is taken down, and else it does."""
+    ended = run(IS_PARKED, how)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (*left, "")
+
+
+@pytest.mark.slow
+def test_a_callers_process_ends_well_though_torch_still_connects() -> None:
+    """Its store died while it connected: a program of somebody else leaves with its own code."""
+    ended = run(GIVES_UP)
+    assert (ended.returncode, ended.stderr) == (5, "")
 
 
 def test_a_callers_process_goes_on() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
-from rendezvous_store import CAUSE, Served, arrival, hosted, name, rules
+from rendezvous_store import CAUSE, PREFIX, Served, arrival, hosted, name, rules
 
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, host_loop, keys
@@ -28,7 +28,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import (
     decide,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import NodeSession, Placed, Spare
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Entry,
     ForeignValueError,
@@ -37,6 +36,12 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Phase,
     WorkerState,
     encode,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
+    NodeSession,
+    Opened,
+    Placed,
+    Spare,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
@@ -365,7 +370,7 @@ def test_the_store_does_not_grow_with_the_rounds(
             nodes.arrive()
             for index in range(2):
                 assert isinstance(nodes.follow(index), Placed)
-            counts[round_] = nodes.stores[0].key_count()
+            counts[round_] = nodes.stores[0]._client.num_keys()
             nodes.sessions[round_ % 2].open_next(round_, CAUSE)
             for index in range(2):
                 nodes.follow(index)
@@ -532,6 +537,28 @@ def test_a_node_lost_while_a_round_is_open_stays_lost(
         nodes.sessions[1].arrive(arrival(1))
         assert DecisionLog(nodes.stores[1]).wait_for(1, expiry_s) is None
         assert running.entry.phase is Phase.OPEN
+
+
+def test_nobody_else_can_say_that_a_node_knows_of_a_round(
+    served: Served, crew: Callable[[int], Crew]
+) -> None:
+    """Whatever is added to its lease, a round waits for the word of a node that may train on."""
+    with hosted(served, rules(2, most=3, lease_s=60.0)):
+        nodes = crew(3)
+        for index in range(2):
+            nodes.sessions[index].arrive(arrival(index))
+        assert all(isinstance(nodes.follow(index), Placed) for index in range(2))
+        nodes.follow(2)
+        nodes.sessions[0].open_next(0, CAUSE)
+        for index in (0, 2):
+            nodes.follow(index)
+            nodes.sessions[index].arrive(arrival(index))
+        for step in (1 << 32, 1 << 40):
+            served.raw().add(PREFIX + keys.lease(name(1)), step)
+        log = DecisionLog(served.connect())
+        assert log.wait_for(nodes.seqs[0] + 1, 0.5) is None
+        assert isinstance(nodes.follow(1), Opened)
+        assert isinstance(nodes.follow(0), Placed)
 
 
 def test_notes_of_a_round_gone_by_change_nothing(

@@ -6,29 +6,34 @@ import os
 import queue
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from rendezvous_store import CAUSE, Served, arrival, hosted, name, rules
+from rendezvous_store import CAUSE, PREFIX, Served, arrival, hosted, name, rules
 
 from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._launch.node_events import StoreLost
 from nvidia_resiliency_ext.fault_tolerance._launch.store_rendezvous import (
     NodeSettings,
     StoreRendezvous,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import node
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys, threads
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import write_settings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import (
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Lost,
     News,
     NodeSession,
-    NodeThreads,
     Opened,
     Over,
     Placed,
+    Spare,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import LeaseExpiredError, NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
@@ -109,7 +114,7 @@ def test_news_of_a_job_come_in_order(served: Served, beside: Callable[..., Besid
         nodes[1].threads.submit(lambda session: session.end("graceful", None))
         assert isinstance(nodes[0].next(), Over)
         for one in nodes:
-            one.threads.submit(lambda session: session.tell(node.Kind.GOODBYE))
+            one.threads.submit(lambda session: session.tell(Kind.GOODBYE))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,7 @@ def test_whatever_a_command_raises_is_news(
 ) -> None:
     """A defect in a step of the session ends the node, and says so."""
     # A record of the error would keep the connection.
-    monkeypatch.setattr(node.logger, "exception", lambda *_: None)
+    monkeypatch.setattr(threads.logger, "exception", lambda *_: None)
     with hosted(served, rules(1)):
         one = beside()
 
@@ -151,7 +156,7 @@ def test_a_defect_of_the_watch_is_news(
 ) -> None:
     """A node that would hear of nothing any more does not go on."""
 
-    monkeypatch.setattr(node.logger, "exception", lambda *_: None)
+    monkeypatch.setattr(threads.logger, "exception", lambda *_: None)
 
     def wait_for(*_: object) -> None:
         raise TypeError("a defect")
@@ -262,6 +267,100 @@ def test_another_start_is_refused_and_does_no_harm(
         assert right.news.empty()
 
 
+def test_a_job_that_is_not_there_is_said_so(beside: Callable[..., Beside]) -> None:
+    """A store without the job is not lost: the launcher says what to look at."""
+    other = Served()
+    told = beside(connect=lambda _: other.connect(), connect_timeout_s=0.2).next()
+    assert isinstance(told, Lost)
+    assert told.what.startswith(f"the store at 127.0.0.1:{other.port} holds no job 'job' after 0 s")
+    other.close()
+
+
+def test_settings_that_a_stranger_has_written_over_are_put_right(
+    served: Served, beside: Callable[..., Beside]
+) -> None:
+    """Who can read the host's word has the job's token, and replaces what cannot be read."""
+    with hosted(served, rules(1)) as host:
+        host._store.put(keys.LOG_TOKEN, "none")
+        served.raw().set(PREFIX + keys.SETTINGS, "garbage")
+        one = beside(settings={"--nnodes": "1:1"})
+        one.join(0)
+        assert isinstance(one.next(), Placed)
+        text = served.connect().peek(keys.SETTINGS)
+        assert text == write_settings("node0", {"--nnodes": "1:1"})
+        stranger = beside(1, connect=lambda _: served.connect(secret=b"another"))
+        told = stranger.next()
+        assert isinstance(told, Lost)
+        assert "the signature is wrong" in told.what
+        assert served.connect().peek(keys.SETTINGS) == text
+
+
+class Session(NodeSession):
+    """A session whose steps are noted, and take a second."""
+
+    def __init__(self, clock: "Seconds") -> None:
+        self.node, self.entry, self._told, self._clock = name(0), None, None, clock
+        self.done: list[tuple[str, float]] = []
+
+    def _step(self, what: str) -> None:
+        self.done.append((what, self._clock.now))
+        self._clock.now += 1.0
+
+    def resume(self, *_: Any) -> None:
+        """Note it."""
+        self._step("resume")
+
+    def renew_lease(self) -> None:
+        """Note it."""
+        self._step("lease")
+
+
+class Seconds(SystemClock):
+    """A clock that a test sets."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        """Return what was set."""
+        return self.now
+
+
+@pytest.mark.parametrize("away_s", [29.0, 30.0])
+def test_a_lease_that_has_expired_is_not_renewed_over_another_store(
+    monkeypatch: pytest.MonkeyPatch, away_s: float
+) -> None:
+    """A node that comes back too late leaves the new store alone; else its lease is as it says."""
+    clock = Seconds()
+
+    def connect(_: Any) -> JobStore:
+        raise StoreLostError("no store is needed")
+
+    made = NodeThreads(
+        connect,
+        node=name(0),
+        host="node0",
+        post=lambda _: None,
+        clock=clock,
+        lease_s=10.0,
+        connect_timeout_s=5.0,
+        settings={},
+    )
+    made._worker.join(DEADLINE_S)
+    session = Session(clock)
+    store: Any = types.SimpleNamespace(create=lambda _, text: text)
+    monkeypatch.setattr(made, "_start_watch", lambda *_: None)
+    made._confirmed_at = clock.now - away_s
+    if away_s < 30.0:
+        made._resume(session, store)
+        assert session.done == [("resume", 100.0), ("lease", 101.0)]
+        assert made.confirmed_at == 101.0
+    else:
+        with pytest.raises(LeaseExpiredError):
+            made._resume(session, store)
+        assert session.done == []
+    made.close(0.0)
+
+
 # As the launcher's loop sees it ----------------------------------------------------------------
 
 
@@ -339,6 +438,20 @@ def test_a_round_that_does_not_close_times_out(served: Served) -> None:
         one.close()
 
 
+def test_a_job_that_does_not_appear_is_no_store_that_is_silent(served: Served) -> None:
+    """Before a node is in the job its lease means nothing, however long the job is waited for."""
+    one = Launched(served, 0, lease_s=0.05, connect_timeout_s=0.5)
+    one.rendezvous.join(0)
+    deadline = time.monotonic() + DEADLINE_S
+    while not (events := one.rendezvous.poll()):
+        assert time.monotonic() < deadline
+        one.loop.run_once(until=deadline)
+    (event,) = events
+    assert isinstance(event, StoreLost)
+    assert "holds no job 'job'" in event.what
+    one.close()
+
+
 def test_a_store_that_ends_with_the_job_is_not_lost(
     served: Served, beside: Callable[..., Beside]
 ) -> None:
@@ -386,7 +499,8 @@ def test_a_spare_that_comes_first_is_told_of_later_rounds(
         nodes[0].join(0)
         assert isinstance(nodes[0].next(), Placed)
         nodes[1].join(1)
-        leaves = node.Kind.LEFT
+        assert isinstance(nodes[1].next(), Spare)
+        leaves = Kind.LEFT
         nodes[0].threads.submit(lambda session: session.tell(leaves, cause=CAUSE))
         while not isinstance(nodes[1].next(), Opened):
             pass

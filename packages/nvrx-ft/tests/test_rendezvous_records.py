@@ -15,6 +15,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Entry,
     ForeignValueError,
     Kind,
+    Marks,
     Note,
     Phase,
     Place,
@@ -43,6 +44,7 @@ ENTRY = Entry(
     False,
     12,
     "clocks are off",
+    Marks((("node1", (0.5, 7.0)),), (("node2", "why"),), ("10.0.0.3_7_0",)),
 )
 PLACE = Place(2, 3, 24, -180.5)
 NOTE = Note(Kind.RESUMED, "10.0.0.1_7_0", ARRIVAL, WorkerState.FAILED, CAUSE, "text", ENTRY, PLACE)
@@ -100,6 +102,10 @@ def test_strange_documents_are_refused(kind: type, text: str) -> None:
 WRONG_VALUES = [
     *((Entry, "seq", value) for value in (-1, 1.0, "1", True, None, 1 << 62, [], {})),
     *((Entry, "phase", value) for value in ("closing", 1, None, [], {}, "x" * 60000)),
+    *((Entry, "marks", value) for value in (1, [], {"failures": 1}, {"failures": [["n"]]})),
+    *((Entry, "marks", {"failures": value}) for value in ([["n", 1]], [[1, [1]]], [["n", ["1"]]])),
+    *((Entry, "marks", {"named": value}) for value in ("n", [["n", 1]], [["n", "w", "x"]])),
+    *((Entry, "marks", {"unhealthy": value}) for value in ("n", [1], {"n": 1})),
     *((Entry, "restart_ages_s", value) for value in (1, "1", ["1"], [True], [None], {"a": 1})),
     *((Entry, "is_controlled", value) for value in (1, 0, "yes", None)),
     *((Entry, "cause", value) for value in (1, [], "x", {"kind": 1}, {"what": "w"})),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +17,26 @@ import pytest
 from rendezvous_store import Served, arrival, name, rules
 
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import host as host_module
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import marks as marks_module
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.blame import BlameRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.exclusions import Exclusions
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host, RoundFollower
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import (
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
+    Entry,
+    Kind,
+    Marks,
+    Note,
+    Phase,
+    Place,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.resume import known_from
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Leaves,
     News,
     NodeSession,
@@ -30,16 +45,8 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import (
     Placed,
     Spare,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
-    Entry,
-    Kind,
-    Note,
-    Phase,
-    Place,
-)
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.resume import known_from
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import StoreLostError
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 DEADLINE_S = 15.0
@@ -104,6 +111,8 @@ class Plane:
         self.is_dying = False
         self._stop = threading.Event()
         self.ended = threading.Event()
+        self.named = Exclusions()
+        self.reported: list[Cause] = []
         store = self.served.connect()
         self.host = Host(
             store,
@@ -113,6 +122,8 @@ class Plane:
             clock=SystemClock(),
             is_controlled=True,
             follower=self.followed,
+            on_bad_node=self.reported.append,
+            exclusions=self.named,
             stop=self._stop,
         )
         self._thread = threading.Thread(target=self._run)
@@ -134,9 +145,13 @@ class Plane:
 
     def wait_until_told(self, *told: Any) -> None:
         """Wait until the follower was told exactly this; it is told after a decision is seen."""
+        self.wait_until(lambda: self.followed.told == [*told])
+
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        """Wait for what follows from a decision that is seen already."""
         deadline = time.monotonic() + DEADLINE_S
-        while self.followed.told != [*told]:
-            assert time.monotonic() < deadline, self.followed.told
+        while not reached():
+            assert time.monotonic() < deadline, (self.followed.told, self.host._memory)
             threading.Event().wait(0.01)
 
     def die(self) -> None:
@@ -485,7 +500,7 @@ def test_a_spare_that_comes_back_late_is_known() -> None:
         for node in (first, second):
             node.resume(plane)
         plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
-        assert isinstance(spare.resume(plane), Spare)
+        assert spare.resume(plane) is None, "it was one before"
         lines, _ = plane.served.connect().lines(keys.inbox(0), 0)
         assert any(name(2) in line and '"arrived"' in line for line in lines)
 
@@ -513,3 +528,266 @@ def test_the_end_of_a_job_may_be_asked_for() -> None:
         news = first.next()
         assert isinstance(news, Over)
         assert (news.entry.reason, news.no_restart) == ("attribution_stop", True)
+
+
+# A connection that breaks between two words ----------------------------------------------------
+
+
+def test_a_member_that_was_counted_and_did_not_hear_it_is_a_member() -> None:
+    """The round goes on with its word; it comes back once more, and what it said is said again."""
+    with planes(of()) as control:
+        first, second = placed(control.present)
+        first.succeeded(0)
+        plane = control.restart()
+        for node in (first, second):
+            assert node.resume(plane) is None
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+        assert first.resume(plane) is None, "it trains on, and is no spare"
+        assert not first.is_resuming
+        assert second.catch_up(entry) == []
+        second.succeeded(0)
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.OVER)
+        assert [type(one) for one in first.catch_up(entry)] == [Over]
+
+
+def test_a_member_hears_what_was_decided_while_it_came_back_twice() -> None:
+    """That ranks are to save reaches a member that did not hear that the round goes on."""
+    with planes(of()) as control:
+        first, second = placed(control.present)
+        plane = control.restart()
+        for node in (first, second):
+            node.resume(plane)
+        second.catch_up(plane.wait_for(lambda entry: entry.phase is Phase.CLOSED))
+        second.tell(Kind.PREEMPTED, cause=GOES)
+        plane.wait_for(lambda entry: entry.is_leaving)
+        assert isinstance(first.resume(plane), Leaves)
+
+
+def test_a_member_whose_round_was_closed_anew_without_it_stops() -> None:
+    """Others opened its round again and closed it without this node: it must not train on."""
+    with planes(of()) as control:
+        plane = control.present
+        nodes = placed(plane)
+        spare = spare_of(plane)
+        nodes[0].open_next(0, GOES)
+        opened = plane.wait_for(lambda entry: entry.phase is Phase.OPEN)
+        for index, node in enumerate(nodes):
+            node.catch_up(opened)
+            node.arrive(arrival(index))
+        first, second = nodes
+        first.catch_up(plane.wait_for(lambda entry: entry.phase is Phase.CLOSED))
+        plane = control.restart()
+        # The others had not heard that it was closed.
+        for index, node in ((1, second), (2, spare)):
+            node.resume(plane)
+            node.catch_up(plane.wait_for(lambda entry: entry.round == 1))
+            node.arrive(arrival(index))
+        plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+        assert isinstance(first.resume(plane), Opened), "its workers have to stop"
+        assert first.arrive(arrival(0)) is False
+
+
+# Nodes that have left ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Kind.LEFT, Kind.UNHEALTHY])
+@pytest.mark.parametrize("is_early", [True, False], ids=["early", "late"])
+def test_a_spare_that_left_is_none_for_the_next_host(kind: Kind, is_early: bool) -> None:
+    """It comes back before or after the round goes on: a drain ends the job, for nobody is left."""
+    with planes(of()) as control:
+        first, second = nodes = placed(control.present)
+        spare = spare_of(control.present)
+        spare.tell(kind, cause=GOES)
+        plane = control.restart()
+        for node in (spare, *nodes) if is_early else (*nodes, spare):
+            if node is spare and not is_early:
+                plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+            node.resume(plane)
+        for node in (first, second):
+            node.catch_up(plane.wait_for(lambda entry: entry.phase is Phase.CLOSED))
+        spare.catch_up(plane.host.entry)
+        first.open_next(0, GOES)
+        plane.wait_for(lambda entry: entry.round == 1)
+        plane.wait_until(lambda: plane.host._memory.gone == {name(2)})
+        assert plane.host._memory.spares == frozenset()
+
+
+@pytest.mark.parametrize("round_", [0, 1])
+def test_a_member_that_left_makes_the_round_end(round_: int) -> None:
+    """Its host died with its word: the next one opens a round for that cause, and at once."""
+    with planes(of()) as control:
+        plane = control.present
+        first, second = nodes = placed(plane)
+        spare = spare_of(plane)
+        if round_ == 1:
+            open_next(plane, nodes, spare)
+        plane._stop.set()
+        plane._thread.join(DEADLINE_S)
+        first.tell(Kind.LEFT, cause=GOES)
+        plane = control.restart()
+        for node in (first, second, spare):
+            node.resume(plane)
+        entry = plane.wait_for(lambda entry: entry.round == round_ + 1)
+        assert (entry.phase, entry.cause) == (Phase.OPEN, GOES)
+        plane.wait_until(lambda: name(0) in plane.host._memory.gone)
+
+
+def test_a_node_that_left_and_comes_again_is_there() -> None:
+    """Who arrives after it has left counts, for this host and for the next."""
+    with planes(of()) as control:
+        nodes = placed(control.present)
+        spare = spare_of(control.present)
+        spare.tell(Kind.LEFT, cause=GOES)
+        spare.arrive(arrival(2))
+        plane = control.restart()
+        for node in (spare, *nodes):
+            node.resume(plane)
+        plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+        there = {name(2)}
+        plane.wait_until(lambda: host_module.arrived(tuple(plane.host._notes)).keys() == there)
+
+
+def test_who_left_after_it_told_the_host_is_no_spare() -> None:
+    """Its last words come to the inbox of a host that does not know yet where the job stands."""
+    closed = Entry(5, Phase.CLOSED, 2, active=1)
+    left = Note(Kind.LEFT, name(2), arrival=arrival(2))
+    known = known_from((told(2, closed, None), told(0, closed, 0), left))
+    assert known is not None
+    assert (known.spares, known.gone) == ((), (left,))
+    known = known_from((told(0, closed, 0), left, told(2, closed, None)))
+    assert known is not None
+    assert (len(known.spares), known.gone) == (0, (left,)), "only an arrival takes it back"
+    known = known_from((left, Note(Kind.ARRIVED, name(2), arrival=arrival(2)), told(0, closed, 0)))
+    assert known is not None
+    assert known.gone == ()
+
+
+# What is held against hosts ---------------------------------------------------------------------
+
+FAILED = Cause("exited", "rank 0 exited with 1", host="node0")
+
+
+def test_what_a_decision_says_of_hosts_is_the_newest_and_no_more() -> None:
+    """Ages count on where they stopped; old failures and what is too much are left out."""
+    failures = {f"n{index}": (100.0 + index, 200.0 + index) for index in range(50)}
+    named = {f"bad{index}": "x" * 1000 for index in range(50)}
+    nodes = [name(index) for index in range(99)]
+    made = marks_module.marks_of(failures, named, nodes, 300.0, BlameRules(2, 160.0))
+    assert made is not None
+    assert [host for host, _ in made.failures[:2]] == ["n49", "n48"]
+    assert made.failures[0][1] == (151.0, 51.0)
+    assert (len(made.failures), len(made.named), len(made.unhealthy)) == (32, 32, 64)
+    assert made.named[0][0] == "bad0"
+    assert len(made.named[0][1]) == 200
+    assert marks_module.marks_of({"old": (1.0,)}, {}, (), 300.0, BlameRules(2, 150.0)) is None
+    assert marks_module.failures_in(Marks((("n1", (9.0, 4.0)),)), 20.0) == {"n1": (11.0, 16.0)}
+    heard = Marks((("n1", (9.0,)),), (("bad", "why"),))
+    more = Marks((("n1", (9.0, 4.0)),), (), ("n2",))
+    both = Marks((("n1", (9.0, 4.0)),), (("bad", "why"),), ("n2",))
+    assert marks_module.merged((heard, None, more)) == both
+
+
+def fail(plane: Plane, nodes: list[Node]) -> None:
+    """Let the first host cause a restart."""
+    round_ = plane.host.entry.round
+    nodes[0].open_next(round_, FAILED)
+    opened = plane.wait_for(lambda entry: entry.round == round_ + 1)
+    for index, node in enumerate(nodes):
+        node.catch_up(opened)
+        node.arrive(arrival(index))
+    closed = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+    for node in nodes:
+        node.catch_up(closed)
+
+
+def blamed_in(plane: Plane) -> int:
+    """Return how many failures a host counts against the first node's."""
+    return len(plane.host._memory.failures.get("node0", ()))
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["goes on", "reopened"])
+def test_what_hosts_did_is_known_to_the_next_host(is_open: bool) -> None:
+    """Failures are counted on, once each, also where the host died again at once."""
+    with planes(of(blame=BlameRules(3, 3600.0))) as control:
+        plane = control.present
+        nodes = placed(plane)
+        spare = spare_of(plane)
+        fail(plane, nodes)
+        if is_open:
+            nodes[0].open_next(1, FAILED)
+            nodes[1].catch_up(plane.wait_for(lambda entry: entry.round == 2))
+        plane = control.restart()
+        for node in (*nodes, spare):
+            node.resume(plane)
+        plane.wait_for(lambda entry: entry.round == 1 + is_open)
+        plane.wait_until(lambda: blamed_in(plane) == 1 + is_open)
+        plane = control.restart()
+        for node in (*nodes, spare):
+            node.resume(plane)
+        plane.wait_for(lambda entry: entry.round == 1 + is_open)
+        plane.wait_until(lambda: blamed_in(plane) == 1 + is_open)
+
+
+def test_named_and_unhealthy_nodes_are_known_to_the_next_host() -> None:
+    """What came while workers run is told at once, and is no news to them."""
+    with planes(of()) as control:
+        plane = control.present
+        nodes = placed(plane)
+        plane.named.add(["node1"], "it fell off the bus")
+        spare = Node(2, plane)
+        spare.tell(Kind.UNHEALTHY, cause=GOES, arrival=arrival(2))
+        entry = plane.wait_for(
+            lambda entry: entry.marks is not None and len(entry.marks.unhealthy) == 1
+        )
+        assert entry.marks == Marks((), (("node1", "it fell off the bus"),), (name(2),))
+        assert [node.catch_up(entry) for node in nodes] == [[], []]
+        plane = control.restart()
+        for node in nodes:
+            node.resume(plane)
+        entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
+        assert plane.named.why == {"node1": "it fell off the bus"}
+        plane.wait_until(lambda: plane.host._memory.unhealthy == {name(2)})
+        assert plane.reported == []
+
+
+def test_last_words_do_not_wait_for_the_host_to_find_out() -> None:
+    """A launcher that leaves while members have still to come back says so, and is no spare."""
+    with planes(of()) as control:
+        first, second = placed(control.present)
+        may_connect, news = threading.Event(), queue.Queue[News]()
+        may_connect.set()
+
+        def connect(_: Callable[[], None]) -> JobStore:
+            assert may_connect.wait(DEADLINE_S)
+            return control.present.served.connect()
+
+        threads = NodeThreads(
+            connect,
+            node=name(2),
+            host="node2",
+            post=news.put,
+            clock=SystemClock(),
+            lease_s=20.0,
+            connect_timeout_s=5.0,
+            settings={},
+        )
+        arrived = threading.Event()
+
+        def arrive(session: NodeSession) -> None:
+            session.arrive(arrival(2))
+            arrived.set()
+
+        threads.submit(arrive)
+        assert arrived.wait(DEADLINE_S)
+        may_connect.clear()
+        plane = control.restart()
+        may_connect.set()
+        plane.wait_until(lambda: known_from(tuple(plane.host._notes)) is not None)
+        threads.submit_last_words(lambda session: session.tell(Kind.LEFT, cause=GOES))
+        threads.close(3.0)
+        for node in (first, second):
+            node.resume(plane)
+        plane.wait_until(lambda: bool(plane.host._memory.active))
+        known = tuple(plane.host._notes)
+        assert host_module.nodes_gone(known) == {name(2)}
+        assert host_module.arrived(known) == {}

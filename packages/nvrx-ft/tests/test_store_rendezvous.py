@@ -151,3 +151,16 @@ def test_a_launcher_that_was_stopped_too_long_ends_whoever_of_its_threads_comes_
         assert "no sign of life" in lost.what
         assert lost.stop_within_s <= LEASE_S
         assert store.count(keys.lease(NODE), 0) == renewed
+
+
+def test_that_a_node_leaves_is_in_the_inbox_before_its_ranks_are_ended() -> None:
+    """The ranks of others fail by the end of this node's: the first word of it is the cause."""
+    cause = Cause("drained", "the launcher on host node1 was ended by SIGTERM", host="node1")
+    with a_job() as (rendezvous, store):
+        rendezvous.join(0)
+        assert store.wait_until_set(keys.BELL, LIMIT_S)
+        for _ in range(20):
+            rendezvous.leave(cause)
+            lines, _ = store.lines(keys.inbox(0), 0)
+            assert any(cause.what in line for line in lines)
+            store.delete(keys.inbox(0))

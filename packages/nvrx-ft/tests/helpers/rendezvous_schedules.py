@@ -33,16 +33,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous import host as host_modul
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host, RoundFollower
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import (
-    Lost,
-    News,
-    NodeSession,
-    NodeThreads,
-    Opened,
-    Over,
-    Placed,
-    Spare,
-)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
@@ -51,6 +41,16 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Phase,
     encode,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
+    Lost,
+    News,
+    NodeSession,
+    Opened,
+    Over,
+    Placed,
+    Spare,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 LEASE_S = 0.2

@@ -20,8 +20,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.identity import NodeIdentity
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import NodeSession
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import NodeSession
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import StoreLostError
 from nvidia_resiliency_ext.fault_tolerance._torch_faces.handler import StoreRendezvousHandler
 from nvidia_resiliency_ext.fault_tolerance._torch_faces.node_check import node_check

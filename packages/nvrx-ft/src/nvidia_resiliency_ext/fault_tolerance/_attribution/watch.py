@@ -166,11 +166,14 @@ class AttributionWatch:
         )
         client.start_poller(self._node_id)
         with self._lock:
-            if self._is_closed:
-                return
-            self._client = client
-            if self._cycle is not None and not self._has_ended:
-                self._submit(client, self._cycle)
+            is_late = self._is_closed
+            if not is_late:
+                self._client = client
+                if self._cycle is not None and not self._has_ended:
+                    self._submit(client, self._cycle)
+        if is_late:
+            # Nobody else knows of it. Its poller takes the lock.
+            client.stop_poller(0.0)
 
     def _heard(self, action: str, log_path: str, reason: str) -> None:
         """Take a verdict, in the client's thread."""

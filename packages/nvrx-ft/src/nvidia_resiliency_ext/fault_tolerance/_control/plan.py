@@ -23,6 +23,16 @@ from nvidia_resiliency_ext.fault_tolerance._launch.log_plan import (
 )
 from nvidia_resiliency_ext.fault_tolerance._launch.parser import FlagParser
 from nvidia_resiliency_ext.fault_tolerance._launch.plan import check_job_id, missing_hook
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.rules import (
+    GROUP_SIZE,
+    LAST_CALL,
+    LEASE,
+    SEGMENT,
+)
+from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
+    rdzv_config_get_as_float,
+    rdzv_config_get_as_int,
+)
 from nvidia_resiliency_ext.shared_utils.console import write_err
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
@@ -53,6 +63,11 @@ _MEANINGS = {
     "ft-per-cycle-applog-prefix": "Where the launchers' cycle logs are: as they have it.",
     "ft-nvrx-logfile": "Write the output of launchers and control plane to this file.",
     "ft-cycle-info-job-id": "The job in the names of files about cycles; needed for these.",
+    "rdzv-conf": (
+        "Settings of the rendezvous: launchers must have the same segment, replacement_group_size"
+        " and last_call_timeout as are given here; the others are theirs alone."
+    ),
+    "local-addr": "Address of this machine to listen at, where the endpoint's name is not its own.",
     "print-config": "Show every option with its value and where that comes from, and leave.",
     "json": "Write what --print-config shows as one JSON object.",
 }
@@ -73,7 +88,10 @@ class ControlPlan:
         host: Where the store is served, as launchers reach it.
         port: Its port.
         run_id: The job's name.
+        address: Where the store and the log servers listen: the host, or an address of its own.
         segment: Nodes of one block; None: as the launchers have it.
+        group_size: Nodes that are replaced together; None: as the launchers have it.
+        last_call_s: How long a round is kept open for more nodes; None: as the launchers have it.
         lease_s: Seconds between signs of life; None: as the launchers have it.
         no_restart_exit_code: Code of a job that must not start again; None: as the launchers.
         token_file: File with the job's token.
@@ -88,7 +106,10 @@ class ControlPlan:
     host: str
     port: int
     run_id: str
+    address: str
     segment: int | None
+    group_size: int | None
+    last_call_s: float | None
     lease_s: float | None
     no_restart_exit_code: int | None
     token_file: str | None
@@ -101,8 +122,10 @@ class ControlPlan:
         """Return what launchers must have been started with alike, by flag."""
         settings = {"--nnodes": f"{self.min_nodes}:{self.max_nodes}"}
         given = {
-            "--ft-segment": self.segment,
-            "--ft-lease": self.lease_s,
+            SEGMENT: self.segment,
+            GROUP_SIZE: self.group_size,
+            LAST_CALL: self.last_call_s,
+            LEASE: self.lease_s,
             "--ft-no-restart-exit-code": self.no_restart_exit_code,
         }
         settings |= {flag: str(value) for flag, value in given.items() if value is not None}
@@ -174,13 +197,23 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
     if problems:
         raise FaultToleranceConfigError(problems)
     min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
+    conf = syntax.parse_configuration(args.rdzv_conf)
+    try:
+        segment = config.segment or rdzv_config_get_as_int(conf, "segment")
+        group_size = rdzv_config_get_as_int(conf, "replacement_group_size")
+        last_call_s = rdzv_config_get_as_float(conf, "last_call_timeout")
+    except ValueError as error:
+        raise ConfigError(f"--rdzv-conf: {error}") from None
     return ControlPlan(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         host=host,
         port=port,
         run_id=args.rdzv_id,
-        segment=config.segment,
+        address=args.local_addr or host,
+        segment=segment,
+        group_size=group_size,
+        last_call_s=last_call_s,
         lease_s=config.lease if "lease" in layers.given else None,
         no_restart_exit_code=(
             args.ft_no_restart_exit_code if "ft_no_restart_exit_code" in args.given else None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._hosting.log_token import token_file
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlace, HostServices
-from nvidia_resiliency_ext.fault_tolerance._hosting.thread import HostThread, StorePlan
+from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThread, StorePlan
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
 )
@@ -30,12 +30,17 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
     read_settings,
     write_settings,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import claim, read_token
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
+    EndpointError,
+    claim,
+    read_token,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.exclusions import Exclusions
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import ForeignValueError
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.rules import rules_from_settings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, load_torch
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
-from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir, remove_stale_run_dirs
 
 from .plan import PROGRAM, ControlPlan
@@ -72,7 +77,7 @@ class ControlPlane:
         self._exclusions = Exclusions()
         self._hook: BadNodeHook | None = None
         self._is_stopped = False
-        self._thread: HostThread | None = None
+        self._thread: StoreHostThread | None = None
         self._host_name = socket.gethostname()
 
     def __enter__(self) -> ControlPlane:  # noqa: PYI034  # Self is not in Python 3.10
@@ -125,8 +130,7 @@ class ControlPlane:
         # there yet, and its lease does not stand still.
         load_torch()
         # Before anything else is touched: where another one serves, this one must do nothing.
-        listener = claim(plan.host, plan.port, is_host=True)
-        assert listener is not None
+        listener = self._listen()
         stack.callback(listener.close)
         self._services = self._build_services()
         stack.callback(lambda: self._services.close(job_goes_on=not self._is_over()))
@@ -136,6 +140,17 @@ class ControlPlane:
         stack.callback(lambda: self._services.end_attribution(job_goes_on=not self._is_over()))
         self._build_thread(listener, secret)
         logger.info("%s serves job %r at %s:%d", PROGRAM, plan.run_id, plan.host, plan.port)
+
+    def _listen(self) -> socket.socket:
+        plan = self._plan
+        try:
+            listener = claim(plan.address, plan.port, is_host=True)
+        except EndpointError as error:
+            if plan.address == plan.host:
+                raise
+            raise EndpointError(f"--local-addr {plan.address}: {error}") from None
+        assert listener is not None
+        return listener
 
     def _build_services(self) -> HostServices:
         plan = self._plan.services
@@ -147,7 +162,7 @@ class ControlPlane:
             # What one that was killed has left.
             remove_stale_run_dirs(self._environ)
             run_dir = self._stack.enter_context(RunDir.create("control", self._environ)).path
-        place = HostPlace(self._plan.host, self._host_name, run_dir)
+        place = HostPlace(self._plan.address, self._host_name, run_dir)
         self._own_token = token_file(self._environ, plan.token_file, run_dir).path
         return HostServices(plan, self._environ, place, self._loop, self._clock, is_shared=True)
 
@@ -162,7 +177,7 @@ class ControlPlane:
         funnel = None
         if logs.server is not None:
             ports, me = logs.server.ports, f"{PROGRAM}@{self._host_name}"
-            funnel = funnel_of(ports, self._plan.host, me, self._own_token)
+            funnel = funnel_of(ports, self._plan.address, me, self._own_token)
         own = CycleLogs(logs.launcher_log_file, funnel=funnel)
         self._stack.callback(own.close)
         own.capture_own_streams(logs.launcher_log_file)
@@ -186,10 +201,10 @@ class ControlPlane:
         plan = self._plan
         wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._loop.watch(wakeup, lambda: None)
-        self._thread = HostThread(
+        self._thread = StoreHostThread(
             StorePlan(
                 listener=listener,
-                host=plan.host,
+                host=plan.address,
                 port=plan.port,
                 prefix=keys.prefix(plan.run_id),
                 secret=secret,
@@ -209,7 +224,7 @@ class ControlPlane:
         self._stack.callback(self._end_thread, self._thread, wakeup)
         self._thread.start()
 
-    def _end_thread(self, thread: HostThread, wakeup: int) -> None:
+    def _end_thread(self, thread: StoreHostThread, wakeup: int) -> None:
         thread.stop()
         thread.join(STOP_S)
         if not thread.is_alive():
@@ -238,9 +253,27 @@ class ControlPlane:
 
 
 def _wait_for_rules(store: JobStore, stop: threading.Event) -> HostRules | None:
-    """Wait for the first launcher, which tells what all launchers go by."""
+    """Wait for the first launcher, which tells what all launchers go by.
+
+    Raises:
+        NvrxError: what it tells is of another version.
+    """
     while not stop.is_set():
-        text = store.wait_for(keys.SETTINGS, LOOK_S)
-        if text is not None:
-            return rules_from_settings(read_settings(text))
+        try:
+            text = store.wait_for(keys.SETTINGS, LOOK_S)
+            settings = None if text is None else read_settings(text)
+        except ForeignValueError as error:
+            store.report_foreign(error)
+            store.delete(keys.SETTINGS)
+            continue
+        if settings is not None:
+            return _rules_from(settings)
     return None
+
+
+def _rules_from(settings: Mapping[str, str]) -> HostRules:
+    try:
+        return rules_from_settings(settings)
+    except ConfigError as error:
+        # Nobody gave them to this program.
+        raise NvrxError(str(error)) from None

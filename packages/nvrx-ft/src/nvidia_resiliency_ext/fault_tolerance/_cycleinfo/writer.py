@@ -20,15 +20,18 @@ __all__ = ["CycleInfoWriter"]
 logger = logging.getLogger("nvrx")
 
 SHUTDOWN_S = 2.0
+TRY_AGAIN_S = 30.0
 _MOST_WAITING = 256
+_MOST_OWED = 64
 _LARGEST_FILE_BYTES = 1 << 20
 
 
 class CycleInfoWriter:
     """Writes `cycle_info.<job>.<attempt>.<cycle>` and the link `cycle_info.<job>.current`.
 
-    A file appears and changes as a whole. What cannot be written is said once and left out. All
-    methods but `shutdown` return at once.
+    A file appears and changes as a whole. What cannot be written is said once, and tried again
+    with the next file and every 30 s; the newest 64 files wait. All methods but `shutdown` return
+    at once.
 
     Args:
         cycle_info_dir: The directory; it is made when needed.
@@ -39,7 +42,11 @@ class CycleInfoWriter:
         self._work = threading.Condition()  # guards the two fields below
         self._jobs: collections.deque[Callable[[], None]] = collections.deque()
         self._is_ending = False
-        self._open: CycleInfo | None = None  # the thread's
+        # The fields below are the thread's: the cycle that is open, what files have still to say,
+        # and where the link has still to lead.
+        self._open: CycleInfo | None = None
+        self._owed: dict[str, CycleInfo] = {}
+        self._link_owed: CycleInfo | None = None
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="nvrx-cycle-info", daemon=True)
         self._thread.start()
@@ -155,16 +162,61 @@ class CycleInfoWriter:
 
     def _run(self) -> None:
         while True:
-            with self._work:
-                while not self._jobs:
-                    if self._is_ending:
-                        return
-                    self._work.wait()
-                job = self._jobs.popleft()
+            job = self._next_job()
+            if job is None:
+                return
             try:
                 job()
             except (OSError, ValueError) as error:
                 self._complain(error)
+            self._pay()
+
+    def _next_job(self) -> Callable[[], None] | None:
+        """Wait for something to do; None at the end."""
+        with self._work:
+            while not self._jobs:
+                if self._is_ending:
+                    return None
+                is_owing = bool(self._owed) or self._link_owed is not None
+                if not self._work.wait(TRY_AGAIN_S if is_owing else None):
+                    return lambda: None
+            return self._jobs.popleft()
+
+    def _pay(self) -> None:
+        """Write all that has not been written yet, as far as that succeeds."""
+        if not self._owed and self._link_owed is None:
+            return
+        problem: Exception | None = None
+        try:
+            os.makedirs(self._directory, exist_ok=True)
+        except OSError as error:
+            self._complain(error)
+            return
+        for name, info in list(self._owed.items()):
+            try:
+                self._write(info)
+                del self._owed[name]
+            except (OSError, ValueError) as error:
+                problem = problem or error
+        # Never to a file that is not there.
+        if self._link_owed is not None and _name_of(self._link_owed) not in self._owed:
+            try:
+                self._point_to(self._link_owed)
+                self._link_owed = None
+            except OSError as error:
+                problem = problem or error
+        if problem is not None:
+            self._complain(problem)
+        elif self._has_failed:
+            self._has_failed = False
+            logger.info("cycle information is written again")
+
+    def _owe(self, info: CycleInfo) -> None:
+        """Let a file say this, now or as soon as it can be written."""
+        self._owed.pop(_name_of(info), None)
+        while len(self._owed) >= _MOST_OWED:
+            del self._owed[next(iter(self._owed))]
+        self._owed[_name_of(info)] = info
 
     def _complain(self, error: Exception) -> None:
         if not self._has_failed:
@@ -174,10 +226,8 @@ class CycleInfoWriter:
     def _begin(self, info: CycleInfo) -> None:
         if self._open is not None:
             self._end_open(info.cycle_start_time)
-        self._open = info
-        os.makedirs(self._directory, exist_ok=True)
-        self._write(info)
-        self._point_to(info)
+        self._open = self._link_owed = info
+        self._owe(info)
 
     def _take_up(self, info: CycleInfo) -> None:
         try:
@@ -187,9 +237,8 @@ class CycleInfoWriter:
             return
         if known.cycle_end_time:
             known = known.ended("")
-            self._write(known)
-        self._open = known
-        self._point_to(known)
+            self._owe(known)
+        self._open = self._link_owed = known
 
     def _point_to(self, info: CycleInfo) -> None:
         link = os.path.join(self._directory, current_name(info.job_id))
@@ -198,7 +247,7 @@ class CycleInfoWriter:
     def _end(self, name: str, at: str) -> None:
         present = self._open
         if present is None or _name_of(present) != name:
-            self._write(self._read(name).ended(at))
+            self._owe(self._read(name).ended(at))
         else:
             self._end_open(at)
 
@@ -211,14 +260,16 @@ class CycleInfoWriter:
         except FileNotFoundError:
             return
         if not known.cycle_end_time:
-            self._write(known.ended(at))
+            self._owe(known.ended(at))
 
     def _end_open(self, at: str) -> None:
         present, self._open = self._open, None
         if present is not None:
-            self._write(present.ended(at))
+            self._owe(present.ended(at))
 
     def _read(self, name: str) -> CycleInfo:
+        if name in self._owed:
+            return self._owed[name]
         path = os.path.join(self._directory, name)
         return CycleInfo.from_json(read_regular_file(path, _LARGEST_FILE_BYTES))
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 from nvidia_resiliency_ext.shared_utils.clock import Clock, Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
@@ -26,7 +27,6 @@ __all__ = ["LogServerError", "LogServers", "ServerPlan", "endpoint_of", "server_
 
 logger = logging.getLogger("nvrx")
 
-TOKEN_FILE_VARIABLE = "NVRX_LOG_FUNNEL_TOKEN_FILE"  # noqa: S105  # the name of a variable
 _PACKAGE = "nvidia_resiliency_ext.shared_utils"
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 30.0
@@ -139,9 +139,10 @@ class LogServers:
     ) -> None:
         self._plan = plan
         self._host = host
-        self._env = {key: value for key, value in environ.items() if key != TOKEN_FILE_VARIABLE}
+        self._env = dict(environ)
+        self._env.pop(_env.LOG_FUNNEL_TOKEN_FILE, None)
         if token_file is not None:
-            self._env[TOKEN_FILE_VARIABLE] = token_file
+            self._env[_env.LOG_FUNNEL_TOKEN_FILE] = token_file
         self._loop = loop
         self._clock = clock
         self._commands = server_commands(plan, host)
@@ -198,15 +199,20 @@ class LogServers:
         if status is None:
             return
         self._forget(command.name)
-        delay_s = self._delays.get(command.name, _FIRST_DELAY_S)
-        self._delays[command.name] = min(2 * delay_s, _LONGEST_DELAY_S)
+        delay_s = self._schedule(command)
         logger.warning(
             "log server %s has ended (%s), it starts again in %g s; the nodes keep their lines",
             command.name,
             status.describe(),
             delay_s,
         )
+
+    def _schedule(self, command: ServerCommand) -> float:
+        """Start a server again after a pause that grows, and return the pause."""
+        delay_s = self._delays.get(command.name, _FIRST_DELAY_S)
+        self._delays[command.name] = min(2 * delay_s, _LONGEST_DELAY_S)
         self._loop.call_at(self._clock.monotonic() + delay_s, lambda: self._start_again(command))
+        return delay_s
 
     def _start_again(self, command: ServerCommand) -> None:
         if self._is_stopping:
@@ -215,7 +221,9 @@ class LogServers:
             self._start(command)
             self.expect_nodes()
         except (OSError, ChildStartError) as error:
-            logger.error("log server %s cannot be started: %s", command.name, error)  # noqa: TRY400
+            delay_s = self._schedule(command)
+            what = "log server %s cannot be started: %s; it is tried again in %g s"
+            logger.error(what, command.name, error, delay_s)  # noqa: TRY400 - one line says it
 
     def _forget(self, name: str) -> None:
         child = self._running.pop(name)
@@ -255,8 +263,10 @@ def _end_together(
     own_s = servers[0][0].grace_s + _KILL_MARGIN_S
     deadline = Deadline.after(own_s if grace_s is None else grace_s)
     for command, child in servers:
-        if child.wait(deadline.remaining()) is None and grace_s is None:
-            logger.error("log server %s does not end in time: SIGKILL", command.name)
+        if child.wait(deadline.remaining()) is None:
+            if grace_s is None:
+                logger.error("log server %s does not end in time: SIGKILL", command.name)
+            child.signal(signal.SIGKILL)
 
 
 def check_ports(host: str, ports: Sequence[int]) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from .services import HostServices
 
-__all__ = ["HostThread", "StorePlan"]
+__all__ = ["StoreHostThread", "StorePlan"]
 
 logger = logging.getLogger("nvrx")
 
@@ -66,7 +66,7 @@ class StorePlan:
     says: Mapping[str, str] = field(default_factory=dict)
 
 
-class HostThread(threading.Thread):
+class StoreHostThread(threading.Thread):
     """Serves the store and decides the job's rounds; it ends when the job is over for all.
 
     Args:

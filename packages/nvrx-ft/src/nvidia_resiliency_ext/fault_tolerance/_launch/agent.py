@@ -39,7 +39,8 @@ logger = logging.getLogger("nvrx")
 
 PROGRESS_INTERVAL_S = 10.0
 BARRIER_S = 300.0
-_ASKS_TO_GO = (node_events.Signalled, leaving.Preempted)
+# A launcher that stays for the others' sake is asked by these to go at once.
+_ASKS_TO_GO = (node_events.Signalled, leaving.GraceOver)
 
 
 class MonitorLink(Protocol):
@@ -277,14 +278,24 @@ class NodeAgent:
         """Serve the others' store after this node's own part is over, until a signal ends it."""
         if self._rendezvous.must_stay:
             logger.warning("this node is done, and stays because the job's store is here")
+        told = self._node.leaving.cause if self._node.leaving and self._node.must_go else None
         while self._rendezvous.must_stay:
             self._loop.run_once()
             self._poll_rendezvous()
-            if any(isinstance(event, _ASKS_TO_GO) for event in self._events):
-                what = f"host {self._host}, which serves the job's store, was told to go"
-                cause = Cause("drained", what, host=self._host)
-                self._rendezvous.close(RDZV_SHUTDOWN_REASON_FAILURE, cause)
-                return
+            while self._events:
+                event = self._events.popleft()
+                if isinstance(event, _ASKS_TO_GO):
+                    what = f"host {self._host}, which serves the job's store, was told to go"
+                    cause = Cause("drained", what, host=self._host)
+                    self._rendezvous.close(RDZV_SHUTDOWN_REASON_FAILURE, told or cause)
+                    return
+                if isinstance(event, leaving.Preempted):
+                    # The job ends with its store: first its ranks save.
+                    told = event.cause
+                    self._desk.start_grace()
+                    self._rendezvous.preempted(told)
+                elif isinstance(event, node_events.NextRoundOpened) and told is not None:
+                    self._rendezvous.preempted(told)
 
     def _settle(self) -> bool:
         """Decide one thing that is waiting; exits first, they are the causes."""
@@ -373,6 +384,8 @@ class NodeAgent:
         if self._barrier is not None:
             self._barrier.cancel()
         if effect.cause is not None:
+            if self._assignment is None:  # It worked on nothing, so this is no restart of its own.
+                logger.info("a new round is opened: %s", effect.cause.what)
             self._chronicle.cycle_ended(effect.cause.what)
             self._cycle_start_time = self._clock.wall()
         self._assignment = None

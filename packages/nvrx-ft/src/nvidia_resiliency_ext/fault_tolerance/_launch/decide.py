@@ -11,6 +11,9 @@ events and performs the effects; nothing here reads a clock, a file or a process
     JOINING    JoinTimedOut              FINISHED   [CloseRendezvous], Finish(1)
     JOINING    NodeUnfit                 FINISHED   ReportFault, LeaveRendezvous, Finish(1)
     JOINING    NextRoundOpened           JOINING    Join          (a spare tries again)
+    JOINING    Preempted                 FINISHED   LeaveRendezvous, Finish
+    JOINING    Preempted (store host)    JOINING    TellPreempted, StartGrace (the ranks save first)
+    JOINING    GraceOver                 FINISHED   CloseRendezvous, Finish
     RUNNING    WorkerExited (0, last)    FINISHED   CloseRendezvous, Finish(0)   (one node)
     RUNNING    WorkerExited (0, last)    WAITING    ReportSuccess (others may still work)
     RUNNING    WorkerExited (failed)     STOPPING   ReportFault, [OpenNextRound], StopWorkers
@@ -149,15 +152,15 @@ def _while_joining(node: Node, event: Event) -> Decision:
             outcome=None,
             cause=None,
             group_world_size=event.assignment.group_world_size,
-            leaving=None,
+            leaving=node.leaving if node.must_go else None,
         )
         return started, (StartWorkers(event.assignment),)
-    if isinstance(event, Preempted):
-        return _gone(dataclasses.replace(node, leaving=Leaving(event.cause, is_own=True)))
+    if isinstance(event, (Preempted, GraceOver)):
+        return _goes_while_joining(node, event)
     if isinstance(event, RoundClosed):
         return _finished(node), (_finish_over(node, event),)
     if isinstance(event, NextRoundOpened):
-        return node, (Join(node.cycle + 1, event.cause),)
+        return node, _joins(node, event.cause)
     if isinstance(event, (StoreLost, JoinTimedOut)):
         return _alone(node, event)
     if isinstance(event, NodeUnfit):
@@ -167,9 +170,25 @@ def _while_joining(node: Node, event: Event) -> Decision:
         return _finished(node), (report, leaves, Finish(EXIT_FAILURE, cause.what))
     if isinstance(event, Signalled):
         name = signal.Signals(event.signum).name
-        goes = _goes(node, name, RDZV_SHUTDOWN_REASON_GRACEFUL)
-        return _finished(node), (*goes, Finish(EXIT_FAILURE, name))
+        return _finished(node), (*_goes(node, name), Finish(EXIT_FAILURE, name))
     return node, ()
+
+
+def _goes_while_joining(node: Node, event: Preempted | GraceOver) -> Decision:
+    """This node has nothing to save, but the job ends with its store, and others may have ranks."""
+    if isinstance(event, GraceOver):
+        return _gone(node) if node.must_go else (node, ())
+    if node.policy.serves_others:
+        return _preempted(node, event)
+    return _gone(dataclasses.replace(node, leaving=Leaving(event.cause, is_own=True)))
+
+
+def _joins(node: Node, cause: Cause | None) -> tuple[Effect, ...]:
+    """Return how this node joins the next round, which does not know yet that it must go."""
+    joins = Join(node.cycle + 1, cause)
+    if node.leaving is not None and node.must_go:
+        return joins, TellPreempted(node.leaving.cause)
+    return (joins,)
 
 
 def _alone(node: Node, event: StoreLost | JoinTimedOut) -> Decision:
@@ -181,10 +200,10 @@ def _alone(node: Node, event: StoreLost | JoinTimedOut) -> Decision:
     return _finished(node), (*ends, Finish(EXIT_FAILURE, event.what))
 
 
-def _goes(node: Node, name: str, reason: str) -> tuple[Effect, ...]:
+def _goes(node: Node, name: str) -> tuple[Effect, ...]:
     """Return how the others learn that this launcher was asked to end."""
     if not node.policy.many_nodes:
-        return (CloseRendezvous(reason),)
+        return (CloseRendezvous(RDZV_SHUTDOWN_REASON_GRACEFUL),)
     what = f"the launcher on host {node.policy.host} was ended by {name}"
     cause = Cause("drained", what, host=node.policy.host)
     if node.leaving is not None and node.leaving.is_own:
@@ -223,8 +242,7 @@ def _while_waiting(node: Node, event: Event) -> Decision:
     if isinstance(event, Signalled):
         code = EXIT_FAILURE if node.unclean else EXIT_OK
         name = signal.Signals(event.signum).name
-        goes = _goes(node, name, RDZV_SHUTDOWN_REASON_GRACEFUL)
-        return _finished(node), (*goes, Finish(code, f"ended by {name}"))
+        return _finished(node), (*_goes(node, name), Finish(code, f"ended by {name}"))
     return node, ()
 
 
@@ -293,9 +311,9 @@ def _out_of_time(node: Node) -> Decision:
 def _gone(node: Node) -> Decision:
     """Leave, after the last worker: the others hear of it, and may go on without this node."""
     assert node.leaving is not None
-    code = EXIT_FAILURE if node.unclean else EXIT_OK
-    goes = _goes(node, "", RDZV_SHUTDOWN_REASON_GRACEFUL)
-    return _finished(node), (*goes, Finish(code, node.leaving.cause.what))
+    fails = node.unclean or node.policy.serves_others
+    code = EXIT_FAILURE if fails else EXIT_OK
+    return _finished(node), (*_goes(node, ""), Finish(code, node.leaving.cause.what))
 
 
 def _machine_fails(node: Node, event: WorkerStuck | StartFailed) -> Decision:
@@ -389,8 +407,12 @@ def _no_more_restart(node: Node, event: Event) -> Decision:
     if isinstance(event, RoundClosed):
         return dataclasses.replace(node, outcome=Outcome.OVER, over=event), ()
     if isinstance(event, Preempted):
+        if node.policy.serves_others:
+            return _preempted(node, event)
         leaving = Leaving(event.cause, is_own=True)
         return _out_of_time(dataclasses.replace(node, leaving=leaving))
+    if isinstance(event, GraceOver) and node.must_go:
+        return _out_of_time(node)
     return node, ()
 
 
@@ -432,7 +454,7 @@ def _signalled(node: Node, signum: int) -> Decision:
     final = node.outcome in (Outcome.NO_RESTART, Outcome.FAIL)
     goes: tuple[Effect, ...] = ()
     if node.policy.many_nodes and node.phase is Phase.RUNNING:
-        goes = _goes(node, signal.Signals(signum).name, RDZV_SHUTDOWN_REASON_GRACEFUL)
+        goes = _goes(node, signal.Signals(signum).name)
     stopping = dataclasses.replace(
         node,
         phase=Phase.STOPPING,
@@ -459,7 +481,7 @@ def _after_stop(node: Node, event: GroupStopped) -> Decision:
         return finished, _as_requested(node)
     if node.outcome is Outcome.RESTART:
         joining = dataclasses.replace(node, phase=Phase.JOINING, outcome=None)
-        return joining, (Join(node.cycle + 1, node.cause),)
+        return joining, _joins(node, node.cause)
     if node.outcome is Outcome.LEAVE:
         return finished, (Finish(EXIT_FAILURE, what),)
     closes = CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, node.cause)
@@ -468,12 +490,11 @@ def _after_stop(node: Node, event: GroupStopped) -> Decision:
 
 def _after_signal(node: Node, *, clean: bool) -> tuple[Effect, ...]:
     name = signal.Signals(node.stop_signal or signal.SIGTERM).name
-    goes = _goes(node, name, RDZV_SHUTDOWN_REASON_GRACEFUL)
     reason = f"ended by {name}"
     if node.leaving is not None and node.leaving.is_own:
         ends = "the last ranks left with 0" if clean else "not all ranks ended well"
         reason = f"{node.leaving.cause.what}; {ends}"
-    return *goes, Finish(EXIT_OK if clean else EXIT_FAILURE, reason)
+    return *_goes(node, name), Finish(EXIT_OK if clean else EXIT_FAILURE, reason)
 
 
 def _as_requested(node: Node) -> tuple[Effect, ...]:

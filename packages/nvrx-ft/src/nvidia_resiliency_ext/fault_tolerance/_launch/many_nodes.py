@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import logging
 import math
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
-from nvidia_resiliency_ext.fault_tolerance._hosting.thread import HostThread, StorePlan
+from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThread, StorePlan
 from nvidia_resiliency_ext.fault_tolerance._infra.replacement import (
     default_replacement_group_size,
     replacement_group_id,
@@ -24,6 +23,7 @@ from nvidia_resiliency_ext.fault_tolerance._infra.replacement import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.blame import BlameRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     DEFAULT_PORT,
     Probing,
@@ -134,7 +134,7 @@ class Meeting:
 
 
 def find_meeting(plan: LaunchPlan) -> Meeting:
-    """Find out whether this launcher serves the store; nothing waits here.
+    """Find out whether this launcher serves the store; it waits for nothing but the name service.
 
     Raises:
         EndpointError: the endpoint cannot be what was asked for.
@@ -263,7 +263,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     way = _Way(meeting, prefix, secret, limit_s, probing)
     way_back = dataclasses.replace(way, patience_s=max(SHORTEST_PATIENCE_S, config.lease))
     ways = itertools.chain([way], itertools.repeat(way_back))
-    host: HostThread | None = None
+    host: StoreHostThread | None = None
     if meeting.is_hidden:
         logger.warning(
             "--rdzv-endpoint %s is the loopback address %s on this machine: launchers on others "
@@ -272,7 +272,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         )
     if meeting.listener is not None:
         assert services is not None, "who serves the store runs the rest"
-        host = HostThread(
+        host = StoreHostThread(
             StorePlan(
                 listener=meeting.listener,
                 host=meeting.host,
@@ -307,7 +307,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         lease_s=config.lease,
         join_timeout_s=join_s,
         connect_timeout_s=limit_s,
-        domain=_domain if segment else _no_domain,
+        domain=own_domain if segment else _no_domain,
         unfit_in=lambda round_: injected_failure(round_, infra_rank, host_name, environ),
         group=replacement_group_id(environ) if rules.placement.group_size else None,
         must_agree=agreed,
@@ -331,13 +331,6 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         stop=stop,
         on_lease=on_lease,
     )
-
-
-@functools.cache
-def _domain() -> str:
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import nvlink_domain
-
-    return nvlink_domain()
 
 
 def _no_domain() -> str:

@@ -74,6 +74,11 @@ class Policy:
     min_healthy: bool = False
     host: str = ""
 
+    @property
+    def serves_others(self) -> bool:
+        """Whether the job of other nodes ends with this launcher."""
+        return self.many_nodes and self.is_store_host
+
 
 @dataclass(frozen=True, slots=True)
 class Node:

@@ -20,16 +20,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import (
-    Leaves,
-    Lost,
-    News,
-    NodeSession,
-    NodeThreads,
-    Opened,
-    Over,
-    Placed,
-    Spare,
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.lease import (
+    FENCE_STOP_LEASES,
+    LEASES_TO_FENCE,
+    LEASES_TO_KILL,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
@@ -37,7 +31,18 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Phase,
     WorkerState,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
+    Leaves,
+    Lost,
+    News,
+    NodeSession,
+    Opened,
+    Over,
+    Placed,
+    Spare,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
 from .cause import Cause
@@ -57,13 +62,10 @@ from .rendezvous import RoundEvent
 
 logger = logging.getLogger("nvrx")
 
-# A node that cannot renew its lease stops before its peers act, which they do at three leases.
-LEASES_TO_FENCE = 2.0
-# The rank monitor kills the workers then, should this launcher be stopped or stuck.
-LEASES_TO_KILL = 2.6
 LOOKS_PER_LEASE = 5
-FENCE_STOP_LEASES = 0.5
 LAST_WORDS_S = 3.0
+# Some round trips to the store; ranks are ended this much later where it is slow or lost.
+SAID_S = 0.25
 STORE_LOST_STOP_S = 5.0
 
 
@@ -223,7 +225,18 @@ class StoreRendezvous:
         # It says which replacement group goes with this node, which may not have arrived yet.
         s = self._settings
         me = Arrival(node=s.node, addr=s.addr, host=s.host, group=s.group)
-        self._threads.submit(lambda session: session.tell(kind, cause=cause, arrival=me))
+        is_said = threading.Event()
+
+        def say(session: NodeSession) -> None:
+            try:
+                session.tell(kind, cause=cause, arrival=me)
+            finally:
+                is_said.set()
+
+        self._threads.submit_last_words(say)
+        # This node's ranks are ended next, and those of others fail by that: what comes first in
+        # the inbox is the cause that all are told.
+        is_said.wait(SAID_S)
 
     def preempted(self, cause: Cause) -> None:
         """Say that this node must go, and why."""
@@ -250,7 +263,7 @@ class StoreRendezvous:
         if not self._is_lost:
             kind = Kind.GOODBYE if self._is_over else Kind.LEFT
             if not self._has_left or self._is_over:
-                self._threads.submit(lambda session: session.tell(kind))
+                self._threads.submit_last_words(lambda session: session.tell(kind))
         self._threads.close(0.2 if self._is_lost else LAST_WORDS_S)
         if self._host is not None:
             self._host.join(LAST_WORDS_S + 1.0)
@@ -329,7 +342,6 @@ class StoreRendezvous:
 
     def _placed(self, news: Placed) -> RoundReady:
         entry, place = news.entry, news.place
-        assert place.group_rank is not None
         self._cancel_join_deadline()
         self._round = entry.round
         self._previous_rank = place.group_rank

@@ -87,7 +87,8 @@ class NodeWatch:
             return
         gpus = self._gpu_checks() if has_gpu_driver() else {}
         nics = self._nic_checks()
-        while (gpus or nics) and not self._stopped.wait(self._interval_s):
+        # Counters of network cards are taken now, and compared from the second check on.
+        while gpus or nics:
             for rank, check in gpus.items():
                 self._judge(rank, "gpu_health", check.check())
             for rank, nic in nics.items():
@@ -96,6 +97,8 @@ class NodeWatch:
                 if not result:
                     # Dealt with: the ranks of the next cycle start from the counters of now.
                     nic.acknowledge()
+            if self._stopped.wait(self._interval_s):
+                return
 
     def _gpu_checks(self) -> dict[int, GPUHealthCheck]:
         from nvidia_resiliency_ext.shared_utils.health_check import GPUHealthCheck

@@ -93,7 +93,7 @@ def terminate_mp_processes(
                 handle = handles.enter_context(PidHandle(stat.pid, stat.start_ticks))
             except ProcessLookupError:
                 continue
-            if any(name in read_cmdline_bytes(stat.pid) for name in _CLEANERS):
+            if any(name in procfs.cmdline(stat.pid) for name in _CLEANERS):
                 trackers.append(handle)
             else:
                 handle.signal(signal.SIGKILL)
@@ -101,15 +101,6 @@ def terminate_mp_processes(
         for handle in trackers:
             if not handle.wait(max(0.0, deadline - time.monotonic())):
                 handle.signal(signal.SIGKILL)
-
-
-def read_cmdline_bytes(pid: int) -> bytes:
-    """Return the command line of a process with NUL between arguments; empty if it is gone."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read(1 << 20)
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return b""
 
 
 def _own_line() -> set[int]:

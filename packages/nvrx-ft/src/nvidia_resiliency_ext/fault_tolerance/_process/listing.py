@@ -5,7 +5,6 @@ import os
 from collections.abc import Collection
 from typing import Final, TypedDict
 
-from nvidia_resiliency_ext.fault_tolerance._process.ends import read_cmdline_bytes
 from nvidia_resiliency_ext.shared_utils import procfs
 
 __all__ = ["ProcessEntry", "get_processes_by_pgids"]
@@ -49,12 +48,11 @@ def get_processes_by_pgids(
     wanted = frozenset(pgids)
     excluded = os.getpid() if exclude_launcher else -1
     entries: list[ProcessEntry] = []
-    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
-    for pid in sorted(pids):
+    for pid in sorted(procfs.pids()):
         stat = procfs.read_stat(pid) if pid != excluded else None
         if stat is None or stat.pgid not in wanted:
             continue
-        arguments = read_cmdline_bytes(pid).rstrip(b"\0").split(b"\0")
+        arguments = procfs.cmdline(pid).rstrip(b"\0").split(b"\0")
         entries.append(
             ProcessEntry(
                 pid=pid,

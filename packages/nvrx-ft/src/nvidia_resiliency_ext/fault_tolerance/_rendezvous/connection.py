@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import socket
 import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.store_attempt import Attempt
 from nvidia_resiliency_ext.shared_utils.store_sockets import (
     is_connected_to,
     socket_names,
@@ -58,50 +58,8 @@ class Link:
             os.close(self._descriptor)
 
 
-class _Attempt(threading.Thread):
-    """Makes a client; nothing but torch can end that."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        super().__init__(name="nvrx-store-connect", daemon=True)
-        self._make = make
-        self._lock = threading.Lock()
-        self._is_given_up = False
-        self._told, self._tells = socket.socketpair()
-        self.client: Any = None
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        """Make it; the end is told by a socket that hangs up."""
-        with self._tells:
-            try:
-                made = self._make()
-            except Exception as error:  # noqa: BLE001 - raised again by the caller
-                self.error = error
-                return
-            with self._lock:
-                if not self._is_given_up:
-                    self.client = made
-
-    def wait(self, witness: socket.socket, timeout_s: float) -> bool:
-        """Wait for the end; False after `timeout_s`, or when the store hangs up on `witness`."""
-        poll = select.poll()
-        for sock in (self._told, witness):
-            poll.register(sock, select.POLLIN)
-        ready = poll.poll(max(0.0, timeout_s) * 1000)
-        return any(number == self._told.fileno() for number, _ in ready)
-
-    def give_up(self) -> None:
-        """Wait no longer; a client that is still made is let go."""
-        with self._lock:
-            self._is_given_up, self.client = True, None
-
-    def close(self) -> None:
-        """Hear nothing more of it."""
-        self._told.close()
-
-
 # Threads that torch still keeps.
-_given_up: list[_Attempt] = []
+_given_up: list[Attempt] = []
 
 
 def open_client(
@@ -123,10 +81,10 @@ def open_client(
     ):
         port = address[1]
         before = socket_names()
-        attempt = _Attempt(make)
+        attempt = Attempt(make)
         with contextlib.closing(attempt):
             attempt.start()
-            is_made = attempt.wait(witness, timeout_s)
+            is_made = attempt.wait(timeout_s, witness)
         if not is_made:
             attempt.give_up()
             for sock in _new_sockets(before, port):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import select
@@ -13,7 +14,7 @@ from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
 
-__all__ = ["NvlinkDomainError", "nvlink_domain", "parse_domain"]
+__all__ = ["NvlinkDomainError", "nvlink_domain", "own_domain", "parse_domain"]
 
 _COMMAND: Final = ("nvidia-smi", "-q")
 # A node of eight GPUs prints about 0.2 MB.
@@ -57,6 +58,12 @@ def nvlink_domain(timeout_s: float = 60.0) -> str:
     if status.code != 0:
         raise NvlinkDomainError(f"nvidia-smi -q ended with {status.describe()}: {_REMEDY}")
     return parse_domain(output.decode(errors="replace"))
+
+
+@functools.cache
+def own_domain() -> str:
+    """Return this node's domain, which does not change; see `nvlink_domain`."""
+    return nvlink_domain()
 
 
 def parse_domain(report: str) -> str:

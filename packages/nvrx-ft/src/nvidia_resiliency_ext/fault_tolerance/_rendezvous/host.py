@@ -33,6 +33,7 @@ from . import blame
 from .blame import BlameRules, Failures
 from .budget import Budget
 from .exclusions import is_named
+from .lease import LEASES_IN_DOUBT, LEASES_TO_EXPIRY
 from .placement import (
     Candidate,
     NotEnough,
@@ -46,9 +47,6 @@ from .records import Arrival, Entry, Kind, Note, Phase, WorkerState
 # A node that dies between its two writes delays a round by no more than this.
 LOOK_AGAIN_S = 1.0
 LAST_CALL_LOOK_S = 0.1
-LEASES_TO_EXPIRY = 3.0
-# A living node's lease is never older than this.
-LEASES_IN_DOUBT = 1.5
 _DONE = (WorkerState.SUCCEEDED,)
 _BROKEN = (WorkerState.UNHEALTHY, WorkerState.FAILED, WorkerState.UNKNOWN)
 
@@ -383,9 +381,10 @@ def _must_go(view: View) -> dict[str, Cause]:
 
 
 def _leave(memory: Memory, view: View) -> Leave | None:
-    """Return the next step of a round that a node must leave."""
+    """Return the next step of a round that a node must leave; without its store it is over, too."""
     active = {member.candidate.node for member in memory.active}
-    causes = [cause for node, cause in _must_go(view).items() if node in active]
+    concerned = active | {view.me}
+    causes = [cause for node, cause in _must_go(view).items() if node in concerned]
     if not causes or view.entry.save_at:
         return None
     if not view.entry.is_leaving:

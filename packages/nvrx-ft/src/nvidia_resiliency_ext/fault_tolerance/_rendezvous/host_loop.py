@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-from . import blame, clocks, host, keys
+from . import blame, clocks, host, keys, marks
 from .exclusions import Exclusions, is_named
 from .host import Close, Decision, End, HostRules, Leave, Member, Memory, Open, View, Wait
 from .log import DecisionLog
@@ -27,6 +27,7 @@ from .records import (
     Entry,
     ForeignValueError,
     Kind,
+    Marks,
     Note,
     Phase,
     Place,
@@ -101,7 +102,6 @@ class Host:
         self._read_to = 0
         self._leases: dict[str, tuple[int, float]] = {}
         self._leases_at = 0.0
-        self._acknowledged_before: dict[str, int] = {}
         self._is_last_call = False
         self._opened_at: list[float] = []
         self._waits_for = ""
@@ -164,8 +164,7 @@ class Host:
             except ForeignValueError as error:
                 self._store.report_foreign(error)
                 # Nobody can go on from there: what holds is said again in its place.
-                again = dataclasses.replace(self._entry, seq=self._entry.seq + 1, by=self._me)
-                entry = self._log.add(again)
+                entry = self._log.add(self._entry.again(self._me))
             if entry is None:
                 return
             self._adopt(entry)
@@ -290,6 +289,7 @@ class Host:
             return True
         self._resuming_since = None
         self._opened_at = [self._clock.monotonic() - age for age in known.entry.restart_ages_s]
+        self._take_over(known.marks)
         if isinstance(answer, GoOn) and is_new:
             self._go_on(answer.known)
         elif isinstance(answer, GoOn):
@@ -301,19 +301,54 @@ class Host:
             self._create(self._next(Phase.OPEN, answer.round, cause=answer.cause))
         return True
 
+    def _take_over(self, told: Marks) -> None:
+        """Go on from what the host before knew of hosts and nodes."""
+        self._memory = dataclasses.replace(
+            self._memory,
+            failures=marks.failures_in(told, self._clock.monotonic()),
+            unhealthy=self._memory.unhealthy | frozenset(told.unhealthy),
+        )
+        for name, why in reversed(told.named):
+            self._exclusions.add([name], why)
+
+    def _marks(self) -> Marks | None:
+        """Return what another host would have to know; nobody follows one that is in a launcher."""
+        if not self._entry.is_controlled:
+            return None
+        unhealthy = {note.node for note in self._notes if note.kind is Kind.UNHEALTHY}
+        return marks.marks_of(
+            self._memory.failures,
+            self._exclusions.why,
+            self._memory.unhealthy | unhealthy,
+            self._clock.monotonic(),
+            self._rules.blame,
+        )
+
+    def _tell_marks(self) -> None:
+        """Say again what holds, with what came since: a round may last for days."""
+        if self._entry.phase is Phase.CLOSED and self._entry.is_controlled:
+            now = self._marks() or Marks()
+            said = self._entry.marks or Marks()
+            if (now.named, now.unhealthy) != (said.named, said.unhealthy):
+                self._create(self._entry.again(self._me, marks=now))
+
     def _go_on(self, known: Known) -> None:
         old, opened_at = known.entry, list(self._opened_at)
-        closed = self._next(
-            Phase.CLOSED,
-            old.round,
-            cause=old.cause,
-            active=old.active,
-            world_size=old.world_size,
-            master_addr=old.master_addr,
-            master_port=old.master_port,
-            is_leaving=old.is_leaving,
-            save_at=old.save_at,
-            restart_ages_s=old.restart_ages_s,
+        # First: a node that comes back once more finds there that it was counted.
+        self._store.put_all(
+            {keys.place(n.node): encode(n.place) for n in known.members if n.place is not None}
+        )
+        own = self._entry
+        closed = dataclasses.replace(
+            old,
+            seq=own.seq + 1,
+            phase=Phase.CLOSED,
+            by=self._me,
+            epoch=own.epoch,
+            bell_from=own.bell_from,
+            is_controlled=own.is_controlled,
+            clocks="",
+            marks=self._marks(),
         )
         if self._create(closed):
             # That the round is another one than here before is no restart.
@@ -327,10 +362,17 @@ class Host:
                 if a is not None and p is not None
             )
             now = self._clock.monotonic()
-            self._memory = Memory(active=members, resumed_at=now)
+            self._memory = Memory(
+                active=members,
+                unhealthy=self._memory.unhealthy,
+                gone=self._memory.gone,
+                failures=self._memory.failures,
+                resumed_at=now,
+            )
             # First, so that what a spare said since, perhaps that it leaves, still holds.
             self._notes[:0] = [
-                Note(Kind.ARRIVED, note.node, arrival=note.arrival) for note in known.spares
+                *(Note(Kind.ARRIVED, note.node, arrival=note.arrival) for note in known.spares),
+                *known.gone,
             ]
             self._leases_at = -math.inf
             logger.info("round %d goes on: all its nodes have come back", old.round)
@@ -343,6 +385,7 @@ class Host:
         self._read_inbox()
         if self._resume():
             return Wait(now + host.LOOK_AGAIN_S)
+        self._tell_marks()
         if self._entry.phase is Phase.OPEN:
             named = frozenset(self._exclusions.why)
             self._memory = dataclasses.replace(self._memory, excluded=named)
@@ -368,11 +411,7 @@ class Host:
 
     def _acknowledged(self) -> frozenset[str]:
         """Return who has seen that the present round is open: not who has in an earlier one."""
-        return frozenset(
-            node
-            for node, before in self._acknowledged_before.items()
-            if self._leases[node][0] // keys.ACKNOWLEDGED > before
-        )
+        return frozenset(note.node for note in self._notes if note.kind is Kind.KNOWS)
 
     def _note_wait(self, decision: Wait, now: float) -> None:
         self._is_last_call = decision.is_last_call
@@ -392,17 +431,8 @@ class Host:
         elif isinstance(decision, Open):
             self._create(self._next(Phase.OPEN, self._entry.round + 1, cause=decision.cause))
         elif isinstance(decision, Leave):
-            entry = self._entry
-            self._create(
-                dataclasses.replace(
-                    entry,
-                    seq=entry.seq + 1,
-                    by=self._me,
-                    cause=decision.cause,
-                    is_leaving=True,
-                    save_at=decision.at,
-                )
-            )
+            said = {"cause": decision.cause, "is_leaving": True, "save_at": decision.at}
+            self._create(self._entry.again(self._me, **said))
         elif isinstance(decision, End):
             self._create(
                 self._next(
@@ -451,10 +481,8 @@ class Host:
             logger.info("round %d: %s", entry.round, summary(placement))
             self._report_named(placement, there)
             self._is_last_call = False
+            # From here on nobody who works counts as lost only because nobody has looked.
             self._read_leases()
-            self._acknowledged_before = {
-                one.node: self._leases[one.node][0] // keys.ACKNOWLEDGED for one in placement.active
-            }
             hosts = {node: arrival.host or arrival.addr for node, arrival in there.items()}
             self._follower.closed(closed, placement, hosts)
 
@@ -480,26 +508,8 @@ class Host:
         ages = tuple(
             round(now - at, 3) for at in self._opened_at if window is not None and now - at < window
         )
-        return dataclasses.replace(
-            self._entry,
-            seq=self._entry.seq + 1,
-            phase=phase,
-            round=round_,
-            by=self._me,
-            **{
-                "cause": None,
-                "reason": "",
-                "active": 0,
-                "world_size": 0,
-                "master_addr": "",
-                "master_port": 0,
-                "is_leaving": False,
-                "save_at": 0,
-                "clocks": "",
-                "restart_ages_s": ages,
-                **fields,
-            },  # type: ignore[arg-type]
-        )
+        said = {"restart_ages_s": ages, "marks": self._marks(), **fields}
+        return self._entry.next(self._me, phase=phase, round=round_, **said)
 
     def _create(self, entry: Entry) -> bool:
         """Put a decision into the log; False when another stands there, which then holds."""

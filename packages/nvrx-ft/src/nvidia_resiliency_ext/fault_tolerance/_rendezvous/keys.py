@@ -16,9 +16,17 @@ LOG_TOKEN = "log-token"  # noqa: S105 - the name of a key
 NEVER = "never"
 
 
+_PREFIX = "ft_rendezvous_barrier:"
+
+
 def prefix(run_id: str) -> str:
     """Return what stands before all keys of a job."""
-    return f"ft_rendezvous_barrier:{run_id}:"
+    return f"{_PREFIX}{run_id}:"
+
+
+def run_id(prefix: str) -> str:
+    """Return the job whose keys these are."""
+    return prefix.removeprefix(_PREFIX).removesuffix(":")
 
 
 def log(seq: int) -> str:
@@ -44,10 +52,6 @@ def successes(round_: int) -> str:
 def place(node: str) -> str:
     """Return the key of a node's part in the last closed round."""
     return f"place/{node}"
-
-
-# Added to a node's lease when it has seen that a round was opened: it knows, and stops its workers.
-ACKNOWLEDGED = 1 << 32
 
 
 def lease(node: str) -> str:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from . import keys
 from .records import Entry, ForeignValueError, decode, encode
-from .store import JobStore, StoreLostError
+from .store import JobStore
 
-ADD_TRIES = 50
 MAX_DIGITS = 18
 
 
@@ -28,15 +27,9 @@ class DecisionLog:
         Raises:
             StoreLostError: somebody else writes there all the time.
         """
-        key, text, replaced = keys.log(entry.seq), encode(entry), b""
-        for _ in range(ADD_TRIES):
-            raw = self._store.swap(key, replaced, text)
-            try:
-                return self._decoded(entry.seq, self._store.unseal(key, raw))
-            except ForeignValueError as error:
-                self._store.report_foreign(error)
-                replaced = raw
-        raise StoreLostError(f"somebody else keeps writing to {key} of the job's store")
+        return self._store.settle(
+            keys.log(entry.seq), encode(entry), lambda text: self._decoded(entry.seq, text)
+        )
 
     def wait_for(self, seq: int, timeout_s: float) -> Entry | None:
         """Wait for a decision; None after `timeout_s`, or earlier when something else woke this.

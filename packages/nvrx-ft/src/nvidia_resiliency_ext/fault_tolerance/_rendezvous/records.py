@@ -25,6 +25,7 @@ _MAX_WHOLE = 1 << 62
 _MAX_PORT = 65535
 _MAX_COMPLAINT = 200
 _MAX_WORKERS = 4096
+_PAIR = 2
 
 
 class ForeignValueError(NvrxError):
@@ -61,6 +62,7 @@ class Kind(enum.Enum):
     MISMATCH = "mismatch"
     GOODBYE = "goodbye"
     RESUMED = "resumed"
+    KNOWS = "knows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,21 @@ class Arrival:
     master_port: int = 0
     previous_rank: int | None = None
     clock: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What is held against hosts and nodes.
+
+    Attributes:
+        failures: Hosts that caused restarts, and how long ago (s) each was, the oldest first.
+        named: Hosts that somebody outside the job named, and why.
+        unhealthy: Nodes that said that they are.
+    """
+
+    failures: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    named: tuple[tuple[str, str], ...] = ()
+    unhealthy: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +121,7 @@ class Entry:
         save_at: At which call of `should_checkpoint` they do, once that is agreed.
         is_controlled: Whether the store outlives the nodes: it is not in a launcher.
         clocks: Whose clock is off, in words for everybody's log.
+        marks: What another host of the job has to know of hosts and nodes.
     """
 
     seq: int
@@ -123,6 +141,15 @@ class Entry:
     is_leaving: bool = False
     save_at: int = 0
     clocks: str = ""
+    marks: Marks | None = None
+
+    def again(self, by: str, **fields: Any) -> Entry:
+        """Return the decision after this one that says the same but for `fields`."""
+        return dataclasses.replace(self, **{"seq": self.seq + 1, "by": by, **fields})
+
+    def next(self, by: str, **fields: Any) -> Entry:
+        """Return the decision after this one, without what holds for this one only."""
+        return self.again(by, **{**_OF_ONE_DECISION, **fields})
 
     def follows(self, before: Entry) -> bool:
         """Whether it says anything new; one that says the same again only fills its place."""
@@ -132,15 +159,28 @@ class Entry:
         return self.phase, self.round, self.is_leaving, self.save_at
 
 
+_OF_ONE_DECISION: Mapping[str, Any] = {
+    "cause": None,
+    "reason": "",
+    "active": 0,
+    "world_size": 0,
+    "master_addr": "",
+    "master_port": 0,
+    "is_leaving": False,
+    "save_at": 0,
+    "clocks": "",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A node's part in a closed round; `group_rank` is None for a spare.
+    """A node's part in a closed round; spares have none.
 
     `clock_off_s` is how far its clock is ahead of the others', 0 where that is not worth a word.
     """
 
     round: int
-    group_rank: int | None = None
+    group_rank: int
     rank_offset: int = 0
     clock_off_s: float = 0.0
 
@@ -160,7 +200,7 @@ class Note:
     calls: int = 0
 
 
-_Record = TypeVar("_Record", Arrival, Note, Entry, Place, Cause)
+_Record = TypeVar("_Record", Arrival, Note, Entry, Place, Cause, Marks)
 
 
 def encode(record: Arrival | Note | Entry | Place) -> str:
@@ -291,6 +331,32 @@ def _ages(value: Any) -> tuple[float, ...]:
     return ages
 
 
+def _marks(value: Any) -> Marks:
+    return _record(Marks, value)
+
+
+def _pairs(value: Any, second: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list) or not all(
+        isinstance(pair, list) and len(pair) == _PAIR for pair in value
+    ):
+        raise TypeError("not a list of pairs")
+    return tuple((_text(name), second(item)) for name, item in value)
+
+
+def _failures(value: Any) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    return _pairs(value, _ages)
+
+
+def _named(value: Any) -> tuple[tuple[str, str], ...]:
+    return _pairs(value, _text)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise TypeError("not a list")
+    return tuple(map(_text, value))
+
+
 def _detail(value: Any) -> dict[str, object]:
     if not isinstance(value, dict):
         raise TypeError("not an object")
@@ -332,8 +398,9 @@ _READERS: Mapping[type, Mapping[str, Any]] = {
         "cause": _cause, "reason": _text, "bell_from": _whole, "active": _natural,
         "world_size": _natural, "master_addr": _text, "master_port": _port,
         "restart_ages_s": _ages, "is_controlled": _flag, "is_leaving": _flag,
-        "save_at": _whole, "clocks": _text,
+        "save_at": _whole, "clocks": _text, "marks": _marks,
     },
+    Marks: {"failures": _failures, "named": _named, "unhealthy": _texts},
     Place: {
         "round": _natural, "group_rank": _natural, "rank_offset": _natural,
         "clock_off_s": _seconds,

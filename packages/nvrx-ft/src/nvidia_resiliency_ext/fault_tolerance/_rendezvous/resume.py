@@ -8,20 +8,27 @@ when some stay away, a new round is opened without them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 
-from .records import Entry, Kind, Note, Phase
+from . import marks
+from .records import Entry, Kind, Marks, Note, Phase
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the launchers have told: the last decision, who is still in its round, who waits."""
+    """What the launchers have told: the last decision, who is still in its round, who waits.
+
+    `gone` is what nodes said that take part no longer: they are no spares, and a member among them
+    is one that has left. `marks` is what the lost host knew of hosts and nodes.
+    """
 
     entry: Entry
     members: tuple[Note, ...]
     spares: tuple[Note, ...] = ()
+    gone: tuple[Note, ...] = ()
+    marks: Marks = field(default_factory=Marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +64,26 @@ def known_from(notes: tuple[Note, ...]) -> Known | None:
         and note.entry.round == entry.round
         and note.entry.phase is Phase.CLOSED
         and note.place is not None
-        and note.place.group_rank is not None
     )
+    gone = _gone(notes)
     spares = tuple(
-        note for note in latest.values() if note.arrival is not None and note not in members
+        note
+        for note in latest.values()
+        if note.arrival is not None and note not in members and note.node not in gone
     )
-    return Known(entry, members, spares)
+    known_marks = marks.merged(n.entry.marks for n in told if n.entry)
+    return Known(entry, members, spares, tuple(gone.values()), known_marks)
+
+
+def _gone(notes: tuple[Note, ...]) -> dict[str, Note]:
+    """Return what nodes said last that left and have not arrived since."""
+    gone: dict[str, Note] = {}
+    for note in notes:
+        if note.kind in (Kind.LEFT, Kind.UNHEALTHY):
+            gone[note.node] = note
+        elif note.kind is Kind.ARRIVED:
+            gone.pop(note.node, None)
+    return gone
 
 
 def decide_resume(known: Known, waited_s: float, patience_s: float) -> GoOn | Reopen | None:

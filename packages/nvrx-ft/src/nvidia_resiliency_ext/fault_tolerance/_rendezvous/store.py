@@ -17,11 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.store_sockets import serving_options
 
+from . import keys
 from .connection import Link, NoAnswerError, open_client
 from .records import MAX_VALUE_BYTES, ForeignValueError
 
@@ -44,10 +45,30 @@ _COUNTER = re.compile(rb"[+-]?[0-9]{1,18}")
 _FILES_PER_NODE = 4
 _FILES_BESIDES = 512
 _SECRET = "secret"  # noqa: S105 - the name of a key
+# Whoever else writes to a key of the job is overwritten; not for ever, if it goes on.
+SETTLE_TRIES = 50
+
+_T = TypeVar("_T")
 
 
 class StoreLostError(NvrxError):
     """The store does not answer: its host is gone, or the way to it."""
+
+
+class NoJobError(StoreLostError):
+    """The store answers, and holds no such job: the host of that is another one, or not there yet.
+
+    Args:
+        at: Where the store is.
+        prefix: Before all keys of the job.
+        waited_s: How long the job was waited for.
+    """
+
+    def __init__(self, at: str, prefix: str, waited_s: float) -> None:
+        super().__init__(
+            f"the store{at} holds no job {keys.run_id(prefix)!r} after {waited_s:.0f} s:"
+            " is --rdzv-id the same everywhere, and has the job's host begun?"
+        )
 
 
 class JobStore:
@@ -91,10 +112,32 @@ class JobStore:
         """
         return self.unseal(key, self.swap(key, b"", text))
 
+    def settle(self, key: str, text: str, read: Callable[[str], _T]) -> _T:
+        """Set `key` unless it has a value that `read` takes; return what it reads then.
+
+        What somebody else wrote there is reported and replaced.
+
+        Raises:
+            StoreLostError: somebody else writes there all the time.
+        """
+        replaced = b""
+        for _ in range(SETTLE_TRIES):
+            raw = self.swap(key, replaced, text)
+            try:
+                return read(self.unseal(key, raw))
+            except ForeignValueError as error:
+                self.report_foreign(error)
+                replaced = raw
+        raise StoreLostError(f"somebody else keeps writing to {key} of the job's store")
+
+    def no_job(self, waited_s: float) -> NoJobError:
+        """Return what to raise when the job was not found in time."""
+        return NoJobError(_at(self._client), self._prefix, waited_s)
+
     def swap(self, key: str, replaced: bytes, text: str) -> bytes:
         """Set `key` where its raw value is `replaced` (missing: empty); return what it is then."""
         name, sealed = self._name(key), self._seal(key, text)
-        return bytes(self._call(1, lambda: self._client.compare_set(name, replaced, sealed)))
+        return bytes(self._call(lambda: self._client.compare_set(name, replaced, sealed)))
 
     def peek(self, key: str) -> str | None:
         """Return the value of `key`, for which nobody waits, or None; it never waits."""
@@ -104,7 +147,7 @@ class JobStore:
     def has(self, key: str) -> bool:
         """Return whether `key` has a value."""
         name = self._name(key)
-        return bool(self._call(1, lambda: self._client.check([name])))
+        return bool(self._call(lambda: self._client.check([name])))
 
     def wait_for(self, key: str, timeout_s: float) -> str | None:
         """Wait in the store until `key` has a value and return it; None after `timeout_s`."""
@@ -130,18 +173,18 @@ class JobStore:
     def put(self, key: str, text: str) -> None:
         """Set `key`, whatever it was."""
         name, sealed = self._name(key), self._seal(key, text)
-        self._call(1, lambda: self._client.set(name, sealed))
+        self._call(lambda: self._client.set(name, sealed))
 
     def put_all(self, values: Mapping[str, str]) -> None:
         """Set many keys in one operation."""
         names = [self._name(key) for key in values]
         sealed = [self._seal(key, text) for key, text in values.items()]
-        self._call(1, lambda: self._client.multi_set(names, sealed))
+        self._call(lambda: self._client.multi_set(names, sealed))
 
     def append_line(self, key: str, text: str) -> None:
         """Add one line to `key` in one operation; lines of several nodes never mix."""
         name, line = self._name(key), self._seal(key, text) + "\n"
-        self._call(1, lambda: self._client.append(name, line))
+        self._call(lambda: self._client.append(name, line))
 
     def lines(self, key: str, offset: int) -> tuple[list[str], int]:
         """Return the lines of `key` that begin at `offset` or later, and the next offset."""
@@ -167,17 +210,19 @@ class JobStore:
         """
         name = self._name(key)
         try:
-            return int(self._call(1, lambda: self._client.add(name, step)))
+            return int(self._call(lambda: self._client.add(name, step)))
         except StoreLostError:
             if not self._mend_counter(key):
                 raise
-        return int(self._call(1, lambda: self._client.add(name, step)))
+        return int(self._call(lambda: self._client.add(name, step)))
 
     def _mend_counter(self, key: str) -> bool:
-        """Begin a counter anew if it is none; False when that is not why the store hung up.
+        """Begin a counter anew if it is none; False where the store is gone, or the counter.
 
         torch's store hangs up on whoever adds to what is no number (2.13), so a new connection
-        takes the place of this one.
+        takes the place of this one. A counter that is a number was put right by another node, or
+        the connection broke before the answer: a step may then count twice, which wakes the host
+        once more and decides nothing.
         """
         if self._was_cut.is_set() or not hasattr(self._client, "port"):
             return False
@@ -193,8 +238,7 @@ class JobStore:
         if not _COUNTER.fullmatch(raw):
             self.report_foreign(ForeignValueError(f"{key}: {raw[:20]!r} is no number"))
             name = self._name(key)
-            other._call(1, lambda: client.compare_set(name, raw, "0"))
-        # Else somebody else was faster to put it right.
+            other._call(lambda: client.compare_set(name, raw, "0"))
         before, self._client, self._link = self._link, client, link
         if before is not None:
             before.cut()
@@ -205,17 +249,13 @@ class JobStore:
     def counters(self, keys: Iterable[str]) -> list[int]:
         """Return counters that exist, in one operation; one that is no number counts as 0."""
         names = [self._name(key) for key in keys]
-        raw = self._call(1, lambda: self._client.multi_get(names))
+        raw = self._call(lambda: self._client.multi_get(names))
         return [_number(value) for value in raw]
 
     def delete(self, key: str) -> None:
         """Remove `key`, if it is there."""
         name = self._name(key)
-        self._call(1, lambda: self._client.delete_key(name))
-
-    def key_count(self) -> int:
-        """Return how many keys the whole store holds."""
-        return int(self._call(1, self._client.num_keys))
+        self._call(lambda: self._client.delete_key(name))
 
     def report_foreign(self, error: ForeignValueError) -> None:
         """Log a refused value, the same once."""
@@ -226,7 +266,7 @@ class JobStore:
 
     def _read(self, key: str) -> bytes | None:
         name = self._name(key)
-        raw = self._call(1, lambda: self._client.compare_set(name, _NOTHING, _NOTHING))
+        raw = self._call(lambda: self._client.compare_set(name, _NOTHING, _NOTHING))
         return None if raw == _NOTHING.encode() else bytes(raw)
 
     def _name(self, key: str) -> str:
@@ -255,8 +295,8 @@ class JobStore:
         signed.update(key.encode() + b"\0" + text)
         return signed.hexdigest()
 
-    def _call(self, operations: int, function: Callable[[], Any]) -> Any:
-        self.operations += operations
+    def _call(self, function: Callable[[], Any]) -> Any:
+        self.operations += 1
         return _guarded(function)
 
 
@@ -279,7 +319,8 @@ def connect(
         patience_s: How long torch may try to connect; it tells nobody how that goes.
 
     Raises:
-        StoreLostError: nothing that is a store answers, or it holds no such job.
+        StoreLostError: nothing that is a store answers.
+        NoJobError: it holds no such job.
     """
     client, link = _connect_client(host, port, patience_s)
     if secret is None:
@@ -287,10 +328,14 @@ def connect(
         try:
             client.wait([name], timedelta(seconds=timeout_s))
             secret = bytes.fromhex(client.get(name).decode("ascii"))
-        except (RuntimeError, ValueError) as error:
+        except RuntimeError as error:
             link.cut()
-            what = f"the store at {host}:{port} holds no job {prefix!r}"
-            raise StoreLostError(f"{what}: {_first_line(error)}") from None
+            if _is_timeout(error):
+                raise NoJobError(_at(client), prefix, timeout_s) from None
+            raise StoreLostError(_first_line(error)) from None
+        except ValueError:
+            link.cut()
+            raise StoreLostError(_no_key(name)) from None
     return JobStore(client, prefix, secret, link)
 
 
@@ -322,7 +367,7 @@ def agree_on_secret(client: Any, prefix: str) -> bytes:
     try:
         return bytes.fromhex(stands.decode("ascii"))
     except ValueError:
-        raise StoreLostError(f"{name}: what stands there is no key of a job") from None
+        raise StoreLostError(_no_key(name)) from None
 
 
 def share_secret(client: Any, prefix: str) -> bytes:
@@ -424,6 +469,15 @@ def _is_timeout(error: RuntimeError) -> bool:
     # DistStoreError since torch 2.5; before, and in some paths, only the text tells.
     text = str(error).lower()
     return "timeout" in text or "timed out" in text
+
+
+def _no_key(name: str) -> str:
+    return f"{name}: what stands there is no key of a job"
+
+
+def _at(client: Any) -> str:
+    """Return where a store is, in words, if the client knows it."""
+    return f" at {client.host}:{client.port}" if hasattr(client, "port") else ""
 
 
 def _first_line(error: Exception) -> str:

@@ -14,7 +14,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import WATCH_WAIT_S
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     CALL_TIMEOUT_S,
     JobStore,
@@ -22,6 +21,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     agree_on_secret,
     another_client,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import WATCH_WAIT_S
 
 _A_DAY_S = 24 * 3600.0
 

@@ -32,15 +32,15 @@ from nvidia_resiliency_ext.fault_tolerance._launch.requests import request_event
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import GOODBYE_WAIT_S
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import Placed
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Kind
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import Placed
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from .followers import CycleFollowers
 from .guest_store import BellStore, GuestStore, connect_guest
-from .hosting import HostThread
+from .hosting import RoundsThread
 from .membership import (
     LAST_WORDS_S,
     JobOverError,
@@ -89,11 +89,11 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._worker_group: Any = None
         clock = SystemClock()
         prefix = keys.prefix(run_id)
-        self._host: HostThread | None = None
+        self._host: RoundsThread | None = None
         self._followers: CycleFollowers | None = None
         if options.is_store_host:
             self._followers = CycleFollowers(options.followers, member.arrival.host)
-            self._host = HostThread(
+            self._host = RoundsThread(
                 lambda: connect_guest(BellStore, store, prefix, options.secret),
                 rules,
                 member.arrival.node,

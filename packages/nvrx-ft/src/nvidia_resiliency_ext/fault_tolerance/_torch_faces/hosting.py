@@ -19,7 +19,7 @@ from .guest_store import BellStore
 logger = logging.getLogger("nvrx")
 
 
-class HostThread(threading.Thread):
+class RoundsThread(threading.Thread):
     """Decides the rounds of a job until it is over; ends at once where another node does so.
 
     Args:

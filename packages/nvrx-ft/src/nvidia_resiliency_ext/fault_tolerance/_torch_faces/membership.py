@@ -15,22 +15,21 @@ from typing import Generic, TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._launch.ports import PortReservation
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.node import (
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.lease import LEASES_TO_FENCE
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry, Kind, Phase
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Lost,
     News,
     NodeSession,
-    NodeThreads,
     Opened,
     Over,
     Placed,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry, Kind, Phase
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-# A node that cannot renew its lease must stop before its peers act, which they do at three leases.
-LEASES_TO_FENCE = 2.0
 LAST_WORDS_S = 3.0
 
 _T = TypeVar("_T")

@@ -38,11 +38,11 @@ def read_roster(store: JobStore, round_: int) -> list[Seat]:
     """
     notes = read_notes(store, round_)
     states = worker_states(notes)
+    there = arrived(notes)
     seats = []
     for node, arrival in _everybody(notes).items():
         rank = _rank(store, node, round_)
-        gone = node not in arrived(notes)
-        if rank is not None or not gone:
+        if rank is not None or node in there:
             seats.append(Seat(arrival, rank, states.get(node, WorkerState.HEALTHY)))
     return sorted(seats, key=lambda seat: (seat.group_rank is None, seat.group_rank or 0))
 

@@ -19,6 +19,7 @@ from nvidia_resiliency_ext.fault_tolerance._infra.replacement import (
 from nvidia_resiliency_ext.fault_tolerance._launch import surroundings
 from nvidia_resiliency_ext.fault_tolerance._launch.store_rendezvous import node_identity
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import read_token
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, validate
@@ -230,7 +231,7 @@ def member_settings(
         addr=options.addr,
         host=socket.gethostname(),
         infra_rank=options.infra_rank,
-        domain=_domain() if placement.segment else "none",
+        domain=own_domain() if placement.segment else "none",
         group=replacement_group_id(os.environ) if placement.group_size else None,
         nproc=nproc,
     )
@@ -245,9 +246,3 @@ def member_settings(
         grows=grows,
         max_nodes=placement.max_nodes,
     )
-
-
-def _domain() -> str:
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import nvlink_domain
-
-    return nvlink_domain()

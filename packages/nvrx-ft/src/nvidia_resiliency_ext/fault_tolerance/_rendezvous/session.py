@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of one node in the rendezvous: follows the log of decisions, and adds to it.
+
+A session knows the steps and blocks; it has no thread, and may be driven by a test or a simulation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import RDZV_NO_RESTART_REASONS
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+
+from . import keys
+from .log import DecisionLog
+from .records import (
+    Arrival,
+    Entry,
+    ForeignValueError,
+    Kind,
+    Note,
+    Phase,
+    Place,
+    WorkerState,
+    decode,
+    encode,
+)
+from .store import JobStore, StoreLostError
+
+FOREIGN_PAUSE_S = 0.5
+ATTACH_TRIES = 20
+
+# Notes about the round, and not about who is there.
+_OF_A_ROUND = (Kind.STATE, Kind.PREEMPTED, Kind.HELD)
+_OF_THE_END = (Kind.LEFT, Kind.UNHEALTHY)
+
+_T = TypeVar("_T")
+
+
+# What a session tells ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """This node has a place in a closed round."""
+
+    entry: Entry
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """The round closed without a place for this node; it waits for the next."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Somebody else opened a round."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """Ranks of the present round are to save and leave, at an agreed call once there is one."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The job is over for everybody."""
+
+    entry: Entry
+
+    @property
+    def no_restart(self) -> bool:
+        """Whether the job must not be started again."""
+        return self.entry.reason in RDZV_NO_RESTART_REASONS
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The store is gone, or others have taken this node's place; nothing more will be told."""
+
+    what: str
+    is_replaced: bool = False
+
+
+News = Placed | Spare | Opened | Leaves | Over | Lost
+
+
+class NodeSession:
+    """The steps of one node, over a connection of one thread.
+
+    Args:
+        store: A connection for the calling thread alone.
+        node: This node's identity, unique in the job.
+        host: Its name for people.
+    """
+
+    def __init__(self, store: JobStore, node: str, host: str) -> None:
+        self._store = store
+        self._log = DecisionLog(store)
+        self.node = node
+        self._host = host
+        self.entry: Entry | None = None
+        # What the launcher knows, which may be less; None: whatever comes is new to it.
+        self._told: Entry | None = None
+        self._opened_round = -1
+        self._ended_at = -1
+        self._arrived_in: int | None = None
+        self._arrival: Arrival | None = None
+        self._place: Place | None = None
+        # What was known when the store was lost, and what the launcher knew of it.
+        self._resumes: tuple[Entry, Entry | None] | None = None
+        # What this node said of the present round: another host has to be told again.
+        self._said_in = -1
+        self._said: dict[Kind, Note] = {}
+        # That it takes part no longer, until it arrives again: this holds for every host.
+        self._left: Note | None = None
+
+    def attach(self, timeout_s: float) -> Entry:
+        """Begin to live, and return where the job stands.
+
+        Raises:
+            NoJobError: there is no job in the store in time.
+            StoreLostError: the store is gone.
+        """
+        self.renew_lease()
+        if not self._store.wait_until_set(keys.HEAD, timeout_s):
+            raise self._store.no_job(timeout_s)
+        for _ in range(ATTACH_TRIES):
+            try:
+                entry = self._log.last_known()
+            except ForeignValueError as error:
+                self._store.report_foreign(error)
+                entry = None
+            if entry is not None:
+                self.entry = self._told = entry
+                return entry
+            # The host puts right what somebody else has written over.
+            self.ring()
+            self._store.wait_until_set(keys.NEVER, FOREIGN_PAUSE_S)
+        raise StoreLostError("somebody else keeps writing over where the job stands")
+
+    @property
+    def told_seq(self) -> int:
+        """The last decision of which the launcher knows."""
+        return -1 if self._told is None else self._told.seq
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether a new host has still to say how the job goes on."""
+        return self._resumes is not None
+
+    def resume(self, store: JobStore, timeout_s: float) -> News | None:
+        """Go on over a new connection, to the same store or to one that knows nothing yet.
+
+        Raises:
+            StoreLostError: as `attach`.
+        """
+        # A store that goes while it is told of the one before leaves this as it was.
+        old, told = self._resumes or (self._present(), self._told)
+        self._resumes = old, told
+        self._store, self._log = store, DecisionLog(store)
+        present = self.attach(timeout_s)
+        if present.epoch == old.epoch:
+            self._resumes = None
+            self.entry, self._told = old, told
+            return None
+        self._opened_round = self._ended_at = -1
+        if present.seq > 0 or (old.phase is Phase.OPEN and old.round == 0):
+            self._told = None
+            return self.take(present)
+        note = Note(Kind.RESUMED, self.node, arrival=self._arrival, entry=old, place=self._place)
+        self._send(note, present.round)
+        if self._left is not None:
+            self._send(self._left, present.round)
+        self.ring()
+        return None
+
+    def renew_lease(self) -> None:
+        """Say that this node lives; when it returns, the store knows."""
+        self._store.count(keys.lease(self.node), 1)
+
+    def acknowledge(self) -> None:
+        """Say that this node has seen that a round was opened: it stops its workers."""
+        self._send(Note(Kind.KNOWS, self.node), self._present().round)
+
+    def arrive(self, arrival: Arrival) -> bool:
+        """Offer this node in the present round; False when that is closed, so it is a spare.
+
+        Who is in a round is what the host found in its inbox when it closed it, and this node
+        learns that from its place. The counter only wakes the host at the right time.
+        """
+        entry = self._present()
+        self._arrival, self._place, self._left = arrival, None, None
+        self._arrived_in = entry.round
+        self._send(Note(Kind.ARRIVED, self.node, arrival=arrival), entry.round)
+        if entry.phase is not Phase.OPEN:
+            return False
+        if self._store.count(keys.arrivals(entry.round), 1) >= entry.bell_from:
+            self.ring()
+        return True
+
+    def take(self, entry: Entry) -> News | None:
+        """Take note of a decision; return what it means for this node."""
+        present, told = self._present(), self._told
+        if told is not None and entry.seq <= told.seq:
+            return None
+        self._told = entry
+        if entry.seq > present.seq:
+            self.entry = entry
+        resumes = None if self._resumes is None else self._resumes[0]
+        self._resumes = None
+        # No other host closes a round that it has not opened.
+        is_taken_up = resumes is not None or (told is not None and told.round != entry.round)
+        if is_taken_up and entry.phase is Phase.CLOSED and not self._works_in(entry):
+            # What it told may have come too late, or to the inbox of another round.
+            self._say_it_is_there(entry.round)
+        if resumes is not None and resumes.phase is entry.phase is Phase.CLOSED:
+            return self._part_taken_up(entry, resumes)
+        if told is not None and resumes is None and not entry.follows(told):
+            return None
+        if entry.phase is Phase.OVER:
+            return None if entry.seq == self._ended_at else Over(entry)
+        if entry.phase is Phase.OPEN:
+            self.acknowledge()
+            return None if entry.round <= self._opened_round else Opened(entry)
+        if entry.is_leaving:
+            return self._leaves(entry)
+        return self._part_in(entry)
+
+    def _part_taken_up(self, entry: Entry, before: Entry) -> News | None:
+        """Return what a closed round of another host means, after that closed one of the lost."""
+        if not self._works_in(before):
+            return None if entry.round == before.round else Spare(entry)
+        if self._is_counted_in(entry):
+            self._say_again(entry.round)
+            return self._leaves(entry) if entry.follows(before) else None
+        # Its workers would train on, beside those that took their place.
+        cause = Cause("opened", f"the others went on without host {self._host}", host=self._host)
+        return Opened(dataclasses.replace(entry, cause=cause))
+
+    def _is_counted_in(self, entry: Entry) -> bool:
+        """Return whether another host goes on with this node at the place that it has."""
+        if not self._works_in(entry):
+            return False
+        try:
+            text = self._store.peek(keys.place(self.node))
+            return text is not None and decode(Place, text) == self._place
+        except ForeignValueError as error:
+            self._store.report_foreign(error)
+            return True
+
+    def _leaves(self, entry: Entry) -> Leaves | None:
+        """Return what a round that is left means for this node: nothing for a spare."""
+        return Leaves(entry) if self._works_in(entry) else None
+
+    def _works_in(self, entry: Entry) -> bool:
+        return self._place is not None and self._place.round == entry.round
+
+    def _part_in(self, entry: Entry) -> News:
+        """Return this node's part in a closed round."""
+        if self._arrived_in != entry.round:
+            return Spare(entry)
+        try:
+            text = self._store.peek(keys.place(self.node))
+            if text is None:
+                return Spare(entry)
+            place = decode(Place, text)
+        except ForeignValueError as error:
+            self._store.report_foreign(error)
+            what = f"what the store held as the place of host {self._host} was no place"
+            cause = Cause("foreign_value", what, host=self._host, detected_by="rendezvous")
+            self.tell(Kind.STATE, state=WorkerState.UNHEALTHY, cause=cause)
+            return Spare(entry)
+        if place.round != entry.round:
+            return Spare(entry)
+        self._place = place
+        return Placed(entry, place)
+
+    def open_next(self, round_: int, cause: Cause) -> None:
+        """Open the round after `round_`, unless that has happened or the job is over."""
+        self._opened_round = max(self._opened_round, round_ + 1)
+        self._decide(
+            lambda now: now.next(self.node, phase=Phase.OPEN, round=round_ + 1, cause=cause),
+            until=lambda now: now.phase is not Phase.CLOSED or now.round != round_,
+        )
+
+    def end(self, reason: str, cause: Cause | None) -> None:
+        """End the job for everybody, unless it is over."""
+        self._decide(
+            lambda now: now.next(self.node, phase=Phase.OVER, reason=reason, cause=cause),
+            until=lambda now: now.phase is Phase.OVER,
+        )
+
+    def tell(
+        self,
+        kind: Kind,
+        *,
+        state: WorkerState | None = None,
+        cause: Cause | None = None,
+        text: str = "",
+        arrival: Arrival | None = None,
+        calls: int = 0,
+    ) -> None:
+        """Leave a note for the host."""
+        note = Note(
+            kind, self.node, state=state, cause=cause, text=text, arrival=arrival, calls=calls
+        )
+        self._send(note, self._present().round)
+        self.ring()
+
+    def broken(self, round_: int, state: WorkerState, cause: Cause) -> None:
+        """Say that workers failed in `round_`; what a round before has left means nothing now."""
+        if self._is_in(round_):
+            self.tell(Kind.STATE, state=state, cause=cause)
+
+    def succeeded(self, round_: int) -> None:
+        """Say that all workers of this node ended well in `round_`; the last one wakes the host."""
+        if not self._is_in(round_):
+            return
+        self._send(Note(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), round_)
+        if self._store.count(keys.successes(round_), 1) >= self._present().active:
+            self.ring()
+
+    def read(self, reader: Callable[[JobStore], _T]) -> _T:
+        """Return what `reader` finds in the store."""
+        return reader(self._store)
+
+    def ring(self) -> None:
+        """Wake the host."""
+        self._store.put(keys.BELL, "1")
+
+    def _present(self) -> Entry:
+        if self.entry is None:
+            raise RuntimeError("attach first")
+        return self.entry
+
+    def _send(self, note: Note, round_: int) -> None:
+        if note.kind in _OF_THE_END:
+            # First: if the store is gone, the next one has to know.
+            self._left = note
+        self._store.append_line(keys.inbox(round_), encode(note))
+        if note.kind in _OF_A_ROUND:
+            if round_ != self._said_in:
+                self._said_in, self._said = round_, {}
+            self._said[note.kind] = note
+
+    def _say_it_is_there(self, round_: int) -> None:
+        """Tell another host of a closed round that it has this node as a spare, or has it not."""
+        if self._left is not None:
+            self._send(self._left, round_)
+            self.ring()
+        elif self._arrival is not None:
+            self._send(Note(Kind.ARRIVED, self.node, arrival=self._arrival), round_)
+            self.ring()
+
+    def _say_again(self, round_: int) -> None:
+        """Tell another host what this node said of a round that goes on."""
+        said = tuple(self._said.values()) if round_ == self._said_in else ()
+        if self._left is not None:
+            said = (*said, self._left)
+        for note in said:
+            if note.state is WorkerState.SUCCEEDED:
+                self.succeeded(round_)
+            else:
+                self._send(note, round_)
+        if said:
+            self.ring()
+
+    def _is_in(self, round_: int) -> bool:
+        entry = self._present()
+        return entry.phase is Phase.CLOSED and entry.round == round_
+
+    def _decide(self, make: Callable[[Entry], Entry], *, until: Callable[[Entry], bool]) -> None:
+        """Add to the log what `make` says, or follow it until `until` holds."""
+        while not until(present := self._present()):
+            wanted = make(present)
+            self.entry = self._log.add(wanted)
+            if wanted.phase is Phase.OVER and encode(self.entry) == encode(wanted):
+                self._ended_at = wanted.seq
+        self.ring()

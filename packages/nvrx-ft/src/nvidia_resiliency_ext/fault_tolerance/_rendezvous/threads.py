@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a node's session beside a launcher's loop.
+
+One thread waits in the store for the next decision, the other does everything else and keeps the
+lease alive.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import logging
+import queue
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+from . import keys
+from .agreement import differences, read_settings, write_settings
+from .lease import LEASES_TO_EXPIRY
+from .log import DecisionLog
+from .records import Entry, ForeignValueError, Kind, Phase
+from .session import FOREIGN_PAUSE_S, Lost, News, NodeSession, Over
+from .store import JobStore, NoJobError, StoreLostError
+
+logger = logging.getLogger("nvrx")
+
+# A healthy node costs the store a lease every few seconds; waiting anew must not add to that.
+WATCH_WAIT_S = 600.0
+ENTRY_TRIES = 3
+CUT_WAIT_S = 1.0
+# A store that was killed may take connections for some milliseconds more, and a client that comes
+# in then leaves a thread that tries to connect for half a minute.
+DYING_S = 0.1
+
+
+class LeaseExpiredError(NvrxError):
+    """This node was away for so long that the others have replaced it."""
+
+
+_Command = Callable[[NodeSession], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Urgent:
+    do: _Command
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    number: int
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchEnded:
+    number: int
+    why: str
+
+
+def _is_first(entry: Entry) -> bool:
+    """Whether no round has been closed: the host can still refuse the job as a whole."""
+    return entry.phase is Phase.OPEN and entry.round == 0
+
+
+def _store_gone(error: StoreLostError) -> str:
+    if isinstance(error, NoJobError):
+        return str(error)
+    return f"the store host of the job is gone, or cannot be reached any more ({error})"
+
+
+def _can_read(store: JobStore, key: str) -> bool:
+    try:
+        return store.peek(key) is not None
+    except ForeignValueError:
+        return False
+
+
+class NodeThreads:
+    """Runs a session beside a loop. Commands return at once; news come through `post`.
+
+    Both threads are daemons, and `close` cuts their connections: whatever they wait for then ends.
+
+    Args:
+        connect: Makes the connection; called in the thread, may take long, may raise NvrxError. It
+            gets what to call whenever it is certain that nobody serves a store.
+        node: This node's identity.
+        host: Its name.
+        post: Takes news, from any thread.
+        clock: Where the time is read.
+        lease_s: Seconds between signs of life.
+        connect_timeout_s: How long the job may take to appear in the store.
+        settings: What this node was started with, by flag.
+    """
+
+    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
+        self,
+        connect: Callable[[Callable[[], None]], JobStore],
+        *,
+        node: str,
+        host: str,
+        post: Callable[[News], None],
+        clock: Clock,
+        lease_s: float,
+        connect_timeout_s: float,
+        settings: dict[str, str],
+    ) -> None:
+        self._connect = connect
+        self._node = node
+        self._host = host
+        self._post = post
+        self._clock = clock
+        self._lease_s = lease_s
+        self._connect_timeout_s = connect_timeout_s
+        self._settings = settings
+        self._commands: queue.SimpleQueue[_Command | _Urgent | _Decided | _WatchEnded | None]
+        self._commands = queue.SimpleQueue()
+        self._held: collections.deque[_Command] = collections.deque()
+        self._watch_number = 0
+        self._confirmed_at: float | None = None
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._stores: list[JobStore] = []
+        self._mismatch = ""
+        self._is_controlled: bool | None = None
+        self._watcher: threading.Thread | None = None
+        self._worker = threading.Thread(target=self._work, name="nvrx-rendezvous", daemon=True)
+        self._worker.start()
+
+    @property
+    def confirmed_at(self) -> float | None:
+        """When the last lease that the store confirmed was sent (monotonic s); None before."""
+        return self._confirmed_at
+
+    def submit(self, command: _Command) -> None:
+        """Do `command` in the session's thread, after those before it."""
+        self._commands.put(command)
+
+    def submit_last_words(self, command: _Command) -> None:
+        """Do `command` as `submit`, but also before a new host has said how the job goes on."""
+        self._commands.put(_Urgent(command))
+
+    def close(self, timeout_s: float) -> None:
+        """End the session; what was submitted before is still done, `timeout_s` long."""
+        self._commands.put(None)
+        self._worker.join(timeout_s)
+        self._ended.set()
+        self._cut()
+        for thread in (self._worker, self._watcher):
+            if thread is not None:
+                thread.join(CUT_WAIT_S)
+
+    def _work(self) -> None:
+        """Run; that it ends is news, whatever the reason."""
+        try:
+            self._live()
+        except StoreLostError as error:
+            self._tell_lost(_store_gone(error))
+        except NvrxError as error:
+            self._tell_lost(str(error), is_replaced=isinstance(error, LeaseExpiredError))
+        except Exception as error:
+            logger.exception("a defect in the rendezvous of this node")
+            self._tell_lost(f"the rendezvous of this node failed: {error!r}")
+
+    def _live(self) -> None:
+        session = self._begin()
+        while True:
+            try:
+                self._serve(session)
+            except StoreLostError as error:
+                self._wait_for_another(session, error)
+            else:
+                return
+
+    def _tell_lost(self, what: str, *, is_replaced: bool = False) -> None:
+        if not self._ended.is_set():
+            self._post(Lost(what, is_replaced))
+
+    def _keep(self, store: JobStore) -> JobStore:
+        """Note a connection, so that `close` can cut it."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._stores.append(store)
+                return store
+        store.cut()
+        raise StoreLostError("this node's part is over")
+
+    def _cut(self) -> None:
+        """End all connections, and with them what waits."""
+        with self._lock:
+            stores, self._stores = self._stores, []
+        for store in stores:
+            store.cut()
+
+    def _begin(self) -> NodeSession:
+        """Enter the job; a store that goes meanwhile is waited for where it may come back."""
+        deadline = self._clock.monotonic() + self._connect_timeout_s
+        for tries in itertools.count(1):
+            store = self._keep(self._connect(lambda: None))
+            try:
+                return self._enter(store)
+            except StoreLostError as error:
+                may_come_back = self._is_controlled
+                if may_come_back is None:
+                    # It did not live long enough to be asked.
+                    may_come_back = tries < ENTRY_TRIES
+                is_late = self._clock.monotonic() >= deadline
+                if not may_come_back or is_late or self._ended.is_set():
+                    raise
+                logger.warning("%s; waiting for it to come back", _store_gone(error))
+                self._cut()
+                self._ended.wait(DYING_S)
+        raise AssertionError("unreachable")
+
+    def _enter(self, store: JobStore) -> NodeSession:
+        session = NodeSession(store, self._node, self._host)
+        different = self._differences(store)
+        entry = session.attach(self._connect_timeout_s)
+        if different:
+            session.tell(Kind.MISMATCH, text=different)
+            if not _is_first(entry):
+                raise NvrxError(different)
+            self._mismatch = different
+        if entry.phase is Phase.OVER:
+            self._post(Over(entry))
+        else:
+            self._start_watch(store, entry.seq)
+        return session
+
+    def _start_watch(self, store: JobStore, seq: int) -> None:
+        self._watch_number += 1
+        watched, number = self._keep(store.another()), self._watch_number
+
+        def watch() -> None:
+            try:
+                self._watch(watched, seq, number)
+            except StoreLostError as error:
+                self._commands.put(_WatchEnded(number, str(error)))
+            except Exception as error:
+                logger.exception("a defect in the rendezvous of this node")
+                self._commands.put(_WatchEnded(number, repr(error)))
+
+        self._watcher = threading.Thread(target=watch, name="nvrx-rendezvous-watch", daemon=True)
+        self._watcher.start()
+
+    def _serve(self, session: NodeSession) -> None:
+        """Do what is asked for, one thing after the other, and keep the lease alive.
+
+        What the store did not survive is done again when there is another one.
+
+        Raises:
+            StoreLostError: the store is gone.
+            LeaseExpiredError: this node was away for too long.
+        """
+        next_lease = self._first_lease_at()
+        while True:
+            self._check_lease(session)
+            is_due = next_lease <= self._clock.monotonic()
+            if self._held and not session.is_resuming and not is_due:
+                self._held[0](session)
+                self._held.popleft()
+                continue
+            wait_s = next_lease - self._clock.monotonic()
+            if wait_s <= 0:
+                self._renew(session)
+                next_lease = self._clock.monotonic() + self._lease_period()
+                continue
+            try:
+                command = self._commands.get(timeout=wait_s)
+            except queue.Empty:
+                continue
+            if command is None:
+                return
+            self._check_lease(session)
+            if isinstance(command, _Decided):
+                # What an earlier watch has heard is of a store that is gone.
+                if command.number == self._watch_number:
+                    self._take(session, command.entry)
+            elif isinstance(command, _WatchEnded):
+                if command.number == self._watch_number:
+                    raise StoreLostError(command.why)
+            elif not isinstance(command, _Urgent):
+                self._held.append(command)
+            elif session.is_resuming:
+                command.do(session)
+            else:
+                self._held.append(command.do)
+
+    def _wait_for_another(self, session: NodeSession, error: StoreLostError) -> None:
+        """Connect again, where the store may come back: one that a control plane serves.
+
+        Raises:
+            StoreLostError: it does not come back.
+        """
+        if session.entry is None or not session.entry.is_controlled or self._ended.is_set():
+            raise error
+        while True:
+            logger.warning("%s; going on, and waiting for it to come back", _store_gone(error))
+            self._cut()
+            self._ended.wait(DYING_S)
+            store = self._keep(self._connect(self._store_is_absent))
+            try:
+                self._resume(session, store)
+            except StoreLostError as lost_again:
+                if self._ended.is_set():
+                    raise
+                error = lost_again
+            else:
+                logger.info("the store is back")
+                return
+
+    def _resume(self, session: NodeSession, store: JobStore) -> None:
+        """Go on with another store.
+
+        Raises:
+            StoreLostError: it is gone again.
+            LeaseExpiredError: this node was away for too long.
+        """
+        self._check_lease(session)
+        self._first_settings(store)
+        news = session.resume(store, self._connect_timeout_s)
+        self._renew(session)
+        if news is not None:
+            self._post(news)
+        self._start_watch(store, session.told_seq)
+
+    def _store_is_absent(self) -> None:
+        """Take note that nobody serves a store: then nobody can have replaced this node either."""
+        self._confirmed_at = self._clock.monotonic()
+
+    def _check_lease(self, session: NodeSession) -> None:
+        """Never renew a lease that has expired, though the store would take it.
+
+        A node that was stopped would else be a spare, or in the way of its replacement, or end,
+        by which of its threads comes first.
+        """
+        confirmed = self._confirmed_at
+        if confirmed is None or (session.entry and session.entry.phase is Phase.OVER):
+            return
+        quiet_s = self._clock.monotonic() - confirmed
+        if quiet_s >= LEASES_TO_EXPIRY * self._lease_s:
+            raise LeaseExpiredError(
+                f"this node gave no sign of life for {quiet_s:.1f} s;"
+                " it ends, for the others may have replaced it"
+            )
+
+    def _first_lease_at(self) -> float:
+        """Return when to renew the lease next: at once where that was not done in this job."""
+        if self._confirmed_at is None:
+            return self._clock.monotonic()
+        return self._confirmed_at + self._lease_period()
+
+    def _lease_period(self) -> float:
+        # Spread, so that thousands of nodes do not speak in the same instant.
+        return self._lease_s * random.uniform(0.95, 1.1)  # noqa: S311
+
+    def _renew(self, session: NodeSession) -> None:
+        sent_at = self._clock.monotonic()
+        session.renew_lease()
+        self._confirmed_at = sent_at
+
+    def _differences(self, store: JobStore) -> str:
+        """Leave this launcher's settings if it is the first; say how they differ from others'."""
+        of_control = store.peek(keys.CONTROL_SETTINGS)
+        self._is_controlled = of_control is not None
+        others = [self._first_settings(store)]
+        if of_control is not None:
+            others.append(read_settings(of_control))
+        different = [
+            sentence
+            for theirs in others
+            for sentence in differences(self._settings, self._host, theirs)
+        ]
+        if not different:
+            return ""
+        return f"launchers were started differently: {'; '.join(different)}"
+
+    def _first_settings(self, store: JobStore) -> dict[str, str]:
+        """Leave this launcher's settings if it is the first; return those of the first one.
+
+        Raises:
+            ForeignValueError: this launcher has another token than the job.
+        """
+        own = write_settings(self._host, self._settings)
+        try:
+            return read_settings(store.create(keys.SETTINGS, own))
+        except ForeignValueError:
+            # Who has another token must not replace what is right: by the host's word that shows.
+            if not store.has(keys.LOG_TOKEN) or not _can_read(store, keys.LOG_TOKEN):
+                raise
+        return store.settle(keys.SETTINGS, own, read_settings)
+
+    def _watch(self, store: JobStore, seq: int, number: int) -> None:
+        """Wait for one decision after the other and hand it to the session's thread."""
+        log = DecisionLog(store)
+        while not self._ended.is_set():
+            try:
+                entry = log.wait_for(seq + 1, WATCH_WAIT_S)
+            except ForeignValueError as error:
+                # The host puts a decision in its place.
+                store.report_foreign(error)
+                store.put(keys.BELL, "1")
+                self._ended.wait(FOREIGN_PAUSE_S)
+                continue
+            if entry is None:
+                continue
+            seq = entry.seq
+            self._commands.put(_Decided(number, entry))
+            if entry.phase is Phase.OVER:
+                return
+
+    def _take(self, session: NodeSession, entry: Entry) -> None:
+        if self._mismatch and entry.phase is not Phase.OVER and not _is_first(entry):
+            raise NvrxError(self._mismatch)
+        news = session.take(entry)
+        if news is not None:
+            self._post(news)
