@@ -52,7 +52,9 @@ for name, function in cases.items():
         def interrupt():
             threading.Event().wait(0.02)
             begun.append(time.perf_counter())
-            gate.interrupt("", 60, lock)
+            with lock:
+                interruption = gate.begin("")
+            interruption.see_out(60, lock)
         thread = threading.Thread(target=interrupt)
         thread.start()
         try:

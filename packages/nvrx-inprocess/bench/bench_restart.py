@@ -2,7 +2,8 @@
 """Measures restarts in the process: from a fault until every rank is in the function again.
 
 Cases: an exception on one of four ranks, on all of them, SIGKILL of an active rank beside a
-reserve, each at default times and with 10 ms intervals and no last call; a rank that sleeps through
+reserve, each at default times and with 10 ms intervals and no last call; such a kill while all
+other active ranks raise, as in a collective; a rank that sleeps through
 a soft timeout of 2 s; calls of an empty function by one rank.
 
     python bench_restart.py [--python PY] [--against PY2] [--case exception] [--repeats 5]
@@ -42,6 +43,10 @@ CASES: dict[str, tuple[int, Scenario]] = {
     "kill with a reserve, small": (
         4,
         {"faults": {"0": {"1": "kill"}}, "active": 3, "times": SMALL},
+    ),
+    "kill, the others raise, defaults": (
+        4,
+        {"faults": {"0": {"1": "kill", "0": "raise", "2": "raise"}}, "active": 3},
     ),
     "kill of rank 0 with a reserve, defaults": (4, {"faults": {"0": {"0": "kill"}}, "active": 3}),
     "asleep, soft timeout 2 s": (2, {"faults": {"0": {"1": "sleep"}}, "times": SOFT}),

@@ -24,6 +24,7 @@ from nvidia_resiliency_ext.inprocess import abort
 from nvidia_resiliency_ext.inprocess._abort import gloo_sockets, groups, torch_distributed
 from nvidia_resiliency_ext.inprocess.state import State
 from nvidia_resiliency_ext.shared_utils.abort_hooks import register_abort_hook
+from nvidia_resiliency_ext.shared_utils.trace_collector import NoFlightRecorderError
 
 STATE = State(1, 4, iteration=3).freeze()
 PROGRAM = Path(__file__).parent / "programs" / "gloo_ranks.py"
@@ -263,6 +264,28 @@ def test_failing_record_stops_nothing(
     assert "full" in caplog.text
 
 
+def test_torch_without_a_recorder(
+    recorder: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is told once, with the folder that stays empty; no abort fails for it."""
+
+    def fail(_collector: object) -> None:
+        raise NoFlightRecorderError("this torch has no flight recorder")
+
+    monkeypatch.setattr(StandInCollector, "take", fail)
+    aborting = abort.AbortTorchDistributed(str(tmp_path))
+    for _ in range(3):
+        assert aborting(STATE) is STATE
+    assert recorder == ["aborted", "destroyed"] * 3
+    told = [each.getMessage() for each in caplog.records if "flight record" in each.getMessage()]
+    assert told == [
+        f"no flight records will be saved in {tmp_path}: this torch has no flight recorder"
+    ]
+
+
 def test_record_that_does_not_answer(
     recorder: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,9 +333,10 @@ def test_loop_that_never_rests(
     def read(path: str) -> str:
         if path.endswith("/comm"):
             return "gloo_tcp_loop"
-        return "running" if path.endswith("/syscall") else real(path)
+        return real(path)
 
     monkeypatch.setattr(gloo_sockets, "_read", read)
+    monkeypatch.setattr(gloo_sockets, "system_call", lambda _: ())
     reading, writing = os.pipe()
     with select.epoll() as loop, select.epoll() as other, socket.create_server(("", 0)) as listener:
         for descriptor in (reading, listener.fileno(), connection[0].fileno()):

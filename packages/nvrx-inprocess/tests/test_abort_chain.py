@@ -56,6 +56,43 @@ def test_one_that_raises(error: BaseException, caplog: pytest.LogCaptureFixture)
     assert "abort one took" in caplog.text
 
 
+class Unspeakable(Exception):  # noqa: N818
+    """Cannot even be named."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+    __str__ = __repr__
+
+
+class Nameless:
+    """Fails when it is looked at."""
+
+    @property
+    def __name__(self) -> str:
+        raise OSError("no name")
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        return state
+
+
+def test_one_that_cannot_be_told() -> None:
+    """Neither a member nor what it raises has to have a text; what is no abort is an error."""
+    calls: list[str] = []
+    one, two = Member("one", calls), Member("two", calls, Unspeakable())
+    compose = Compose(one, two)
+    compose.instances = (one, two, Nameless(), "no abort")  # type: ignore[assignment]
+    steps = run_abort(compose, STATE, 10)
+    assert calls == ["two", "one"]
+    told = [(step.name, step.error and step.error.partition("(")[0]) for step in steps]
+    assert told == [
+        ("str", "TypeError"),
+        ("Nameless", "OSError"),
+        ("two", "Unspeakable"),
+        ("one", None),
+    ]
+
+
 def test_one_that_does_not_end() -> None:
     """The next one starts when half of the time is over; the late one is left to itself."""
     calls: list[str] = []

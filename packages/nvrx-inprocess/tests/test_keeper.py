@@ -4,6 +4,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from nvidia_resiliency_ext.inprocess._store.hosting import (
     keep_store,
 )
 from nvidia_resiliency_ext.inprocess._store.identity import StoreInUseError
+from nvidia_resiliency_ext.inprocess._store.stopped import wake_keepers
 from nvidia_resiliency_ext.inprocess.store import TCPStore
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
@@ -106,6 +108,56 @@ def test_a_port_of_something_else_is_a_clear_error(monkeypatch: pytest.MonkeyPat
             start(taken)
 
 
+def test_a_port_that_a_connection_holds_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody listens, but the port is another program's, the error says what to do."""
+    monkeypatch.setattr(hosting, "_PROBE_S", 0.3)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as outgoing,
+    ):
+        taken = Endpoint("127.0.0.1", outgoing.getsockname()[1], is_served=False)
+        with pytest.raises(StoreInUseError, match=r"port \d+ is taken.*EADDRINUSE.*another port"):
+            start(taken)
+
+
+def test_a_keeper_that_was_stopped_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes to a stopped keeper of its own job wakes it; another job's is left as it is."""
+    monkeypatch.setattr(hosting, "_PROBE_S", 0.3)
+    keeper = start(job="stopped-job")
+    assert keeper.process is not None
+    try:
+        TCPStore.connect(keeper.endpoint, SOON).set("k", "v")
+        stop_process(keeper.process.pid)
+        assert wake_keepers("other-job") == 0
+        assert start(keeper.endpoint, job="stopped-job").process is None
+        assert TCPStore.connect(keeper.endpoint, SOON).get("k") == b"v"
+        stop_process(keeper.process.pid)
+        keeper.wake()
+        assert TCPStore.connect(keeper.endpoint, SOON).get("k") == b"v"
+        stop_process(keeper.process.pid)
+    finally:
+        keeper.stop()
+    assert keeper.process.poll() == 0
+
+
+def test_only_the_keepers_main_thread_is_ended_by_a_signal(keeper: Keeper) -> None:
+    """A thread of torch that took it, as after SIGSTOP and SIGCONT, would wake nobody."""
+    assert keeper.process is not None
+    TCPStore.connect(keeper.endpoint, SOON)
+    pid, blocked = keeper.process.pid, {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        (line,) = re.findall(r"^SigBlk:\s*(\w+)", (task / "status").read_text(), re.MULTILINE)
+        blocked[int(task.name)] = bool(int(line, 16) & 1 << signal.SIGTERM - 1)
+    assert len(blocked) > 1
+    assert [thread for thread, is_blocked in blocked.items() if not is_blocked] == [pid]
+
+
+def stop_process(pid: int) -> None:
+    """Stop a child and wait until it is."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
+
+
 def test_an_address_of_another_host_is_a_clear_error() -> None:
     """A keeper is started where its address is; elsewhere the error says what the system said."""
     with pytest.raises(KeeperStartError, match=r"192\.0\.2\.1:\d+.*[Aa]ssign"):
@@ -177,7 +229,7 @@ def test_reports_are_one_line_of_json(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, socket.create_server(("127.0.0.1", 0)) as taken:
         command = [
-            *(sys.executable, hosting._PROGRAM),
+            *(sys.executable, hosting.PROGRAM),
             *("--address=127.0.0.1", f"--port={taken.getsockname()[1]}", "--job=j"),
             *(f"--starter={os.getpid()}", "--idle-s=1", f"--channel-fd={theirs.fileno()}"),
         ]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a thread waits is told by the kernel, also after it was stopped in its wait."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -9,7 +10,13 @@ import time
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._call.kernel_call import Wait, kernel_wait, parse_wait
+from nvidia_resiliency_ext.inprocess._call.kernel_call import (
+    Wait,
+    kernel_wait,
+    own_memory,
+    parse_call,
+    wait_of,
+)
 
 DEADLINE_S = 20.0
 POLL = """
@@ -31,13 +38,13 @@ def test_a_wait_that_was_held_up_is_the_same_wait(wait: Wait) -> None:
     """SIGSTOP and SIGCONT let a wait go on in another system call: it is told for what it is."""
     with subprocess.Popen([sys.executable, "-c", PROGRAMS[wait]]) as process:
         try:
-            before = _line_when(process.pid, lambda line: parse_wait(line)[0] is wait)
+            before = _line_when(process.pid, lambda line: _wait_of(line)[0] is wait)
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
             process.send_signal(signal.SIGCONT)
             number = before.split()[0]
             after = _line_when(process.pid, lambda line: line.split()[0] not in {number, "running"})
-            assert parse_wait(after) == parse_wait(before)
+            assert _wait_of(after) == _wait_of(before)
         finally:
             process.kill()
 
@@ -52,7 +59,7 @@ def test_a_sleep_that_was_held_up_is_no_wait() -> None:
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
             process.send_signal(signal.SIGCONT)
             after = _line_when(process.pid, lambda line: line.split()[0] != "running")
-            assert parse_wait(after)[0] is None
+            assert _wait_of(after)[0] is None
         finally:
             process.kill()
 
@@ -61,6 +68,19 @@ def test_who_does_not_wait_is_not_told_to_wait() -> None:
     """A thread at work, and one that is not there, wait for nothing."""
     assert kernel_wait(os.getpid())[0] is None
     assert kernel_wait(2**22 + 1) == (None, 0, 0)
+
+
+def test_memory_is_read_and_what_is_gone_is_an_error() -> None:
+    """Bytes of this process are read as they are; where there are none that is an error."""
+    text = ctypes.create_string_buffer(b"here it is")
+    assert own_memory(ctypes.addressof(text), 7) == b"here it"
+    for gone in (0, 2**64 - 8, 2**70):
+        with pytest.raises(OSError, match=r".+"):
+            own_memory(gone, 8)
+
+
+def _wait_of(line: str) -> tuple[Wait | None, int, int]:
+    return wait_of(parse_call(line))
 
 
 def _line_when(pid: int, holds) -> str:

@@ -13,17 +13,24 @@ from typing import Any
 import pytest
 
 from nvidia_resiliency_ext.inprocess import rank_assignment, rank_filter
+from nvidia_resiliency_ext.inprocess._call import loop as loop_module
 from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
 from nvidia_resiliency_ext.inprocess._call.loop import CallLoop, Parts
 from nvidia_resiliency_ext.inprocess._call.newsbox import NewsBox
 from nvidia_resiliency_ext.inprocess._call.report import Phase
 from nvidia_resiliency_ext.inprocess._call.settings import Settings
-from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Interrupted
+from nvidia_resiliency_ext.inprocess._monitor.messages import (
+    Completed,
+    Decided,
+    Interrupted,
+    StoreLost,
+)
 from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision
 from nvidia_resiliency_ext.inprocess.abort import Abort
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.completion import Completion
+from nvidia_resiliency_ext.inprocess.exception import InternalError
 from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignmentCtx, ShiftRanks
 from nvidia_resiliency_ext.inprocess.state import FrozenState, State
 from nvidia_resiliency_ext.inprocess.store import TCPStore
@@ -72,10 +79,12 @@ class Nothing:
 
 
 @contextlib.contextmanager
-def call_of(state: State, **arguments: Any) -> Iterator[tuple[CallLoop, Monitor]]:
+def call_of(
+    state: State, monitor: Monitor | None = None, **arguments: Any
+) -> Iterator[tuple[CallLoop, Monitor]]:
     """Make the loop of a call; `arguments` are those of `Wrapper`."""
     arguments = {"rank_assignment": ShiftRanks(), **arguments}
-    page, monitor, nothing = ProgressPage.create(), Monitor(), Nothing()
+    page, monitor, nothing = ProgressPage.create(), monitor or Monitor(), Nothing()
     box: NewsBox[Any] = NewsBox(time.monotonic, 1.0, page.stamp_auto)
     parts = Parts(
         base_store=nothing,
@@ -141,6 +150,36 @@ def test_old_news_stops_nothing() -> None:
             if thread.name == "nvrx-inprocess-restart":
                 thread.join(30)
     assert aborted == [0]
+
+
+def test_report_tells_the_last_call_of_who_has_not_reported() -> None:
+    """A rank that was interrupted by another one's fault knows of its monitor how long that was."""
+    state = State(0, 1)
+    with call_of(state) as (loop, monitor):
+
+        def function() -> None:
+            if state.iteration == 0:
+                monitor.hear(Interrupted(0, (), 0.75))
+                time.sleep(30)
+
+        loop.run(function, (), {})
+        (report,) = loop.reports
+    assert report.seconds["last_call"] == 0.75
+
+
+def test_what_fails_while_the_function_is_stopped_keeps_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error of the thread that stops the function is logged, and the restart goes on."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("broken")
+
+    monkeypatch.setattr(loop_module, "terminate", fail)
+    state = State(0, 1)
+    with call_of(state, barrier_timeout=timedelta(seconds=10)) as (loop, _):
+        assert loop.run(raises_in(1, state), (), {}) == "done"
+    assert "stopping the function: OSError('broken')" in caplog.text
 
 
 def test_report_tells_how_long_a_hang_was_not_seen() -> None:
@@ -242,6 +281,41 @@ def test_last_word_is_said_where_the_others_wait() -> None:
         with pytest.raises(KeyError, match="no number"):
             loop.run(raises_in(1, state), (), {})
         assert monitor.last_words == [(0, 1, frozenset({0}))]
+
+
+def test_who_is_in_the_function_when_the_store_is_lost_comes_out() -> None:
+    """Nobody could interrupt it any more: it is stopped, and leaves with what was lost."""
+    with call_of(State(0, 1)) as (loop, monitor):
+
+        def function() -> None:
+            monitor.hear(StoreLost("the store at here:1: gone"))
+            time.sleep(30)
+
+        began = time.monotonic()
+        with pytest.raises(InternalError, match="lost the store of the job: the store at here:1"):
+            loop.run(function, (), {})
+        assert time.monotonic() - began < 10
+        assert monitor.left == [True]
+
+
+def test_who_has_completed_does_not_need_the_store() -> None:
+    """A store that is lost when all have completed takes no result away, and stops nothing."""
+
+    class Late(Monitor):
+        def completed(self) -> None:
+            super().completed()
+            self.hear(StoreLost("gone"))
+
+    aborted: list[int] = []
+
+    class Note(Abort):
+        def __call__(self, state: FrozenState) -> FrozenState:
+            aborted.append(state.iteration)
+            return state
+
+    with call_of(State(0, 1), Late(), abort=Note()) as (loop, _):
+        assert loop.run(lambda: "done", (), {}) == "done"
+    assert aborted == []
 
 
 def test_no_abort_goes_on_after_the_call() -> None:

@@ -16,10 +16,13 @@ import pytest
 from monitor_lab import Lab, environ_of_monitor, wait_gone, with_torch
 from torch.distributed import TCPStore
 
+from nvidia_resiliency_ext.inprocess import store as stores
 from nvidia_resiliency_ext.inprocess._monitor import messages
 from nvidia_resiliency_ext.inprocess._monitor.place import NodePlace
 from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
 from nvidia_resiliency_ext.inprocess._protocol.board import Board
+from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
+from nvidia_resiliency_ext.inprocess._store.hosting import keep_store
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.wire import receive_message, send_message, send_with_fds
 
@@ -381,7 +384,27 @@ def test_store_that_hangs_holds_up_no_timeout(make, host) -> None:
     ranks[2].do("leave", True)
     assert ranks[2].hear("left") == ["left", True]
     assert time.monotonic() - before < 2.0
-    assert "has not answered" in ranks[0].hear("StoreLost")[2]
+    text = ranks[0].hear("StoreLost")[2]
+    assert f"the store at 127.0.0.1:{port}: it has not answered for 2 s (heartbeat_timeout" in text
+
+
+def test_store_that_is_stopped_goes_on(make) -> None:
+    """A keeper of this node that somebody has stopped is woken before the store is given up."""
+    here = Endpoint("127.0.0.1", 0, is_served=False)
+    job = f"woken-{os.getpid()}"
+    keeper = keep_store(here, job, stores.TCPStore.connect, is_single_node=True)
+    try:
+        lab = make(2, port=keeper.endpoint.port, **FAST, prefix=f"nvrx/{job}/0.0/0/")
+        lab.prefix = f"nvrx/{job}/0.0/0/"
+        ranks = lab.up()
+        wait_for_nodes(lab, {0, 1})
+        os.kill(keeper.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, keeper.process.pid, os.WSTOPPED)
+        ranks[1].do("report", "EXCEPTION")
+        assert ranks[0].hear("Interrupted")
+        lab.end_ranks()
+    finally:
+        keeper.stop()
 
 
 def test_hostile_clients(make) -> None:

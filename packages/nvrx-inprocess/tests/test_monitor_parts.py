@@ -280,6 +280,17 @@ def test_lock_has_a_deadline(environ) -> None:
             thread.join(10.0)
 
 
+def test_all_tries_for_a_lock_share_one_deadline(environ, monkeypatch) -> None:
+    """However often the directory is removed meanwhile: the time is that of all tries together."""
+    place = NodePlace.find(environ)
+    left_s: list[float] = []
+    is_current = iter([False, False, True])
+    monkeypatch.setattr(place_module, "_flock", lambda _fd, left, _all: left_s.append(left))
+    monkeypatch.setattr(NodePlace, "_is_current", lambda *_: next(is_current))
+    os.close(place._lock(10.0))
+    assert 10.0 >= left_s[0] > left_s[1] > left_s[2] > 0.0
+
+
 def test_lock_survives_removal(environ) -> None:
     """Who waited for the lock of a directory that was removed gets that of a new one."""
     place = NodePlace.find(environ)

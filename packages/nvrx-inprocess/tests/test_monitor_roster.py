@@ -190,8 +190,9 @@ def test_news_goes_to_those_in_the_iteration() -> None:
     roster = begun(ranks=(0,))
     roster.attach(1)
     records = (record(3, K.EXCEPTION),)
-    assert roster.last_call_over(0, records) == [r.Tell(0, Interrupted(0, records))]
-    assert roster.begun(1, 0, 1, 4, ALL) == [r.Tell(1, Interrupted(0, records))]
+    news = Interrupted(0, records, 0.5)
+    assert roster.last_call_over(0, records, 0.5) == [r.Tell(0, news)]
+    assert roster.begun(1, 0, 1, 4, ALL) == [r.Tell(1, news)]
     made = decision({0: 0, 1: 1, 2: 2}, ended=[3])
     effects = roster.decided(0, made)
     assert effects[:2] == [r.Tell(0, Decided(0, made)), r.Tell(1, Decided(0, made))]

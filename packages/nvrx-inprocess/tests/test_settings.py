@@ -14,7 +14,13 @@ from nvidia_resiliency_ext.inprocess._call import meeting
 from nvidia_resiliency_ext.inprocess._call.meeting import require_place
 from nvidia_resiliency_ext.inprocess._call.settings import Settings, bounded, check_settings
 from nvidia_resiliency_ext.inprocess.compose import Compose
-from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignment, RankFilter
+from nvidia_resiliency_ext.inprocess.rank_assignment import (
+    ActiveWorldSizeDivisibleBy,
+    FilterCountGroupedByKey,
+    RankAssignment,
+    RankFilter,
+    ShiftRanks,
+)
 from nvidia_resiliency_ext.inprocess.rank_filter import MaxActiveWorldSize
 from nvidia_resiliency_ext.inprocess.state import State
 from nvidia_resiliency_ext.inprocess.store import (
@@ -109,6 +115,24 @@ def test_wrong_types_are_named(name, value) -> None:
     """A wrong type is a TypeError that begins with the argument's name."""
     with pytest.raises(TypeError, match=f"^{name} must be "):
         check(**{name: value})
+
+
+def test_groups_are_filtered_before_ranks_are_renumbered() -> None:
+    """Where nothing renumbers after it a filter of groups would do nothing: it is refused."""
+    groups = FilterCountGroupedByKey("rack", bool)
+    check(rank_assignment=Compose(ActiveWorldSizeDivisibleBy(2), ShiftRanks(), groups))
+    for arguments in (
+        {"rank_assignment": groups},
+        {"rank_assignment": Compose(groups, ShiftRanks())},
+        {"rank_assignment": Compose(ActiveWorldSizeDivisibleBy(2), groups)},
+        {"rank_assignment": ShiftRanks(), "rank_filter": groups},
+        {
+            "rank_assignment": ShiftRanks(),
+            "rank_filter": Compose(ActiveWorldSizeDivisibleBy(2), groups),
+        },
+    ):
+        with pytest.raises(ValueError, match=r"must be followed by .* new numbers.*rank_filter="):
+            check(**arguments)
 
 
 def test_both_kinds_of_rank_filter_are_taken() -> None:

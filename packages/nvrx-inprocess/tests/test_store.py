@@ -29,6 +29,7 @@ from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
 from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.state import Mode, State
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 # torch asks for the name of each peer; here nobody may answer.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -36,7 +37,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 SHORT = timedelta(milliseconds=200)
 LONG = timedelta(seconds=20)
 P = "nvrx/job/0.0/0/"
-EXCEPTION = Interruption.EXCEPTION
+EXCEPTION, SOFT_TIMEOUT = Interruption.EXCEPTION, Interruption.SOFT_TIMEOUT
 FAULT = [InterruptionRecord(0, Interruption.EXCEPTION)]
 
 Make = Callable[[], Any]
@@ -82,6 +83,23 @@ def test_compare_set_of_missing_keys_is_the_same_everywhere(make: Make) -> None:
     assert access.swap("a", "", "2") == "1"
     assert access.swap("a", "1", "3") == "3"
     assert access.peek("a") == "3"
+
+
+def test_who_waits_for_a_fate_is_told_at_once(make: Make) -> None:
+    """Outcome and decision wake those who wait for them, whatever torch's server does for swaps."""
+    access = StoreAccess(make())
+    found: list[str | None] = []
+    waiter = StoreAccess(make())
+    thread = threading.Thread(target=lambda: found.append(waiter.get("fate", 10.0)))
+    thread.start()
+    threading.Event().wait(0.05)  # that it waits by now cannot be seen in every store
+    began = time.monotonic()
+    assert access.settle("fate", "one") == "one"
+    thread.join()
+    assert found == ["one"]
+    assert time.monotonic() - began < 5
+    assert access.settle("fate", "other") == "one"
+    assert access.get("fate", 1) == "one"
 
 
 def test_waits_end_when_their_time_is_over(make: Make) -> None:
@@ -276,7 +294,10 @@ BOARD_USES: dict[str, Callable[[Board], object]] = {
     "completions": lambda b: b.complete(0, Arrival(0, 0, 1, is_out=False)),
     "completed": lambda b: b.complete(0, Arrival(0, 0, 1, is_out=False)),
     "interruption_records": lambda b: b.records(0),
-    "reported": lambda b: b.interrupt(0, FAULT, frozenset({0, 1})),
+    # The first report counts all of its ranks but one.
+    "reported": lambda b: b.interrupt(
+        0, [*FAULT, InterruptionRecord(1, EXCEPTION)], frozenset({0, 1, 2})
+    ),
     "all_reported": lambda b: b.wait_all_reported(0, 0.1),
     "arrivals": lambda b: b.arrive(0, Arrival(0, 0, 1, is_out=False), frozenset({0})),
     "arrived": lambda b: b.arrive(0, Arrival(0, 0, 1, is_out=False), frozenset({0})),
@@ -368,6 +389,19 @@ def test_late_words_change_nothing(make: Make) -> None:
     assert board.outcome(0, 1) is Outcome.INTERRUPTED
 
 
+def test_who_has_nothing_to_report_is_not_waited_for(make: Make) -> None:
+    """The last call ends when all have reported but a reserve and who has completed."""
+    board = Board(make(), P)
+    participants = frozenset(range(4))
+    board.complete(0, Arrival(3, 3, 4, is_out=False))
+    board.complete(0, Arrival(2, 2, 4, is_out=False))
+    board.interrupt(0, [InterruptionRecord(1, Interruption.TERMINATED)], participants)
+    assert not board.wait_all_reported(0, 0.05)
+    board.interrupt(0, [InterruptionRecord(0, Interruption.EXCEPTION)], participants)
+    assert board.wait_all_reported(0, 1)
+    assert {record.rank for record in board.records(0)} == {0, 1}
+
+
 def test_completion_is_not_undone(make: Make) -> None:
     """A report that comes after the completion is answered with it and leaves no trace."""
     board = Board(make(), P)
@@ -429,7 +463,7 @@ def _size(value: object) -> int:
 
 
 @pytest.mark.parametrize("world_size", [8, 64, 256])
-@pytest.mark.parametrize("faulty", ["one", "several", "all", "one leaves"])
+@pytest.mark.parametrize("faulty", ["one", "stuck", "several", "all", "one leaves"])
 def test_a_restart_says_little(world_size: int, faulty: str) -> None:
     """With a node per rank, at most 8 operations and 4 KiB per restart, but for who decides."""
     base = dist.HashStore()
@@ -437,7 +471,7 @@ def test_a_restart_says_little(world_size: int, faulty: str) -> None:
     counting = [CountingStore(base) for _ in participants]
     boards = [Board(store, P) for store in counting]  # type: ignore[arg-type]
     reporters = {"all": participants, "several": {0, 1, 2, 5}}.get(faulty, {0})
-    kinds = {5: Interruption.SOFT_TIMEOUT} if faulty == "several" else {}
+    kinds = {"several": {5: SOFT_TIMEOUT}, "stuck": {0: SOFT_TIMEOUT}}.get(faulty, {})
     for rank in sorted(reporters):
         boards[rank].interrupt(
             0, [InterruptionRecord(rank, kinds.get(rank, EXCEPTION))], participants
@@ -615,6 +649,57 @@ def test_what_is_no_store_is_an_error() -> None:
     with pytest.raises(StoreLostError, match=r"no store answers at 127.*: nobody listens there"):
         stores.TCPStore.connect(endpoint, timedelta(seconds=0.2))
     assert time.monotonic() - began < 10
+
+
+def test_torch_that_goes_on_trying_is_left_to_itself(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long torch tries to connect: the caller has an error when its time is up."""
+    is_over, has_ended = threading.Event(), threading.Event()
+
+    def try_on(*_: object, **__: object) -> None:
+        is_over.wait(30)
+        has_ended.set()
+
+    monkeypatch.setattr(stores.TCPStore, "_open", try_on)
+    endpoint = Endpoint("127.0.0.1", server.port, is_served=True)
+    began = time.monotonic()
+    try:
+        with pytest.raises(StoreLostError, match=r"not answer as a store does, after 0.1 s"):
+            stores.TCPStore.connect(endpoint, timedelta(seconds=0.1))
+        assert time.monotonic() - began < 5
+    finally:
+        is_over.set()
+        assert has_ended.wait(10)
+
+
+def test_without_a_world_size_the_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of so many ranks cannot be made when nobody says how many; the error says who can."""
+    for text in (None, "many"):
+        if text is None:
+            monkeypatch.delenv("WORLD_SIZE", raising=False)
+        else:
+            monkeypatch.setenv("WORLD_SIZE", text)
+        with pytest.raises(ConfigError, match=r"WORLD_SIZE='.*' in the environment is no"):
+            stores.TCPStore("127.0.0.1", 0)
+
+
+def test_a_port_that_a_connection_holds_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody listens, but the port is another program's, the host says so."""
+    monkeypatch.setenv("RANK", "0")
+    taken = "is taken.*EADDRINUSE.*another port"
+    with held_port() as port, pytest.raises(StoreLostError, match=rf"port {port} {taken}"):
+        stores.TCPStore("127.0.0.1", port, 1, timedelta(seconds=0.1))
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """Yield a port from which another program has made a connection."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as outgoing,
+    ):
+        yield outgoing.getsockname()[1]
 
 
 def test_a_helper_that_waits_holds_nobody_up(server: Any) -> None:

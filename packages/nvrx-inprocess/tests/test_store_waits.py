@@ -18,15 +18,17 @@ from typing import Any
 import ports
 import pytest
 import torch.distributed as dist
+from gates import interrupt_gate
 
 from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
 from nvidia_resiliency_ext.inprocess._call.kernel_call import Wait, is_in_futex, kernel_wait
-from nvidia_resiliency_ext.inprocess._call.rendezvous import patient_rendezvous
+from nvidia_resiliency_ext.inprocess._call.rendezvous import RendezvousError, patient_rendezvous
 from nvidia_resiliency_ext.inprocess._call.restart import RankShouldRestart
 from nvidia_resiliency_ext.inprocess._call.store_waits import StoreWaits
 
 DEADLINE_S = 20.0
-LONG = dt.timedelta(seconds=60)
+# Shorter than a test may take: a wait that is not ended is then a failure of its own test.
+LONG = dt.timedelta(seconds=30)
 GLOO = dt.timedelta(seconds=30)
 HOST = """
 import sys
@@ -70,7 +72,7 @@ def interrupt(function: Callable[[], object], when: Callable[[], object] = is_in
         # Before it is inside, too, the main thread waits for this and that.
         wait_until(lambda: gate._entry is not None and when())
         start = time.monotonic()
-        gate.interrupt("because", 30.0, lock)
+        interrupt_gate(gate, "because", 30.0, lock)
         took_s.append(time.monotonic() - start)
 
     thread = threading.Thread(target=ask)
@@ -79,6 +81,8 @@ def interrupt(function: Callable[[], object], when: Callable[[], object] = is_in
         with pytest.raises(RankShouldRestart), gate.inside():
             function()
     finally:
+        # If the test's timeout came at the exit, the exception would be raised in pytest itself.
+        gate.leave()
         thread.join()
     return took_s[0]
 
@@ -209,6 +213,26 @@ def test_wait_for_a_store_that_nobody_hosts_is_left() -> None:
     with ports.claimed() as port, patient_rendezvous():
         took_s = interrupt(lambda: init_by_port(1, port), lambda: is_in("wait_until_listening"))
     assert took_s < 5.0
+
+
+@pytest.mark.parametrize("does_listen", [True, False])
+def test_rendezvous_with_what_is_no_store_keeps_its_limit(does_listen: bool) -> None:
+    """Who comes to a program that says nothing, or to nobody, has an error when its time is up."""
+    limit = dt.timedelta(seconds=0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server, patient_rendezvous():
+        port = server.getsockname()[1]
+        if not does_listen:
+            server.close()
+        began = time.monotonic()
+        with pytest.raises(RendezvousError, match=rf"no store answers at 127.*:{port}: .*0.3 s"):
+            dist.init_process_group(
+                "gloo",
+                init_method=f"tcp://127.0.0.1:{port}",
+                rank=1,
+                world_size=2,
+                timeout=limit,
+            )
+        assert time.monotonic() - began < limit.total_seconds() + 3.0
 
 
 def test_host_of_a_store_that_nobody_joins_is_left() -> None:

@@ -8,10 +8,12 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from gates import is_held_by_others
 
 from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
 from nvidia_resiliency_ext.inprocess._call.termination import Phases, terminate
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as ThreadTimeoutError
 from nvidia_resiliency_ext.inprocess.monitor_thread import MonitorThread, RankShouldRestart
 from nvidia_resiliency_ext.inprocess.progress_watchdog import ProgressWatchdog
@@ -37,7 +39,7 @@ class Scene:
         self.phases: list[Phases] = []
 
     def abort(self, state: FrozenState) -> FrozenState:
-        assert self.lock.held_by_others()
+        assert is_held_by_others(self.lock)
         self.happened.append("abort")
         return state
 
@@ -100,6 +102,24 @@ def test_failing_abort() -> None:
         spin()
     scene.thread.join()
     assert "broken" in str(scene.phases[0].steps[0].error)
+
+
+def test_abort_that_cannot_be_run(caplog: pytest.LogCaptureFixture) -> None:
+    """An object that fails before it is called keeps nobody inside, either."""
+
+    class Broken(Compose):
+        """Does not tell its members."""
+
+        def __getattribute__(self, name: str) -> object:
+            raise OSError("broken")
+
+    scene = Scene()
+    with pytest.raises(RankShouldRestart), scene.gate.inside():
+        scene.start(object.__new__(Broken))
+        spin()
+    scene.thread.join()
+    assert scene.phases[0].steps == ()
+    assert "broken" in caplog.text
 
 
 def test_main_thread_that_has_left_by_itself() -> None:

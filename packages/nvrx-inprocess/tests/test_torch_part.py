@@ -74,7 +74,7 @@ def test_keeper_that_needs_all_of_torch_is_started_again(
 ) -> None:
     """A keeper that ends without a word is started once more, with all of torch."""
     (tmp_path / "demanding.py").write_text(DEMANDING)
-    monkeypatch.setattr(hosting, "_PROGRAM", str(tmp_path / "demanding.py"))
+    monkeypatch.setattr(hosting, "PROGRAM", str(tmp_path / "demanding.py"))
     here = Endpoint("127.0.0.1", 0, is_served=False)
     keeper = keep_store(here, "job", TCPStore.connect, is_single_node=True)
     keeper.stop()

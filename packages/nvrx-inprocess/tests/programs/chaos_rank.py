@@ -65,6 +65,10 @@ class Scene:
             raise RuntimeError("the fault before the fault")
         if moment == self.trial.cell.moment and self._is_due:
             self.fired = True
+            if self.trial.cell.loses_ranks and moment not in IN_RESTART:
+                # The end of one victim would keep the other one from coming here.
+                self._mark(ME).touch()
+                self._await_victims()
             self._act(self.trial.cell.kind, moment)
 
     def soon(self, moment: str) -> None:
@@ -80,13 +84,16 @@ class Scene:
             return
         if self.iteration and moment not in IN_RESTART:
             return
+        self._await_victims()
+        # It follows the mark, and nobody can say when it has happened.
+        time.sleep(SETTLE_S)
+
+    def _await_victims(self) -> None:
         deadline = time.monotonic() + MEET_S
         while not all(self._mark(rank).exists() for rank in self.trial.victims):
             if time.monotonic() > deadline:
                 raise RuntimeError("nothing happens")
             time.sleep(0.002)
-        # It follows the mark, and nobody can say when it has happened.
-        time.sleep(SETTLE_S)
 
     def from_signal(self, _number: int, _frame: FrameType | None) -> None:
         """Do in the main thread what only it can do."""
@@ -241,8 +248,9 @@ def work(trial: Trial, call: inprocess.CallWrapper) -> list[Any]:
 
 def main() -> int:
     """Go through the trials; a line of JSON for each."""
-    # After a hard timeout the log tells where a rank was.
-    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
+    # After a hard timeout the log tells where a rank was; its other threads run on meanwhile, and
+    # to look at them may end in a segmentation fault.
+    faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)
     signal.signal(signal.SIGUSR1, SCENE.from_signal)
     for trial in plan(SEED, JOB, TRIALS):
         SCENE.trial, SCENE.fired, SCENE.iteration = trial, False, 0

@@ -118,8 +118,9 @@ def play(rank: int, name: str, store: Any) -> dict[str, object]:
             aborted.wait()
             raise RuntimeError("the fault")  # noqa: TRY301 - as the function of a user does
         dist.all_reduce(torch.ones(1000), group=model.group)
-    # ValueError: torch asks for the default group, which may be no more, to tell of the failure.
-    except (RuntimeError, ValueError) as caught:
+    # To tell of the failure torch asks for the default group, which may be no more: a ValueError;
+    # in torch 2.4 for this one: a TypeError.
+    except (RuntimeError, ValueError, TypeError) as caught:
         error = str(caught)
         times["unblocked"] = time.monotonic()
         pinned = caught  # keeps the frames, and with them the model and its group

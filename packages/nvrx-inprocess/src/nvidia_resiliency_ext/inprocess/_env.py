@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -25,6 +27,20 @@ def number(name: str, default: int) -> int:
         return default
     if not _is_number(text):
         raise ValueError(f"{name}={text[:64]!r} in the environment is not a number")
+    return int(text)
+
+
+def world_size() -> int:
+    """Return how many processes there are.
+
+    Raises:
+        ConfigError: The environment does not say it; the message names the variable.
+    """
+    text = os.environ.get("WORLD_SIZE", "")
+    if not _is_number(text):
+        raise ConfigError(
+            f"WORLD_SIZE={text[:64]!r} in the environment is no number, and no world_size is given"
+        )
     return int(text)
 
 

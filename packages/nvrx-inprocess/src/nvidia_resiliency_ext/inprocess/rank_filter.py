@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import abc
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ._checks import check_integer
-from ._ranks.activate import clamp_active, round_down
-from .state import Mode, State
+from . import rank_assignment
+
+if TYPE_CHECKING:
+    from .state import State
 
 __all__ = ["ActiveWorldSizeDivisibleBy", "MaxActiveWorldSize", "RankFilter", "WorldSizeDivisibleBy"]
 
@@ -40,14 +41,12 @@ class MaxActiveWorldSize(RankFilter):
     """
 
     def __init__(self, max_active_world_size: int | None = None) -> None:
-        if max_active_world_size is not None:
-            check_integer("max_active_world_size", max_active_world_size, least=1)
+        self._present = rank_assignment.MaxActiveWorldSize(max_active_world_size)
         self.max_active_world_size = max_active_world_size
 
     def __call__(self, state: State) -> State:
         """Activate the first ranks, and return the state."""
-        active = clamp_active(state.world_size, state.active_world_size, self.max_active_world_size)
-        return _activate(state, active)
+        return _apply(self._present, state)
 
 
 class ActiveWorldSizeDivisibleBy(RankFilter):
@@ -61,21 +60,20 @@ class ActiveWorldSizeDivisibleBy(RankFilter):
     """
 
     def __init__(self, divisor: int = 1) -> None:
-        check_integer("divisor", divisor, least=1)
+        self._present = rank_assignment.ActiveWorldSizeDivisibleBy(divisor)
         self.divisor = divisor
 
     def __call__(self, state: State) -> State:
         """Activate the first ranks, and return the state."""
-        return _activate(state, round_down(state.world_size, state.active_world_size, self.divisor))
+        return _apply(self._present, state)
 
 
 class WorldSizeDivisibleBy(ActiveWorldSizeDivisibleBy):
     """Deprecated: the same as `ActiveWorldSizeDivisibleBy`."""
 
 
-def _activate(state: State, active_world_size: int) -> State:
-    is_active = state.rank is not None and state.rank < active_world_size
-    state.mode = Mode.ACTIVE if is_active else Mode.INACTIVE
-    state.active_rank = state.rank if is_active else None
-    state.active_world_size = active_world_size
+def _apply(present: rank_assignment.RankFilter, state: State) -> State:
+    """Do what the present filter does, to a state."""
+    ctx = present(rank_assignment.RankAssignmentCtx(state, None, set()))
+    state.copy_from(ctx.state)
     return state

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.state import FrozenState
+from nvidia_resiliency_ext.inprocess.utils import format_exc
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
 if TYPE_CHECKING:
@@ -75,16 +76,15 @@ def _members(abort: Any) -> Iterator[Any]:
 def _run(member: Any, given: Any, patience_s: float) -> tuple[AbortStep, object]:
     results: list[object] = []
     errors: list[BaseException] = []
-    # Knows which members take no arguments.
-    call = Compose(member)
 
     def run() -> None:
         try:
-            results.append(call(*given))
+            # Knows which members take no arguments.
+            results.append(Compose(member)(*given))
         except BaseException as error:  # noqa: BLE001 - told in the step
             errors.append(error)
 
-    name = getattr(member, "__name__", type(member).__name__)
+    name = _name_of(member)
     start = time.monotonic()
     thread = threading.Thread(target=run, name=f"nvrx-abort-{name}", daemon=True)
     thread.start()
@@ -93,9 +93,16 @@ def _run(member: Any, given: Any, patience_s: float) -> tuple[AbortStep, object]
     if errors:
         error = errors.pop()
         logger.error("abort %s failed after %.3f s", name, duration_s, exc_info=error)
-        return AbortStep(name, duration_s, error=repr(error)), None
+        return AbortStep(name, duration_s, error=format_exc(error)), None
     if not results:
         logger.error("abort %s has not ended in %.3f s; it is left behind", name, duration_s)
         return AbortStep(name, duration_s, is_late=True), None
     logger.info("abort %s took %.3f s", name, duration_s)
     return AbortStep(name, duration_s), results[0]
+
+
+def _name_of(member: Any) -> str:
+    try:
+        return str(getattr(member, "__name__", type(member).__name__))
+    except Exception:  # noqa: BLE001 - a user's class may do anything
+        return type(member).__name__

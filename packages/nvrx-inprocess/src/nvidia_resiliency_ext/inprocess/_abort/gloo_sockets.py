@@ -18,6 +18,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.inprocess._call.kernel_call import system_call
 from nvidia_resiliency_ext.shared_utils.store_sockets import tcp_socket
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ _WAIT_CALLS = {"x86_64": (232, 281, 441), "aarch64": (22, 441)}  # epoll_wait, _
 # How gloo's loop waits: room for so many events, for so many milliseconds. For versions (before
 # 2026) in which the thread has no name.
 _LOOP_WAIT = (64, 10)
-_FIELDS = 5  # of the line that the kernel shows of a call: its number, then its arguments
 _SEQUENCE_NUMBER = struct.Struct("=q")
 _CONNECT_S = 1.0
 # A loop rests at least every few milliseconds, but not while the host lets it wait for a processor.
@@ -148,10 +148,10 @@ def _likely_epolls() -> set[int]:
 
 def _wait(task: str) -> _Wait | None:
     """Return descriptor, room and timeout of the epoll call in which a thread is, if it is."""
-    fields = _read(f"{_TASKS}/{task}/syscall").split()
-    if len(fields) < _FIELDS or int(fields[0]) not in _WAIT_CALLS.get(platform.machine(), ()):
+    call = system_call(task)
+    if not call or call[0] not in _WAIT_CALLS.get(platform.machine(), ()):
         return None
-    descriptor, _, room, timeout = (int(field, 16) for field in fields[1:_FIELDS])
+    _, descriptor, _, room, timeout = call[:5]
     return descriptor, room, timeout
 
 

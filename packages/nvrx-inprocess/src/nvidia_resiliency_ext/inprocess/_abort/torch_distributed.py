@@ -13,6 +13,7 @@ from nvidia_resiliency_ext.inprocess._checks import check_duration, check_path
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as AbortTimeoutError
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.trace_collector import NoFlightRecorderError
 
 from . import groups
 from .base import Abort
@@ -44,7 +45,7 @@ class AbortTorchDistributed(Abort):
         torch_fr_trace_path: Folder for what torch's flight recorder knows at that moment, as
             `iter_<iteration>/_dump_<rank>.json`; default: `NVRX_FR_TRACE_PATH`, else none. It is
             saved only if the recorder has a buffer (`TORCH_FR_BUFFER_SIZE` or
-            `TORCH_NCCL_TRACE_BUFFER_SIZE`).
+            `TORCH_NCCL_TRACE_BUFFER_SIZE`). A torch without a recorder is told of once.
         timeout: How long all of it may take.
 
     Raises:
@@ -62,6 +63,7 @@ class AbortTorchDistributed(Abort):
         check_duration("timeout", timeout)
         self.torch_fr_trace_path = torch_fr_trace_path
         self.timeout = timeout
+        self._has_no_recorder = False
 
     def __call__(self, state: FrozenState) -> FrozenState:
         """Do it, and return the state.
@@ -86,10 +88,16 @@ class AbortTorchDistributed(Abort):
 
     def _record(self, state: FrozenState) -> Recording | None:
         path = self.torch_fr_trace_path or _env.flight_record_path()
-        if not path or not groups.all_groups() or not is_recording():
+        if not path or self._has_no_recorder or not groups.all_groups() or not is_recording():
             return None
         recording = Recording(path, state.iteration)
-        recording.take(_RECORDER_TIMEOUT_S)
+        try:
+            recording.take(_RECORDER_TIMEOUT_S)
+        except NoFlightRecorderError as error:
+            # It will have none at the next restart, either.
+            self._has_no_recorder = True
+            logger.warning("no flight records will be saved in %s: %s", path, error)
+            return None
         return recording
 
     @staticmethod

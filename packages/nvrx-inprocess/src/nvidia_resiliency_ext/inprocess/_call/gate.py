@@ -92,13 +92,6 @@ class AtomicLock:
             finally:
                 self._is_waited_for = False
 
-    def held_by_others(self) -> bool:
-        """Say whether another thread than the calling one holds it now."""
-        if not self._acquire(False):
-            return True
-        self._release()
-        return False
-
 
 @dataclass(frozen=True, slots=True)
 class Raised:
@@ -206,22 +199,6 @@ class MainThreadGate:
             nudge, self._nudge = self._nudge, None
             if nudge is not None:
                 nudge.withdraw()
-
-    def interrupt(self, message: str, quiet_s: float, lock: AtomicLock) -> Raised | None:
-        """Raise in the main thread and wait until it has left; from a helper thread.
-
-        Args:
-            message: Argument of the exception.
-            quiet_s: How long the first unwinding is left in peace; then it is raised again, with
-                growing pauses of 10 ms to 1 s.
-            lock: Held during every raise.
-
-        Returns:
-            How it went; `None` if the main thread was not inside, and nothing was done.
-        """
-        with lock:
-            interruption = self.begin(message)
-        return None if interruption is None else interruption.see_out(quiet_s, lock)
 
     def begin(self, message: str) -> Interruption | None:
         """Raise in the main thread, and return when it has the exception or has left.

@@ -232,7 +232,7 @@ class CallLoop:
         except RankShouldRestart as request:
             if self._is_child or parts.gate.is_of_another(request):
                 raise  # of a call around this one
-            if self._interruption() is None:
+            if self._interruption() is None and self._fatal() is None:
                 # The function itself asked for it.
                 self._report()
         except Exception as error:
@@ -241,6 +241,9 @@ class CallLoop:
             state.fn_exception = error
             self._report()
             self._log(error, f"iteration {state.iteration}")
+        finally:
+            # A handler of the program's may have raised where the exit began, and prevented it.
+            parts.gate.leave()
         return None
 
     def _report(self) -> None:
@@ -281,23 +284,43 @@ class CallLoop:
 
         An interruption of an iteration that this rank has not entered yet waits until it has.
         """
-        news = self._interruption()
-        if news is None or news.iteration != self._entered or news.iteration == self._stopping_in:
+        iteration = self.state.iteration
+        news = self._interruption() or self._fatal()
+        if news is None or self._entered != iteration or self._stopping_in == iteration:
             return
         # By its number: an old piece of news that comes again stops nothing.
-        self._stopping_in = news.iteration
+        self._stopping_in = iteration
         self._stopper = threading.Thread(
-            target=self._stop_function, args=(news,), name="nvrx-inprocess-restart", daemon=True
+            target=self._stop_function,
+            args=(iteration, news),
+            name="nvrx-inprocess-restart",
+            daemon=True,
         )
         self._stopper.start()
 
-    def _stop_function(self, news: Interrupted) -> None:
+    def _stop_function(self, iteration: int, news: Interrupted | StoreLost) -> None:
+        try:
+            if isinstance(news, Interrupted):
+                self._count_detection(news)
+                self._terminate(format_interruption_records(news.records))
+            else:
+                self._terminate(news.text)
+        except Exception as error:  # noqa: BLE001 - the main thread waits for this one's end
+            self._log(error, "stopping the function")
+        self._stopped_in = iteration
+        self._parts.box.wake()
+
+    def _count_detection(self, news: Interrupted) -> None:
         unseen_s = detection_s(news.records, self._settings)
         if unseen_s:
             self._watch.add(Phase.DETECT, unseen_s)
-        if self._reported_at is not None:
-            self._watch.add(Phase.LAST_CALL, time.monotonic() - self._reported_at)
-        cause = format_interruption_records(news.records)
+        # Who has not reported knows only what its monitor says.
+        reported_at = self._reported_at
+        waited_s = news.waited_s if reported_at is None else time.monotonic() - reported_at
+        if waited_s:
+            self._watch.add(Phase.LAST_CALL, waited_s)
+
+    def _terminate(self, cause: str) -> None:
         phases = terminate(
             self._settings.abort,
             self.state.freeze(),
@@ -309,8 +332,6 @@ class CallLoop:
         )
         self._watch.add(Phase.ABORT, phases.lock_s + phases.abort_s)
         self._watch.add(Phase.UNWIND, phases.raise_s + phases.unwind_s)
-        self._stopped_in = news.iteration
-        self._parts.box.wake()
 
     def _find(self, kind: type[_News]) -> _News | None:
         """Return what was said of this kind about the present iteration."""
@@ -323,8 +344,10 @@ class CallLoop:
         return self._find(Interrupted)
 
     def _completion(self) -> Completed | None:
-        self._raise_if_lost()
-        return self._find(Completed)
+        found = self._find(Completed)
+        if found is None:
+            self._raise_if_lost()
+        return found
 
     def _decision(self) -> Decided | None:
         self._raise_if_lost()
@@ -335,8 +358,16 @@ class CallLoop:
         self._raise_if_lost()
         return self._interruption() if self._stopped_in == self.state.iteration else None
 
+    def _loss(self) -> StoreLost | None:
+        lost: StoreLost | None = self._parts.box.find(lambda news: isinstance(news, StoreLost))
+        return lost
+
+    def _fatal(self) -> StoreLost | None:
+        """Return the loss of the store, unless all have completed before."""
+        return None if self._find(Completed) is not None else self._loss()
+
     def _raise_if_lost(self) -> None:
-        lost = self._parts.box.find(lambda news: isinstance(news, StoreLost))
+        lost = self._loss()
         if lost is not None:
             what = "its monitor" if self._parts.link.is_abandoned else "the store of the job"
             raise InternalError(f"this rank has lost {what}: {lost.text}")

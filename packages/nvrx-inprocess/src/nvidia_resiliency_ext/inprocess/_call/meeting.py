@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import itertools
 import logging
@@ -57,6 +58,13 @@ _calls = itertools.count()
 _served: set[tuple[str, int]] = set()
 # Those that this process has started; the last one is asked for stores at other ports, too.
 _keepers: list[Keeper] = []
+
+
+@atexit.register
+def _wake_keepers() -> None:
+    """Let keepers go on that somebody has stopped: they end when they see that nobody is left."""
+    for keeper in _keepers:
+        keeper.wake()
 
 
 class CallStore(StoreMixin, TorchPrefixStore):
@@ -183,6 +191,7 @@ def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.envir
 
 def _connect(endpoint: Endpoint, limit: timedelta, environ: Mapping[str, str]) -> TCPStore:
     where = (endpoint.host, endpoint.port)
+    _wake_keepers()
     if not endpoint.is_served and _is_host(environ) and endpoint.is_here():
         if where in _served:
             # It is there from an earlier call, unless all were away for long.

@@ -15,12 +15,29 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.sockets import wait_until_listening
+from nvidia_resiliency_ext.inprocess._protocol.errors import StoreLostError
+from nvidia_resiliency_ext.inprocess._store.sockets import make_within, wait_until_listening
 
-__all__ = ["patient_rendezvous"]
+__all__ = ["RendezvousError", "patient_rendezvous"]
 
 _NAME = "TCPStore"
-_LAST_TRY = timedelta(seconds=1)
+# Of its arguments after host and port; torch 2.4 gives three of them without names.
+_POSITIONS = (
+    "world_size",
+    "is_master",
+    "timeout",
+    "wait_for_workers",
+    "multi_tenant",
+    "master_listen_fd",
+    "use_libuv",
+)
+_LIMIT = timedelta(seconds=300)
+# torch is not exact.
+_GRACE_S = 1.0
+
+
+class RendezvousError(StoreLostError, RuntimeError):
+    """There is no store for a group; as torch's own error a RuntimeError."""
 
 
 @contextlib.contextmanager
@@ -34,14 +51,20 @@ def patient_rendezvous() -> Iterator[None]:
         return
 
     def make_patiently(host_name: str, port: int, *args: Any, **kwargs: Any) -> Any:
-        if not args:
-            kwargs["wait_for_workers"] = False
-            if not kwargs.get("is_master", False):
-                limit = kwargs.get("timeout") or timedelta(seconds=300)
-                if not wait_until_listening(host_name, port, limit.total_seconds(), time.monotonic):
-                    # torch says best what is wrong when nobody comes.
-                    kwargs["timeout"] = _LAST_TRY
-        return make(host_name, port, *args, **kwargs)
+        kwargs |= dict(zip(_POSITIONS, args, strict=False))
+        kwargs["wait_for_workers"] = False
+        if kwargs.get("is_master", False):
+            return make(host_name, port, **kwargs)
+        limit_s = (kwargs.get("timeout") or _LIMIT).total_seconds()
+        deadline = time.monotonic() + limit_s
+        where = f"no store answers at {host_name}:{port}"
+        if not wait_until_listening(host_name, port, limit_s, time.monotonic):
+            raise RendezvousError(f"{where}: nobody listens there, after {limit_s:g} s")
+        left_s = max(0.0, deadline - time.monotonic()) + _GRACE_S
+        try:
+            return make_within(lambda: make(host_name, port, **kwargs), port, left_s)
+        except TimeoutError as error:
+            raise RendezvousError(f"{where}: {error}, after {limit_s:g} s") from None
 
     setattr(rendezvous, _NAME, make_patiently)
     try:

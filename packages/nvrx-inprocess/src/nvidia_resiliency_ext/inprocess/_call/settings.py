@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.inprocess._abort.base import Abort
 from nvidia_resiliency_ext.inprocess._store.mixin import StoreMixin
 from nvidia_resiliency_ext.inprocess.completion import Completion
+from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.finalize import Finalize
 from nvidia_resiliency_ext.inprocess.health_check import HealthCheck
 from nvidia_resiliency_ext.inprocess.initialize import Initialize
-from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignment, RankFilter
+from nvidia_resiliency_ext.inprocess.rank_assignment import (
+    FilterCountGroupedByKey,
+    RankAssignment,
+    RankFilter,
+)
 from nvidia_resiliency_ext.inprocess.rank_filter import RankFilter as OlderRankFilter
 from nvidia_resiliency_ext.inprocess.terminate import Terminate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 __all__ = [
     "Settings",
@@ -28,6 +33,7 @@ __all__ = [
     "check_distributed",
     "check_paths",
     "check_relations",
+    "check_renumbering",
     "check_settings",
     "check_types",
 ]
@@ -108,6 +114,7 @@ def check_settings(settings: Settings, *, is_distributed_available: bool) -> Non
     """
     check_types(settings)
     check_relations(settings)
+    check_renumbering(settings)
     check_paths(settings)
     check_distributed(is_available=is_distributed_available)
 
@@ -158,6 +165,36 @@ def check_relations(settings: Settings) -> None:
         values = [getattr(settings, name) for name in names]
         if not all(map(timedelta.__lt__, values, values[1:])):
             raise ValueError(f"{' < '.join(names)} does not hold: {_shown(settings, names)}")
+
+
+def check_renumbering(settings: Settings) -> None:
+    """Check that ranks are renumbered after some were filtered out; else it would do nothing.
+
+    Raises:
+        ValueError: They are not; the message has the rule.
+    """
+    is_renumbered = True
+    for member in (*_in_order(settings.rank_assignment), *_in_order(settings.rank_filter)):
+        if isinstance(member, FilterCountGroupedByKey):
+            is_renumbered = False
+        elif not isinstance(member, RankFilter):
+            is_renumbered = True
+    if not is_renumbered:
+        raise ValueError(
+            "FilterCountGroupedByKey must be followed by what gives new numbers, and rank_filter"
+            " comes after: rank_assignment=Compose(ShiftRanks(), FilterCountGroupedByKey(...)),"
+            f" not rank_assignment={settings.rank_assignment!r},"
+            f" rank_filter={settings.rank_filter!r}"
+        )
+
+
+def _in_order(callback: Any) -> Iterator[Any]:
+    """Yield what a callback consists of, in the order in which it runs."""
+    if isinstance(callback, Compose):
+        for member in reversed(callback.instances):
+            yield from _in_order(member)
+    elif isinstance(callback, RankAssignment):
+        yield callback
 
 
 def check_paths(settings: Settings) -> None:

@@ -9,27 +9,23 @@ of use, which may be one that the program keeps over its iterations.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
 import logging
-import os
 import socket
 import struct
 import time
 
+from nvidia_resiliency_ext.inprocess._store.greeting import greet
 from nvidia_resiliency_ext.shared_utils.store_sockets import tcp_socket
 
-from .kernel_call import Wait, kernel_wait
+from .kernel_call import Wait, kernel_wait, own_memory
 
 __all__ = ["StoreWaits"]
 
 logger = logging.getLogger("nvrx")
 
 _POLL_FD = struct.Struct("=ihh")
-# Of torch's protocol. The answer to the last one is one byte, in the place of the one that the
-# wait would have had.
-_VALIDATE = struct.pack("=BI", 0, 0x3C85F7CE)
-_PING = b"\x0d"
+# Of torch's protocol. The answer is one byte, in the place of the one that the wait would have had.
 _CANCEL_WAIT = b"\x0c"
 _PROBE_S = 1.0
 # A server answers within milliseconds; one that does not is no use any more.
@@ -80,13 +76,11 @@ class StoreWaits:
         wait, address, count = kernel_wait(self._native_id)
         if wait is not Wait.POLL or count != 1:
             return None
-        descriptor, _, _ = _POLL_FD.unpack(_read_own(address, _POLL_FD.size))
+        try:
+            descriptor, _, _ = _POLL_FD.unpack(own_memory(address, _POLL_FD.size))
+        except (OSError, struct.error):
+            return None  # the thread has gone on
         return int(descriptor)
-
-
-def _read_own(address: int, size: int) -> bytes:
-    """Return bytes of another thread's stack, which stays in place while the thread lives."""
-    return ctypes.string_at(address, size)
 
 
 class _Peer(enum.Enum):
@@ -106,13 +100,10 @@ def _peer_of(connection: socket.socket) -> _Peer:
 
 
 def _ask(probe: socket.socket) -> _Peer:
-    """Greet a store as torch's clients do, and see whether it answers as one."""
-    nonce = os.urandom(4)
+    """See whether a store answers."""
     try:
-        probe.sendall(_VALIDATE + _PING + nonce)
-        answer = probe.recv(len(nonce), socket.MSG_WAITALL)
+        return _Peer.STORE if greet(probe) else _Peer.STRANGER
     except TimeoutError:
         return _Peer.DEAD
     except OSError:
         return _Peer.STRANGER
-    return _Peer.STORE if answer == nonce else _Peer.STRANGER

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from .gate import AtomicLock, MainThreadGate
 
 __all__ = ["ABORT_DEADLINE_S", "Pausable", "Phases", "terminate"]
+
+logger = logging.getLogger("nvrx")
 
 # Of the 30 s between the default soft and hard timeouts. One member may use half of it, as much as
 # `AbortTorchDistributed` allows itself.
@@ -78,7 +81,12 @@ def terminate(  # noqa: PLR0913 - one of each part
     start = time.monotonic()
     with lock:
         locked = time.monotonic()
-        steps = () if abort is None else run_abort(abort, state, deadline_s)
+        try:
+            steps = () if abort is None else run_abort(abort, state, deadline_s)
+        except Exception:
+            # Whatever the user's object does: the main thread must come out.
+            logger.exception("the abort failed")
+            steps = ()
         aborted = time.monotonic()
         watchdog.pause()
         interruption = gate.begin(message)

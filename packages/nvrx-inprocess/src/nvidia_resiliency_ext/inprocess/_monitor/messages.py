@@ -46,7 +46,7 @@ __all__ = [
     "unpack_ranks",
 ]
 
-VERSION = 2
+VERSION = 3
 _PART_CHARACTERS = 400_000
 
 
@@ -145,10 +145,11 @@ class DecisionPart:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """News: the iteration is interrupted, and the last call for faults is over."""
+    """News: the iteration is interrupted, and the last call for faults, of so long, is over."""
 
     iteration: int
     records: tuple[InterruptionRecord, ...]
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

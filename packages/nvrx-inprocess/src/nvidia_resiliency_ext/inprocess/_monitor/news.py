@@ -32,7 +32,7 @@ class Hearer:
     """Who is told, always in the loop's thread."""
 
     outcome: Callable[[int, bool], None]
-    last_call_over: Callable[[int, tuple[InterruptionRecord, ...]], None]
+    last_call_over: Callable[[int, tuple[InterruptionRecord, ...], float], None]
     decided: Callable[[int, Decision], None]
     lost: Callable[[str], None]
 
@@ -119,7 +119,8 @@ class NewsReader:
         is_spared = self._spared == iteration and not has_all
         read = board.first_records if is_spared else board.records
         records = tuple(read(iteration))
-        self._post(lambda: self._hearer.last_call_over(iteration, records))
+        waited_s = time.monotonic() - since_s
+        self._post(lambda: self._hearer.last_call_over(iteration, records, waited_s))
         decision = None
         while decision is None:
             if self._closed.is_set():
@@ -144,7 +145,7 @@ def read_fate(board: Board, iteration: int, hearer: Hearer) -> Callable[[], None
 
     def tell() -> None:
         hearer.outcome(iteration, False)
-        hearer.last_call_over(iteration, records)
+        hearer.last_call_over(iteration, records, 0.0)
         if decision is not None:
             hearer.decided(iteration, decision)
 

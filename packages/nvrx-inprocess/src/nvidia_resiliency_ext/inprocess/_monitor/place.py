@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError
 from nvidia_resiliency_ext.shared_utils.os_utils import (
     atomic_write,
@@ -207,10 +208,11 @@ class NodePlace:
             logger.debug("monitor_process: %s is left alone: %s", self.path, error)
 
     def _lock(self, timeout_s: float) -> int:
+        deadline = Deadline.after(timeout_s)
         while True:
             fd = self._open_lock()
             try:
-                _flock(fd, timeout_s)
+                _flock(fd, deadline.remaining(), timeout_s)
                 # The last holder may have removed the directory.
                 if self._is_current(fd):
                     return fd
@@ -239,16 +241,21 @@ class NodePlace:
         return os.path.samestat(found, os.fstat(fd))
 
 
-def _flock(fd: int, timeout_s: float) -> None:
+def _flock(fd: int, left_s: float, timeout_s: float) -> None:
     """Take a lock that others hold for moments only.
 
     A lock has no deadline of its own: a thread of ours waits for it, on a copy of the descriptor,
     which is the same lock.
+
+    Args:
+        fd: The lock.
+        left_s: How long to wait.
+        timeout_s: Of how long in all, for the message.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        if timeout_s <= 0:
+        if left_s <= 0:
             raise DeadlineExceededError("somebody holds the lock") from None
     else:
         return
@@ -266,7 +273,7 @@ def _flock(fd: int, timeout_s: float) -> None:
             is_done.set()
 
     threading.Thread(target=wait, name="nvrx-lock", daemon=True).start()
-    if is_done.wait(timeout_s):
+    if is_done.wait(left_s):
         return
     with guard:
         if is_done.is_set():

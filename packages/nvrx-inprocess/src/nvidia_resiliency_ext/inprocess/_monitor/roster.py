@@ -122,6 +122,7 @@ class _Fate:
 
     is_interrupted: bool = False
     records: tuple[InterruptionRecord, ...] | None = None
+    waited_s: float = 0.0
     decision: Decision | None = None
     is_completed: bool = False
 
@@ -129,7 +130,7 @@ class _Fate:
         if self.is_completed:
             yield Completed(iteration)
         if self.records is not None:
-            yield Interrupted(iteration, self.records)
+            yield Interrupted(iteration, self.records, self.waited_s)
         if self.decision is not None:
             yield Decided(iteration, self.decision)
 
@@ -265,13 +266,13 @@ class Roster:
         return self._tell(iteration, Completed(iteration))
 
     def last_call_over(
-        self, iteration: int, records: tuple[InterruptionRecord, ...]
+        self, iteration: int, records: tuple[InterruptionRecord, ...], waited_s: float = 0.0
     ) -> list[Effect]:
-        """No more faults are waited for."""
+        """No more faults are waited for; how long they were."""
         fate = self._fates.setdefault(iteration, _Fate())
         fate.is_interrupted = True
-        fate.records = records
-        return self._tell(iteration, Interrupted(iteration, records))
+        fate.records, fate.waited_s = records, waited_s
+        return self._tell(iteration, Interrupted(iteration, records, waited_s))
 
     def decided(self, iteration: int, decision: Decision) -> list[Effect]:
         """It is settled who goes on."""

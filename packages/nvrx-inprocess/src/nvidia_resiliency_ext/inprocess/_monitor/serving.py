@@ -18,8 +18,10 @@ from nvidia_resiliency_ext.inprocess._monitor import messages, roster, verdict
 from nvidia_resiliency_ext.inprocess._monitor.news import Hearer, NewsReader, read_fate
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView, Phase, Stamps
 from nvidia_resiliency_ext.inprocess._monitor.registration import Registration
-from nvidia_resiliency_ext.inprocess._monitor.store_side import Desk
+from nvidia_resiliency_ext.inprocess._monitor.store_side import Desk, store_name
 from nvidia_resiliency_ext.inprocess._protocol.decision import encode_decision
+from nvidia_resiliency_ext.inprocess._protocol.keys import job_of
+from nvidia_resiliency_ext.inprocess._store.stopped import wake_keepers
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 
 if TYPE_CHECKING:
@@ -36,6 +38,10 @@ if TYPE_CHECKING:
 __all__ = ["Host", "Serving"]
 
 logger = logging.getLogger("nvrx")
+
+
+# Of the time after which the store is given up: then it is seen to that it is not stopped.
+_PATIENCE = 1 / 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,8 @@ class Serving:
         self._roster = roster.Roster(world_size)
         self._seats: dict[int, _Seat] = {}
         self._lost_text: str | None = None
+        self._store_name = store_name(settings)
+        self._is_keeper_woken = False
         self._nobody_since_s: float | None = None
         self._look_s = -math.inf
         self._hearer = Hearer(self._outcome, self._last_call_over, self._decided, self._store_lost)
@@ -174,6 +182,8 @@ class Serving:
         self._desk.close()
         self._news.close()
         self._registration.close()
+        # Its starter may have been killed: nobody else would.
+        self._wake_keeper()
         for seat in self._seats.values():
             seat.close_page()
             if seat.connection is not None:
@@ -295,8 +305,10 @@ class Serving:
         )
         self._do(self._roster.outcome(iteration, is_completed=is_completed))
 
-    def _last_call_over(self, iteration: int, records: tuple[InterruptionRecord, ...]) -> None:
-        self._do(self._roster.last_call_over(iteration, records))
+    def _last_call_over(
+        self, iteration: int, records: tuple[InterruptionRecord, ...], waited_s: float
+    ) -> None:
+        self._do(self._roster.last_call_over(iteration, records, waited_s))
 
     def _decided(self, iteration: int, decision: Decision) -> None:
         logger.info(
@@ -309,6 +321,7 @@ class Serving:
     def _store_lost(self, text: str) -> None:
         if self._lost_text is not None or self._roster.is_over:
             return
+        text = f"{self._store_name}: {text}"
         logger.error("monitor_process: the store is lost: %s", text)
         self._lost_text = text
         for rank in self._seats:
@@ -321,8 +334,20 @@ class Serving:
             else self._settings.barrier_timeout_s
         )
         # A wait for news notices a broken connection at once, the desk at its next operation.
-        if max(self._desk.busy_s(now), self._news.broken_s(now)) > limit_s:
-            self._store_lost(f"the store has not answered for {limit_s:g} s")
+        silent_s = max(self._desk.busy_s(now), self._news.broken_s(now))
+        if silent_s <= limit_s * _PATIENCE:
+            self._is_keeper_woken = False
+            return
+        if not self._is_keeper_woken:
+            self._is_keeper_woken = True
+            self._wake_keeper()
+        if silent_s > limit_s:
+            name = "heartbeat_timeout" if self._desk.is_open else "barrier_timeout"
+            self._store_lost(f"it has not answered for {limit_s:g} s ({name})")
+
+    def _wake_keeper(self) -> None:
+        """Let the store's process go on, if it is on this node and somebody has stopped it."""
+        wake_keepers(job_of(self._settings.prefix))
 
     def _do_lost(self, ranks: Iterable[int]) -> None:
         self._do(self._roster.lost(ranks))

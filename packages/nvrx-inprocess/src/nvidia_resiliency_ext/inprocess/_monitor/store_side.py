@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
     from nvidia_resiliency_ext.inprocess._protocol.board import Board
 
-__all__ = ["CONNECT", "Desk", "connect_store", "open_board", "warm_up"]
+__all__ = ["CONNECT", "Desk", "connect_store", "open_board", "store_name", "warm_up"]
 
 logger = logging.getLogger("nvrx")
 
@@ -58,6 +58,14 @@ def connect_store(host: str, port: int) -> Any:
     from nvidia_resiliency_ext.inprocess._store.stores import TCPStore
 
     return TCPStore.connect(Endpoint(host, port, is_served=True), _CONNECT_LIMIT)
+
+
+def store_name(settings: MonitorSettings) -> str:
+    """Return what people call the store of a call."""
+    if settings.store_factory != CONNECT:
+        return f"the store of {settings.store_factory}"
+    where = factory.load_kwargs(settings.store_kwargs)
+    return f"the store at {where['host']}:{where['port']}"
 
 
 def warm_up() -> None:

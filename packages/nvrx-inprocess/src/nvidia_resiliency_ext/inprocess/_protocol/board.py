@@ -78,9 +78,11 @@ class Board:
         return self._access.operations
 
     def complete(self, iteration: int, arrival: Arrival) -> None:
-        """Say that a rank has completed; the last one makes that the outcome."""
+        """Say that a rank has completed, or is a reserve; the last one makes that the outcome."""
         keys = self._keys(iteration)
         self._access.append(keys.completions, format_arrival(arrival))
+        # If others report, this one is not waited for.
+        self._access.add(keys.reported, 1)
         count = self._access.add(keys.completed, 1)
         if arrival.world_size is not None and count >= arrival.world_size:
             self._settle_completion(keys)
@@ -95,7 +97,7 @@ class Board:
         keys = self._keys(iteration)
         text = format_records(records)
         # The first report travels with the outcome: one operation, and it is known to all.
-        found = self._access.swap(keys.outcome, "", _INTERRUPTED + text)
+        found = self._access.settle(keys.outcome, _INTERRUPTED + text)
         self._outcome = iteration, found
         outcome, _ = _parse_outcome(found, keys.outcome)
         if outcome is Outcome.COMPLETED:
@@ -107,7 +109,9 @@ class Board:
             # Saves an operation; at worst the last call, after a whole soft timeout, is not cut
             # short.
             return outcome
-        self._count_reported(iteration, len({record.rank for record in records}), participants)
+        ranks = len({record.rank for record in records})
+        # Of the first report, which nobody can overlook, one rank is taken as counted.
+        self._count_reported(iteration, ranks - 1 if is_first else ranks, participants)
         return outcome
 
     def arrive(
@@ -252,17 +256,20 @@ class Board:
     def _settle_completion(self, keys: IterationKeys) -> None:
         text = self._access.peek(keys.completions)
         if text is not None and is_complete(parse_arrivals(text, keys.completions)):
-            self._access.swap(keys.outcome, "", Outcome.COMPLETED.value)
+            self._access.settle(keys.outcome, Outcome.COMPLETED.value)
 
     def _count_reported(self, iteration: int, ranks: int, participants: frozenset[int]) -> None:
         keys = self._keys(iteration)
         # A rank may count twice: the count only says when it is worth looking.
-        if self._access.add(keys.reported, ranks) < len(participants):
+        count = self._access.add(keys.reported, ranks) if ranks else 0
+        if count + 1 < len(participants):
             return
-        arrived = parse_arrivals(self._access.peek(keys.arrivals) or "", keys.arrivals)
-        records = self._read_records(iteration)
-        if have_all_reported(records, arrived, participants):
-            self._access.set(keys.all_reported, encode_records(records))
+        records, silent = self._read_records(iteration), list[Arrival]()
+        for key in (keys.arrivals, keys.completions):
+            silent += parse_arrivals(self._access.peek(key) or "", key)
+            if have_all_reported(records, silent, participants):
+                self._access.set(keys.all_reported, encode_records(records))
+                return
 
     def _read_records(self, iteration: int) -> tuple[InterruptionRecord, ...]:
         keys = self._keys(iteration)
@@ -288,14 +295,14 @@ class Board:
         if not is_whole(arrivals, participants):
             return None
         # Everybody may have left without a word: that is an interruption, too.
-        standing = self._access.swap(keys.outcome, "", _INTERRUPTED)
+        standing = self._access.settle(keys.outcome, _INTERRUPTED)
         outcome, first = _parse_outcome(standing, keys.outcome)
         if outcome is Outcome.COMPLETED:
             return None
         later = self._access.peek(keys.interruption_records)
         records = _with_later(first, later, keys)
         decided = encode_decision(decide(arrivals, participants, records))
-        return decode_decision(self._access.swap(keys.decision, "", decided), keys.decision)
+        return decode_decision(self._access.settle(keys.decision, decided), keys.decision)
 
 
 def _parse_outcome(text: str, key: str) -> tuple[Outcome, list[InterruptionRecord]]:

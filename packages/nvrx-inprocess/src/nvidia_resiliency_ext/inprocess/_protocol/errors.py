@@ -12,6 +12,10 @@ class StoreLostError(NvrxError):
     """The store does not answer: its host is gone, or the way to it."""
 
 
+class NobodyListensError(StoreLostError):
+    """There is no store: nobody listens at its port."""
+
+
 class ForeignValueError(NvrxError):
     """A key holds what none of us has written.
 

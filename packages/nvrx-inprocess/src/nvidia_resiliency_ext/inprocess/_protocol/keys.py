@@ -38,6 +38,11 @@ class IterationKeys:
         return tuple(getattr(self, name) for name in self.__slots__ if name not in kept)
 
 
+def job_of(prefix: str) -> str:
+    """Return the job's name out of what stands before the keys of a call; "" where it has none."""
+    return "".join(prefix.split("/")[1:2])
+
+
 def iteration_prefix(iteration: int) -> str:
     """Return what stands before all keys of an iteration, below those of the call."""
     return f"_inprocess_{iteration}"

@@ -108,12 +108,18 @@ def is_complete(completions: Iterable[Arrival]) -> bool:
 
 def have_all_reported(
     records: Iterable[InterruptionRecord],
-    arrivals: Iterable[Arrival],
+    silent: Iterable[Arrival],
     participants: frozenset[int],
 ) -> bool:
-    """Return whether nobody is left of whom a record may still come."""
+    """Return whether nobody is left of whom a record may still come.
+
+    Args:
+        records: Those that came.
+        silent: Who has nothing to report: arrived, completed, or a reserve.
+        participants: All.
+    """
     heard = {record.rank for record in records}
-    return participants <= heard.union(arrival.initial_rank for arrival in arrivals)
+    return participants <= heard.union(entry.initial_rank for entry in silent)
 
 
 def decide(

@@ -84,6 +84,16 @@ class StoreAccess:
                 return
             standing = found
 
+    def settle(self, key: str, value: str) -> str:
+        """Set a key that is missing, once for all, and return what stands.
+
+        torch's server without libuv wakes nobody for a swap, but for a value that is set.
+        """
+        standing = self.swap(key, "", value)
+        if standing == value:
+            self.set(key, value)
+        return standing
+
     def swap(self, key: str, expected: str, wanted: str) -> str:
         """Set a key whose value is `expected`, or, if that is empty, missing; return what stands.
 

@@ -83,6 +83,15 @@ def named_endpoint(
     return Endpoint(host, port, is_served=False)
 
 
+def port_is_held(port: int) -> str:
+    """Return what is wrong with a port that is in use though nobody listens there."""
+    return (
+        f"port {port} is taken all the same (EADDRINUSE), as by a connection that another program"
+        " has made: give another port, or keep it free of those"
+        " (sysctl net.ipv4.ip_local_reserved_ports)"
+    )
+
+
 def job_name(environ: Mapping[str, str]) -> str:
     """Return a name of the job that is the same on all its nodes and in all its cycles."""
     elastic = environ.get("TORCHELASTIC_RUN_ID", "")

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -17,19 +19,25 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._protocol.errors import ForeignValueError, StoreLostError
+from nvidia_resiliency_ext.inprocess._protocol.errors import (
+    ForeignValueError,
+    NobodyListensError,
+    StoreLostError,
+)
 
-from .endpoint import Endpoint
+from .endpoint import Endpoint, port_is_held
 from .identity import StoreInUseError, claim
 from .sockets import is_reachable_from_elsewhere
+from .stopped import PROGRAM, wake_keepers
 
 logger = logging.getLogger("nvrx")
 
-_PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keeper_program.py")
 # torch asks the name server for the name of whoever connects, and serves nobody meanwhile.
 _RESOLVER = "RES_OPTIONS"
 _QUICK = "timeout:1 attempts:1"
 _PROBE_S = 5.0
+_END_S = 10.0
+_KILLED_S = 5.0
 _LONGEST_REPORT = 1 << 14
 
 Connect = Callable[[Endpoint, timedelta], Any]
@@ -77,17 +85,20 @@ class Keeper:
         except OSError:
             return None
 
-    def stop(self, timeout_s: float = 10.0) -> None:
+    def wake(self) -> None:
+        """Let the process go on, if this object's maker started it and somebody has stopped it."""
+        if self.process is not None and self._maker == os.getpid():
+            with contextlib.suppress(OSError):
+                self.process.send_signal(signal.SIGCONT)
+
+    def stop(self, timeout_s: float = _END_S) -> None:
         """End the process if it was started by this object's maker, and wait for its end."""
         if self.channel is not None:
             self.channel.close()
         if self.process is not None:
             self.process.terminate()
-            try:
-                self.process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+            self.wake()
+            _wait_for_end(self.process, timeout_s)
 
 
 def keep_store(
@@ -134,7 +145,7 @@ def keep_store(
         return replace(started, endpoint=Endpoint(endpoint.host, report["port"], is_served=True))
     if started.channel is not None and started.process is not None:
         started.channel.close()
-        started.process.wait()
+        _wait_for_end(started.process, _END_S)
     if report.get("errno") != errno.EADDRINUSE:
         raise KeeperStartError(f"no store can be hosted at {endpoint}: {report.get('error')}")
     _join(endpoint, job, connect)
@@ -144,9 +155,19 @@ def keep_store(
 def _join(endpoint: Endpoint, job: str, connect: Connect) -> None:
     advice = "give the wrapper another port in store_kwargs"
     try:
-        claim(connect(endpoint, timedelta(seconds=_PROBE_S)), job)
+        try:
+            claim(connect(endpoint, timedelta(seconds=_PROBE_S)), job)
+        except StoreLostError:
+            if not wake_keepers(job):
+                raise
+            claim(connect(endpoint, timedelta(seconds=_PROBE_S)), job)
     except StoreInUseError as error:
         raise StoreInUseError(f"port {endpoint.port} is in use: {error}; {advice}") from None
+    except NobodyListensError:
+        raise StoreInUseError(
+            f"no store can listen at {endpoint}: {port_is_held(endpoint.port)};"
+            " MASTER_PORT, or port in store_kwargs, says which one"
+        ) from None
     except (StoreLostError, ForeignValueError) as error:
         raise StoreInUseError(
             f"port {endpoint.port} is in use by what is no store of this job ({error}); {advice}"
@@ -164,7 +185,7 @@ def _start(order: dict[str, Any], times: KeeperTimes, *flags: str) -> tuple[Keep
         }
         try:
             process = subprocess.Popen(
-                [sys.executable, _PROGRAM, *(f"{k}={v}" for k, v in options.items()), *flags],
+                [sys.executable, PROGRAM, *(f"{k}={v}" for k, v in options.items()), *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -187,9 +208,23 @@ def _start(order: dict[str, Any], times: KeeperTimes, *flags: str) -> tuple[Keep
         return keeper, {"error": f"nothing was heard of it within {times.start_s:g} s"}
     if not report:
         ours.close()
-        code = process.wait()
+        code = _wait_for_end(process, _END_S)
         return keeper, {"error": f"it ended with exit code {code}", "exit_code": code}
     return keeper, report
+
+
+def _wait_for_end(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    """Wait for a process that is about to end, and return its exit code; who is late is killed.
+
+    One that sits in the kernel ends by itself later, and then has no exit code for us.
+    """
+    for limit_s in (timeout_s, _KILLED_S):
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    logger.warning("process %d of the store has not ended", process.pid)
+    return None
 
 
 def _hear(descriptor: int, timeout_s: float) -> dict[str, Any] | None:

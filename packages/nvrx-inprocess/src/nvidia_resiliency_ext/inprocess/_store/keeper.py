@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     channel = socket.socket(fileno=duty.channel_fd)
     with channel:
         try:
-            stores, report = _host(duty.address, duty.port, duty.job, whole=duty.whole_torch)
+            with _threads_without(signal.SIGTERM):
+                stores, report = _host(duty.address, duty.port, duty.job, whole=duty.whole_torch)
         except PartialImportError:
             return NEEDS_WHOLE
         # Its starter may have ended.
@@ -88,6 +89,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Ends its servers.
     stores.clear()
     return 0
+
+
+@contextlib.contextmanager
+def _threads_without(number: signal.Signals) -> Iterator[None]:
+    """Begin threads that never take a signal: taken there it would wake nobody.
+
+    The system gives it to the main thread, but not after it came to a process that was stopped.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
 
 
 def _host(
@@ -109,14 +123,16 @@ def _host(
 
 def _serve(listener: socket.socket, host: str, port: int, *, whole: bool) -> Any:
     store_class = tcp_store_class(whole=whole)
-    options = serving_options(listener, importlib.metadata.version("torch"))
+    version = importlib.metadata.version("torch")
+    options = serving_options(listener, version, without_libuv=True)
     return store_class(host, port, wait_for_workers=False, **options)
 
 
 def _attend(channel: socket.socket, duty: Duty, stores: dict[int, Any]) -> None:
     """Do what the starter orders, until it ends."""
     orders = threading.Thread(target=_take_orders, args=(channel, stores), daemon=True)
-    orders.start()
+    with _threads_without(signal.SIGTERM):
+        orders.start()
     with contextlib.suppress(ProcessLookupError), PidHandle(duty.starter) as starter:
         while not starter.wait(_LONGEST_WAIT_S):
             pass

@@ -4,14 +4,13 @@
 Importing torch takes seconds on a busy host, which is when a monitor has to be replaced, and 155 MB
 of private memory; the operations of a store take a socket. What is written to it: a byte for the
 operation, numbers in 8 bytes of this machine's order, texts after their length. Before anything
-else the server must echo a number, or it is not taken for one of torch's.
+else the server must answer a greeting, or it is not taken for one of torch's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import os
 import socket
 import struct
 import time
@@ -21,14 +20,14 @@ from datetime import timedelta
 from nvidia_resiliency_ext.inprocess._protocol.errors import StoreLostError
 from nvidia_resiliency_ext.shared_utils.store_sockets import watch_over
 
+from .greeting import greet
+
 __all__ = ["PlainStore", "StrangeStoreError", "WaitExpiredError"]
 
 ANSWER_TIMEOUT_S = 20.0
 MAX_ANSWER_BYTES = (1 << 24) + 1
 
-_MAGIC = 0x3C85F7CE
 _NUMBER = struct.Struct("=q")
-_SHORT = struct.Struct("=I")
 _BEFORE_KEYS = b"/"  # torch puts it there
 _STOP_WAITING, _WAIT_CANCELED = 0, 1
 _READY = 0
@@ -46,19 +45,16 @@ class StrangeStoreError(StoreLostError):
 
 
 class _Query(enum.IntEnum):
-    VALIDATE = 0
     SET = 1
     COMPARE_SET = 2
     GET = 3
     ADD = 4
     CHECK = 5
     WAIT = 6
-    NUM_KEYS = 7
     DELETE_KEY = 8
     APPEND = 9
     MULTI_GET = 10
     CANCEL_WAIT = 12
-    PING = 13
 
 
 class PlainStore:
@@ -129,11 +125,6 @@ class PlainStore:
         self._send(_Query.DELETE_KEY, _key(key))
         return self._receive_number() > 0
 
-    def num_keys(self) -> int:
-        """Return how many keys there are."""
-        self._send(_Query.NUM_KEYS)
-        return self._receive_number()
-
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are there."""
         self._send(_Query.CHECK, *_keys(keys))
@@ -173,11 +164,14 @@ class PlainStore:
         self._sock.close()
 
     def _greet(self) -> None:
-        word = os.urandom(_SHORT.size)
+        self._sock.settimeout(ANSWER_TIMEOUT_S)
         try:
-            self._send(_Query.VALIDATE, _SHORT.pack(_MAGIC))
-            self._send(_Query.PING, word)
-            is_known = self._receive(len(word)) == word
+            is_known = greet(self._sock)
+        except TimeoutError:
+            raise StoreLostError(
+                f"no store answers at {self.host}:{self.port}: who listens there has said nothing"
+                f" for {ANSWER_TIMEOUT_S:g} s"
+            ) from None
         except OSError:
             is_known = False
         if not is_known:

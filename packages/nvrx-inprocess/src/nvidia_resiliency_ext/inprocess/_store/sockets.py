@@ -8,11 +8,11 @@ import errno
 import ipaddress
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from nvidia_resiliency_ext.shared_utils.store_attempt import Attempt
 from nvidia_resiliency_ext.shared_utils.store_sockets import (
     is_connected_to,
     listen_at,
@@ -116,27 +116,31 @@ def limit_answers(port: int, timeout_s: float, known: frozenset[str] = frozenset
     return count
 
 
-@contextlib.contextmanager
-def cutting_after(port: int, timeout_s: float) -> Iterator[None]:
-    """End connections to `port` that are made inside and are not ready after `timeout_s`.
+def make_within(make: Callable[[], Any], port: int, timeout_s: float) -> Any:
+    """Make a client that connects to `port`; torch itself would go on trying, or wait for ever.
 
-    Without it, connecting to a program that is no store would block its thread for ever.
+    Raises:
+        TimeoutError: It has not been made; its connections are ended.
+        Exception: What `make` raises.
     """
     known = socket_names()
-
-    def cut() -> None:
-        for sock in _connected(port, known):
-            with sock, contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(timeout_s, cut)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
+    attempt = Attempt(make)
+    is_made = False
+    with contextlib.closing(attempt):
+        attempt.start()
+        try:
+            is_made = attempt.wait(timeout_s)
+        finally:
+            # The caller may have been interrupted.
+            if not is_made:
+                attempt.give_up()
+                _cut(port, known)
+    if not is_made:
+        raise TimeoutError(f"what listens at port {port} does not answer as a store does")
+    attempt.join()
+    if attempt.error is not None:
+        raise attempt.error
+    return attempt.client
 
 
 def count_served(port: int, most: int) -> int:
@@ -166,3 +170,9 @@ def _connected(port: int, known: frozenset[str]) -> Iterator[socket.socket]:
             yield sock
         else:
             sock.close()
+
+
+def _cut(port: int, known: frozenset[str]) -> None:
+    for sock in _connected(port, known):
+        with sock, contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)

@@ -17,13 +17,14 @@ from torch.distributed import FileStore as TorchFileStore  # type: ignore[attr-d
 from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[attr-defined]
 from torch.distributed import TCPStore as TorchTCPStore  # type: ignore[attr-defined]
 
-from nvidia_resiliency_ext.inprocess._protocol.errors import StoreLostError
+from nvidia_resiliency_ext.inprocess import _env
+from nvidia_resiliency_ext.inprocess._protocol.errors import NobodyListensError, StoreLostError
 from nvidia_resiliency_ext.inprocess._protocol.keys import iteration_prefix
 from nvidia_resiliency_ext.shared_utils.store_sockets import serving_options, socket_names
 
-from .endpoint import Endpoint, named_endpoint
+from .endpoint import Endpoint, named_endpoint, port_is_held
 from .mixin import StoreMixin
-from .sockets import cutting_after, limit_answers, listen, wait_until_listening
+from .sockets import limit_answers, listen, make_within, wait_until_listening
 
 logger = logging.getLogger("nvrx")
 
@@ -44,7 +45,8 @@ class TCPStore(StoreMixin, TorchTCPStore):
         timeout: How long connecting, and waiting for a key, may take.
         wait_for_workers: Whether the host waits until all have connected.
         multi_tenant: Whether several stores of this process share one server.
-        use_libuv: Which of torch's servers it is.
+        use_libuv: Which of torch's servers it is; before torch 2.8 always the one without libuv,
+            as only that can listen at one address.
     """
 
     critical_ranks = (0,)
@@ -61,15 +63,20 @@ class TCPStore(StoreMixin, TorchTCPStore):
     ) -> None:
         endpoint = named_endpoint(os.environ, host_name, port)
         options = {
-            "world_size": int(os.environ["WORLD_SIZE"]) if world_size is None else world_size,
+            "world_size": _env.world_size() if world_size is None else world_size,
             "timeout": timeout,
             "wait_for_workers": wait_for_workers,
             "multi_tenant": multi_tenant,
             "use_libuv": use_libuv,
         }
-        is_host = int(os.environ.get("RANK", "0")) == 0
-        if not is_host or not self._host(endpoint, options):
+        is_host = _env.number("RANK", 0) == 0
+        if not is_host:
             self._join(endpoint, options)
+        elif not self._host(endpoint, options):
+            try:
+                self._join(endpoint, options)
+            except NobodyListensError as error:
+                raise NobodyListensError(f"{error}; {port_is_held(endpoint.port)}") from None
 
     @classmethod
     def connect(
@@ -113,7 +120,7 @@ class TCPStore(StoreMixin, TorchTCPStore):
         port = endpoint.port
         if listener is not None:
             port = listener.getsockname()[1]
-            options |= serving_options(listener, torch.__version__)
+            options |= serving_options(listener, torch.__version__, without_libuv=True)
         try:
             self._open(endpoint.host, port, options={"is_master": True, **options})
         except RuntimeError as error:
@@ -125,14 +132,24 @@ class TCPStore(StoreMixin, TorchTCPStore):
     def _join(self, endpoint: Endpoint, options: dict[str, Any]) -> None:
         known = socket_names()
         limit_s = options["timeout"].total_seconds()
+        deadline = time.monotonic() + limit_s
         # Not torch: it waits more than three times as long, and heeds no signal meanwhile.
         if not wait_until_listening(endpoint.host, endpoint.port, limit_s, time.monotonic):
-            raise StoreLostError(
+            raise NobodyListensError(
                 f"no store answers at {endpoint}: nobody listens there, after {limit_s:g} s"
             )
+        left_s = max(0.0, deadline - time.monotonic()) + _GRACE_S
+        client = {"is_master": False, **options}
         try:
-            with cutting_after(endpoint.port, limit_s + _GRACE_S):
-                self._open(endpoint.host, endpoint.port, options={"is_master": False, **options})
+            make_within(
+                lambda: self._open(endpoint.host, endpoint.port, options=client),
+                endpoint.port,
+                left_s,
+            )
+        except TimeoutError as error:
+            raise StoreLostError(
+                f"no store answers at {endpoint}: {error}, after {limit_s:g} s"
+            ) from None
         except RuntimeError as error:
             first, _, _ = str(error).partition("\n")
             raise StoreLostError(f"no store answers at {endpoint}: {first}") from None

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole interruption of the main thread, as of one that has nothing to abort."""
+
+from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate, Raised
+
+
+def interrupt_gate(
+    gate: MainThreadGate, message: str, quiet_s: float, lock: AtomicLock
+) -> Raised | None:
+    """Raise in the main thread and wait until it has left; `None` if it was not inside."""
+    with lock:
+        interruption = gate.begin(message)
+    return None if interruption is None else interruption.see_out(quiet_s, lock)
+
+
+def is_held_by_others(lock: AtomicLock) -> bool:
+    """Return whether another thread than the calling one holds a lock."""
+    if not lock._acquire(False):
+        return True
+    lock._release()
+    return False
