@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import ports
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
@@ -21,6 +22,8 @@ from slurm_cluster import why_no_slurm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
+
+HOSTS_LIMIT_S = 150.0
 
 _has_failed = pytest.StashKey[bool]()
 
@@ -50,6 +53,29 @@ def job(request: pytest.FixtureRequest) -> Iterator[Job]:
     finally:
         made.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Give a port at which nobody listens, and that no other test is given."""
+    with ports.claimed() as claimed:
+        yield claimed
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what may take longest: of two at a time, none is left for the end alone.
+
+    A job on several hosts has the time to reach its own deadlines, which say what is missing.
+    """
+    for item in items:
+        if item.get_closest_marker("netns") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(HOSTS_LIMIT_S))
+
+    def limit_s(item: pytest.Item) -> float:
+        mark = item.get_closest_marker("timeout")
+        return float(mark.args[0]) if mark else 0.0
+
+    items.sort(key=limit_s, reverse=True)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

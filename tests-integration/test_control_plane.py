@@ -15,7 +15,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from many_nodes import PORT
+from attribution_service import attribution_service
+from many_nodes import DDP_RANK, PORT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,6 +59,24 @@ class ControlledJob:
             self.job.start_other(host, [*words, *flags], f"control-{len(self.planes)}")
         )
         return self.planes[-1]
+
+    def start_training(self, steps: int) -> None:
+        """Start launchers of a real training, one rank each, with standbys."""
+        self.job.start(
+            *("--steps", str(steps), "--step-ms", STEP_MS, "--save-every", "5"),
+            hosts=self.launcher_hosts,
+            nnodes=self.nnodes,
+            flags=["--ft-lease", "1", *self.both],
+            program=DDP_RANK,
+        )
+
+    def kill_control(self) -> None:
+        """Kill the present control plane, and wait until ranks have done steps without it."""
+        self.planes[-1].kill()
+        self.planes[-1].wait(10)
+        cycle = self.job.cycles()[-1]
+        reached = max(entry["step"] for entry in self.job.entries("step", cycle))
+        self.job.wait_for_step(cycle, reached + 3, ranks=2)
 
     def start(
         self, *flags: str, steps: int, hosts: Sequence[Host] = (), nproc: int = 1, more: str = ""
@@ -213,8 +232,10 @@ def test_a_control_plane_that_comes_back_goes_on_with_its_logs(
     assert said["cycle_end_time"] > said["cycle_start_time"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", ["before anybody knows", "while ranks wait"])
+@pytest.mark.parametrize(
+    "moment",
+    [pytest.param("before anybody knows", marks=pytest.mark.slow), "while ranks wait"],
+)
 def test_a_drain_goes_on_with_another_control_plane(
     nodes_job: Callable[..., NodesJob], moment: str
 ) -> None:
@@ -288,3 +309,81 @@ def test_a_second_control_plane_and_a_wrong_token_do_no_harm(
     assert made.job.cycles() == [0]
     made.assert_lines(0)
     assert "token goes through" not in made.log_of_control()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_real_training_ends_with_the_same_weights_over_control_planes(
+    nodes_job: Callable[..., NodesJob],
+) -> None:
+    """DDP over gloo: a control plane is killed while it trains, and comes back, and a rank is
+    killed; another goes, and with it a launcher, and the spare works. No weight differs by a bit.
+    """
+    results = []
+    for faults in (False, True):
+        made = ControlledJob(nodes_job(4), "2:3")
+        made.control()
+        made.start_training(steps=200)
+        made.job.wait_for_step(0, 5, ranks=2)
+        if faults:
+            made.kill_control()
+            # Else a slow machine would have the training at its end before the store is back.
+            for rank in range(2):
+                made.job.signal_rank(0, rank, signal.SIGSTOP)
+            made.control()
+            made.wait_until_back()
+            for rank in range(2):
+                made.job.signal_rank(0, rank, signal.SIGCONT)
+            made.job.signal_rank(0, 1)
+            made.job.wait_for_step(1, ranks=2)
+            # This time while there is no control plane.
+            made.kill_control()
+            host, _ = made.job.rank(1, 1)
+            made.job.launchers[host.name].kill()
+            made.control()
+            made.job.wait_for_step(2, ranks=2)
+        codes = made.job.wait(90)
+        assert sorted(codes.values()) == ([-9, 0, 0] if faults else [0, 0, 0]), made.job.tails()
+        assert made.job.cycles() == ([0, 1, 2] if faults else [0])
+        assert made.planes[-1].wait(20) == 0, made.log_of_control()
+        made.job.assert_fenced()
+        results.append(made.job.result())
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    assert results[0]["losses"] == results[1]["losses"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [False, True], ids=["stays", "dies"])
+def test_a_node_that_attribution_names_makes_room_under_a_control_plane(
+    nodes_job: Callable[..., NodesJob], dies: bool
+) -> None:
+    """The service is asked by the control plane; what it said holds for the one after it, too."""
+    made = ControlledJob(nodes_job(4), "2:3")
+    job = made.job
+    with attribution_service(str(job.folder / "analysis.sock")) as service:
+        asks = ("--ft-attribution-endpoint", service.url)
+        asks += ("--ft-attribution-node-action", "exclude")
+        made.control(*asks)
+        made.start(steps=500)
+        job.wait_for_step(0, 5, ranks=2)
+        job.wait_for(
+            lambda: any("as a spare" in job.log(h) for h in made.launcher_hosts), "a spare"
+        )
+        named = job.rank(0, 1)[0]
+        service.decides({"action": "RESTART", "reason": ""}, exclude_nodes=[named.name])
+        job.signal_rank(0, 0)
+        job.wait_for_step(1, ranks=2)
+        made.wait_for_control("attribution names bad nodes")
+        if dies:
+            service.answer = {"status": "in_flight"}
+            made.kill_control()
+            made.control(*asks)
+            made.wait_until_back()
+        cycle = job.cycles()[-1]
+        job.signal_rank(cycle, 0)
+        job.wait_for_step(cycle + 1, ranks=2)
+        started = {entry["host"] for entry in job.entries("start", cycle + 1)}
+        assert named.name not in started, job.tails()
+        made.assert_ended_well(500)
+    assert (named.name, "attribution") in made.told()
+    assert service.posts[0] == ("progressive", str(made.cycle_log(0)))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import ports
 import pytest
 from fault_jobs import is_running, state_of, wait_until
 
@@ -38,11 +40,8 @@ def flags(job: Job, *more: str) -> tuple[str, ...]:
     return ("--ft-per-cycle-applog-prefix", str(job.folder / "logs" / "job.log"), *more)
 
 
-def server_flags(job: Job) -> tuple[str, ...]:
+def server_flags(job: Job, port: int) -> tuple[str, ...]:
     """Return the flags of cycle logs and the launcher's own log through a log server."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     own = str(job.folder / "logs" / "nvrx.log")
     return flags(job, "--ft-nvrx-logfile", own, "--ft-log-server-port", str(port))
 
@@ -100,9 +99,9 @@ def test_ranks_go_on_while_the_launcher_is_stopped(job: Job) -> None:
     assert [len(lines_of(job, 0, rank)) for rank in range(2)] == [60000 // 64] * 2
 
 
-def test_a_log_server_writes_the_logs_of_workers_and_launcher(job: Job) -> None:
+def test_a_log_server_writes_the_logs_of_workers_and_launcher(job: Job, port: int) -> None:
     """Through the server both logs are complete, and the console stays empty."""
-    job.start("--last-cycle", "1", "0:1:last-words=kill", flags=server_flags(job))
+    job.start("--last-cycle", "1", "0:1:last-words=kill", flags=server_flags(job, port))
     assert job.wait() == 0, job.log()
     assert lines_of(job, 0, 1) == [*MEGABYTE_LINES, b"the last word"]
     own = (job.folder / "logs" / "nvrx.log").read_text()
@@ -111,16 +110,16 @@ def test_a_log_server_writes_the_logs_of_workers_and_launcher(job: Job) -> None:
     assert "cycle 0" not in job.log()
 
 
-def test_a_failed_job_is_explained_in_the_launchers_log(job: Job) -> None:
+def test_a_failed_job_is_explained_in_the_launchers_log(job: Job, port: int) -> None:
     """The report of failures is where the launcher's lines are."""
-    job.start("0:1:leave=3", max_restarts=0, flags=server_flags(job))
+    job.start("0:1:leave=3", max_restarts=0, flags=server_flags(job, port))
     assert job.wait() == 1
     assert "exitcode" in (job.folder / "logs" / "nvrx.log").read_text()
 
 
-def test_a_killed_launcher_leaves_no_log_server(job: Job) -> None:
+def test_a_killed_launcher_leaves_no_log_server(job: Job, port: int) -> None:
     """Log servers are gone with the launcher, like everything else."""
-    job.start("--last-cycle", "9", flags=server_flags(job))
+    job.start("--last-cycle", "9", flags=server_flags(job, port))
     job.wait_for(0, range(2), "stepped")
     before = job.processes()
     os.kill(job.pid, signal.SIGKILL)
@@ -154,28 +153,23 @@ def test_other_programs_follow_the_cycles(job: Job) -> None:
     assert os.readlink(link) == "cycle_info.31.2.1"
 
 
-def test_two_nodes_write_one_log_and_one_description(job: Job) -> None:
+def test_two_nodes_write_one_log_and_one_description(job: Job, port: int) -> None:
     """Both launchers send to the store host's server, with the token that it made."""
     second = type(job)(job.folder / "second")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
     directory = job.folder / "info"
-    both = (
-        *server_flags(job),
-        *("--nnodes", "2", "--rdzv-endpoint", endpoint, "--ft-cycle-info-dir", str(directory)),
-    )
     several = {"NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE": "1"}
     deed = ("--last-cycle", "1", "0:1:last-words=kill")
-    try:
+    with contextlib.closing(second), ports.claimed() as rendezvous:
+        both = (
+            *(*server_flags(job, port), "--nnodes", "2", "--ft-cycle-info-dir", str(directory)),
+            *("--rdzv-endpoint", f"127.0.0.1:{rendezvous}"),
+        )
         job.start(*deed, nproc=1, flags=both, environment=several)
         second.out = job.out
         second.start(*deed, nproc=1, flags=both, environment=several)
         assert job.wait() == 0, job.log()
         assert second.wait() == 0, second.log()
         second.assert_nothing_left()
-    finally:
-        second.close()
     assert lines_of(job, 0, 1) == [*MEGABYTE_LINES, b"the last word"]
     own = (job.folder / "logs" / "nvrx.log").read_text()
     assert own.count("job ended with exit code 0") == 2

@@ -303,7 +303,7 @@ def test_a_limited_link_is_slow(network: Network) -> None:
     network[0].limit(10)
     assert seconds() > 0.5
     network[0].limit(None)
-    assert seconds() < 0.5
+    assert min(seconds() for _ in range(3)) < 0.5
 
 
 # --- the end -------------------------------------------------------------------------------------

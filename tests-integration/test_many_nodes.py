@@ -29,6 +29,7 @@ pytestmark = pytest.mark.netns
 COLD = ("--ft-prewarm", "off")
 QUICK = (*COLD, "--ft-lease", "1")
 STEPS = 80
+NEVER = 10**9
 CONTROL = "nvidia_resiliency_ext.fault_tolerance.control_plane"
 
 
@@ -77,21 +78,20 @@ def test_a_killed_rank_restarts_all_hosts_once(nodes_job: Callable[..., NodesJob
         assert f"rank 3 on host {victim.name} died by SIGKILL" in job.log(host), job.tails()
 
 
-@pytest.mark.slow
 def test_ranks_of_two_hosts_dying_at_once_cost_one_restart(
     nodes_job: Callable[..., NodesJob],
 ) -> None:
-    """Two launchers that open a round at the same moment open one."""
+    """All ranks of two hosts die: two launchers open a round at the same moment, and it is one."""
     job = nodes_job(3)
     start(job, "3")
     job.wait_for_step(0, 3, ranks=6)
-    job.signal_rank(0, 2)
-    job.signal_rank(0, 5)
+    # Found first: a launcher ends the rank beside one that is dead within milliseconds.
+    for host, pid in [job.rank(0, rank) for rank in range(2, 6)]:
+        host.signal(pid, signal.SIGKILL)
     assert_ended_well(job)
     assert job.cycles() == [0, 1]
 
 
-@pytest.mark.slow
 def test_a_hung_rank_is_found_on_its_host_and_told_on_all(
     nodes_job: Callable[..., NodesJob],
 ) -> None:
@@ -112,7 +112,6 @@ def test_a_hung_rank_is_found_on_its_host_and_told_on_all(
     assert any(fault.get("rank") == 4 for fault in faults), faults
 
 
-@pytest.mark.slow
 def test_a_killed_launcher_is_replaced_by_the_spare(nodes_job: Callable[..., NodesJob]) -> None:
     """SIGKILL of a launcher: its ranks end with it, and the spare takes their place."""
     job = nodes_job(3)
@@ -137,7 +136,6 @@ def scripted(job: NodesJob, nnodes: str, *words: str) -> None:
         )
 
 
-@pytest.mark.slow
 def test_a_rank_excludes_its_host(nodes_job: Callable[..., NodesJob]) -> None:
     """After ExcludeThisNode the spare works in the host's place; the host leaves with 1."""
     job = nodes_job(3)
@@ -210,7 +208,6 @@ def test_a_launcher_that_is_stopped_does_not_train_beside_the_others(
     assert job.cycles() == [0, 1]
 
 
-@pytest.mark.slow
 def test_a_link_that_flaps_within_the_lease_costs_nothing(
     nodes_job: Callable[..., NodesJob],
 ) -> None:
@@ -229,7 +226,6 @@ def test_a_link_that_flaps_within_the_lease_costs_nothing(
     assert job.cycles() == [0]
 
 
-@pytest.mark.slow
 def test_without_the_store_host_the_others_leave(nodes_job: Callable[..., NodesJob]) -> None:
     """The launcher with the store is killed: the others stop within 10 s and say why."""
     job = nodes_job(3)
@@ -243,22 +239,20 @@ def test_without_the_store_host_the_others_leave(nodes_job: Callable[..., NodesJ
     assert "the store host of the job is gone" in job.log(job.network[1])
 
 
-@pytest.mark.slow
 def test_a_spare_that_comes_late_is_used(nodes_job: Callable[..., NodesJob]) -> None:
     """A launcher that is started in the middle of a round waits, and works when it is needed."""
     job = nodes_job(3)
-    start(job, "2:3", "--ft-lease", "1", hosts=list(job.network)[:2], steps=400)
+    start(job, "2:3", "--ft-lease", "1", hosts=list(job.network)[:2], steps=NEVER)
     job.wait_for_step(0, 3, ranks=4)
     late = job.network[2]
-    start(job, "2:3", "--ft-lease", "1", hosts=[late], steps=400)
+    start(job, "2:3", "--ft-lease", "1", hosts=[late], steps=NEVER)
     job.wait_for(lambda: "waits as a spare" in job.log(late), "the spare is there")
     job.launchers[job.network[1].name].kill()
     job.wait_for_step(1, ranks=4)
     assert late in with_ranks(job, 1)
-    assert_ended_well(job, steps=400, **{job.network[1].name: -signal.SIGKILL})
+    assert_ended_well(job, steps=job.let_end(), **{job.network[1].name: -signal.SIGKILL})
 
 
-@pytest.mark.slow
 def test_a_drained_host_is_replaced_at_once(nodes_job: Callable[..., NodesJob]) -> None:
     """SIGTERM to one launcher: its ranks get the signal, the spare takes over without a lease."""
     job = nodes_job(3)
@@ -268,7 +262,8 @@ def test_a_drained_host_is_replaced_at_once(nodes_job: Callable[..., NodesJob]) 
     job.launchers[victim.name].terminate()
     assert_ended_well(job, **{victim.name: 1})
     assert job.cycles() == [0, 1]
-    assert any("was ended by SIGTERM" in job.log(host) for host in job.network), job.tails()
+    peers = [host for host in job.network[:3] if host is not victim]
+    assert all("was ended by SIGTERM" in job.log(host) for host in peers), job.tails()
 
 
 @pytest.mark.slow

@@ -6,13 +6,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 from fault_jobs import LAUNCHER, Job, wait_until
 
 if TYPE_CHECKING:
@@ -138,12 +138,9 @@ def test_a_new_monitor_knows_that_saving_is_asked_for(job: Job) -> None:
 class Nodes:
     """Several launchers of one job on this machine."""
 
-    def __init__(self, job: Job, nodes: str, *flags: str) -> None:
+    def __init__(self, job: Job, nodes: str, port: int) -> None:
         self.job = job
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-        self.flags = ("--nnodes", nodes, "--rdzv-endpoint", self.endpoint, *flags, *ANNOUNCED)
+        self.flags = ("--nnodes", nodes, "--rdzv-endpoint", f"127.0.0.1:{port}", *ANNOUNCED)
         self.launchers: list[subprocess.Popen[bytes]] = []
 
     def start(self, rank: int) -> subprocess.Popen[bytes]:
@@ -179,9 +176,9 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def nodes_of(job: Job, nodes: str, *flags: str) -> Iterator[Nodes]:
+def nodes_of(job: Job, nodes: str, port: int) -> Iterator[Nodes]:
     """Give launchers that are gone in the end."""
-    made = Nodes(job, nodes, *flags)
+    made = Nodes(job, nodes, port)
     try:
         yield made
     finally:
@@ -191,9 +188,9 @@ def nodes_of(job: Job, nodes: str, *flags: str) -> Iterator[Nodes]:
                 launcher.wait()
 
 
-def test_a_preempted_job_of_many_nodes_saves_at_one_step(job: Job) -> None:
+def test_a_preempted_job_of_many_nodes_saves_at_one_step(job: Job, port: int) -> None:
     """When all nodes get the signal, all ranks save at one step, and all launchers exit 0."""
-    with nodes_of(job, "2") as nodes:
+    with nodes_of(job, "2", port) as nodes:
         for rank in range(2):
             nodes.start(rank)
         nodes.wait_for("works_0_*", 2)
@@ -205,9 +202,9 @@ def test_a_preempted_job_of_many_nodes_saves_at_one_step(job: Job) -> None:
         assert len(set(steps)) == 1
 
 
-def test_a_node_that_drains_is_replaced_and_no_work_is_lost(job: Job) -> None:
+def test_a_node_that_drains_is_replaced_and_no_work_is_lost(job: Job, port: int) -> None:
     """One of two nodes must go: all save, and the spare goes on at the very step."""
-    with nodes_of(job, "2:3") as nodes:
+    with nodes_of(job, "2:3", port) as nodes:
         nodes.start(0)
         # Who is first serves the store, and the job ends with it: it must not be the one to go.
         wait_until(lambda: "needed: 2 nodes" in nodes.log(), nodes.log)
@@ -229,6 +226,29 @@ def test_a_node_that_drains_is_replaced_and_no_work_is_lost(job: Job) -> None:
                 launcher.send_signal(signal.SIGUSR1)
         assert nodes.codes() == [0, 0, 0], nodes.log()
         assert len(set(saved(job.out, 1))) == 1
+
+
+@pytest.mark.slow
+def test_a_spare_that_serves_the_store_lets_the_others_save_before_it_goes(job: Job) -> None:
+    """The job ends with its store: the others' ranks save at one step, and all leave with 0."""
+    with nodes_of(job, "2:3") as nodes:
+        # Last by the scheduler's order, so that it is left out of the round after the next.
+        nodes.start(9)
+        wait_until(lambda: "needed: 2 nodes" in nodes.log(), nodes.log)
+        nodes.start(0)
+        nodes.wait_for("works_0_*", 2)
+        nodes.start(1)
+        wait_until(lambda: "a spare" in nodes.log(), nodes.log)
+        os.kill(int(next(job.out.glob("works_0_*")).read_text()), signal.SIGKILL)
+        nodes.wait_for("works_1_*", 2)
+        host = nodes.launchers[0]
+        at_work = {_parent_of(path.read_text()) for path in job.out.glob("works_1_*")}
+        assert host.pid not in at_work, nodes.log()
+        host.send_signal(signal.SIGUSR1)
+        assert nodes.codes() == [0, 0, 0], nodes.log()
+        steps = saved(job.out, 1)
+        assert len(steps) == 2
+        assert len(set(steps)) == 1
 
 
 def _parent_of(pid: str) -> int:

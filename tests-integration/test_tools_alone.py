@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tools/check_alone.py` with two small wheels: what a package's tests may and may not see."""
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -49,6 +50,7 @@ def run(tree: Path, test: str) -> tuple[int, str]:
     (tree / "packages" / "nvrx-a" / "tests" / "test_a.py").write_text(test)
     result = subprocess.run(
         [sys.executable, str(TOOL), str(tree / "dist"), "nvrx-a", "--root", str(tree)],
+        env=os.environ | {"NVRX_TEST_WORKERS": "1"},
         capture_output=True,
         text=True,
         timeout=120,

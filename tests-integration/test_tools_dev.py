@@ -27,7 +27,7 @@ def dev() -> ModuleType:
 def test_test_runs_parallel_then_serial_then_scenarios(dev: ModuleType) -> None:
     """`test` covers every package in parallel, then serial tests, then bounded scenarios."""
     tasks = dev.tasks_of("test", [])
-    assert [task[0] for task in tasks] == ["test", "serial", "integration"]
+    assert [task[0] for task in tasks] == ["test", "serial", "scenarios"]
     assert tasks[0][1:3] == ("-m", "not serial")
     assert tasks[1][1:3] == ("-m", "serial")
     assert tasks[2][1:3] == ("-m", "not gpu and not slurm and not slow")
@@ -47,7 +47,7 @@ def test_pipeline_ends_with_the_tests(dev: ModuleType) -> None:
         task[0] for part in ("check", "docs", "alone", "test") for task in dev.tasks_of(part, [])
     ]
     assert names == expected
-    assert names[-3:] == ["test", "serial", "integration"]
+    assert names[-3:] == ["test", "serial", "scenarios"]
 
 
 def test_every_command_has_tasks_that_hatch_knows(dev: ModuleType) -> None:

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tools/check_docs.py` on small pages: which blocks it runs, and how they can fail."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fault_jobs import is_running, wait_until
+
+from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
+from nvidia_resiliency_ext.fault_tolerance._launch import many_nodes
 
 TOOL = Path(__file__).parents[1] / "tools" / "check_docs.py"
 
@@ -66,8 +71,8 @@ def test_block_that_does_not_end_is_stopped_with_its_children(tmp_path: Path) ->
     code, said = run(tmp_path, "--deadline", "1")
     assert code == 1
     assert "did not end within 1 s" in said
-    status = Path("/proc") / pid.read_text().strip() / "stat"
-    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+    started = int(pid.read_text())
+    wait_until(lambda: not is_running(started), "the end of what was killed", 5)
 
 
 def test_unknown_language_is_an_error(tmp_path: Path) -> None:
@@ -76,3 +81,41 @@ def test_unknown_language_is_an_error(tmp_path: Path) -> None:
     code, said = run(tmp_path)
     assert code == 1
     assert "README.md:1" in said
+
+
+SOURCE = (
+    TOOL.parents[1] / "packages" / "nvrx-ft" / "src" / "nvidia_resiliency_ext" / "fault_tolerance"
+)
+
+
+def named_modules(page: str) -> set[str]:
+    """Return the modules that a page names; a bare name is of the folder before it, or of none."""
+    named, folder, of_section = set(), "", ""
+    for line in page.splitlines():
+        if line.startswith("#"):
+            found = re.search(r"`fault_tolerance/(\w+)/`", line)
+            of_section = f"{found[1]}/" if found else ""
+        folder = of_section
+        for path in re.findall(r"`([\w/]+\.py)`", line):
+            head, slash, name = path.rpartition("/")
+            folder = head + slash if slash else folder
+            named |= {name, folder + name} if not slash else {path}
+    return named
+
+
+def test_every_module_is_in_a_page_about_the_design() -> None:
+    """Whoever looks for a module of nvrx-ft finds in docs/design what it is for."""
+    pages = (TOOL.parents[1] / "docs" / "design").glob("nvrx-ft*.md")
+    named = {path for page in pages for path in named_modules(page.read_text())}
+    modules = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py")}
+    missing = {path for path in modules if not path.endswith("__init__.py")} - named
+    assert not missing
+
+
+def test_options_that_may_differ_from_node_to_node_are_listed() -> None:
+    """The guide names exactly the options that launchers of one job need not have alike."""
+    guide = (TOOL.parents[1] / "docs" / "guides" / "many-nodes.md").read_text()
+    listed = re.search(r"These may differ from node to node:(.*?)\n\n", guide, re.DOTALL)
+    assert listed is not None
+    flags = {f"--{one.flag}" for one in OPTIONS if one.field in many_nodes._OWN_AFFAIRS}
+    assert set(re.findall(r"`(--[\w-]+)`", listed[1])) == flags

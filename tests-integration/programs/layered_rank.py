@@ -77,8 +77,10 @@ def seconds(value: float) -> dt.timedelta:
 
 def wrapper(options: argparse.Namespace) -> inprocess.Wrapper:
     """Return the wrapper, with the callbacks that tell of layered restarts."""
+    # On a host of its own every port is free.
+    port = os.environ.get("WRAPPER_STORE_PORT") or int(os.environ["MASTER_PORT"]) + 2
     return inprocess.Wrapper(
-        store_kwargs={"port": int(os.environ["MASTER_PORT"]) + 2},
+        store_kwargs={"port": int(port)},
         initialize=inprocess.Compose(
             inprocess.initialize.RetryController(min_world_size=options.min),
             restarter.NestedRestarterHandlingCompleted(),
