@@ -84,7 +84,7 @@ def pytest_settings(root: Path, distribution: str, target: Path) -> None:
     support = root / "tests-support"
     lines = [
         "[pytest]",
-        "addopts = --import-mode=importlib -q",
+        "addopts = --import-mode=importlib --tb=short -q",
         f"pythonpath = {helpers} {support}",
     ]
     lines += [f"timeout = {shared['timeout']}", "tmp_path_retention_policy = failed"]
