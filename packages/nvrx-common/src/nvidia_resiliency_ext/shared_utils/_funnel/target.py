@@ -6,6 +6,7 @@ Whoever calls holds the funnel's lock, except for `Batch`, which belongs to the 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -52,7 +53,7 @@ class Target:
     __slots__ = (
         "cycle", "error", "held_bytes", "is_awaited", "is_busy", "is_closing", "is_refused",
         "is_scheduled", "is_stalled", "is_unsynced", "log", "owners", "path", "place", "retry_s",
-        "used_at", "users", "waiters", "waiting", "working_since", "written_at", "written_bytes",
+        "users", "waiters", "waiting", "working_since", "written_at", "written_bytes",
     )  # fmt: skip
 
     def __init__(self, path: str, place: Place, cycle: CycleFile | None) -> None:
@@ -71,8 +72,7 @@ class Target:
         self.is_closing = False
         self.is_unsynced = False
         self.working_since: float | None = None
-        self.written_at = -1.0
-        self.used_at = 0.0
+        self.written_at = -math.inf  # The first write waits for nothing.
         self.written_bytes = 0
         self.error: OSError | None = None
         self.retry_s = 0.0

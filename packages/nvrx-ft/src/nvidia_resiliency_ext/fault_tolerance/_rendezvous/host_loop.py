@@ -101,7 +101,7 @@ class Host:
         self._notes: list[Note] = []
         self._read_to = 0
         self._leases: dict[str, tuple[int, float]] = {}
-        self._leases_at = 0.0
+        self._leases_at = -math.inf
         self._is_last_call = False
         self._opened_at: list[float] = []
         self._waits_for = ""
