@@ -70,11 +70,12 @@ class Beside:
 
     def join(self, index: int) -> None:
         """Arrive."""
-        self.threads.submit(lambda session: _arrive(session, index))
+        self.threads.submit(lambda session: self._arrive(session, index))
 
-
-def _arrive(session: NodeSession, index: int) -> None:
-    session.arrive(arrival(index))
+    def _arrive(self, session: NodeSession, index: int) -> None:
+        if not session.arrive(arrival(index)):
+            assert session.entry is not None
+            self.news.put(Spare(session.entry))  # as a launcher does
 
 
 @pytest.fixture
