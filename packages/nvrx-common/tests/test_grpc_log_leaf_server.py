@@ -57,6 +57,21 @@ def test_old_and_new_clients_through_a_leaf(leaf: peers.Server, logs: Path) -> N
     assert (logs / "b.log").read_bytes() == b"".join(b"%d\n" % i for i in range(1, 51))
 
 
+def test_last_line_is_ended(leaf: peers.Server, logs: Path) -> None:
+    """A stream through a leaf that ends inside lines has them ended, in each of its files."""
+    parts = [(logs / "a.log", b"1\n2"), (logs / "b.log", b"3"), (logs / "b.log", b"4\n")]
+    answer = send(leaf.address, *(chunk(path, data) for path, data in parts))
+    assert (answer.status, answer.bytes_received) == ("OK", 6)
+    assert (logs / "a.log").read_bytes() == b"1\n2\n"
+    assert (logs / "b.log").read_bytes() == b"34\n"
+    with peers.stub(leaf.address) as stub:
+        broken = peers.OpenStream(stub)
+        broken.write(chunk(logs / "a.log", b"half"))
+        peers.until(lambda: (logs / "a.log").read_bytes().endswith(b"half"), "the half line")
+        broken.cancel()
+        peers.until(lambda: (logs / "a.log").read_bytes().endswith(b"half\n"), "its end")
+
+
 def test_acknowledgements_come_while_the_stream_is_open(leaf: peers.Server, logs: Path) -> None:
     """A leaf passes the root's word on without waiting for the stream's end."""
     with peers.stub(leaf.address) as stub:

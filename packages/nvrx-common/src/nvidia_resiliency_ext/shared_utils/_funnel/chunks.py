@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
 
-__all__ = ["Chunk", "decode", "named"]
+__all__ = ["Chunk", "decode", "line_end", "named"]
+
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
@@ -103,6 +104,12 @@ def named(raw: bytes, stream_id: str, seq: int, *, resumed: bool = False) -> byt
     parts = [raw, _encode(_STREAM_ID), _encode(len(identity)), identity, _encode(_SEQ)]
     parts.append(_encode(seq))
     return b"".join([*parts, RESUMED]) if resumed else b"".join(parts)
+
+
+def line_end(node_id: str, file_path: str) -> bytes:
+    """Return a message that ends the last line of a file."""
+    fields = ((_NODE_ID, node_id.encode()), (_DATA, b"\n"), (_FILE_PATH, file_path.encode()))
+    return b"".join(_encode(tag) + _encode(len(value)) + value for tag, value in fields)
 
 
 def _varint(raw: bytes, position: int) -> tuple[int, int]:

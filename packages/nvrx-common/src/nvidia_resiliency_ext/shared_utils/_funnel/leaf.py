@@ -246,7 +246,11 @@ class _Call:
     async def run(self) -> None:
         """Take all chunks; return when the root has them in their files."""
         try:
-            await self._read_all()
+            try:
+                await self._read_all()
+            finally:
+                for stream in self._streams.values():
+                    self._relay.end_lines(stream, self.node_id)
             while any(stream.outstanding for stream in self._streams.values()):
                 self._changed.clear()
                 await self._changed.wait()

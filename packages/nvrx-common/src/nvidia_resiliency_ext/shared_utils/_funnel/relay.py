@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Held", "Relay", "RelayStream", "StreamOwner"]
 
 _STREAM_SHARE = 8
+_NEWLINE_BYTE = 10
 
 
 class StreamOwner(Protocol):
@@ -52,11 +53,12 @@ class RelayStream:
         is_named: The sender gave it that name and numbers its chunks.
         is_paused: The root has no room for it at present; its chunks wait here.
         refusal: Why the root takes nothing more.
+        unfinished: Files whose last line has no end yet, of a stream without a name.
     """
 
     __slots__ = (
         "committed_seq", "held_bytes", "is_named", "is_paused", "next_seq", "outstanding", "owner",
-        "path", "received_bytes", "refusal", "stream_id",
+        "path", "received_bytes", "refusal", "stream_id", "unfinished",
     )  # fmt: skip
 
     def __init__(self, owner: StreamOwner, stream_id: str) -> None:
@@ -71,11 +73,20 @@ class RelayStream:
         self.is_paused = False
         self.refusal: Refusal | None = None
         self.path = ""
+        self.unfinished: set[str] = set()
 
     @property
     def is_settled(self) -> bool:
         """Nothing of it waits here, and it has a name under which it may go on."""
         return self.is_named and not self.outstanding
+
+    def note_end(self, chunk: chunks.Chunk) -> None:
+        """Note whether the last line for a file is whole."""
+        if chunk.data:
+            if chunk.data[-1] == _NEWLINE_BYTE:
+                self.unfinished.discard(chunk.file_path)
+            else:
+                self.unfinished.add(chunk.file_path)
 
 
 class Relay:
@@ -113,7 +124,25 @@ class Relay:
             await self._room.wait()
         if stream.refusal is not None:
             raise stream.refusal
-        seq = chunk.seq
+        if not stream.is_named:
+            stream.note_end(chunk)
+        self._hold(stream, chunk.seq, raw)
+        self.received_chunks += 1
+        self.received_bytes += len(chunk.data)
+        stream.received_bytes += len(chunk.data)
+
+    def end_lines(self, stream: RelayStream, node_id: str) -> None:
+        """End the lines that a stream leaves unfinished, so that nobody's line is glued to them.
+
+        The root cannot do it, for it does not see the end of a stream. One with a name may come
+        back and go on in the middle of a line, and its numbers are its sender's.
+        """
+        if stream.refusal is None:
+            for path in sorted(stream.unfinished):
+                self._hold(stream, 0, chunks.line_end(node_id, path))
+        stream.unfinished.clear()
+
+    def _hold(self, stream: RelayStream, seq: int, raw: bytes) -> None:
         if not stream.is_named:
             seq, stream.next_seq = stream.next_seq, stream.next_seq + 1
             raw = chunks.named(raw, stream.stream_id, seq)
@@ -122,9 +151,6 @@ class Relay:
             self._streams.setdefault(stream.stream_id, []).append(stream)
         stream.outstanding.append(held)
         self._count(stream, len(raw), 1)
-        self.received_chunks += 1
-        self.received_bytes += len(chunk.data)
-        stream.received_bytes += len(chunk.data)
         if not stream.is_paused:
             self._queue(held)
 
