@@ -28,12 +28,22 @@ def test_only_the_named_cycle_and_rank_fail() -> None:
 
 
 def test_kinds() -> None:
-    """A third part names the check that fails; without it that is the GPU check."""
+    """A third part names the check that fails; who names no kind is told of any."""
     injector = HealthCheckInjector("1:0:storage,1:0:hang,1:1")
     assert injector.kinds(1, 0) == {"storage", "hang"}
-    assert not injector.should_inject_failure(1, 0)
+    assert injector.should_inject_failure(1, 0)
     assert injector.should_inject_failure(1, 0, "storage")
+    assert not injector.should_inject_failure(1, 0, "gpu")
     assert injector.should_inject_failure(1, 1, "gpu")
+
+
+def test_older_callers_may_tell_the_cycle(monkeypatch) -> None:
+    """Setting a cycle is accepted, of an injector and of the module, and changes no answer."""
+    monkeypatch.setenv(VARIABLE, "1:1")
+    room.set_current_cycle(2)
+    HealthCheckInjector().set_current_cycle(2)
+    assert room.should_inject_failure(1, 1)
+    assert not room.should_inject_failure(2, 1)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,13 @@ import logging
 import os
 import threading
 
-__all__ = ["KINDS", "HealthCheckInjector", "reset_for_tests", "should_inject_failure"]
+__all__ = [
+    "KINDS",
+    "HealthCheckInjector",
+    "reset_for_tests",
+    "set_current_cycle",
+    "should_inject_failure",
+]
 
 logger = logging.getLogger("nvrx")
 
@@ -44,21 +50,29 @@ class HealthCheckInjector:
         """Return which kinds of failure to inject now."""
         return self._wanted.get((cycle, infra_rank), frozenset())
 
-    def should_inject_failure(self, cycle: int, infra_rank: int, kind: str = "gpu") -> bool:
-        """Return whether a check of this kind shall fail now."""
-        if kind not in self.kinds(cycle, infra_rank):
+    def should_inject_failure(self, cycle: int, infra_rank: int, kind: str | None = None) -> bool:
+        """Return whether a check of this kind, or of any kind, shall fail now."""
+        kinds = self.kinds(cycle, infra_rank)
+        if not kinds or (kind is not None and kind not in kinds):
             return False
+        said = kind or " and ".join(sorted(kinds))
         logger.warning(
-            "injecting a %s health check failure in cycle %d on rank %d", kind, cycle, infra_rank
+            "injecting a %s health check failure in cycle %d on rank %d", said, cycle, infra_rank
         )
         return True
 
 
-def should_inject_failure(cycle: int, infra_rank: int, kind: str = "gpu") -> bool:
-    """Return whether a check of this kind shall fail now, as the environment says."""
+def should_inject_failure(cycle: int, infra_rank: int, kind: str | None = None) -> bool:
+    """Return whether a check of this kind, or of any, shall fail now, as the environment says."""
     if not os.environ.get(VARIABLE):
         return False
     return _shared().should_inject_failure(cycle, infra_rank, kind)
+
+
+def set_current_cycle(cycle: int) -> None:
+    """Remember the cycle; kept for older callers, `should_inject_failure` is told it anyway."""
+    if os.environ.get(VARIABLE):
+        _shared().set_current_cycle(cycle)
 
 
 def reset_for_tests() -> None:
