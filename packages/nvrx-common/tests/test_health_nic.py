@@ -119,6 +119,23 @@ def test_templates(tree, tmp_path, name) -> None:
     assert check.check().status == "skipped"
 
 
+def test_templates_within_a_name(tree, tmp_path) -> None:
+    """Adapter and port may be parts of one name in a template."""
+    folder = tmp_path / "flat"
+    folder.mkdir()
+    for port in (1, 2):
+        (folder / f"mlx5_1_{port}_down").write_text("0\n")
+        (folder / f"mlx5_1_{port}_state").write_text("4: ACTIVE\n")
+    counters = nic_check(tree, link_down_path_template=f"{folder}/{{nic}}_{{port}}_down")
+    states = NicLinkStateHealthCheck(f"{folder}/{{nic}}_{{port}}_state")
+    assert counters()
+    assert states.check().status == "healthy"
+    (folder / "mlx5_1_2_down").write_text("1\n")
+    assert counters.check().reason == "mlx5_1: port 2 went down 1 more times"
+    (folder / "mlx5_1_2_state").write_text("1: DOWN\n")
+    assert states.check().reason == "mlx5_1 port 2 was ACTIVE and is 1: DOWN"
+
+
 def test_adapter_without_counter_or_gone(tree) -> None:
     """Without counter the check is skipped; an adapter that vanishes after that is unhealthy."""
     check = nic_check(tree)

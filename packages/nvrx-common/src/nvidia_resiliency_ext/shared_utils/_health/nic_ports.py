@@ -25,6 +25,7 @@ __all__ = [
 _LIMIT_BYTES = 4096
 _LONGEST_COUNT = 20  # digits of 64 bits
 _ADAPTER = re.compile(r"\{nic\}|\{dev_name\}")
+_PORT = re.escape("{port}")
 _COUNTER_FOLDERS = ("counters", "hw_counters")
 
 
@@ -34,14 +35,10 @@ def link_downed_template(sysfs_root: str) -> str:
 
 
 def names(template: str, sysfs_root: str) -> list[str]:
-    """Return the adapters that a template means: what lies in the folder that it names them in."""
-    folder, _, name = _ADAPTER.split(template)[0].rpartition("/")
-    if folder and not name and _ADAPTER.search(template):
-        try:
-            return sorted(os.listdir(folder), key=natural_key)
-        except OSError:
-            return []
-    return adapters(sysfs_root)
+    """Return the adapters that a template means: those that lie where it names them."""
+    head, *tail = _ADAPTER.split(template, maxsplit=1)
+    found = _found(head, ".+", tail[0]) if tail and os.path.dirname(head) else []
+    return list(dict.fromkeys(found)) or adapters(sysfs_root)
 
 
 def expand(template: str, nic: str) -> dict[str, str]:
@@ -50,11 +47,18 @@ def expand(template: str, nic: str) -> dict[str, str]:
     head, separator, tail = path.partition("{port}")
     if not separator:
         return {"": path}
+    return {port: f"{head}{port}{tail}" for port in _found(head, "[0-9]+", tail)}
+
+
+def _found(head: str, wanted: str, tail: str) -> list[str]:
+    """Return what is there between `head` and the next part of a path, by a pattern."""
+    before, after = re.escape(os.path.basename(head)), re.escape(tail.partition("/")[0])
+    name = re.compile(f"{before}({wanted}){after.replace(_PORT, '[0-9]+')}")
     try:
-        ports = sorted(os.listdir(os.path.dirname(head)), key=natural_key)
+        matches = map(name.fullmatch, os.listdir(os.path.dirname(head) or "."))
     except OSError:
-        return {}
-    return {port: f"{head}{port}{tail}" for port in ports if port.isascii() and port.isdigit()}
+        return []
+    return sorted((match[1] for match in matches if match), key=natural_key)
 
 
 def read_first(path: str) -> str:
