@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -37,8 +38,9 @@ def test_daemon_is_asked_with_the_usual_arguments(fake_daemon, place) -> None:
     """A daemon that is content makes the check healthy, and gets the default arguments."""
     with fake_daemon(place / "s") as daemon:
         assert NodeHealthCheck(daemon.socket_path).check().status == "healthy"
+        assert NodeHealthCheck(Path(daemon.socket_path)).check().status == "healthy"
         assert NodeHealthCheck(endpoint=f"unix://{daemon.socket_path}", args=["a"])()
-    assert daemon.requests == [DEFAULT_ARGS, ["a"]]
+    assert daemon.requests == [DEFAULT_ARGS, DEFAULT_ARGS, ["a"]]
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,13 @@ def test_link_down_is_unhealthy_until_acknowledged(tree) -> None:
     assert check()
 
 
+def test_root_may_be_a_path_object(tree) -> None:
+    """The folder in place of /sys may be text, a path object or the tree itself."""
+    for root in (tree.root, Path(tree.root), tree):
+        assert NicHealthCheck(0, sysfs_root=root).nic_name == "mlx5_1"
+        assert NicLinkStateHealthCheck(sysfs_root=root).check().status == "healthy"
+
+
 def test_all_ports_are_read(tree) -> None:
     """The second port of an adapter counts as the first."""
     tree.add_nic("mlx5_9", ["0000:00:02.0"], "0000:20:00.0", ports=(1, 2))

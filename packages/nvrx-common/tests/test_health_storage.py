@@ -40,7 +40,7 @@ def mountinfo(tmp_path, *mounts):
 
 
 def check_of(tmp_path, *mounts, **options):
-    root = str(tmp_path / "sys")
+    root = tmp_path / "sys"
     return DistributedStorageHealthCheck(
         mountinfo=mountinfo(tmp_path, *mounts), sysfs_root=root, **options
     )

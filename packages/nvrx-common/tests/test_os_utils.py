@@ -384,6 +384,25 @@ def test_readers_never_see_a_part(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_paths_may_be_path_objects(tmp_path: Path) -> None:
+    """Every function takes what `os.fspath` takes, and answers with text."""
+    private = os_utils.private_dir(tmp_path / "a")
+    assert private == str(tmp_path / "a")
+    os_utils.atomic_write(tmp_path / "a" / "f", b"x")
+    root = os.open(private, os.O_RDONLY)
+    try:
+        os.close(os_utils.open_append_beneath(root, Path("f")))
+    finally:
+        os.close(root)
+    os_utils.validate_directory(tmp_path / "a")
+    os_utils.validate_filepath(tmp_path / "a" / "f")
+    assert os_utils.read_regular_file(tmp_path / "a" / "f", 10) == b"x"
+    found = os_utils.resolve_under_allowed_roots(tmp_path / "a" / "f", [tmp_path])
+    assert found == str(tmp_path / "a" / "f")
+    with pytest.raises(ValueError, match="outside"):
+        os_utils.resolve_under_allowed_roots(tmp_path.parent, [tmp_path])
+
+
 def test_private_dir_is_made_with_its_parents(tmp_path: Path) -> None:
     """New directories are closed to others, whatever the umask, and a second call is fine."""
     path = tmp_path / "a" / "b"

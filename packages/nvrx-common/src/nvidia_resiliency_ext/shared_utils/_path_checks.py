@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["resolve_under_allowed_roots", "validate_directory", "validate_filepath"]
 
 
-def validate_directory(dir_path: str) -> None:
+def validate_directory(dir_path: str | os.PathLike[str]) -> None:
     """Check that a directory, if it exists, can be trusted and read.
 
     Raises:
@@ -24,6 +24,7 @@ def validate_directory(dir_path: str) -> None:
             everybody may write to it without the sticky bit, or a group may write to it and it
             belongs to somebody else. Every cause is an `OSError` to the caller.
     """
+    dir_path = os.fspath(dir_path)
     status = _status_without_links(dir_path)
     if status is None:
         return
@@ -41,13 +42,14 @@ def validate_directory(dir_path: str) -> None:
         raise UnsafePathError(errno.EPERM, message, dir_path)
 
 
-def validate_filepath(file_path: str) -> None:
+def validate_filepath(file_path: str | os.PathLike[str]) -> None:
     """Check that a file, if it exists, is a regular file in a directory that can be trusted.
 
     Raises:
         UnsafePathError: It is no regular file, it or a parent is a symbolic link, dangling or
             not, or `validate_directory` refuses its directory. Every cause is an `OSError`.
     """
+    file_path = os.fspath(file_path)
     status = _status_without_links(file_path)
     if status is None:
         return
@@ -56,12 +58,15 @@ def validate_filepath(file_path: str) -> None:
     validate_directory(os.path.dirname(os.path.abspath(file_path)))
 
 
-def resolve_under_allowed_roots(path: str, allowed_roots: Iterable[str]) -> str:
+def resolve_under_allowed_roots(
+    path: str | os.PathLike[str], allowed_roots: Iterable[str | os.PathLike[str]]
+) -> str:
     """Return the real path of `path` when it is one of the roots or lies under one.
 
     Raises:
         PathOutsideRootsError: It leads outside of all roots; this is a `ValueError`.
     """
+    path = os.fspath(path)
     if "\0" in path:
         raise PathOutsideRootsError(errno.EINVAL, "the path holds a null character", path)
     resolved = os.path.realpath(path)

@@ -23,7 +23,7 @@ _LONGEST_NAME_BYTES = 255
 _REMOVE_ROUNDS = 5
 
 
-def open_append_beneath(root_fd: int, relpath: str, mode: int = 0o600) -> int:
+def open_append_beneath(root_fd: int, relpath: str | os.PathLike[str], mode: int = 0o600) -> int:
     """Open a regular file below a directory for appending, and create it if it is missing.
 
     The path is walked component by component without following symbolic links, so nobody who
@@ -43,6 +43,7 @@ def open_append_beneath(root_fd: int, relpath: str, mode: int = 0o600) -> int:
             single name.
         OSError: It cannot be opened.
     """
+    relpath = os.fspath(relpath)
     names = [name for name in relpath.split("/") if name not in ("", ".")]
     if relpath.startswith("/") or relpath.endswith("/") or ".." in names or not names:
         message = "not a path of a file below a directory"
@@ -67,7 +68,7 @@ def open_append_beneath(root_fd: int, relpath: str, mode: int = 0o600) -> int:
 
 
 def atomic_write(
-    path: str,
+    path: str | os.PathLike[str],
     data: bytes | bytearray | memoryview,
     mode: int = 0o600,
     fsync: bool = True,
@@ -115,7 +116,9 @@ def _require_replaceable(name: str, directory: int) -> None:
         raise OSError(errno.EINVAL, "not a regular file", name)
 
 
-def read_regular_file(path: str, max_bytes: int, *, follows_symlink: bool = False) -> bytes:
+def read_regular_file(
+    path: str | os.PathLike[str], max_bytes: int, *, follows_symlink: bool = False
+) -> bytes:
     """Return at most `max_bytes` of a file that somebody else wrote.
 
     Raises:
@@ -132,7 +135,7 @@ def read_regular_file(path: str, max_bytes: int, *, follows_symlink: bool = Fals
         return file.read(max_bytes)
 
 
-def private_dir(path: str) -> str:
+def private_dir(path: str | os.PathLike[str]) -> str:
     """Create a directory that only we may enter, or make sure that an existing one is.
 
     Missing parents are created likewise. An existing directory of ours that others could only
@@ -146,6 +149,7 @@ def private_dir(path: str) -> str:
             others could write to it.
         OSError: It cannot be created.
     """
+    path = os.fspath(path)
     _make_private(os.path.abspath(path))
     descriptor = _open_unlinked(path.rstrip("/") or "/", _OPEN_DIRECTORY, None, path)
     try:

@@ -62,13 +62,13 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         link_down_path_template: str | None = None,
         on_failure: Callable[[], Awaitable[object]] | None = None,
         *,
-        sysfs_root: str = "/sys",
+        sysfs_root: str | os.PathLike[str] = "/sys",
         counter_limits: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(interval, on_failure)
         self.device_index = device_index
         self.pci_topo_file = pci_topo_file
-        self._sysfs_root = sysfs_root.rstrip("/")
+        self._sysfs_root = os.fspath(sysfs_root).rstrip("/")
         self._has_default_template = link_down_path_template is None
         default = nic_ports.link_downed_template(self._sysfs_root)
         self.link_down_path_template = link_down_path_template or default

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from . import nic_ports
@@ -41,12 +42,12 @@ class NicLinkStateHealthCheck(Check):
         link_state_path_template: str | None = None,
         on_failure: Callable[[], Awaitable[object]] | None = None,
         *,
-        sysfs_root: str = "/sys",
+        sysfs_root: str | os.PathLike[str] = "/sys",
         expected_ports: int | None = None,
     ) -> None:
         super().__init__(on_failure)
         self.expected_ports = expected_ports
-        self._sysfs_root = sysfs_root.rstrip("/")
+        self._sysfs_root = os.fspath(sysfs_root).rstrip("/")
         self._has_default_template = link_state_path_template is None
         default = f"{self._sysfs_root}/class/infiniband/{{nic}}/ports/{{port}}/state"
         self.link_state_path_template = link_state_path_template or default

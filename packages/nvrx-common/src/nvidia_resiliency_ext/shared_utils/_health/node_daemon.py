@@ -42,7 +42,7 @@ class NodeHealthCheck(PeriodicCheck):
 
     def __init__(  # noqa: PLR0913 - the contract's signature
         self,
-        socket_path: str | None = None,
+        socket_path: str | os.PathLike[str] | None = None,
         endpoint: str | None = None,
         args: Sequence[str] | None = None,
         interval: float = 60,
@@ -54,7 +54,7 @@ class NodeHealthCheck(PeriodicCheck):
         super().__init__(interval, on_failure)
         if on_unreachable not in {"healthy", "unhealthy"}:
             raise ValueError(f"on_unreachable is healthy or unhealthy, not {on_unreachable!r}")
-        self.socket_path = socket_path
+        self.socket_path = None if socket_path is None else os.fspath(socket_path)
         self.endpoint = endpoint
         self.args = list(_DEFAULT_ARGS if args is None else args)
         self.request_timeout_sec = request_timeout_sec

@@ -120,15 +120,15 @@ class DistributedStorageHealthCheck(PeriodicCheck):
         timeout_s: float = _MOUNT_TIMEOUT_S,
         min_free_fraction: float = 0.0,
         min_free_inodes_fraction: float = 0.0,
-        sysfs_root: str = "/sys",
-        mountinfo: str = MOUNTINFO,
+        sysfs_root: str | os.PathLike[str] = "/sys",
+        mountinfo: str | os.PathLike[str] = MOUNTINFO,
     ) -> None:
         super().__init__(interval, on_failure)
         self._kinds = frozenset(kinds)
         self._timeout_s = timeout_s
         self._limits = Limits(min_free_fraction, min_free_inodes_fraction)
-        self._lustre = f"{sysfs_root.rstrip('/')}/fs/lustre/health_check"
-        self._mountinfo = mountinfo
+        self._lustre = f"{os.fspath(sysfs_root).rstrip('/')}/fs/lustre/health_check"
+        self._mountinfo = os.fspath(mountinfo)
         self._caller = DeadlineCaller()
         self._probes = _Probes(_mount_command, Probe.start)
         self._writable = {mount.path for mount in self._mounts() or () if not mount.is_read_only}

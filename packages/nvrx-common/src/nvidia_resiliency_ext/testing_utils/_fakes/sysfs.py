@@ -20,6 +20,10 @@ class FakeSysfs:
         for folder in ("bus/pci/devices", "class/infiniband", "devices"):
             os.makedirs(f"{self.root}/{folder}", exist_ok=True)
 
+    def __fspath__(self) -> str:
+        """Return the folder, so that the tree itself can be given as `sysfs_root`."""
+        return self.root
+
     def add_device(self, bridges: Sequence[str], bus_id: str) -> str:
         """Add a PCI device below bridges, outermost first; return its folder."""
         domain = (*bridges, bus_id)[0].rpartition(":")[0]
