@@ -192,6 +192,18 @@ def test_expected_gpus(nvml, answers) -> None:
     assert gpu_check(expected_gpus=enough)()
 
 
+def test_gpu_that_was_there_is_missed(nvml) -> None:
+    """A GPU that the driver no longer lists is unhealthy for a check that has seen it."""
+    nvml.answers.update({"count": 2, "field.0.230": 0, "field.1.230": 0})
+    check = gpu_check()
+    assert check()
+    for left in (1, 0):
+        nvml.answers["count"] = left
+        assert check.check().reason == f"{left} GPUs are visible, 2 are expected"
+    nvml.answers["count"] = 2
+    assert check()
+
+
 def test_expected_gpus_from_the_environment(nvml, monkeypatch, caplog) -> None:
     """NVRX_EXPECTED_GPUS counts for the node, not for one rank; a bad value is ignored aloud."""
     monkeypatch.setenv("NVRX_EXPECTED_GPUS", "8")

@@ -60,6 +60,8 @@ class GPUHealthCheck(PeriodicCheck, PynvmlMixin):
         job_start_s = settings.job_start_s()
         self._since_s = xid.seconds_since_boot(time.time() if job_start_s is None else job_start_s)
         self._enabled: bool | None = None
+        # A GPU that was there must not count as one that this node never had.
+        self._most_seen = 0
 
     @property
     def enabled(self) -> bool:
@@ -85,7 +87,11 @@ class GPUHealthCheck(PeriodicCheck, PynvmlMixin):
             reason = self._why_disabled()
             if reason is not None and not expected:
                 return skipped(reason)
-            finding = judge_gpus(self._read_all(is_old=reason is not None), expected)
+            readings = self._read_all(is_old=reason is not None)
+            if self.device_index is None:
+                self._most_seen = max(self._most_seen, len(readings))
+                expected = max(expected or 0, self._most_seen)
+            finding = judge_gpus(readings, expected)
         except NvmlUnavailableError as error:
             if not expected:
                 return skipped(str(error))
