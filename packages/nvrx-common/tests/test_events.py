@@ -127,17 +127,40 @@ def test_names_stay_in_the_directory(name: str, create: Create, tmp_path: Path) 
 
 
 def test_join_needs_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without directory and launch id in the environment nothing is recorded."""
+    """Without a directory in the environment nothing is recorded."""
     monkeypatch.delenv("NVRX_EVENT_DIR", raising=False)
     monkeypatch.delenv("NVRX_LAUNCH_ID", raising=False)
     assert EventLog.join(src="rank") is NULL_EVENTS
-    monkeypatch.setenv("NVRX_EVENT_DIR", str(tmp_path))
+    monkeypatch.setenv("NVRX_LAUNCH_ID", "a1")
     assert EventLog.join(src="rank") is NULL_EVENTS
     assert not NULL_EVENTS.enabled
     assert NULL_EVENTS.environment() == {}
     NULL_EVENTS.record(FirstStep(), cycle=0)
     NULL_EVENTS.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_processes_of_another_launcher_share_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a directory and no launch id, the children of one program record in one file."""
+    monkeypatch.setenv("NVRX_EVENT_DIR", str(tmp_path))
+    monkeypatch.delenv("NVRX_LAUNCH_ID", raising=False)
+    code = (
+        "from nvidia_resiliency_ext.shared_utils.events import EventLog, FirstStep\n"
+        "log = EventLog.join(src='rank')\n"
+        "log.record(FirstStep(), cycle=None)\n"
+        "log.close()\n"
+    )
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith(f"events-{os.uname().nodename}-p{os.getpid()}-")
+    found = read_events(path)
+    assert [event.kind for event in found.events] == ["first_step", "first_step"]
+    own = EventLog.join(src="rank")
+    own.close()
+    assert Path(own.path) != path
 
 
 @pytest.mark.parametrize("host", ["node1", os.uname().nodename])

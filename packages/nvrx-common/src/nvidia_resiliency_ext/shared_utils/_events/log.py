@@ -122,12 +122,13 @@ class EventLog:
 
         The environment says which one: ``NVRX_EVENT_DIR``, ``NVRX_LAUNCH_ID`` and, where the
         launcher calls the node by another name than the kernel does, ``NVRX_EVENT_HOST``. Without
-        the first two nothing is recorded (``NULL_EVENTS``).
+        the first nothing is recorded (``NULL_EVENTS``). Without the second another launcher has
+        started this process; its children share a file.
         """
         directory = os.environ.get("NVRX_EVENT_DIR")
-        launch_id = os.environ.get("NVRX_LAUNCH_ID")
-        if not directory or not launch_id:
+        if not directory:
             return NULL_EVENTS
+        launch_id = os.environ.get("NVRX_LAUNCH_ID") or _launch_of_parent()
         host = os.environ.get("NVRX_EVENT_HOST") or os.uname().nodename
         log = cls(directory, src=src, job_id=None, launch_id=launch_id, host=host)
         log._open(is_new=False)
@@ -282,6 +283,15 @@ class EventLog:
         if why:
             self._dropped_why = why
             self._warn(f"no events are recorded in {self.path}: {why}")
+
+
+def _launch_of_parent() -> str:
+    """Return what the processes have in common that one program has started on this node."""
+    from nvidia_resiliency_ext.shared_utils import procfs
+
+    pid = os.getppid()
+    parent = procfs.read_stat(pid)
+    return f"p{pid}" if parent is None else f"p{pid}-{parent.start_ticks}"
 
 
 class _NullEventLog(EventLog):
