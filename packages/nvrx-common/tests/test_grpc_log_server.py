@@ -581,6 +581,21 @@ def test_servicer_behind_a_server_with_threads(
     assert not any(isinstance(part, BaseException) for part in said.args)
 
 
+def test_graceful_shutdown_follows_the_count_of_clients() -> None:
+    """A caller that counts a client itself, under the lock, holds the end up until it is gone."""
+    servicer = LogAggregationServicer(graceful_shutdown_timeout=20.0)
+    with servicer.clients_lock:
+        servicer.connected_clients = 1
+    closing = threading.Thread(target=servicer.graceful_shutdown)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    with servicer.clients_lock:
+        servicer.connected_clients = 0
+    closing.join(10.0)
+    assert not closing.is_alive()
+
+
 def test_graceful_shutdown_waits_for_streams(tmp_path: Path) -> None:
     """It returns when the last stream has ended, and not before."""
     servicer = LogAggregationServicer(graceful_shutdown_timeout=20.0)

@@ -74,12 +74,26 @@ class LogAggregationServicer:
         self.graceful_shutdown_timeout = graceful_shutdown_timeout
         self.completion_idle_timeout = self._options.completion_idle_s
         self.funnel = Funnel(self._options)
-        # Guards the two below.
+        # Guards `connected_clients` and the one below it.
         self.clients_lock = threading.Lock()
-        self.connected_clients = 0
+        self._connected_clients = 0
         self._refusals = 0
-        self._nobody = threading.Condition(self.clients_lock)
+        self._nobody = threading.Event()
+        self._nobody.set()
         self.lost_bytes = 0
+
+    @property
+    def connected_clients(self) -> int:
+        """Streams that are open; `graceful_shutdown` waits until there are none."""
+        return self._connected_clients
+
+    @connected_clients.setter
+    def connected_clients(self, count: int) -> None:
+        self._connected_clients = count
+        if count:
+            self._nobody.clear()
+        else:
+            self._nobody.set()
 
     @property
     def files(self) -> Mapping[str, Target]:
@@ -148,9 +162,7 @@ class LogAggregationServicer:
 
     def graceful_shutdown(self) -> None:
         """Wait until every stream has ended, at most `graceful_shutdown_timeout`; shut down."""
-        deadline = Deadline.after(self.graceful_shutdown_timeout)
-        with self._nobody:
-            self._nobody.wait_for(lambda: self.connected_clients == 0, deadline.timeout())
+        self._nobody.wait(Deadline.after(self.graceful_shutdown_timeout).timeout())
         self.shutdown()
 
     def shutdown(self) -> None:
@@ -173,8 +185,6 @@ class LogAggregationServicer:
         """Count streams that open (1) or end (-1)."""
         with self.clients_lock:
             self.connected_clients += change
-            if not self.connected_clients:
-                self._nobody.notify_all()
 
     def note_refusal(self, node_id: str, refusal: Refusal) -> None:
         """Log a refusal; a sender that is refused all the time must not fill the log."""
