@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The logger "nvrx": one handler of ours, the exact line format, a harmless environment."""
 
+import io
 import json
 import logging
 import os
@@ -87,6 +88,19 @@ def test_second_call_changes_nothing(
     assert logger.level == logging.DEBUG
     assert logger.handlers != handlers
     assert logger.propagate is False
+
+
+def test_console_stream_can_be_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    """The console handler takes another stream, as any of the standard library does."""
+    logger = setup_logger()
+    (handler,) = logger.handlers
+    assert isinstance(handler, logging.StreamHandler)
+    text = io.StringIO()
+    before = handler.setStream(text)
+    logger.info("elsewhere")
+    assert "elsewhere" in text.getvalue()
+    assert before is sys.stderr
+    assert capsys.readouterr().err == ""
 
 
 def test_stdout_on_request(

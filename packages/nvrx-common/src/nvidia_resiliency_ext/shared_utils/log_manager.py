@@ -230,16 +230,21 @@ class _ConsoleHandler(_TextHandler):
     def __init__(self, *, is_stdout: bool) -> None:
         logging.Handler.__init__(self)
         self._is_stdout = is_stdout
+        self._given: TextIO | None = None
 
     @property
-    def stream(self) -> TextIO:  # type: ignore[override]
-        """The stream of this moment."""
-        return sys.stdout if self._is_stdout else sys.stderr
+    def stream(self) -> TextIO:
+        """The stream that was set, else the one of this moment."""
+        return self._given or (sys.stdout if self._is_stdout else sys.stderr)
+
+    @stream.setter
+    def stream(self, stream: TextIO) -> None:
+        self._given = stream
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record at once."""
         try:
-            stream = sys.stdout if self._is_stdout else sys.stderr
+            stream = self.stream
             stream.write(self.format(record) + "\n")
             stream.flush()
         except RecursionError:
