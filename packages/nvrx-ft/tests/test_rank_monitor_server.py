@@ -128,7 +128,7 @@ def test_the_lines_of_layered_restarts(tmp_path, ranks, capfd):
         process.join(20.0)
     out = capfd.readouterr().err
     lines = [line.split("name=[InJob] ")[1] for line in out.splitlines() if "InJob" in line]
-    assert lines[:2] == ["state=initialize", "state=handling stage=starting"]
+    assert lines[:2] == ["state=initialize", "state=handling stage=starting"], out
     assert lines.count("state=handling stage=processing") >= 2
     assert lines[-1] in ("state=finalized", "state=aborted")
     assert "state=handling stage=completed" in lines
