@@ -46,6 +46,8 @@ def config_from_args(
 ) -> tuple[LaunchConfig, str, list[str]]:
     """Return configuration, command and arguments of a parsed command line.
 
+    It describes: the script need not exist yet, or not on this machine.
+
     Args:
         args: What `parse_args` returned.
         launcher_pipe_read_fd: A pipe that carries the launcher's own output; the launch owns it.
@@ -55,7 +57,7 @@ def config_from_args(
         ValueError: The command line or a file that it names is wrong, or of the two only one is
             given or there are no cycle logs.
     """
-    plan = plan_from_args(args, os.environ)
+    plan = plan_from_args(args, os.environ, looks_for_script=False)
     if (launcher_pipe_read_fd is None) != (launcher_log_file is None):
         raise ValueError("launcher_pipe_read_fd and launcher_log_file go together")
     if launcher_pipe_read_fd is not None:
