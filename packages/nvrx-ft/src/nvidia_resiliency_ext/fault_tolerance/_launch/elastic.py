@@ -16,9 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
-    RDZV_SHUTDOWN_REASON_NO_PROGRESS,
-)
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 
 from .agent import Result
@@ -115,7 +112,8 @@ def launch_agent(
     Raises:
         ValueError: The configuration asks for what this version does not offer.
         ChildFailedError: Workers failed and no restart was left (torch's class).
-        NoRestartRequested: The job makes no progress and must not be queued again.
+        NoRestartRequested: The job makes no progress, or attribution has said that a restart is
+            useless; it must not be queued again.
         UnhealthyNodeException: This node failed its health check.
         SignalException: The launcher was asked to end (torch's class).
     """
@@ -163,8 +161,8 @@ def _run_plan(plan: LaunchPlan) -> tuple[int, ...]:
 
 
 def _raise(plan: LaunchPlan, result: Result) -> None:
-    if result.exit_code == plan.no_restart_exit_code:
-        raise NoRestartRequested(RDZV_SHUTDOWN_REASON_NO_PROGRESS, result.reason)
+    if result.no_restart:
+        raise NoRestartRequested(result.no_restart, result.reason)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 

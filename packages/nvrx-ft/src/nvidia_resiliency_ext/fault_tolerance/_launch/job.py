@@ -37,7 +37,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Parts, Result
-from .cause import Cause
+from .cause import ATTRIBUTION, Cause
 from .chronicle import Chronicle
 from .cycle_records import CycleRecords, StoreHost, cycle_info_environment
 from .env import (
@@ -322,7 +322,7 @@ class Job:
 
     def _attribution_stops(self, reason: str) -> None:
         what = f"attribution says that a restart is useless: {reason}"
-        cause = Cause("attribution", what, host=self._place.host, detected_by="attribution")
+        cause = Cause(ATTRIBUTION, what, host=self._place.host, detected_by="attribution")
         self._agent.post(StopRequested(cause, RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP))
 
     def _build_desk(self) -> PreemptionDesk:
