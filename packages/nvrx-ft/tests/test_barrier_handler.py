@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import handler_nodes
@@ -213,6 +214,16 @@ class Agent:
     def fetch_control_requests(self) -> list[object]:
         asked, self._asked = self._asked, []
         return asked
+
+
+def test_an_agent_of_any_kind_may_be_set(job: Callable[..., handler_nodes.Nodes]) -> None:
+    """An agent without requests of ranks, whatever it is made of, keeps no node from joining."""
+    nodes = job(1, 1)
+    works = nodes.add(host=True)
+    for agent in (None, SimpleNamespace(), SimpleNamespace(fetch_control_requests=list)):
+        works.set_agent(agent)
+        works.handle_control_requests_from_rank()
+    nodes.join(works)
 
 
 def test_a_rank_may_shut_the_workload_down(job: Callable[..., handler_nodes.Nodes]) -> None:

@@ -181,6 +181,25 @@ def test_from_kwargs_logs_what_it_ignores(caplog: pytest.LogCaptureFixture) -> N
     assert sum("nonsense" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_from_kwargs_takes_keys_of_earlier_releases(caplog: pytest.LogCaptureFixture) -> None:
+    """They mean what they mean in a file, leave one warning each, and lose against present ones."""
+    with caplog.at_level(logging.WARNING, logger="nvrx"):
+        config = FaultToleranceConfig.from_kwargs(
+            ignore_not_recognized=False,
+            attrsvc_host="h",
+            attrsvc_port=80,
+            use_infra_group_rank=True,
+            restart_policy="any-failed",
+        )
+    assert config == FaultToleranceConfig(attribution_endpoint="http://h:80")
+    assert len(caplog.records) == 4
+    present = {"attribution_endpoint": "http://p:1"}
+    config = FaultToleranceConfig.from_kwargs(attrsvc_host="h", attrsvc_port=80, **present)
+    assert config.attribution_endpoint == "http://p:1"
+    with pytest.raises(ValueError, match=r"attrsvc_port.*attrsvc_host: needs both"):
+        FaultToleranceConfig.from_kwargs(attrsvc_host="h", attrsvc_port="x")
+
+
 def test_from_dict_refuses_unknown_keys() -> None:
     """A message with a field of another version is not read by halves."""
     with pytest.raises(ValueError, match="future"):

@@ -27,6 +27,7 @@ from nvidia_resiliency_ext.fault_tolerance._launch.node_events import (
     RoundReady,
     Signalled,
     StartFailed,
+    StopRequested,
     WorkerExited,
     WorkerStuck,
 )
@@ -105,7 +106,7 @@ def test_no_progress_ends_with_the_no_restart_code():
     assert CloseRendezvous("no_progress", DEAD) in done
     assert OpenNextRound(DEAD) not in done
     _, done = play(node, GroupStopped())
-    assert done == [Finish(93, f"no restart: {DEAD.what}")]
+    assert done == [Finish(93, f"no restart: {DEAD.what}", "no_progress")]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_signal_does_not_soften_a_stop_for_good():
         running(), WorkerExited(1, KILLED, DEAD, no_progress=True), Signalled(signal.SIGTERM)
     )
     assert play(node, Signalled(signal.SIGINT))[1] == [KillWorkers()]
-    assert play(node, GroupStopped())[1] == [Finish(93, f"no restart: {DEAD.what}")]
+    assert play(node, GroupStopped())[1] == [Finish(93, f"no restart: {DEAD.what}", "no_progress")]
 
 
 def test_hung_rank_that_leaves_with_zero_is_a_failure():
@@ -208,11 +209,25 @@ def test_another_node_opening_the_round_joins_it():
     assert done[-1].exit_code == 93
 
 
+def test_attribution_ends_the_job_with_its_own_reason():
+    """Whatever a node does when attribution stops the job, its end names that, and not progress."""
+    cause = Cause("attribution", "useless", detected_by="attribution")
+    stop = StopRequested(cause, "attribution_stop")
+    finish = Finish(93, "no restart: useless", "attribution_stop")
+    assert play(running(), stop, GroupStopped())[1][-1] == finish
+    assert play(Node(POLICY), stop)[1][-1] == finish
+    over = RoundClosed("attribution_stop", no_restart=True, cause=cause)
+    assert play(Node(POLICY), over)[1] == [finish]
+    assert play(running(), over, GroupStopped())[1][-1] == finish
+    restarting, _ = play(running(), WorkerExited(1, KILLED, DEAD))
+    assert play(restarting, stop, GroupStopped())[1][-1] == finish
+
+
 def test_closed_rendezvous_ends_a_waiting_node():
     """A node that waits when the rendezvous closes leaves, with 93 for a no-restart reason."""
     assert play(Node(POLICY), RoundClosed("failure"))[1] == [Finish(1, "failure")]
     assert play(Node(POLICY), RoundClosed("no_progress", no_restart=True))[1] == [
-        Finish(93, "no restart: no_progress")
+        Finish(93, "no restart: no_progress", "no_progress")
     ]
 
 

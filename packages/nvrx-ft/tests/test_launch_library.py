@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from nvidia_resiliency_ext.fault_tolerance._launch import elastic
+from nvidia_resiliency_ext.fault_tolerance._launch.agent import Result
 from nvidia_resiliency_ext.fault_tolerance._launch.command import WorkerCommand
 from nvidia_resiliency_ext.fault_tolerance._launch.function_worker import FunctionCall
 from nvidia_resiliency_ext.fault_tolerance._launch.library_plan import (
@@ -23,7 +25,12 @@ from nvidia_resiliency_ext.fault_tolerance._launch.parser import parse_args
 from nvidia_resiliency_ext.fault_tolerance._launch.plan import LaunchPlan, plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._launch.ports import PortReservation
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance.launcher import LaunchConfig, launch_agent
+from nvidia_resiliency_ext.fault_tolerance.launcher import (
+    LaunchConfig,
+    NoRestartRequested,
+    config_from_args,
+    launch_agent,
+)
 
 PROGRAM = Path(__file__).parent / "programs" / "library_job.py"
 NODE_PROGRAM = PROGRAM.with_name("library_node.py")
@@ -111,6 +118,39 @@ def test_a_command_line_survives_the_way_through_a_configuration(tmp_path: Path)
     again = plan_from_config(config_from_plan(first), first.command, ENVIRON)
     # Settings of the rendezvous that nobody gave are filled in; they only describe.
     assert dataclasses.replace(again, rdzv_configuration=first.rdzv_configuration) == first
+
+
+def test_a_command_line_is_described_before_its_script_exists(
+    clean_environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`config_from_args` only describes: the script may be on another machine; a launch looks."""
+    clean_environment.setenv("PYTHON_EXEC", str(tmp_path / "python"))
+    args = parse_args(["--max-restarts=2", str(tmp_path / "train.py"), "--x"])
+    config, command, rest = config_from_args(args)
+    assert config.max_restarts == 2
+    assert (command, rest) == (str(tmp_path / "python"), ["-u", str(tmp_path / "train.py"), "--x"])
+    with pytest.raises(ValueError, match=r"python' does not exist.*train.py' does not exist"):
+        plan_from_args(args, os.environ)
+
+
+def test_callers_learn_why_there_is_no_restart(tmp_path: Path) -> None:
+    """The exception has the reason of the rendezvous, whatever the exit code is."""
+    reports = tmp_path / "iteration"
+    reports.write_text("7")
+    config = describe(
+        FaultToleranceConfig(
+            checkpoint_iteration_file=str(reports), max_no_progress_cycles=1, restart_backoff=0
+        ),
+        max_restarts=3,
+        nproc_per_node=1,
+    )
+    with pytest.raises(NoRestartRequested, match="no restart: rank 0") as caught:
+        launch_agent(config, "/bin/false", [])
+    assert caught.value.reason == "no_progress"
+    stopped = Result(93, "no restart: useless", [], no_restart="attribution_stop")
+    with pytest.raises(NoRestartRequested, match="useless") as caught:
+        elastic._raise(plan(config), stopped)
+    assert caught.value.reason == "attribution_stop"
 
 
 def test_a_command_line_of_many_nodes_survives_too(tmp_path: Path) -> None:

@@ -187,6 +187,33 @@ def test_torchruns_flags_are_all_taken() -> None:
             assert action.dest in args.given, name
 
 
+def test_the_parser_knows_every_flag_in_both_spellings() -> None:
+    """Whoever asks the parser what it takes finds dashes and underscores, as in torchrun's."""
+    from torch.distributed.run import get_args_parser as torch_parser
+
+    known = {word for action in get_args_parser()._actions for word in action.option_strings}
+    names = [flag.name for flag in FLAGS]
+    assert known >= {f"--{name}" for name in names}
+    assert known >= {f"--{name.replace('-', '_')}" for name in names}
+    assert known >= {word for action in torch_parser()._actions for word in action.option_strings}
+
+
+def test_help_shows_each_flag_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--help` has dashes alone; a second spelling of each flag would only be in the way."""
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    words = capsys.readouterr().out.split()
+    assert not [word for word in words if word.startswith("--") and "_" in word]
+
+
+def test_the_flag_for_infrastructure_ranks_is_deprecated() -> None:
+    """It still has its effect, and says once that it is not needed."""
+    args = parse_args(["--ft-use-infra-group-rank=false", "s"])
+    assert args.ft_use_infra_group_rank is False
+    assert len(args.warnings) == 1
+    assert "--ft-use-infra-group-rank is deprecated" in args.warnings[0]
+
+
 def test_defaults_are_torchruns_or_the_documented_ones() -> None:
     """Without flags the values are the documented defaults."""
     args = parse_args(["s"])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import values
 from .errors import FaultToleranceConfigError, nearest
-from .table import OPTION_OF_KEY, OPTIONS
+from .table import DEPRECATED_OF_KEY, OPTION_OF_KEY, OPTIONS
 
 if TYPE_CHECKING:
     import argparse
@@ -134,23 +134,33 @@ class FaultToleranceConfig:
 
         Args:
             ignore_not_recognized: Log unknown names once instead of raising.
-            **kwargs: Options by field name; older names of a field are taken too.
+            **kwargs: Options by field name; names of earlier releases are taken too, with a warning
+                where they name no field any more.
 
         Raises:
             ValueError: A value is not allowed, or a name is unknown and may not be ignored.
         """
         known: dict[str, Any] = {}
+        old: dict[str, Any] = {}
         unknown = []
         for key, value in kwargs.items():
             option = OPTION_OF_KEY.get(key)
-            if option is None:
-                unknown.append(f"unknown option {key!r}{nearest(key, OPTION_OF_KEY)}")
-            else:
+            if option is not None:
                 known[option.field] = value
+            elif key in DEPRECATED_OF_KEY:
+                old[key] = value
+            else:
+                unknown.append(f"unknown option {key!r}{nearest(key, OPTION_OF_KEY)}")
         if unknown and not ignore_not_recognized:
             raise FaultToleranceConfigError(unknown)
         if unknown:
             _warn([f"ignored: {problem}" for problem in unknown])
+        if old:
+            from .sources import layers_from_old
+
+            layers = layers_from_old(old)
+            _warn(layers.warnings)
+            known = {**{name: given.value for name, given in layers.given.items()}, **known}
         return FaultToleranceConfig(**known)
 
     @staticmethod

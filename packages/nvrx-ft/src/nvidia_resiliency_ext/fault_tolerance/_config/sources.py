@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import values
 from .errors import FaultToleranceConfigError, SectionMissingError, nearest
 from .settings import FaultToleranceConfig
-from .table import DEPRECATED_KEYS, OPTION_OF_KEY, OPTIONS
+from .table import DEPRECATED_KEYS, DEPRECATED_OF_KEY, OPTION_OF_KEY, OPTIONS
 from .yaml_file import Entry, read_section
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 __all__ = [
     "Given",
     "Layers",
     "layers_from_args",
+    "layers_from_old",
     "merge_attribution_address",
     "merge_entries",
     "merge_file",
 ]
 
-_DEPRECATED = {item.key: item for item in DEPRECATED_KEYS}
 # Flags of the launcher that people look for in its file.
 _ONLY_FLAGS = frozenset(
     {
@@ -104,14 +104,14 @@ def merge_entries(
     for key, raw, line in entries:
         where = f"{path} line {line}: {key}"
         option = OPTION_OF_KEY.get(key)
-        old = _DEPRECATED.get(key)
+        old = DEPRECATED_OF_KEY.get(key)
         if option is None and old is None:
             unknown.append(f"{path} line {line}: unknown key {key!r}{_hint(key)}")
             continue
         if option is not None and option.field in own:
             layers.problems.append(f"{where}: is the same as {own[option.field]!r}; keep one")
             continue
-        kind = option.kind if option is not None else _DEPRECATED[key].kind
+        kind = option.kind if option is not None else DEPRECATED_OF_KEY[key].kind
         try:
             value = values.read(kind, raw, where)
         except ValueError as error:
@@ -129,6 +129,26 @@ def merge_entries(
         layers.warnings.append("ignored: " + "; ".join(unknown))
     elif unknown:
         layers.problems += unknown
+
+
+def layers_from_old(options: Mapping[str, Any]) -> Layers:
+    """Return what keys of earlier releases mean that a program gives by name.
+
+    Raises:
+        FaultToleranceConfigError: A value is not allowed, or half an address is missing.
+    """
+    layers = Layers()
+    for key, raw in options.items():
+        old = DEPRECATED_OF_KEY[key]
+        try:
+            layers.deprecated[key] = Given(values.read(old.kind, raw, key), key)
+        except ValueError as error:
+            layers.problems.append(str(error))
+        layers.warnings.append(f"{key}: is deprecated; {old.note}")
+    merge_attribution_address(layers)
+    if layers.problems:
+        raise FaultToleranceConfigError(layers.problems)
+    return layers
 
 
 def _hint(key: str) -> str:

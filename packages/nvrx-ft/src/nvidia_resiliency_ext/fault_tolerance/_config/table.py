@@ -13,7 +13,9 @@ from . import values as v
 
 __all__ = [
     "DEPRECATED_KEYS",
+    "DEPRECATED_OF_KEY",
     "GROUPS",
+    "INFRA_RANKS",
     "OPTIONS",
     "OPTION_OF_KEY",
     "RESTART_POLICY",
@@ -431,12 +433,15 @@ OPTIONS: tuple[Option, ...] = (
     ),
 )
 
+# What is said of the flag and of the key that used to ask for it.
+INFRA_RANKS = "ranks follow the scheduler's order of nodes where there is one"
+
 DEPRECATED_KEYS: tuple[DeprecatedKey, ...] = (
     DeprecatedKey("attrsvc_host", v.TEXT, "use attribution_endpoint: http://HOST:PORT"),
     DeprecatedKey(
         "attrsvc_port", v.integer_in(1, 65535), "use attribution_endpoint: http://HOST:PORT"
     ),
-    DeprecatedKey("use_infra_group_rank", v.BOOL, "use the flag --ft-use-infra-group-rank"),
+    DeprecatedKey("use_infra_group_rank", v.BOOL, INFRA_RANKS),
     DeprecatedKey("progress_update_interval", v.INTERVAL, "it has no meaning any more"),
     DeprecatedKey("restart_policy", RESTART_POLICY, "use the flag --ft-restart-policy"),
 )
@@ -444,3 +449,4 @@ DEPRECATED_KEYS: tuple[DeprecatedKey, ...] = (
 OPTION_OF_KEY: dict[str, Option] = {
     key: option for option in OPTIONS for key in (option.field, *option.yaml_aliases)
 }
+DEPRECATED_OF_KEY: dict[str, DeprecatedKey] = {item.key: item for item in DEPRECATED_KEYS}

@@ -163,8 +163,6 @@ def get_args_parser() -> argparse.ArgumentParser:
         usage=f"{PROGRAM} --nnodes N --rdzv-endpoint HOST:PORT [options]",
         description="Serve the rendezvous of a job, and what belongs to it once for the whole job,"
         " from a machine that does not train.",
-        allow_abbrev=False,
-        add_help=False,
     )
     parser.add_flags(CONTROL_FLAGS)
     return parser

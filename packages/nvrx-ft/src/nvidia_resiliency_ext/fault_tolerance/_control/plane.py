@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThrea
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
 )
-from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._launch.signals import SignalInbox
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
@@ -247,7 +247,7 @@ class ControlPlane:
 
     def _attribution_stops(self, reason: str) -> None:
         what = f"attribution says that a restart is useless: {reason}"
-        cause = Cause("attribution", what, host=self._host_name, detected_by="attribution")
+        cause = Cause(ATTRIBUTION, what, host=self._host_name, detected_by="attribution")
         if self._thread is not None:
             self._thread.end_job(RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP, cause)
 

@@ -109,7 +109,10 @@ class Specs(Protocol):
 
 
 class Result:
-    """How the job ended here: exit code, reason, and the failures of the last cycle."""
+    """How the job ended here: exit code, reason, and the failures of the last cycle.
+
+    `no_restart` is the reason of the rendezvous why it must not be started again, else empty.
+    """
 
     def __init__(
         self,
@@ -119,12 +122,14 @@ class Result:
         stop_signal: int | None = None,
         *,
         is_unfit: bool = False,
+        no_restart: str = "",
     ) -> None:
         self.exit_code = exit_code
         self.reason = reason
         self.failures = list(failures)
         self.stop_signal = stop_signal
         self.is_unfit = is_unfit
+        self.no_restart = no_restart
 
     @property
     def root_cause(self) -> Failure:
@@ -272,6 +277,7 @@ class NodeAgent:
             self._failures,
             self._node.stop_signal,
             is_unfit=self._is_unfit,
+            no_restart=self._finish.no_restart,
         )
 
     def _stay(self) -> None:

@@ -17,7 +17,7 @@ from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-from .cause import Cause
+from .cause import ATTRIBUTION, Cause
 from .faults import Failure
 from .node_state import Assignment, Outcome
 from .records import FailureLog, FailureRecord, RestartTimes
@@ -187,7 +187,7 @@ class Chronicle:
         elif outcome is Outcome.TOLERATED:
             logger.warning("going on as long as enough nodes are healthy: %s", cause.what)
         elif outcome is Outcome.NO_RESTART:
-            why = "" if cause.kind == "attribution" else "no progress: "
+            why = "" if cause.kind == ATTRIBUTION else "no progress: "
             logger.error("stopping for good, %s%s", why, cause.what)
         elif cause.kind == "start":
             logger.error("stopping for good, the workers cannot be started: %s", cause.what)

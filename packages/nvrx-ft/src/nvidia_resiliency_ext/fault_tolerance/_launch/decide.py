@@ -44,12 +44,13 @@ import dataclasses
 import signal
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
+    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
     RDZV_SHUTDOWN_REASON_FAILURE,
     RDZV_SHUTDOWN_REASON_GRACEFUL,
     RDZV_SHUTDOWN_REASON_NO_PROGRESS,
 )
 
-from .cause import Cause
+from .cause import ATTRIBUTION, Cause
 from .leaving import (
     AskToSave,
     GraceOver,
@@ -124,7 +125,8 @@ def _no_restart(node: Node, event: StopRequested) -> Decision:
     ends = CloseRendezvous(event.reason, event.cause)
     if node.phase in (Phase.JOINING, Phase.WAITING):
         reason = f"no restart: {event.cause.what}"
-        return _finished(node), (ends, Finish(node.policy.no_restart_exit_code, reason))
+        finish = Finish(node.policy.no_restart_exit_code, reason, event.reason)
+        return _finished(node), (ends, finish)
     if node.phase is Phase.STOPPING and node.outcome is Outcome.RESTART:
         stopping = dataclasses.replace(node, outcome=Outcome.NO_RESTART, cause=event.cause)
         return stopping, (ends,)
@@ -217,7 +219,7 @@ def _finish_over(node: Node, over: RoundClosed) -> Finish:
     """Return how this launcher leaves a job that is over for everybody."""
     what = over.cause.what if over.cause is not None else over.reason
     if over.no_restart:
-        return Finish(node.policy.no_restart_exit_code, f"no restart: {what}")
+        return Finish(node.policy.no_restart_exit_code, f"no restart: {what}", over.reason)
     if over.reason == RDZV_SHUTDOWN_REASON_GRACEFUL:
         return Finish(EXIT_OK, what)
     return Finish(EXIT_FAILURE, what)
@@ -476,7 +478,10 @@ def _after_stop(node: Node, event: GroupStopped) -> Decision:
         return finished, (*_left(node, reason), Finish(EXIT_FAILURE, reason))
     what = node.cause.what if node.cause else "workers failed"
     if node.outcome is Outcome.NO_RESTART:
-        return finished, (Finish(node.policy.no_restart_exit_code, f"no restart: {what}"),)
+        why = RDZV_SHUTDOWN_REASON_NO_PROGRESS
+        if node.cause is not None and node.cause.kind == ATTRIBUTION:
+            why = RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
+        return finished, (Finish(node.policy.no_restart_exit_code, f"no restart: {what}", why),)
     if node.requests:
         return finished, _as_requested(node)
     if node.outcome is Outcome.RESTART:

@@ -16,9 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
-    RDZV_SHUTDOWN_REASON_NO_PROGRESS,
-)
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 
 from .agent import Result
@@ -46,6 +43,8 @@ def config_from_args(
 ) -> tuple[LaunchConfig, str, list[str]]:
     """Return configuration, command and arguments of a parsed command line.
 
+    It describes: the script need not exist yet, or not on this machine.
+
     Args:
         args: What `parse_args` returned.
         launcher_pipe_read_fd: A pipe that carries the launcher's own output; the launch owns it.
@@ -55,7 +54,7 @@ def config_from_args(
         ValueError: The command line or a file that it names is wrong, or of the two only one is
             given or there are no cycle logs.
     """
-    plan = plan_from_args(args, os.environ)
+    plan = plan_from_args(args, os.environ, looks_for_script=False)
     if (launcher_pipe_read_fd is None) != (launcher_log_file is None):
         raise ValueError("launcher_pipe_read_fd and launcher_log_file go together")
     if launcher_pipe_read_fd is not None:
@@ -113,7 +112,8 @@ def launch_agent(
     Raises:
         ValueError: The configuration asks for what this version does not offer.
         ChildFailedError: Workers failed and no restart was left (torch's class).
-        NoRestartRequested: The job makes no progress and must not be queued again.
+        NoRestartRequested: The job makes no progress, or attribution has said that a restart is
+            useless; it must not be queued again.
         UnhealthyNodeException: This node failed its health check.
         SignalException: The launcher was asked to end (torch's class).
     """
@@ -161,8 +161,8 @@ def _run_plan(plan: LaunchPlan) -> tuple[int, ...]:
 
 
 def _raise(plan: LaunchPlan, result: Result) -> None:
-    if result.exit_code == plan.no_restart_exit_code:
-        raise NoRestartRequested(RDZV_SHUTDOWN_REASON_NO_PROGRESS, result.reason)
+    if result.no_restart:
+        raise NoRestartRequested(result.no_restart, result.reason)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 

@@ -253,13 +253,6 @@ _OWN_FLAGS = (
         "barrier: as many nodes as needed work, the others are spares. legacy: all that come work.",
     ),
     Flag(
-        "ft-use-infra-group-rank",
-        v.BOOL,
-        True,
-        table.FAULT_TOLERANCE,
-        "Whether ranks follow the scheduler's order of nodes; else nodes keep the ranks they had.",
-    ),
-    Flag(
         "ft-no-restart-exit-code",
         v.integer_in(1, 255),
         DEFAULT_NO_RESTART_EXIT_CODE,
@@ -389,6 +382,14 @@ _OWN_FLAGS = (
 )
 
 _DEPRECATED_FLAGS = (
+    Flag(
+        "ft-use-infra-group-rank",
+        v.BOOL,
+        True,
+        DEPRECATED,
+        "Whether ranks follow the scheduler's order of nodes; else nodes keep the ranks they had.",
+        deprecated=table.INFRA_RANKS,
+    ),
     Flag(
         "ft-attrsvc-host",
         v.TEXT,

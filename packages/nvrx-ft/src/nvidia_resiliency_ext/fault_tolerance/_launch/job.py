@@ -15,6 +15,7 @@ import signal
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._hosting.nodes import CycleNodes
 from nvidia_resiliency_ext.fault_tolerance._hosting.plan import host_plan_of
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlace, HostServices
@@ -36,7 +37,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Parts, Result
-from .cause import Cause
+from .cause import ATTRIBUTION, Cause
 from .chronicle import Chronicle
 from .cycle_records import CycleRecords, StoreHost, cycle_info_environment
 from .env import (
@@ -60,6 +61,7 @@ from .rendezvous import LocalRendezvous, Rendezvous
 from .requests import request_event
 from .signals import SignalInbox
 from .standbys import StandbyStarter
+from .surroundings import timer_file
 from .torch_events import NO_HANDLER, JobFacts, TorchEvents
 from .workers import WorkerSpec
 
@@ -168,6 +170,16 @@ class Job:
         stack.callback(self._agent.workers.close)
         stack.callback(self._standbys.close)
         self._watch()
+        self._keep_file_timers()
+
+    def _keep_file_timers(self) -> None:
+        path = self._base_env.get(_env.TIMER_FILE)
+        if path is None or self._environ.get(_env.ENABLE_FILE_TIMER) != "1":
+            return
+        from .file_timers import FileTimers
+
+        timers = FileTimers(path, self._loop, self._clock, self._running_pids)
+        self._stack.callback(timers.close)
 
     def _ask_infra_rank(self) -> int:
         try:
@@ -298,6 +310,9 @@ class Job:
             **self._event_log.environment(),
             **cycle_info_environment(plan),
         }
+        timer_path = timer_file(self._environ, place.run_dir.path)
+        if timer_path is not None:
+            self._base_env[_env.TIMER_FILE] = timer_path
 
     def _follow_attribution(self) -> None:
         services = self._services
@@ -307,7 +322,7 @@ class Job:
 
     def _attribution_stops(self, reason: str) -> None:
         what = f"attribution says that a restart is useless: {reason}"
-        cause = Cause("attribution", what, host=self._place.host, detected_by="attribution")
+        cause = Cause(ATTRIBUTION, what, host=self._place.host, detected_by="attribution")
         self._agent.post(StopRequested(cause, RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP))
 
     def _build_desk(self) -> PreemptionDesk:

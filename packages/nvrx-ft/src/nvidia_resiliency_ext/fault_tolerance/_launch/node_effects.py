@@ -84,10 +84,11 @@ class LeaveRendezvous:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Leave with this exit code."""
+    """Leave with this exit code; `no_restart` says why the job must not be started again."""
 
     exit_code: int
     reason: str
+    no_restart: str = ""
 
 
 Effect = (

@@ -10,6 +10,7 @@ ends the program with one line on stderr and exit code 2.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -50,10 +51,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = FlagParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} [options] SCRIPT [arguments of the script]",
-        description="Run a PyTorch program on the workers of this node and keep it running.",
-        formatter_class=_formatter,
-        allow_abbrev=False,
-        add_help=False,
+        description="Run a PyTorch program on the workers of this node and keep it running. Flags"
+        " may be written with underscores.",
     )
     groups = parser.add_flags(FLAGS)
     groups[GROUPS[-1]].description = (
@@ -83,6 +82,15 @@ def _help_text(flag: Flag) -> str:
     return text.replace("%", "%%")
 
 
+class _DashesOnly(argparse.HelpFormatter):
+    """Shows each flag with dashes alone; the underscores that are taken for them are noise."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        shown = copy.copy(action)
+        shown.option_strings = [word for word in action.option_strings if "_" not in word]
+        super().add_argument(shown)
+
+
 def _formatter(prog: str) -> argparse.HelpFormatter:
     # argparse would import shutil, with its compression modules, to ask the terminal.
     try:
@@ -90,7 +98,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
     except (OSError, ValueError):
         columns = _WIDEST_HELP
     width = min(max(columns - 2, _NARROWEST_HELP), _WIDEST_HELP)
-    return argparse.HelpFormatter(prog, max_help_position=30, width=width)
+    return _DashesOnly(prog, max_help_position=30, width=width)
 
 
 class _Given(argparse.Action):
@@ -142,13 +150,25 @@ class _Version(argparse.Action):
 class FlagParser(argparse.ArgumentParser):
     """An `ArgumentParser` that draws the border to the script's arguments itself."""
 
+    def __init__(self, prog: str, usage: str, description: str) -> None:
+        super().__init__(
+            prog,
+            usage,
+            description,
+            formatter_class=_formatter,
+            allow_abbrev=False,
+            add_help=False,
+        )
+
     def add_flags(self, flags: Sequence[Flag]) -> dict[str, argparse._ArgumentGroup]:
         """Add flags, grouped by title, and `--help`; return the groups."""
         titles = [title for title in GROUPS if any(flag.group == title for flag in flags)]
         groups = {title: self.add_argument_group(title) for title in titles}
         groups[titles[0]].add_argument("-h", "--help", action="help", help="Show this and leave.")
         for flag in flags:
-            words = [f"-{flag.short}", f"--{flag.name}"] if flag.short else [f"--{flag.name}"]
+            words = [f"-{flag.short}"] if flag.short else []
+            # `_split` takes any mixture; these two are for whoever asks the parser what it knows.
+            words += dict.fromkeys((f"--{flag.name}", f"--{flag.name.replace('-', '_')}"))
             options: dict[str, Any] = {"dest": flag.attribute, "help": _help_text(flag)}
             if flag.name == "version":
                 options["action"] = _Version

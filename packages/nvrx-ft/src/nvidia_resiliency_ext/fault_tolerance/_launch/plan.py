@@ -157,12 +157,15 @@ def log_warnings(plan: LaunchPlan) -> None:
         logging.getLogger("nvrx").warning("%s", text)
 
 
-def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchPlan:
+def plan_from_args(
+    args: argparse.Namespace, environ: Mapping[str, str], *, looks_for_script: bool = True
+) -> LaunchPlan:
     """Return the plan of a parsed command line.
 
     Args:
         args: What `parser.parse_args` returned.
         environ: The launcher's environment.
+        looks_for_script: Whether script, program and interpreter must exist, here and now.
 
     Raises:
         FaultToleranceConfigError: Something cannot be done as asked; it names everything wrong.
@@ -172,6 +175,8 @@ def plan_from_args(args: argparse.Namespace, environ: Mapping[str, str]) -> Laun
     layers = _layers(args)
     problems = layers.problems + log_problems(args, environ)
     command = _command(args, environ, problems)
+    if looks_for_script:
+        problems += _missing(command, environ)
     try:
         nproc = local_world_size(args.nproc_per_node, environ)
     except ValueError as error:
@@ -353,11 +358,11 @@ def _layers(args: argparse.Namespace) -> Layers:
 def _command(
     args: argparse.Namespace, environ: Mapping[str, str], problems: list[str]
 ) -> WorkerCommand:
-    """Return the workers' command; what keeps it from running is added to `problems`."""
+    """Return the workers' command; flags that exclude each other are added to `problems`."""
     if args.module and (args.no_python or args.run_path):
         other = "--run-path" if args.run_path else "--no-python"
         problems.append(f"--module and {other} exclude each other; give one of them")
-    command = worker_command(
+    return worker_command(
         args.training_script,
         args.training_script_args,
         environ,
@@ -365,6 +370,11 @@ def _command(
         is_python=not args.no_python,
         is_run_path=args.run_path,
     )
+
+
+def _missing(command: WorkerCommand, environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each file without which the command cannot run."""
+    problems: list[str] = []
     if command.is_python and environ.get(_env.PYTHON_EXEC):
         missing = missing_program(command.argv[0], environ)
         problems += [f"{_env.PYTHON_EXEC}: {missing}"] if missing else []
@@ -375,7 +385,7 @@ def _command(
             else missing_program(command.entry, environ)
         )
         problems += [missing] if missing else []
-    return command
+    return problems
 
 
 def _bound(

@@ -6,6 +6,7 @@ Workers' variables are in `env.py`; `PET_` variables stand in for flags and are 
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from nvidia_resiliency_ext.fault_tolerance import _env
@@ -23,6 +24,7 @@ __all__ = [
     "log_level",
     "monitor_notes",
     "omp_rule",
+    "timer_file",
 ]
 
 
@@ -108,3 +110,15 @@ def deprecated_variables(environ: Mapping[str, str]) -> list[str]:
             f"{_env.FT_LAUNCHER_LOGLEVEL} is deprecated; use --ft-log-level or {_env.LOG_DEBUG}=1"
         ]
     return []
+
+
+def timer_file(environ: Mapping[str, str], run_dir: str) -> str | None:
+    """Return where programs send their deadlines: the user's path or one in `run_dir`.
+
+    None where nobody has switched that on. The path that a launcher inherits as a rank's child is
+    the one of the outer launcher.
+    """
+    if environ.get(_env.ENABLE_FILE_TIMER) != "1":
+        return None
+    named = "" if _env.RUN_ID in environ else environ.get(_env.TIMER_FILE, "")
+    return named or os.path.join(run_dir, "timers.pipe")

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -85,7 +86,6 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._requests: Callable[[], list[object]] = list
         self._node_check: Callable[[], None] = _healthy
         self._is_unfit = False
-        self._agent: Any = None
         self._worker_group: Any = None
         clock = SystemClock()
         prefix = keys.prefix(run_id)
@@ -292,9 +292,8 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def set_agent(self, agent: Any) -> None:
         """Take requests of ranks from `agent.fetch_control_requests()`, if it has that."""
-        self._agent = weakref.ref(agent)
         fetch = getattr(agent, "fetch_control_requests", None)
-        if fetch is not None:
+        if isinstance(fetch, MethodType):
             held = weakref.WeakMethod(fetch)
             self._requests = lambda: method() if (method := held()) is not None else []
 
