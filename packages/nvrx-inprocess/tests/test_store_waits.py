@@ -208,6 +208,11 @@ def is_in(name: str) -> bool:
     return False
 
 
+# What is raised anywhere may be raised before a socket that was just made has an owner.
+@pytest.mark.filterwarnings(
+    "ignore:unclosed <socket:ResourceWarning",
+    "ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning",
+)
 def test_wait_for_a_store_that_nobody_hosts_is_left() -> None:
     """Who waits for rank 0 to host the store is out soon."""
     with ports.claimed() as port, patient_rendezvous():
