@@ -167,6 +167,16 @@ def test_report_tells_the_last_call_of_who_has_not_reported() -> None:
     assert report.seconds["last_call"] == 0.75
 
 
+def test_report_has_every_phase() -> None:
+    """Readers of a report find all phases in their order, 0 for what took no time."""
+    state = State(0, 1)
+    with call_of(state) as (loop, _):
+        loop.run(raises_in(1, state), (), {})
+        (report,) = loop.reports
+    assert list(report.seconds) == [phase.value for phase in Phase]
+    assert report.seconds["detect"] == 0
+
+
 def test_what_fails_while_the_function_is_stopped_keeps_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,7 +9,7 @@ from nvidia_resiliency_ext.inprocess._call import meeting
 from nvidia_resiliency_ext.inprocess._call.settings import Settings
 from nvidia_resiliency_ext.inprocess.rank_assignment import ShiftRanks
 from nvidia_resiliency_ext.inprocess.state import State
-from nvidia_resiliency_ext.inprocess.store import TCPStore
+from nvidia_resiliency_ext.inprocess.store import FileStore, TCPStore
 
 
 @pytest.mark.parametrize("is_launchers", [True, False])
@@ -33,3 +33,34 @@ def test_store_waits_as_long_as_it_is_told(
         store_kwargs={"port": server.port, "timeout": told},
     )
     assert meeting.meet(settings, State(0, 1), environ).store.timeout == told
+
+
+def test_a_port_that_the_environment_overrules_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a store in the environment one line at INFO says that the given port is not used."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(meeting, "_told", set())
+    server = TCPStore("127.0.0.1", 0, 1, wait_for_workers=False)
+    address = f"127.0.0.1:{server.port}"
+    settings = Settings(
+        store_factory=TCPStore, rank_assignment=ShiftRanks(), store_kwargs={"port": 29555}
+    )
+    caplog.set_level("INFO", "nvrx")
+    for _ in range(2):
+        meeting.meet(settings, State(0, 1), {"NVRX_INPROCESS_STORE": address})
+    told = [each for each in caplog.records if "port=29555" in each.message]
+    assert [each.levelname for each in told] == ["INFO"]
+    assert address in told[0].message
+
+
+def test_what_a_factory_raises_comes_first() -> None:
+    """A factory's own exception reaches the caller, also of one that no monitor could import."""
+
+    class Broken(FileStore):
+        def __init__(self) -> None:
+            raise ZeroDivisionError("mine")
+
+    settings = Settings(store_factory=Broken, rank_assignment=ShiftRanks())
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        meeting.meet(settings, State(0, 1), {})

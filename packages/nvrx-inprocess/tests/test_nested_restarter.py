@@ -66,6 +66,15 @@ def test_initialize_and_completed_for_each_call(capsys) -> None:
     assert lines(capsys) == expected
 
 
+def test_the_first_time_is_initialize_and_what_follows_is_not(capsys) -> None:
+    """Without a call around it the first use writes `initialize`, the same state again does not."""
+    callback = NestedRestarterHandlingCompleted()
+    given = at(1)
+    callback(given)
+    callback(given)
+    assert lines(capsys) == ["state=initialize", "state=handling stage=completed"]
+
+
 @pytest.mark.parametrize("kind", [NestedRestarterHandlingCompleted, NestedRestarterFinalized])
 def test_only_the_special_rank_writes(capsys, kind) -> None:
     """Only the rank with that initial rank writes, whatever its present one."""

@@ -3,6 +3,7 @@
 
 import ctypes
 import gc
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,10 @@ import pytest
 
 from nvidia_resiliency_ext.inprocess._call import watchdog as room
 from nvidia_resiliency_ext.inprocess._call.watchdog import Watchdog
+from nvidia_resiliency_ext.inprocess._monitor.page import PageView
+from nvidia_resiliency_ext.inprocess.monitor_process import MonitorProcess
 from nvidia_resiliency_ext.inprocess.progress_watchdog import ProgressWatchdog, Timestamp
+from nvidia_resiliency_ext.inprocess.store import FileStore
 
 INTERVAL_S = 0.005
 LIMIT_S = 30.0
@@ -172,3 +176,24 @@ def test_progress_watchdog(target: Target) -> None:
     assert len(target.sent) == before + 1
     with pytest.raises(RuntimeError, match="shut down"):
         watchdog.resume()
+
+
+def test_a_monitor_process_takes_the_stamps_of_a_progress_watchdog() -> None:
+    """What a `ProgressWatchdog` sends reaches the monitor's page with the times in it."""
+    times = [timedelta(seconds=each) for each in (60, 90, 5, 120, 1, 1, 30)]
+    monitor = MonitorProcess(0, 1, *times, None, None, FileStore, {"path": "/nowhere"})
+    view = PageView(os.dup(monitor._page.fd))
+    watchdog = ProgressWatchdog(0, monitor, timedelta(hours=1))
+    try:
+        watchdog.ping()
+        before = time.monotonic()
+        watchdog.stamp_auto()
+        seen = view.read()
+        assert seen.auto_s >= before - 1e-6
+        assert seen.manual_s is not None
+        assert seen.manual_s <= before
+        watchdog.reset()
+        assert view.read().manual_s is None
+    finally:
+        view.close()
+        monitor._page.close()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.inprocess._monitor.messages import News
     from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
+    from nvidia_resiliency_ext.inprocess.progress_watchdog import Timestamp
 
 __all__ = ["MonitorProcess", "daemonize_fn", "is_process_active", "terminate_process"]
 
@@ -172,9 +173,16 @@ class MonitorProcess:
         self._page.phase = Phase.GUARDED
         self._link.begin(iteration, rank, world_size, self._participants)
 
-    def send_timestamp(self) -> None:
-        """Say that there is progress."""
-        self._page.stamp_auto()
+    def send_timestamp(self, timestamp: Timestamp | None = None) -> None:
+        """Say that there is progress, as a `ProgressWatchdog` does.
+
+        Args:
+            timestamp: When; now by default.
+        """
+        if timestamp is None:
+            self._page.stamp_auto()
+        else:
+            self._page.stamp(timestamp.auto, timestamp.manual)
 
     def record_interrupted(self, records: Iterable[InterruptionRecord]) -> None:
         """Report what went wrong on this rank."""

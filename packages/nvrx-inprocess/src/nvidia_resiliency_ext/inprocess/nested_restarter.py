@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.shared_utils.restarter_lines import (
@@ -119,7 +120,9 @@ class NestedRestarterCallback:
 
 
 class NestedRestarterHandlingCompleted(NestedRestarterCallback, Initialize):
-    """Writes `initialize` at the start of a call, and that a fault is handled at each restart.
+    """Writes `initialize` the first time in a call, and later that a fault is handled.
+
+    The same object serves call after call: a call begins where the iteration does not grow.
 
     Args:
         special_rank: Initial rank of the only rank that writes.
@@ -127,14 +130,18 @@ class NestedRestarterHandlingCompleted(NestedRestarterCallback, Initialize):
 
     def __init__(self, special_rank: int = 0) -> None:
         super().__init__(RestarterState.INITIALIZE.value, special_rank=special_rank)
+        self._last: weakref.ref[FrozenState] | None = None
+        self._last_iteration = -1
 
     def _entered(
         self, state: FrozenState
     ) -> tuple[RestarterState | str, RestarterStage | str | None]:
-        # By the iteration, not by a flag: the same object serves call after call.
-        if state.iteration == 0:
-            return RestarterState.INITIALIZE, None
-        return RestarterState.HANDLING, RestarterStage.COMPLETED
+        is_again = self._last is not None and self._last() is state
+        is_later = self._last is not None and state.iteration > self._last_iteration
+        self._last, self._last_iteration = weakref.ref(state), state.iteration
+        if is_again or is_later:
+            return RestarterState.HANDLING, RestarterStage.COMPLETED
+        return RestarterState.INITIALIZE, None
 
 
 @dataclass

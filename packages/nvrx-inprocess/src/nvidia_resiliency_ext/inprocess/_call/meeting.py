@@ -26,6 +26,7 @@ from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
 from nvidia_resiliency_ext.inprocess._protocol.errors import StoreLostError
 from nvidia_resiliency_ext.inprocess._store.endpoint import (
     LAST_PORT,
+    STORE_VARIABLE,
     Endpoint,
     cycle_prefix,
     find_endpoint,
@@ -56,6 +57,8 @@ _LAST_WORD_LIMIT = timedelta(seconds=5)
 _calls = itertools.count()
 # Endpoints that this process has seen served, so that later calls need not ask.
 _served: set[tuple[str, int]] = set()
+# Those of the environment of which it was said that they go before arguments.
+_told: set[Endpoint] = set()
 # Those that this process has started; the last one is asked for stores at other ports, too.
 _keepers: list[Keeper] = []
 
@@ -156,6 +159,8 @@ def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.envir
     kwargs = dict(settings.store_kwargs or {})
     if settings.store_factory is TCPStore:
         endpoint = find_endpoint(environ, kwargs.get("host_name"), kwargs.get("port"))
+        if endpoint.is_served and state.rank == 0:
+            _say_what_is_unused(endpoint, kwargs)
         timeout = kwargs.get("timeout", timedelta(seconds=300))
         store = _connect(endpoint, min(timeout, settings.barrier_timeout), environ)
         # What connecting may take is no limit for what the function waits for.
@@ -163,9 +168,10 @@ def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.envir
         name, file = CONNECT, ""
         text = factory.dump_kwargs({"host": endpoint.host, "port": endpoint.port})
     else:
+        # First of all, so that what the factory raises is what its user sees.
+        store = settings.store_factory(**kwargs)
         name, file = factory.name_of(settings.store_factory)
         text = factory.dump_kwargs(kwargs)
-        store = settings.store_factory(**kwargs)
     prefix = f"{cycle_prefix(environ)}{next(_calls)}"
     call_store = CallStore(prefix, store)
     assert state.rank is not None
@@ -187,6 +193,18 @@ def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.envir
     nonce = call_store.get(_NONCE).decode("ascii", "replace")[:_LONGEST_NONCE]
     own = f"{prefix}/{nonce}/"
     return Meeting(call_store, _monitor_settings(settings, own, name, file, text), store)
+
+
+def _say_what_is_unused(endpoint: Endpoint, kwargs: Mapping[str, Any]) -> None:
+    unused = [f"{name}={kwargs[name]!r}" for name in ("host_name", "port") if name in kwargs]
+    if unused and endpoint not in _told:
+        _told.add(endpoint)
+        logger.info(
+            "the store is at %s (%s): %s of store_kwargs is not used",
+            endpoint,
+            STORE_VARIABLE,
+            ", ".join(unused),
+        )
 
 
 def _connect(endpoint: Endpoint, limit: timedelta, environ: Mapping[str, str]) -> TCPStore:

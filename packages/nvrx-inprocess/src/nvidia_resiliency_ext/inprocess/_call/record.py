@@ -22,7 +22,7 @@ class RestartRecord:
             iteration=report.iteration,
             cause=report.cause,
             ranks=report.ranks,
-            phases=report.seconds,
+            phases={name: seconds for name, seconds in report.seconds.items() if seconds},
             kept_ranks=report.kept,
         )
         self._log.record(event, cycle=self._cycle, rank=rank)

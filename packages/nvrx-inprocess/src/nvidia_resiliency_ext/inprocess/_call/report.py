@@ -47,7 +47,7 @@ class RestartReport:
         terminated: Initial ranks that do not go on.
         kept: Initial ranks that go on.
         world_size: Ranks that go on.
-        seconds: Duration by phase; phases that did not occur are absent.
+        seconds: Duration by phase, in their order; 0 of those that did not occur.
     """
 
     iteration: int
@@ -94,7 +94,7 @@ class Stopwatch:
     def take(self) -> dict[str, float]:
         """Return the durations in the phases' order, and begin anew."""
         seconds, self._seconds = self._seconds, {}
-        return {phase.value: seconds[phase] for phase in Phase if phase in seconds}
+        return {phase.value: seconds.get(phase, 0.0) for phase in Phase}
 
 
 def detection_s(records: Iterable[InterruptionRecord], settings: Settings) -> float:

@@ -121,6 +121,17 @@ class ProgressPage:
         """Note that the main thread runs."""
         self._words[_W_AUTO] = _now_ns()
 
+    def stamp(self, auto_s: float | None, manual_s: float | None) -> None:
+        """Note stamps that were made elsewhere, in seconds of the monotonic clock.
+
+        Args:
+            auto_s: When the main thread last ran; the page keeps what it has where that is unknown.
+            manual_s: The last ping, None for none in this iteration.
+        """
+        if auto_s is not None:
+            self._words[_W_AUTO] = round(auto_s / _NS)
+        self._words[_W_MANUAL] = 0 if manual_s is None else round(manual_s / _NS)
+
     def rearm(self) -> None:
         """Start afresh: fresh stamps, no manual timeout, protection on."""
         with self._lock:
