@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sockets under stores: who listens, which are connected to a port, what torch is given."""
 
+import shutil
 import socket
 import struct
+import subprocess
+import sys
 
 import pytest
 
@@ -76,3 +79,33 @@ def test_a_connection_is_watched_over(listener) -> None:
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         limit_ms = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         assert limit_ms == store_sockets.SILENT_S * 1000
+
+
+REACHES_NOBODY = """
+import socket
+from nvidia_resiliency_ext.shared_utils import store_sockets
+address = ("127.0.0.1", 40000)
+try:
+    store_sockets.reach(address, 5.0)
+except ConnectionRefusedError:
+    with store_sockets.listen_at(socket.AF_INET, address):
+        store_sockets.reach(address, 5.0).close()
+        print("refused, then reached")
+"""
+
+
+@pytest.mark.netns
+def test_nobody_reaches_itself() -> None:
+    """A client that is given the store's own port has reached nobody, and leaves the port free."""
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        pytest.skip("needs unshare and ip")
+    # A host of its own that has two ports for clients, and takes the even one first.
+    prepare = "ip link set lo up && echo 40000 40001 > /proc/sys/net/ipv4/ip_local_port_range"
+    inside = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c"]
+    if subprocess.run([*inside, prepare], capture_output=True, check=False, timeout=30).returncode:
+        pytest.skip("no network namespace can be made here")
+    done = subprocess.run(
+        [*inside, f'{prepare} && exec "$0" -c "$1"', sys.executable, REACHES_NOBODY],
+        capture_output=True, text=True, check=False, timeout=30,
+    )  # fmt: skip
+    assert done.stdout == "refused, then reached\n", done.stderr

@@ -8,6 +8,7 @@ is found among this process's descriptors. Nothing here imports torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import socket
@@ -20,6 +21,7 @@ __all__ = [
     "SILENT_S",
     "is_connected_to",
     "listen_at",
+    "reach",
     "serving_options",
     "socket_names",
     "tcp_socket",
@@ -58,6 +60,31 @@ def listen_at(family: int, address: tuple[Any, ...]) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def reach(address: tuple[str, int], timeout_s: float) -> socket.socket:
+    """Connect to whoever listens at an address.
+
+    Where the system takes clients' ports from a range that has the store's in it, and nobody
+    listens yet, a client that asks often enough is given that very port, and connects to itself.
+    Here that counts as refused, and leaves the port free, which else could not be listened at for a
+    minute.
+
+    Raises:
+        ConnectionRefusedError: Nobody listens.
+        OSError: It cannot be reached within `timeout_s` seconds.
+    """
+    sock = socket.create_connection(address, timeout_s)
+    try:
+        if sock.getsockname() != sock.getpeername():
+            return sock
+        # A connection that is reset is forgotten at once.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    except OSError:
+        sock.close()
+        raise
+    sock.close()
+    raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
 def serving_options(

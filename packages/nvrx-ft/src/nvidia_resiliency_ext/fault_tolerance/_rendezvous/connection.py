@@ -20,6 +20,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.store_attempt import Attempt
 from nvidia_resiliency_ext.shared_utils.store_sockets import (
     is_connected_to,
+    reach,
     socket_names,
     tcp_sockets,
     watch_over,
@@ -77,7 +78,7 @@ def open_client(
     # One at a time, so that the new socket is the one that was not there before.
     with (
         _one_at_a_time,
-        socket.create_connection(address, min(timeout_s, REACH_S)) as witness,
+        reach(address, min(timeout_s, REACH_S)) as witness,
     ):
         port = address[1]
         before = socket_names()

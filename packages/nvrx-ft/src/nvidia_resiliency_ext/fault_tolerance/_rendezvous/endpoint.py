@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
-from nvidia_resiliency_ext.shared_utils.store_sockets import listen_at
+from nvidia_resiliency_ext.shared_utils.store_sockets import listen_at, reach
 
 DEFAULT_PORT = 29400
 FIRST_PAUSE_S = 0.05
@@ -91,7 +91,7 @@ def wait_until_reachable(  # noqa: PLR0913 - named, and each of them a fact of i
     pause_s, problem = FIRST_PAUSE_S, "nobody listens"
     while not stop.is_set():
         try:
-            with socket.create_connection((host, port), probing.timeout_s) as probe:
+            with reach((host, port), probing.timeout_s) as probe:
                 return str(probe.getpeername()[0])
         except ConnectionRefusedError as error:
             refused()

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from nvidia_resiliency_ext.inprocess._protocol.errors import StoreLostError
-from nvidia_resiliency_ext.shared_utils.store_sockets import watch_over
+from nvidia_resiliency_ext.shared_utils.store_sockets import reach, watch_over
 
 from .greeting import greet
 
@@ -221,7 +221,7 @@ def _connect(host: str, port: int, limit_s: float) -> socket.socket:
     refused_until = time.monotonic() + min(limit_s, _REFUSED_LIMIT_S)
     while True:
         try:
-            sock = socket.create_connection((host, port), max(deadline - time.monotonic(), 0.1))
+            sock = reach((host, port), max(deadline - time.monotonic(), 0.1))
         except ConnectionRefusedError as error:
             if time.monotonic() >= refused_until:
                 raise StoreLostError(f"no store answers at {host}:{port}: {error}") from None

@@ -16,6 +16,7 @@ from nvidia_resiliency_ext.shared_utils.store_attempt import Attempt
 from nvidia_resiliency_ext.shared_utils.store_sockets import (
     is_connected_to,
     listen_at,
+    reach,
     socket_names,
     tcp_sockets,
     watch_over,
@@ -71,7 +72,7 @@ def is_listening(store: Any) -> bool:
             return False
         store = below
     try:
-        socket.create_connection((store.host, store.port), _PROBE_S).close()
+        reach((store.host, store.port), _PROBE_S).close()
     except OSError:
         return False
     return True
@@ -85,7 +86,7 @@ def wait_until_listening(
     pause_s = _SHORTEST_PAUSE_S
     while (left_s := deadline - monotonic()) > 0:
         try:
-            socket.create_connection((host, port), min(left_s, _LONGEST_TRY_S)).close()
+            reach((host, port), min(left_s, _LONGEST_TRY_S)).close()
         except (OSError, UnicodeError):
             time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
