@@ -158,6 +158,7 @@ def _huge_frame(peer):
     peer.sendall(b"\xff\xff\xff\1\4\0\0\0\1" + b"\x82" * 100_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "talk",
     [

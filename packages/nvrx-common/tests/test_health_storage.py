@@ -274,6 +274,7 @@ def test_probes_run_at_the_same_time(monkeypatch, tmp_path) -> None:
     assert result.reason.count("does not answer") == 4
 
 
+@pytest.mark.slow
 def test_hanging_mounts_leave_time_for_others(monkeypatch, tmp_path) -> None:
     """Mounts beyond those that are looked at together get their turn when others have ended."""
     monkeypatch.setattr(storage, "_AT_ONCE", 2)

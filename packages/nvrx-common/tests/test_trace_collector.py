@@ -138,6 +138,7 @@ def test_taken_before_and_saved_after(tmp_path: Path, monkeypatch: pytest.Monkey
     assert json.loads(Path(collector.save(data)).read_text())["entries"] == [_ENTRY]
 
 
+@pytest.mark.slow
 def test_with_torch(tmp_path: Path) -> None:
     """torch's real recorder names a collective of a gloo group that is waiting for its peer."""
     pytest.importorskip("torch")

@@ -146,6 +146,7 @@ def test_foreign_aliases_are_searched_once(tmp_path: Path, step: str) -> None:
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow
 def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
     """Whatever is in a file, the answer is a config or a ValueError."""
     chance = random.Random(7)

@@ -359,6 +359,7 @@ def test_lines_reach_the_files_of_a_log_server(
         assert text == "0: 000005\n" * 90000
 
 
+@pytest.mark.slow
 def test_a_log_server_that_dies_starts_again_and_nothing_is_lost(
     logs: Logs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

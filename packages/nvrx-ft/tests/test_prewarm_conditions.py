@@ -243,6 +243,7 @@ def test_default_imports():
     assert dict(with_optional(("numpy", "mine"))) == {"numpy": True, "mine": False}
 
 
+@pytest.mark.slow
 def test_workers_without_torch_want_no_standbys():
     """Workers gain from standbys only with libtorch mapped."""
     assert not conditions.wants_standbys(

@@ -16,6 +16,8 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._prewarm import standby as standbys
 
+pytestmark = pytest.mark.slow  # together
+
 LIGHT = ("numpy", "tempfile")
 
 

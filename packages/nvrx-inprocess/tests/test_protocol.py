@@ -245,6 +245,7 @@ def test_foreign_decisions_are_named(text: str) -> None:
         decode_decision(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, SCHEDULES, PER_TEST))
 def test_every_schedule_keeps_the_rules(first: int) -> None:
     """One outcome, one decision, right numbers, and an end, whoever dies at whichever operation."""

@@ -34,6 +34,8 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 # torch asks for the name of each peer; here nobody may answer.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+pytestmark = pytest.mark.slow  # together
+
 SHORT = timedelta(milliseconds=200)
 LONG = timedelta(seconds=20)
 P = "nvrx/job/0.0/0/"
