@@ -33,6 +33,9 @@ logger = logging.getLogger("nvrx")
 
 _REQUEST_TIMEOUT_S = 2.0
 _POLL_INTERVAL_S = 2.0
+# Whoever says that a log has begun or ended is about to start workers: until that is done it has
+# the interpreter to itself.
+_CALM_S = 0.25
 _TOKEN_LIMIT_BYTES = 8192
 _HTTP_NOT_FOUND = 404
 _HTTP_TOO_MANY = 429
@@ -82,6 +85,7 @@ class AttributionService:
         # Guards what follows; waited on by the thread.
         self._changed = threading.Condition()
         self._state = RequestState(enforce_stop=enforce_stop, trust_candidate=trust_candidate)
+        self._not_before_s = 0.0
         self._is_polling = False
         self._is_closing = False
         self._thread: threading.Thread | None = None
@@ -90,6 +94,7 @@ class AttributionService:
         """Have a log analysed while it is written; it is the one that later calls mean."""
         with self._changed:
             self._state.submit(log_path)
+            self._not_before_s = time.monotonic() + _CALM_S
             self._wake()
 
     def request_terminal_analysis(self) -> bool:
@@ -102,6 +107,7 @@ class AttributionService:
             log_path = self._state.request_terminal()
             if log_path is None or self._endpoint is None:
                 return False
+            self._not_before_s = time.monotonic() + _CALM_S
             self._wake()
         self._record("ATTRIBUTION_GET_STARTED")
         return True
@@ -182,6 +188,8 @@ class AttributionService:
         """Wait for something to send and return it; `None` at the end. The condition is held."""
         while True:
             now_s = time.monotonic()
+            next_post_s = max(next_post_s, self._not_before_s)
+            next_poll_s = max(next_poll_s, self._not_before_s)
             post = self._state.next_post()
             if post is not None and (now_s >= next_post_s or self._is_closing):
                 return post
