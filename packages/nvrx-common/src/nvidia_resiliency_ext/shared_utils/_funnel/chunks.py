@@ -8,11 +8,14 @@ a leaf passes on unchanged and the root hands to `writev`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
 
-__all__ = ["Chunk", "decode", "line_end", "named"]
+__all__ = ["NEWLINE_BYTE", "Chunk", "decode", "line_end", "named", "note_end"]
 
+NEWLINE_BYTE = 10
+_File = TypeVar("_File")
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
@@ -110,6 +113,15 @@ def line_end(node_id: str, file_path: str) -> bytes:
     """Return a message that ends the last line of a file."""
     fields = ((_NODE_ID, node_id.encode()), (_DATA, b"\n"), (_FILE_PATH, file_path.encode()))
     return b"".join(_encode(tag) + _encode(len(value)) + value for tag, value in fields)
+
+
+def note_end(unfinished: set[_File], file: _File, data: memoryview | bytearray) -> None:
+    """Note in a stream's unfinished files whether its last line for one of them is whole."""
+    if data:
+        if data[-1] == NEWLINE_BYTE:
+            unfinished.discard(file)
+        else:
+            unfinished.add(file)
 
 
 def _varint(raw: bytes, position: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils._funnel import prefixes
 from nvidia_resiliency_ext.shared_utils._funnel.budget import Verdict
+from nvidia_resiliency_ext.shared_utils._funnel.chunks import note_end
 from nvidia_resiliency_ext.shared_utils._funnel.completion import Completion
 from nvidia_resiliency_ext.shared_utils._funnel.delivery import Delivery
 from nvidia_resiliency_ext.shared_utils._funnel.places import Roots
@@ -300,7 +301,7 @@ class Funnel:
         target.put(pending)
         self._state.budget.take(pending.size)
         if not pending.is_end:
-            source.note_end(target, pending.data)
+            note_end(source.unfinished, target, pending.data)
         self._delivery.arrange(target, now)
 
     def _admit_small(self, target: Target, source: Source, data: memoryview, now: float) -> None:
@@ -309,7 +310,7 @@ class Funnel:
         if target.extend_last(source, data):
             source.behind_bytes += size
             self._state.budget.take(size)
-            source.note_end(target, data)
+            note_end(source.unfinished, target, data)
             self._delivery.arrange(target, now)
         else:
             growing = bytearray(data)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["Held", "Relay", "RelayStream", "StreamOwner"]
 
 _STREAM_SHARE = 8
-_NEWLINE_BYTE = 10
 
 
 class StreamOwner(Protocol):
@@ -80,14 +79,6 @@ class RelayStream:
         """Nothing of it waits here, and it has a name under which it may go on."""
         return self.is_named and not self.outstanding
 
-    def note_end(self, chunk: chunks.Chunk) -> None:
-        """Note whether the last line for a file is whole."""
-        if chunk.data:
-            if chunk.data[-1] == _NEWLINE_BYTE:
-                self.unfinished.discard(chunk.file_path)
-            else:
-                self.unfinished.add(chunk.file_path)
-
 
 class Relay:
     """All streams of a leaf, and the order in which their chunks go to the root.
@@ -125,7 +116,7 @@ class Relay:
         if stream.refusal is not None:
             raise stream.refusal
         if not stream.is_named:
-            stream.note_end(chunk)
+            chunks.note_end(stream.unfinished, chunk.file_path, chunk.data)
         self._hold(stream, chunk.seq, raw)
         self.received_chunks += 1
         self.received_bytes += len(chunk.data)

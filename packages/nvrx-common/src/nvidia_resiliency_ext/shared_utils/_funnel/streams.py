@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "Pending", "Source"]
 
-_NEWLINE_BYTE = 10
-
 
 class Connection(Protocol):
     """One RPC, as its edge implements it."""
@@ -120,14 +118,6 @@ class Source:
         """Count a chunk in, in the order in which the sender sent it."""
         self.outstanding.append(pending)
         self.behind_bytes += len(pending.data)
-
-    def note_end(self, target: Target, data: memoryview | bytearray) -> None:
-        """Note whether the last line for a target is whole."""
-        if data:
-            if data[-1] == _NEWLINE_BYTE:
-                self.unfinished.discard(target)
-            else:
-                self.unfinished.add(target)
 
     def settle(self, pending: Pending) -> None:
         """Note that a chunk is in its file, and advance past all that are."""

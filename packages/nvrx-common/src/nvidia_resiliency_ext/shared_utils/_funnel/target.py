@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.shared_utils._funnel.chunks import NEWLINE_BYTE
 from nvidia_resiliency_ext.shared_utils._funnel.log_file import IOV_MAX
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ _BATCH_BYTES = 4 << 20
 _CAREFUL_BATCH_BYTES = 64 << 10
 _JOINED_BYTES = 64 << 10
 _NEWLINE = b"\n"
-_NEWLINE_BYTE = 10
 # A chunk may need a newline before it and one after it.
 _BATCH_CHUNKS = IOV_MAX // 2
 
@@ -185,5 +185,5 @@ class Batch:
         if not self.ends_line and self.last_stream != source.identity:
             self.buffers.append(_NEWLINE)
         self.buffers.append(data)
-        self.ends_line = data[-1] == _NEWLINE_BYTE
+        self.ends_line = data[-1] == NEWLINE_BYTE
         self.last_stream = source.identity
