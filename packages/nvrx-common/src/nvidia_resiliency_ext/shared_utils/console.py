@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing import TextIO
 
-__all__ = ["open_missing_streams", "write_err", "write_out"]
+__all__ = ["open_missing_streams", "plain", "write_err", "write_out"]
 
 _STANDARD_DESCRIPTORS = (0, 1, 2)
+
+
+def plain(text: str) -> str:
+    """Return text as one line without anything on which a terminal would act."""
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def write_out(text: str) -> bool:

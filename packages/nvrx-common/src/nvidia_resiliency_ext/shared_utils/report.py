@@ -22,7 +22,7 @@ from ._report.html import render_html
 from ._report.model import build_timeline
 from ._report.prometheus import render_prometheus
 from ._report.text import render_text
-from .console import write_err, write_out
+from .console import plain, write_err, write_out
 from .errors import NvrxError
 from .os_utils import atomic_write
 
@@ -249,8 +249,7 @@ def _terminal_width() -> int:
 
 
 def _complain(message: str) -> int:
-    line = "".join(char if char.isprintable() else "?" for char in message)
-    write_err(f"nvrx-report: {line}\n")
+    write_err(f"nvrx-report: {plain(message)}\n")
     return _WRONG_INPUT
 
 

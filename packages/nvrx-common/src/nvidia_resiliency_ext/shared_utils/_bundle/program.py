@@ -8,7 +8,7 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils.console import write_err, write_out
+from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -84,6 +84,5 @@ def _parse(argv: Sequence[str]) -> Namespace:
 
 
 def _complain(message: str) -> int:
-    line = "".join(char if char.isprintable() else "?" for char in message)
-    write_err(f"nvrx-report bundle: {line}\n")
+    write_err(f"nvrx-report bundle: {plain(message)}\n")
     return _WRONG_INPUT

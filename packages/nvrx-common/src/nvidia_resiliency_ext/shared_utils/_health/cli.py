@@ -7,7 +7,7 @@ import argparse
 import logging
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils.console import write_out
+from nvidia_resiliency_ext.shared_utils.console import plain, write_out
 
 from .run import run_checks
 
@@ -83,8 +83,7 @@ def _line(result: HealthResult, *, as_json: bool) -> str:
 
         return json.dumps(asdict(result))
     text = result.reason or result.component
-    shown = "".join(char if char.isprintable() else "?" for char in text)
-    return f"{result.status:<9} {result.name:<13} {shown}"
+    return f"{result.status:<9} {result.name:<13} {plain(text)}"
 
 
 def _gpu(options: argparse.Namespace) -> list[Check]:
