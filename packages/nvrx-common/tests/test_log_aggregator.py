@@ -507,15 +507,17 @@ def test_full_disk(place: Place, start: Start) -> None:
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     for number in range(40):
         place.add(f"rank_0_a.msg.{number}", "".join(_line(f"{number}-{n}") for n in range(200)))
-    _until(lambda: len(_merged(place)) == limit)
+    assert process.stderr is not None
+    # The file is full one write before that is known.
+    said = next(line for line in process.stderr if "merging of logs waits" in line)
+    assert len(_merged(place)) == limit
     resource.prlimit(
         process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     )
     _until(lambda: _merged(place).count("\n") == 8000)
     process.terminate()
     assert process.wait(_DEADLINE_S) == 0
-    assert process.stderr is not None
-    said = process.stderr.read()
+    said += process.stderr.read()
     assert said.count("merging of logs waits") == 1
     assert re.findall(r"1 (\d+-\d+)$", _merged(place), re.MULTILINE) == [
         f"{number}-{n}" for number in range(40) for n in range(200)
