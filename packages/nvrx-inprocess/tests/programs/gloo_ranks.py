@@ -5,6 +5,7 @@ One process imports torch and forks the ranks. Each of them prints a line of JSO
 the rounds the groups are made anew, so a round also shows that the one before has broken nothing.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -81,7 +82,14 @@ def other_interface(rank: int) -> object:
     return group
 
 
-ROUNDS = {"several groups": several_groups, "interface": other_interface}
+def the_default(rank: int) -> object:
+    return dist.group.WORLD
+
+
+QUIET = {"several groups": several_groups, "interface": other_interface}
+# Nobody is waited for: one collective follows the other, as in training.
+BUSY = {f"busy {number}": the_default for number in range(20)}
+ROUNDS = BUSY if "busy" in sys.argv else QUIET
 
 
 def play(rank: int, name: str, store: Any) -> dict[str, object]:
@@ -114,10 +122,11 @@ def play(rank: int, name: str, store: Any) -> dict[str, object]:
     thread.start()
     error = ""
     try:
-        if rank == WORLD_SIZE - 1:
+        if rank == WORLD_SIZE - 1 and name in QUIET:
             aborted.wait()
             raise RuntimeError("the fault")  # noqa: TRY301 - as the function of a user does
-        dist.all_reduce(torch.ones(1000), group=model.group)
+        while True:
+            dist.all_reduce(torch.ones(1000), group=model.group)
     # To tell of the failure torch asks for the default group, which may be no more: a ValueError;
     # in torch 2.4 for this one: a TypeError.
     except (RuntimeError, ValueError, TypeError) as caught:
@@ -147,6 +156,7 @@ def run(rank: int, port: int) -> None:
         result["server"] = server.echoes()
         result["store"] = store.add("alive", 1) > 0
         os.write(1, json.dumps(result).encode() + b"\n")  # whole, beside the others' lines
+        gc.collect()  # the group was pinned by a cycle
     # The one that hosts the store goes last.
     store.add("done", 1)
     while rank == 0 and store.add("done", 0) < WORLD_SIZE:

@@ -19,14 +19,17 @@ import time
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess._call.kernel_call import system_call
+from nvidia_resiliency_ext.shared_utils.procfs import read_stat
 from nvidia_resiliency_ext.shared_utils.store_sockets import tcp_socket
+
+from .unread import UnreadConnections
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     _Wait = tuple[int, int, int]
 
-__all__ = ["end_gloo_connections", "end_gloo_meetings"]
+__all__ = ["end_gloo_connections", "end_gloo_meetings", "let_go_of_gloo_connections"]
 
 _TASKS = "/proc/self/task"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -41,13 +44,21 @@ _CONNECT_S = 1.0
 _NAMED_S = 0.3
 _OTHERS_S = 0.05
 _LOOK_S = 0.0005
+# The aborts of a job begin within milliseconds of each other, on a busy host within some hundred. A
+# rank that is told of none, as in an atomic block, waits so long for one that was.
+_LINGER_S = 1.0
+
+# By thread and its start: a loop keeps its descriptor. One that never rests, as when a connection
+# was cut in the middle of a message, is known from when it did.
+_known: dict[tuple[str, int], int] = {}
+_ended = UnreadConnections(_LINGER_S)
 
 
 def end_gloo_connections() -> int:
-    """Shut down every connection of every gloo device of this process.
+    """End every connection of every gloo device of this process.
 
     The sockets stay open: they are gloo's to close. A collective that waits for one fails within
-    gloo's next round, on both sides.
+    gloo's next round. The other side can write until `let_go_of_gloo_connections`, or for a second.
 
     Returns:
         How many there were.
@@ -55,8 +66,13 @@ def end_gloo_connections() -> int:
     ended = 0
     for descriptor in _watched_sockets():
         with contextlib.suppress(OSError):
-            ended += _shut_down(descriptor)
+            ended += _end(descriptor)
     return ended
+
+
+def let_go_of_gloo_connections() -> None:
+    """End for their peers, too, the connections that were ended for this process."""
+    _ended.let_go()
 
 
 def end_gloo_meetings(world_size: int) -> int:
@@ -112,14 +128,24 @@ def _loops() -> set[int]:
         likely = _likely_epolls()
         theirs = _waits(others, _OTHERS_S, likely)
         return {wait[0] for wait in theirs.values() if wait[1:] == _LOOP_WAIT} & likely
-    waits = _waits(named, _NAMED_S)
-    found = {wait[0] for wait in waits.values()}
-    if len(waits) < len(named):
+    epolls = _epolls_of(named)
+    found = set(epolls.values())
+    if len(epolls) < len(named):
         # One that never rests is not seen to wait. Its descriptor is one for which nobody else is.
         others = [task for task in tasks if task not in named]
         likely = _likely_epolls() - found
         found |= likely - {wait[0] for wait in _waits(others, _OTHERS_S, likely).values()}
     return found
+
+
+def _epolls_of(loops: list[str]) -> dict[str, int]:
+    """Return the epoll descriptors of gloo's threads, as far as they are known or can be seen."""
+    keys = {task: (task, stat.start_ticks) for task in loops if (stat := read_stat(int(task)))}
+    for ended in _known.keys() - set(keys.values()):
+        _known.pop(ended, None)
+    waits = _waits([task for task in loops if keys.get(task) not in _known], _NAMED_S)
+    _known.update({keys[task]: wait[0] for task, wait in waits.items() if task in keys})
+    return {task: _known[key] for task, key in keys.items() if key in _known}
 
 
 def _waits(tasks: list[str], within_s: float, epolls: set[int] | None = None) -> dict[str, _Wait]:
@@ -177,16 +203,17 @@ def _targets(epoll: int) -> list[int]:
     return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
 
 
-def _shut_down(descriptor: int) -> bool:
-    """Shut a connection down, if it is one; the number may be anything's by now."""
+def _end(descriptor: int) -> bool:
+    """End a connection, if it is one; the number may be anything's by now."""
     found = tcp_socket(descriptor)
     if found is None:
         return False
-    with found[1] as connection:
-        if _listens(connection):
-            return False
-        connection.shutdown(socket.SHUT_RDWR)
-        return True
+    name, connection = found
+    if _listens(connection):
+        connection.close()
+        return False
+    _ended.add(name, connection)
+    return True
 
 
 def _listens(sock: socket.socket) -> bool:

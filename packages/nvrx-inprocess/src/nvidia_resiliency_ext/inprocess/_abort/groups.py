@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from .gloo_sockets import end_gloo_connections
+
 __all__ = [
     "Backend",
     "abort_backend",
@@ -105,6 +107,7 @@ def forget_unfinished() -> None:
     if not distributed.is_available():
         return
     if distributed.is_initialized():
+        end_gloo_connections()  # to destroy them resets them, whatever is under way
         distributed.destroy_process_group()
         return
     c10d = distributed.distributed_c10d

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nvidia_resiliency_ext.inprocess._abort.gloo_sockets import let_go_of_gloo_connections
 from nvidia_resiliency_ext.inprocess._abort.groups import forget_unfinished
 from nvidia_resiliency_ext.inprocess._monitor.messages import (
     Completed,
@@ -402,6 +403,8 @@ class CallLoop:
         del frozen
         with self._watch.measure(Phase.BARRIER):
             decision = self._arrive(limit_s)
+        # Nobody is in a collective any more.
+        let_go_of_gloo_connections()
         if state.initial_rank not in decision.going_on:
             raise RankDiscarded(
                 f"rank {state.initial_rank} was given up in iteration {state.iteration}:"
@@ -475,6 +478,7 @@ class CallLoop:
         if self._stopper is not None:
             # Its abort must not end what the caller begins next.
             self._stopper.join(_STOPPER_LIMIT_S)
+        let_go_of_gloo_connections()
         terminate_callback = self._settings.terminate
         if terminate_callback is not None:
             try:
