@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from nvidia_resiliency_ext.fault_tolerance._launch import store_rendezvous
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._launch.node_events import (
@@ -153,8 +154,11 @@ def test_a_launcher_that_was_stopped_too_long_ends_whoever_of_its_threads_comes_
         assert store.count(keys.lease(NODE), 0) == renewed
 
 
-def test_that_a_node_leaves_is_in_the_inbox_before_its_ranks_are_ended() -> None:
+def test_that_a_node_leaves_is_in_the_inbox_before_its_ranks_are_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The ranks of others fail by the end of this node's: the first word of it is the cause."""
+    monkeypatch.setattr(store_rendezvous, "SAID_S", LIMIT_S)  # as long as a busy machine takes
     cause = Cause("drained", "the launcher on host node1 was ended by SIGTERM", host="node1")
     with a_job() as (rendezvous, store):
         rendezvous.join(0)
