@@ -16,6 +16,7 @@ import pytest
 from common_attribution_server import Service
 
 from nvidia_resiliency_ext.shared_utils import health_check
+from nvidia_resiliency_ext.shared_utils._attribution import requests
 from nvidia_resiliency_ext.shared_utils._attribution.http import JsonConnection, parse_endpoint
 from nvidia_resiliency_ext.shared_utils.health_check import AttributionService
 
@@ -171,9 +172,11 @@ def test_caller_never_waits(service, client_of) -> None:
     assert took_s < 5.0
 
 
-def test_service_that_comes_later_or_back(tmp_path_factory, client_of) -> None:
+def test_service_that_comes_later_or_back(tmp_path_factory, client_of, monkeypatch) -> None:
     """A service that is not there yet, and one that is restarted, is reached in the end."""
     path = tmp_path_factory.mktemp("a") / "s"
+    # At the pace of this test the usual number of questions may not last until it is back.
+    monkeypatch.setattr(requests, "_MAX_POLL_FAILURES", 1_000_000)
     client = client_of(f"unix://{path}")
     client.start_poller()
     with Service(path) as service:
@@ -181,6 +184,7 @@ def test_service_that_comes_later_or_back(tmp_path_factory, client_of) -> None:
         client.request_terminal_analysis()
         service.wait_for(service.polls)
     path.unlink()
+    wait_until(lambda: client._state._failures)
     with Service(path) as service:
         service.replies["/a"] = (200, STOP)
         wait_until(client.stop_verdict_observed)
@@ -261,11 +265,12 @@ def test_profiling_events(service, client_of, caplog) -> None:
     """A request is started once and completed once, with the node's name."""
     client = client_of(service.endpoint)
     client.start_poller(node_id="node1")
-    service.replies["/a"] = (200, STOP)
     with caplog.at_level(logging.INFO, "nvrx"):
         client._submit_log("/a")
         client.request_terminal_analysis()
         client.request_terminal_analysis()
+        # Only now: a request whose verdict has come may be followed by another.
+        service.replies["/a"] = (200, STOP)
         wait_until(lambda: "attribution_get_completed" in caplog.text)
     assert caplog.text.count("attribution_get_started") == 1
     assert caplog.text.count("attribution_get_completed") == 1
