@@ -15,7 +15,7 @@ import time
 import pytest
 from common_attribution_server import Service
 
-from nvidia_resiliency_ext.shared_utils import health_check
+from nvidia_resiliency_ext.shared_utils import attribution_client, health_check
 from nvidia_resiliency_ext.shared_utils._attribution import requests
 from nvidia_resiliency_ext.shared_utils._attribution.http import JsonConnection, parse_endpoint
 from nvidia_resiliency_ext.shared_utils.health_check import AttributionService
@@ -35,6 +35,8 @@ def service(request, tmp_path_factory):
 @pytest.fixture
 def client_of(monkeypatch):
     """Return a function that makes clients, which are stopped at the end."""
+    # Who tests a silent service says so; all others answer, however late.
+    monkeypatch.setattr(attribution_client, "_REQUEST_TIMEOUT_S", 30.0)
     monkeypatch.setenv("SLURM_JOB_USER", "alice")
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
@@ -279,8 +281,6 @@ def test_profiling_events(service, client_of, caplog) -> None:
 
 def test_it_is_one_class() -> None:
     """The client under its old name and in its own file is the same."""
-    from nvidia_resiliency_ext.shared_utils import attribution_client
-
     assert health_check.AttributionService is attribution_client.AttributionService
 
 
