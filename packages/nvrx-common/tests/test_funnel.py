@@ -6,7 +6,7 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -64,8 +64,12 @@ class Rig:
 
     def until_writing(self, target: Target) -> None:
         """Wait until a writer has taken what waits for a target; there is no event for it."""
+        self.until(lambda: target.waiting and target.waiting[-1].growing is None)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait for what the funnel's threads do or say; there is no event for it."""
         end = Deadline.after(WAIT_S)
-        while not target.waiting or target.waiting[-1].growing is not None:
+        while not condition():
             assert not end.expired()
             threading.Event().wait(0.005)
 
@@ -552,6 +556,8 @@ def test_file_that_fails_is_tried_again(
             rig.offer(bad, "bad.log", b"line %d\n" % seq, seq)
         rig.offer(good, "good.log", b"fine\n")
         assert rig.settle(good)
+        # It says so a moment after it knows.
+        rig.until(lambda: "cannot be written" in caplog.text)
         assert not rig.settle(bad, 0.3)
         trouble = rig.funnel.trouble_of(bad)
         assert trouble is not None
@@ -575,9 +581,7 @@ def test_sender_is_told_when_a_failing_file_has_no_more_room(rigs, tmp_path: Pat
     source, data = rig.source("s"), b"z" * 9999 + b"\n"
     with largest_file(PREFIX_BYTES):
         rig.offer(source, "bad.log", data, 1)
-        end = Deadline.after(WAIT_S)
-        while rig.funnel.stats().failing_files == 0 and not end.expired():
-            threading.Event().wait(0.01)
+        rig.until(lambda: rig.funnel.stats().failing_files)
         with pytest.raises(Refusal, match="File too large") as caught:
             _offer_all(rig, source, [("bad.log", data)] * 100)
     assert caught.value.code == "RESOURCE_EXHAUSTED"
@@ -618,10 +622,7 @@ def test_number_of_files(rigs) -> None:
     assert caught.value.code == "RESOURCE_EXHAUSTED"
     assert rig.read("0.log") == b"x\ny\n"
     # Files over the number are closed by writers, soon.
-    end = Deadline.after(WAIT_S)
-    while rig.funnel.stats().open_files > 2:
-        assert not end.expired()
-        threading.Event().wait(0.01)
+    rig.until(lambda: rig.funnel.stats().open_files <= 2)
 
 
 def test_files_and_bytes_of_a_stream(rigs) -> None:
@@ -663,9 +664,7 @@ def test_completion_lines(rigs, caplog: pytest.LogCaptureFixture, tmp_path: Path
     def said() -> list[str]:
         return [r.getMessage() for r in caplog.records if "ycle log complete" in r.getMessage()]
 
-    end = Deadline.after(WAIT_S)
-    while not said() and not end.expired():
-        threading.Event().wait(0.01)
+    rig.until(said)
     first = f"Heuristic cycle log complete: file_path={tmp_path}/job_cycle0.log last_flush_time="
     assert said()[0].startswith(first)
     assert said()[0].endswith("Z")

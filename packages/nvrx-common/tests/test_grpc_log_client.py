@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import ports
 import pytest
 from funnel_peer import FunnelPeer
 
+from nvidia_resiliency_ext.shared_utils._funnel_client import pace
 from nvidia_resiliency_ext.shared_utils.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -28,6 +30,14 @@ pytestmark = pytest.mark.slow
 
 Connect = Callable[..., LogFunnelClient]
 MIB = 1024 * 1024
+_DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def claimed_address() -> Iterator[str]:
+    """Give an address that stays the test's between two servers."""
+    with ports.claimed() as port:
+        yield f"127.0.0.1:{port}"
 
 
 @pytest.fixture
@@ -61,6 +71,14 @@ def connect(tmp_path: Path) -> Iterator[Connect]:
 
 def messages_of(caplog: pytest.LogCaptureFixture, level: int = logging.WARNING) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= level]
+
+
+def wait_for_message(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    """Wait until the client, whose threads take their time, has said something."""
+    limit = time.monotonic() + _DEADLINE_S
+    while not any(text in line for line in messages_of(caplog)):
+        assert time.monotonic() < limit, f"not said: {text}"
+        threading.Event().wait(0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -111,14 +129,14 @@ def test_server_that_does_not_end_the_call(
 
 
 def test_connects_before_the_first_line(
-    start_peer: Callable[..., FunnelPeer], connect: Connect
+    start_peer: Callable[..., FunnelPeer], connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Opening a target connects at once, without a line and without a random wait."""
+    for name in ("_FIRST_S", "_LONGEST_S"):
+        monkeypatch.setattr(pace, name, 1e6)  # a wait would be longer than any test
     peer = start_peer()
-    began = time.monotonic()
     connect(peer.endpoint).open("/a.log")
     peer.wait_for_calls(1)
-    assert time.monotonic() - began < 2.0
 
 
 def test_many_threads(
@@ -205,6 +223,8 @@ def test_wrong_token(
     client = connect(peer.endpoint, token_file=str(token))
     for name in "ab":
         client.open(str(tmp_path / name)).write(b"x\n")
+    peer.wait_for_calls(2)
+    wait_for_message(caplog, "does not let us in")
     with pytest.raises(DeadlineExceededError):
         client.flush(1.5)
     assert peer.calls == 2
@@ -276,12 +296,14 @@ def test_nonsense_confirms_nothing(
         target.write(b"%d\n" % number)
         with pytest.raises(DeadlineExceededError):
             target.flush(0.2)
+        peer.wait_for_chunks(number + 1)
+    wait_for_message(caplog, "never sent")
     assert target.stats.lines_confirmed == 0
-    assert len([line for line in messages_of(caplog) if "never sent" in line]) == 1
     peer.answer = lambda chunk: messages.Ack(stream_id=chunk.stream_id, committed_seq=chunk.seq)
     target.write(b"3\n")
     assert target.close(20.0)
     assert (tmp_path / "a.log").read_bytes() == b"0\n1\n2\n3\n"
+    assert len([line for line in messages_of(caplog) if "never sent" in line]) == 1
 
 
 def test_older_server(
@@ -320,6 +342,7 @@ def test_something_that_is_no_log_server(
     try:
         target = connect(f"127.0.0.1:{port}").open(str(tmp_path / "a.log"))
         target.write(b"x\n")
+        wait_for_message(caplog, "does not let us in")
         with pytest.raises(DeadlineExceededError, match="1 lines"):
             target.flush(1.0)
         assert target.stats.reconnects == 1
@@ -356,6 +379,7 @@ def test_block_waits_and_gives_up(
         fill()
     assert 1500 < taken < 3500
     peer.may_read.set()
+    target.flush(30.0)  # it has room once the server confirms, however late that is
     target.write(b"%08d" % taken + b"x" * 991 + b"\n")
     assert target.close(30.0)
     lines = (tmp_path / "a.log").read_bytes().splitlines()
@@ -439,20 +463,21 @@ def test_long_lines(
     assert b"\nshort\n" in content
 
 
-def test_storm(start_peer: Callable[..., FunnelPeer], connect: Connect, tmp_path: Path) -> None:
+def test_storm(
+    start_peer: Callable[..., FunnelPeer], connect: Connect, tmp_path: Path, claimed_address: str
+) -> None:
     """Fifty clients that lose their server come back spread over time, and lose nothing."""
-    peer = start_peer()
+    peer = start_peer(claimed_address)
     targets = [connect(peer.endpoint).open(str(tmp_path / str(n))) for n in range(20)]
     for target in targets:
         target.write(b"before\n")
         target.flush(20.0)
-    address = peer.endpoint
     peer.stop()
     for target in targets:
         target.write(b"while away\n")
         with pytest.raises(DeadlineExceededError):
             target.flush(0.05)
-    again = start_peer(address)
+    again = start_peer(claimed_address)
     for target in targets:
         assert target.close(30.0)
     assert again.calls <= 3 * len(targets)
@@ -513,12 +538,11 @@ def test_no_files_wanted(
 
 
 def test_logging_through_the_funnel(
-    start_peer: Callable[..., FunnelPeer], connect: Connect, tmp_path: Path
+    start_peer: Callable[..., FunnelPeer], connect: Connect, tmp_path: Path, claimed_address: str
 ) -> None:
     """A handler of our own logger may write to a target: what the client says cannot block it."""
-    peer = start_peer()
-    address = peer.endpoint
-    target = connect(address, memory_limit_bytes=MIB).open(str(tmp_path / "a.log"))
+    peer = start_peer(claimed_address)
+    target = connect(peer.endpoint, memory_limit_bytes=MIB).open(str(tmp_path / "a.log"))
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -530,7 +554,7 @@ def test_logging_through_the_funnel(
         peer.stop()
         for _ in range(2000):
             target.write(b"x" * 999 + b"\n")
-        again = start_peer(address)
+        again = start_peer(claimed_address)
         target.flush(30.0)
         again.stop()
     finally:
@@ -683,10 +707,10 @@ def test_mutual_tls(
     ca = str(tmp_path / "ca.pem")
     stranger = connect(peer.endpoint, tls=FunnelTls(ca, server_name="logs.test"))
     stranger.open(str(tmp_path / "b.log")).write(b"x\n")
+    wait_for_message(caplog, "is away (UNAVAILABLE")
     with pytest.raises(DeadlineExceededError):
         stranger.flush(1.0)
     assert not stranger.close(0.0)
-    assert any("is away (UNAVAILABLE" in line for line in messages_of(caplog))
     tls = FunnelTls(
         ca, str(tmp_path / "client.pem"), str(tmp_path / "client.key"), server_name="logs.test"
     )

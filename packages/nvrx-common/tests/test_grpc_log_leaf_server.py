@@ -215,7 +215,13 @@ def test_many_streams_over_one(leaf: peers.Server, root: peers.Server, logs: Pat
     for thread in threads:
         thread.start()
     with peers.stub(root.address) as stub:
-        assert stub.HealthCheck(pb.HealthRequest()).connected_clients == 1
+
+        def clients() -> int:
+            return stub.HealthCheck(pb.HealthRequest(), timeout=10).connected_clients
+
+        # A leaf listens a moment before its stream to the root is there.
+        peers.until(clients, "the leaf's stream")
+        assert clients() == 1
     for thread in threads:
         thread.join()
     lines = (logs / "x.log").read_bytes().splitlines()

@@ -212,7 +212,8 @@ def test_garbage_ends_its_own_stream_only(server: peers.Server, logs: Path) -> N
         bystander.close()
         assert bystander.answer.status == "OK"
     assert (logs / "bystander.log").read_bytes() == b"here\n"
-    assert health(server.address).connected_clients == 0
+    # A sender may hear of its refusal a moment before its stream is taken out of the count.
+    peers.until(lambda: health(server.address).connected_clients == 0, "no stream")
     assert server.stop() == 0
 
 
@@ -346,11 +347,13 @@ def test_idle_streams_hold_nobody_up(server: peers.Server, logs: Path) -> None:
         assert idle.stdout.readline() == b"open\n"
         peers.until(lambda: health(server.address).connected_clients == 2000, "2000 streams")
         with peers.stub(server.address) as stub:
-            stub.HealthCheck(pb.HealthRequest(), timeout=10)
-            begin = time.perf_counter()
-            stub.HealthCheck(pb.HealthRequest(), timeout=10)
-            # Ten times the limit on an idle machine.
-            assert time.perf_counter() - begin < 1.0
+            took_s = []
+            for _ in range(10):
+                begin = time.perf_counter()
+                stub.HealthCheck(pb.HealthRequest(), timeout=10)
+                took_s.append(time.perf_counter() - begin)
+            # Ten times the limit on an idle machine, which may hold up any; streams hold up all.
+            assert min(took_s) < 1.0
         assert send(server.address, chunk(logs / "x.log", b"x\n")).status == "OK"
         assert len(os.listdir(f"/proc/{server.pid}/task")) < 40
         assert server.rss_mb() < 200

@@ -269,7 +269,8 @@ def test_moved_directory_is_followed(place: Place, monkeypatch: pytest.MonkeyPat
     try:
         place.add("rank_0_a.msg.1", _line("one"))
         place.temp.rename(place.temp.with_name("gone"))
-        place.temp.mkdir(mode=0o700)
+        # The aggregator itself may have been faster.
+        place.temp.mkdir(mode=0o700, exist_ok=True)
         place.add("rank_0_a.msg.2", _line("two"))
         _until(lambda: place.output.read_text().count("\n") == 2)
     finally:
@@ -551,8 +552,12 @@ def _started(place: Place, start: Start, *arguments: str) -> "subprocess.Popen[s
     return process
 
 
-def _kill_again_and_again(place: Place, start: Start, seconds: float) -> int:
-    """Kill aggregators at random moments while two processes log; return how many were killed."""
+def _kill_again_and_again(place: Place, start: Start, seconds: float, least: int) -> None:
+    """Kill so many aggregators at random moments, at first while two processes log."""
+    # Before there was any aggregator, writers keep only the newest files.
+    first = _started(place, start)
+    first.kill()
+    first.communicate()
     arguments = [str(place.temp), str(seconds), _FORMAT]
     writers = [
         subprocess.Popen(
@@ -564,7 +569,7 @@ def _kill_again_and_again(place: Place, start: Start, seconds: float) -> int:
     ]
     kills = 0
     try:
-        while any(writer.poll() is None for writer in writers):
+        while kills < least or any(writer.poll() is None for writer in writers):
             process = _started(place, start, *["--en-chronological-ordering"][kills % 2 :])
             threading.Event().wait((kills * 37 % 100) / 400)
             process.kill()
@@ -584,19 +589,18 @@ def _kill_again_and_again(place: Place, start: Start, seconds: float) -> int:
         found = re.findall(rf"workload:{rank}\\(.* a.py:1 (\\d+) x".replace("\\\\", "\\"), merged)
         assert [int(number) for number in found] == list(range(count))
     assert merged.count("\n\tmore\n") == sum(-(-count // 5) for count in counts)
-    return kills
 
 
 def test_killed_again_and_again(place: Place, start: Start) -> None:
     """Of what two processes log while aggregators are killed, each line is there once, in order."""
-    assert _kill_again_and_again(place, start, 3.0) >= 3
+    _kill_again_and_again(place, start, 3.0, least=3)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_killed_for_longer(place: Place, start: Start) -> None:
     """The same over a quarter of a minute."""
-    assert _kill_again_and_again(place, start, 15.0) >= 5
+    _kill_again_and_again(place, start, 15.0, least=5)
 
 
 @pytest.mark.serial

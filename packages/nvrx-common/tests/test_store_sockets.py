@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 
+import ports
 import pytest
 
 from nvidia_resiliency_ext.shared_utils import store_sockets
@@ -39,10 +40,11 @@ def test_a_store_gets_the_socket(listener, version) -> None:
 @pytest.mark.parametrize("version", ["2.4.0+cu121", "2.7.1"])
 def test_an_old_torch_listens_itself(version) -> None:
     """Where torch's server takes no socket, the port is free for it."""
-    given = store_sockets.listen_at(socket.AF_INET, ("127.0.0.1", 0))
-    address = given.getsockname()
-    assert store_sockets.serving_options(given, version) == {"is_master": True}
-    store_sockets.listen_at(socket.AF_INET, address).close()
+    with ports.claimed() as port:
+        address = ("127.0.0.1", port)
+        given = store_sockets.listen_at(socket.AF_INET, address)
+        assert store_sockets.serving_options(given, version) == {"is_master": True}
+        store_sockets.listen_at(socket.AF_INET, address).close()
 
 
 def test_an_old_torch_has_another_server_that_takes_the_socket(listener) -> None:
