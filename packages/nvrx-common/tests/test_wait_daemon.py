@@ -79,7 +79,7 @@ def test_waits_for_the_last(start: Start, each_watch: str) -> None:
     processes[2].kill()
     killed = time.monotonic()
     waiter.join(20)
-    assert ended[0] - killed < 0.5
+    assert ended[0] - killed < 5.0
     assert len(pids) == 3
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gets one fault and tells what it sees of it, one JSON object per line.
 
+Each scene dispatches the fault itself, when it is ready for it.
+
 usage: fault_victim.py FAULT DELAY SCENE
 """
 
@@ -15,6 +17,7 @@ import sys
 import threading
 import time
 
+from nvidia_resiliency_ext.shared_utils._faults import signals
 from nvidia_resiliency_ext.shared_utils.inject_fault import (
     Fault,
     InjectedException,
@@ -32,10 +35,20 @@ def tell(**fields):
 
 def called_back():
     tell(what="callback", thread=threading.current_thread() is not threading.main_thread())
+    CALLED_BACK.set()
+
+
+def dispatch():
+    """Dispatch the fault. It may come before this returns."""
+    start = time.monotonic()
+    tell(what="due", due=start + DELAY)
+    HANDLES.append(dispatch_fault_injection(Fault[NAME], DELAY, called_back))
+    tell(what="dispatched", took=time.monotonic() - start)
 
 
 def alive():
     """Work until the fault ends it, as a training loop does."""
+    dispatch()
     end = time.monotonic() + _LIMIT_S
     while time.monotonic() < end:
         time.sleep(0.005)
@@ -54,6 +67,7 @@ def exceptions():
 
 def workload():
     """Ask for the workload's exception at every step."""
+    dispatch()
     end = time.monotonic() + _LIMIT_S
     while time.monotonic() < end:
         time.sleep(0.005)
@@ -75,13 +89,22 @@ def beat():
             time.sleep(0.02)
 
     threading.Thread(target=other, daemon=True).start()
+    dispatch()
     while True:
         tell(what="main")
         time.sleep(0.02)
 
 
+def deaf():
+    """Beat as well, and say of each SIGINT that it came."""
+    signal.signal(signal.SIGINT, lambda *_: tell(what="interrupt"))
+    beat()
+
+
 def rests():
     """Compute until there were five gaps in which the main thread had no work to do."""
+    dispatch()
+    CALLED_BACK.wait(_LIMIT_S)
     found, end, last, used = 0, time.monotonic() + _LIMIT_S, time.monotonic(), time.thread_time()
     while found < 5 and time.monotonic() < end:
         now, now_used = time.monotonic(), time.thread_time()
@@ -93,20 +116,30 @@ def rests():
 
 def burns():
     """Wait, doing nothing, until the process has used half a second of processor time."""
+    dispatch()
+    CALLED_BACK.wait(_LIMIT_S)
     used, end = time.process_time() + 0.5, time.monotonic() + _LIMIT_S
     while time.process_time() < used and time.monotonic() < end:
         time.sleep(0.01)
     end_fault(what="burns", found=time.process_time() >= used)
 
 
+def fault_threads():
+    """Return those of the fault that do not end."""
+    found = [thread for thread in threading.enumerate() if "fault" in thread.name]
+    for thread in found:
+        thread.join(_LIMIT_S)
+    return [thread.name for thread in found if thread.is_alive()]
+
+
 def end_fault(**fields):
-    ended = HANDLE.cancel()
-    names = [thread.name for thread in threading.enumerate()]
-    tell(**fields, ended=ended, threads=[name for name in names if "fault" in name])
+    ended = HANDLES[0].cancel()
+    tell(**fields, ended=ended, threads=fault_threads())
 
 
 def disk():
     """Write where the disk is full, and again once the fault is cancelled."""
+    dispatch()
     path = os.path.join(os.environ["NVRX_FAULT_DISK_DIR"], "file")
     end = time.monotonic() + _LIMIT_S
     while time.monotonic() < end:
@@ -130,6 +163,7 @@ def network():
     near, far = socket.socketpair()
     datagram = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     client.settimeout(_LIMIT_S)
+    dispatch()
     tell(
         what="read", data=client.recv(1).decode(), fds=[client.fileno() >= 0, server.fileno() >= 0]
     )
@@ -158,30 +192,39 @@ def memory():
     # Without memory nothing can be read but into what is there already.
     score, found = os.open("/proc/self/oom_score_adj", os.O_RDONLY), bytearray(8)
     resource.setrlimit(resource.RLIMIT_AS, (384 << 20, 384 << 20))
+    dispatch()
     try:
         while True:
             bytes(8 << 20)
             time.sleep(0.005)
     except MemoryError:
         os.readv(score, [found])
-    HANDLE.cancel()
+    HANDLES[0].cancel()
+    fault_threads()
     bytes(64 << 20)
     os.lseek(score, 0, os.SEEK_SET)
     tell(what="memory", score=int(found.strip(b"\0")), after=int(os.read(score, 8)))
 
 
 def stuck():
-    """Block the interpreter in C code that holds the GIL, across the moment of the fault."""
+    """Block the interpreter in C code that holds the GIL, across the moment of the fault.
+
+    It is the fault's own thread that does so, before its first step: whichever thread stands still,
+    none of this process can call back any more.
+    """
+    hold = ctypes.PyDLL(None).sleep
     tell(what="stuck")
-    ctypes.PyDLL(None).sleep(int(_LIMIT_S))
+    threading.setprofile(lambda *_: hold(int(_LIMIT_S)))
+    dispatch()
+    time.sleep(_LIMIT_S)
     tell(what="free")
 
 
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
-NAME, DELAY, SCENE = sys.argv[1:]
-START = time.monotonic()
-DUE = START + float(DELAY)
-HANDLE = dispatch_fault_injection(Fault[NAME], float(DELAY), called_back)
-tell(what="dispatched", took=time.monotonic() - START, due=DUE)
+NAME, DELAY, SCENE = sys.argv[1], float(sys.argv[2]), sys.argv[3]
+HANDLES, CALLED_BACK = [], threading.Event()
+if SCENE != "stuck":
+    # A thread that the busy machine holds up is not taken for a stuck interpreter.
+    signals._GRACE_WITH_CALLBACK_S = _LIMIT_S
 globals()[SCENE]()
