@@ -195,6 +195,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch, use: Use) -> list[str]:
     monkeypatch.setattr(
         torch_distributed.Recording, "__init__", lambda *args: init(*args, collector=made)
     )
+    monkeypatch.setattr(torch_distributed, "_RECORDER_TIMEOUT_S", 30.0)
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
     return happened
 
@@ -384,6 +385,10 @@ def test_loop_that_never_rests_beside_a_like_one(
         thread = threading.Thread(target=other.poll)
         thread.start()
         try:
+            deadline = time.monotonic() + 30
+            while gloo_sockets._wait(str(thread.native_id)) is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)  # nothing tells when it begins to wait
             assert gloo_sockets.end_gloo_connections() == 1
             assert connection[0].recv(1) == b""
             connection[1].setblocking(False)
@@ -437,6 +442,7 @@ def test_peer_of_an_ended_connection_can_write(
     """
     one, two = connection
     two.sendall(b"before")
+    assert one.recv(100, socket.MSG_PEEK) == b"before"
     for _ in range(2):
         unread.add("socket:[1]", one.dup())
     assert one.recv(100) == b"before"
