@@ -3,12 +3,14 @@
 
 import contextlib
 import datetime as dt
+import errno
 import importlib.machinery
 import json
 import logging
 import os
 import resource
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -475,18 +477,79 @@ def test_descriptors_are_left_to_others(
     unread: UnreadConnections,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """More connections than a quarter of the descriptors are ended for both sides at once."""
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (7, 7))
+    """Where three quarters of the descriptors are in use both sides are ended at once."""
     one, two = connection
     other, its_peer = socket.socketpair()
     with other, its_peer:
-        unread.add("socket:[1]", other.dup())
+        first = other.dup()
+        limit = ((first.fileno() + 1) * 4 + 2) // 3  # three quarters of it are one more
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+        unread.add("socket:[1]", first)
         unread.add("socket:[2]", one.dup())
         two.settimeout(30)
         assert two.recv(1) == b""
         its_peer.setblocking(False)
         with pytest.raises(BlockingIOError):
             its_peer.recv(1)
+
+
+def test_connection_that_no_thread_could_end_later(
+    connection: tuple[socket.socket, socket.socket],
+    unread: UnreadConnections,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where no thread can be started both sides are ended at once, and all goes on."""
+
+    def fail(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    one, two = connection
+    two.settimeout(30)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        unread.add("socket:[1]", one.dup())
+    assert two.recv(1) == b""
+    unread.let_go()
+
+
+def test_groups_go_where_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that can look at nothing forgets its groups all the same."""
+    distributed = pytest.importorskip("torch.distributed")
+    happened: list[str] = []
+
+    def fail(_path: str) -> list[str]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "destroy_process_group", lambda: happened.append("destroyed"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", fail)
+        groups.forget_unfinished()
+    assert happened == ["destroyed"]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_forked_process_ends_its_own_connections(
+    connection: tuple[socket.socket, socket.socket], unread: UnreadConnections
+) -> None:
+    """A peer of a forked process is told in time, though its parent had something to end, too."""
+    one, two = connection
+    other, its_peer = socket.socketpair()
+    two.settimeout(30)
+    with other, its_peer:
+        unread.add("socket:[1]", other.dup())
+        unread._linger_s = 0.05  # of the child's
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                unread.add("socket:[2]", one.dup())
+                time.sleep(30)
+            os._exit(0)
+        try:
+            assert two.recv(1) == b""
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def gloo_ranks(*arguments: str, **environment: str) -> list[dict[str, object]]:
