@@ -569,13 +569,14 @@ def many_restarts() -> Any:
 @call
 def left_over() -> Any:
     """Return what calls have left behind in this process."""
-    gc.collect()
-    stores = [o for o in gc.get_objects() if isinstance(o, dist.TCPStore)]
     others = [t for t in threading.enumerate() if t is not threading.main_thread()]
     deadline = time.monotonic() + WAIT_S / 2
     for each in others:
         each.join(max(0.0, deadline - time.monotonic()))
     threads = [t.name for t in others if t.is_alive()]
+    del others
+    gc.collect()
+    stores = [o for o in gc.get_objects() if isinstance(o, dist.TCPStore)]
     return len(stores), threads, os.environ["RANK"], os.environ["WORLD_SIZE"]
 
 
