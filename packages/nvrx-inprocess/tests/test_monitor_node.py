@@ -247,7 +247,7 @@ def test_lost_node_is_seen_by_its_neighbour(make) -> None:
 
 def test_time_counts_from_the_start_of_the_iteration(make) -> None:
     """Who is stuck from the start is found at the soft timeout, not an interval later."""
-    lab = make(1, **{**FAST, "interval_s": 2.0}, soft_timeout_s=2.2, hard_timeout_s=30.0)
+    lab = make(1, **{**FAST, "interval_s": 20.0}, soft_timeout_s=2.2, hard_timeout_s=60.0)
     lab.start(0)
     lab.attach(0)
     lab.ranks[0].do("freeze")
@@ -256,7 +256,7 @@ def test_time_counts_from_the_start_of_the_iteration(make) -> None:
     began = time.monotonic()
     lab.begin(0)
     assert lab.ranks[0].hear("Interrupted", 0)[2] == [[0, "SOFT_TIMEOUT"]]
-    assert 2.1 < time.monotonic() - began < 3.9
+    assert 2.1 < time.monotonic() - began < 15.0
 
 
 def test_nothing_polls(make) -> None:
