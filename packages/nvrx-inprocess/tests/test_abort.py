@@ -3,12 +3,14 @@
 
 import contextlib
 import datetime as dt
+import errno
 import importlib.machinery
 import json
 import logging
 import os
 import resource
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -195,6 +197,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch, use: Use) -> list[str]:
     monkeypatch.setattr(
         torch_distributed.Recording, "__init__", lambda *args: init(*args, collector=made)
     )
+    monkeypatch.setattr(torch_distributed, "_RECORDER_TIMEOUT_S", 30.0)
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
     return happened
 
@@ -384,6 +387,10 @@ def test_loop_that_never_rests_beside_a_like_one(
         thread = threading.Thread(target=other.poll)
         thread.start()
         try:
+            deadline = time.monotonic() + 30
+            while gloo_sockets._wait(str(thread.native_id)) is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)  # nothing tells when it begins to wait
             assert gloo_sockets.end_gloo_connections() == 1
             assert connection[0].recv(1) == b""
             connection[1].setblocking(False)
@@ -437,6 +444,7 @@ def test_peer_of_an_ended_connection_can_write(
     """
     one, two = connection
     two.sendall(b"before")
+    assert one.recv(100, socket.MSG_PEEK) == b"before"
     for _ in range(2):
         unread.add("socket:[1]", one.dup())
     assert one.recv(100) == b"before"
@@ -469,18 +477,79 @@ def test_descriptors_are_left_to_others(
     unread: UnreadConnections,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """More connections than a quarter of the descriptors are ended for both sides at once."""
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (7, 7))
+    """Where three quarters of the descriptors are in use both sides are ended at once."""
     one, two = connection
     other, its_peer = socket.socketpair()
     with other, its_peer:
-        unread.add("socket:[1]", other.dup())
+        first = other.dup()
+        limit = ((first.fileno() + 1) * 4 + 2) // 3  # three quarters of it are one more
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+        unread.add("socket:[1]", first)
         unread.add("socket:[2]", one.dup())
         two.settimeout(30)
         assert two.recv(1) == b""
         its_peer.setblocking(False)
         with pytest.raises(BlockingIOError):
             its_peer.recv(1)
+
+
+def test_connection_that_no_thread_could_end_later(
+    connection: tuple[socket.socket, socket.socket],
+    unread: UnreadConnections,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where no thread can be started both sides are ended at once, and all goes on."""
+
+    def fail(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    one, two = connection
+    two.settimeout(30)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        unread.add("socket:[1]", one.dup())
+    assert two.recv(1) == b""
+    unread.let_go()
+
+
+def test_groups_go_where_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that can look at nothing forgets its groups all the same."""
+    distributed = pytest.importorskip("torch.distributed")
+    happened: list[str] = []
+
+    def fail(_path: str) -> list[str]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "destroy_process_group", lambda: happened.append("destroyed"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", fail)
+        groups.forget_unfinished()
+    assert happened == ["destroyed"]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_forked_process_ends_its_own_connections(
+    connection: tuple[socket.socket, socket.socket], unread: UnreadConnections
+) -> None:
+    """A peer of a forked process is told in time, though its parent had something to end, too."""
+    one, two = connection
+    other, its_peer = socket.socketpair()
+    two.settimeout(30)
+    with other, its_peer:
+        unread.add("socket:[1]", other.dup())
+        unread._linger_s = 0.05  # of the child's
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                unread.add("socket:[2]", one.dup())
+                time.sleep(30)
+            os._exit(0)
+        try:
+            assert two.recv(1) == b""
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def gloo_ranks(*arguments: str, **environment: str) -> list[dict[str, object]]:

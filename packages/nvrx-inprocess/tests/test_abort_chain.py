@@ -93,10 +93,9 @@ def test_one_that_cannot_be_told() -> None:
     ]
 
 
-def test_one_that_does_not_end() -> None:
+def test_one_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one starts when half of the time is over; the late one is left to itself."""
-    calls: list[str] = []
-    go_on, has_ended = threading.Event(), threading.Event()
+    was_called, go_on, has_ended = (threading.Event() for _ in range(3))
 
     def hangs(state: FrozenState) -> FrozenState:
         go_on.wait(30)
@@ -104,13 +103,24 @@ def test_one_that_does_not_end() -> None:
         return state
 
     start = time.monotonic()
-    steps = run_abort(Compose(Member("one", calls), hangs), STATE, 0.2)
+    patience_s: list[float] = []
+    join = threading.Thread.join
+
+    def noting(thread: threading.Thread, timeout: float) -> None:
+        patience_s.append(timeout)
+        join(thread, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", noting)
+        late, _ = run_abort(Compose(was_called.set, hangs), STATE, 0.2)
     duration_s = time.monotonic() - start
+    assert was_called.wait(30)
+    assert not has_ended.is_set()
     go_on.set()
     assert has_ended.wait(30)
-    assert calls == ["one"]
-    assert [step.is_late for step in steps] == [True, False]
-    assert 0.1 <= duration_s < 10
+    assert late.is_late
+    assert 0 <= patience_s[0] <= 0.1
+    assert duration_s < 10
 
 
 def test_all_are_late() -> None:

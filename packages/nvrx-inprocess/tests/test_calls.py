@@ -33,8 +33,12 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
     for rank, end in enumerate(ended):
         results = dict(zip(calls, end.results, strict=True))
         assert results["returns"] == [rank * 10, seen(rank, 0, 3)]
-        for name in ("one_raises", "all_raise", "asks_for_restart", "hangs", "group_after_abort"):
+        for name in ("one_raises", "all_raise", "asks_for_restart", "group_after_abort"):
             assert results[name] == seen(rank, 1, 3), name
+        # Who stands still for a second later, as on a busy host, hangs as well.
+        restarts = ended[0].results[calls.index("hangs")]["iteration"]
+        assert restarts >= 1
+        assert results["hangs"] == seen(rank, restarts, 3)
         assert results["reserve"] == (seen(rank, 1, 2) if rank < 2 else None)
         assert results["collective"] == [seen(rank, 1, 3), 3.0]
         for name in ("in_init_by_store", "in_init_by_port"):

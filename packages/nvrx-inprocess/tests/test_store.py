@@ -610,12 +610,11 @@ def test_a_lost_store_is_an_error_in_bounded_time(
     """Every operation of a store whose host is gone, or hangs, is a StoreLostError, soon."""
     process, port = foreign_server
     endpoint = Endpoint("127.0.0.1", port, is_served=True)
-    boards = {}
-    for name in OPERATIONS:
-        store = stores.TCPStore.connect(endpoint, LONG)
-        store.limit_answers(0.3)
-        boards[name] = Board(store, P)
+    connections = {name: stores.TCPStore.connect(endpoint, LONG) for name in OPERATIONS}
+    boards = {name: Board(store, P) for name, store in connections.items()}
     boards["leases"].renew_lease(0)
+    for store in connections.values():
+        store.limit_answers(0.3)
     process.send_signal(end)
     # Its kernel knows at once, but ours hears of it a little later.
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from gates import is_held_by_others
+from gates import await_waiter, is_held_by_others
 
 from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
 from nvidia_resiliency_ext.inprocess._call.termination import Phases, terminate
@@ -82,6 +82,7 @@ def test_nothing_begins_during_an_atomic_block() -> None:
     with pytest.raises(RankShouldRestart), scene.gate.inside():
         with scene.lock:
             scene.start()
+            await_waiter(scene.lock)
             spin(0.05)
             assert scene.happened == []
         with scene.lock:
@@ -216,5 +217,6 @@ def test_monitor_thread_that_does_not_end() -> None:
     thread = monitor_thread(store, interval=30)
     with pytest.raises(ThreadTimeoutError):
         thread._join(0.01)
+    thread.maybe_join()  # what it hears from here on interrupts nobody
     store.interrupted.set()
     thread.shutdown()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole interruption of the main thread, as of one that has nothing to abort."""
 
+import time
+
 from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate, Raised
 
 
@@ -19,3 +21,10 @@ def is_held_by_others(lock: AtomicLock) -> bool:
         return True
     lock._release()
     return False
+
+
+def await_waiter(lock: AtomicLock) -> None:
+    """Return when a thread waits for a lock that the calling one holds."""
+    deadline = time.monotonic() + 30
+    while not lock._is_waited_for:
+        assert time.monotonic() < deadline, "nobody waits for the lock"

@@ -205,6 +205,16 @@ def wait_gone(pid, limit_s) -> bool:
         return False
 
 
+def open_files(pid) -> set[str]:
+    """Return what a process holds open, by the kernel's names."""
+    found = set()
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        # It may be closed by now: a process that imports opens and closes files.
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.readlink(each))
+    return found
+
+
 def environ_of_monitor(pid) -> dict[str, int]:
     """Return what a monitor holds: descriptors and threads."""
     return {
@@ -218,6 +228,7 @@ __all__ = [
     "Lab",
     "RankProcess",
     "environ_of_monitor",
+    "open_files",
     "pidfd_available",
     "procfs",
     "wait_gone",

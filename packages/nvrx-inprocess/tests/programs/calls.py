@@ -547,7 +547,15 @@ def many_restarts() -> Any:
         assert wrapper is not None
         # An iteration in which another rank raises at once may end before this one has looked.
         is_early = wrapper.iteration >= early and not found
-        if is_early or wrapper.iteration == late:
+        if is_early:
+            found.append(resources())
+        elif wrapper.iteration == late:
+            # What has stopped the last iteration, and has done that, may not have ended yet.
+            deadline = time.monotonic() + WAIT_S / 2
+            while any(now > then for now, then in zip(resources()[:2], found[0][:2], strict=True)):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
             found.append(resources())
         if wrapper.iteration < late:
             if wrapper.iteration % WORLD == INITIAL_RANK:
@@ -561,9 +569,14 @@ def many_restarts() -> Any:
 @call
 def left_over() -> Any:
     """Return what calls have left behind in this process."""
+    others = [t for t in threading.enumerate() if t is not threading.main_thread()]
+    deadline = time.monotonic() + WAIT_S / 2
+    for each in others:
+        each.join(max(0.0, deadline - time.monotonic()))
+    threads = [t.name for t in others if t.is_alive()]
+    del others
     gc.collect()
     stores = [o for o in gc.get_objects() if isinstance(o, dist.TCPStore)]
-    threads = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
     return len(stores), threads, os.environ["RANK"], os.environ["WORLD_SIZE"]
 
 

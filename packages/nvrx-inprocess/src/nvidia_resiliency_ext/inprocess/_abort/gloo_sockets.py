@@ -145,7 +145,8 @@ def _epolls_of(loops: list[str]) -> dict[str, int]:
         _known.pop(ended, None)
     waits = _waits([task for task in loops if keys.get(task) not in _known], _NAMED_S)
     _known.update({keys[task]: wait[0] for task, wait in waits.items() if task in keys})
-    return {task: _known[key] for task, key in keys.items() if key in _known}
+    # Another thread may do the same at this moment.
+    return {task: epoll for task, key in keys.items() if (epoll := _known.get(key)) is not None}
 
 
 def _waits(tasks: list[str], within_s: float, epolls: set[int] | None = None) -> dict[str, _Wait]:

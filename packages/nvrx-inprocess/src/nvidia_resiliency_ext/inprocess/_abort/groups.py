@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -107,7 +108,10 @@ def forget_unfinished() -> None:
     if not distributed.is_available():
         return
     if distributed.is_initialized():
-        end_gloo_connections()  # to destroy them resets them, whatever is under way
+        # To destroy them resets them, whatever is under way. They go though their connections
+        # cannot be found, as by a process that has no descriptor left.
+        with contextlib.suppress(OSError):
+            end_gloo_connections()
         distributed.destroy_process_group()
         return
     c10d = distributed.distributed_c10d

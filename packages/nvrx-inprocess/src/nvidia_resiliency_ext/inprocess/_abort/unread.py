@@ -19,8 +19,9 @@ class UnreadConnections:
     `Pair::signalException` tells those that wait for their turn, not those under way. So a
     connection takes in what is written until the peer has stopped, too.
 
-    Of the descriptors that this process may have, a quarter at most is used for them; what is more
-    is ended for both sides at once.
+    Of the descriptors that this process may have, the last quarter is left to others; a connection
+    for which there is no other is ended for both sides at once, and so it is where no thread can
+    be started that would do that later.
 
     Args:
         linger_s: How long, if nobody calls `let_go` before, in seconds.
@@ -45,20 +46,14 @@ class UnreadConnections:
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
             with self._lock:
-                is_known = name in self._kept
-                if not is_known and len(self._kept) >= _room():
-                    connection.shutdown(socket.SHUT_RDWR)
-                    return
                 connection.shutdown(socket.SHUT_RD)
-                if is_known:
+                if name in self._kept:
+                    return
+                if _is_scarce(connection.fileno()) or not self._has_timer():
+                    connection.shutdown(socket.SHUT_RDWR)
                     return
                 self._kept[name] = connection
                 stack.pop_all()
-                if self._timer is None:
-                    self._timer = threading.Timer(self._linger_s, self.let_go)
-                    self._timer.name = "nvrx-unread"
-                    self._timer.daemon = True
-                    self._timer.start()
 
     def let_go(self) -> None:
         """End them for their peers, too: these have stopped, or have had their time."""
@@ -72,6 +67,21 @@ class UnreadConnections:
             timer.cancel()
             timer.join()
 
+    def _has_timer(self) -> bool:
+        """See to it that they are let go of in time; `False` where that cannot be."""
+        # In a forked process the parent's thread is not alive.
+        if self._timer is None or not self._timer.is_alive():
+            timer = threading.Timer(self._linger_s, self.let_go)
+            timer.name = "nvrx-unread"
+            timer.daemon = True
+            try:
+                timer.start()
+            except RuntimeError:  # too many threads, or the interpreter ends
+                return False
+            self._timer = timer
+        return True
 
-def _room() -> int:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+
+def _is_scarce(descriptor: int) -> bool:
+    # A new one has the lowest free number: so many are in use.
+    return descriptor >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
