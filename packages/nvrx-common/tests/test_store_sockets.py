@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sockets under stores: who listens, which are connected to a port, what torch is given."""
 
+import os
 import shutil
 import socket
 import struct
@@ -70,6 +71,25 @@ def test_connections_to_a_port_are_found(listener) -> None:
         assert [sock.getsockname() for sock in wanted] == [client.getsockname()]
         for sock in found:
             sock.close()
+
+
+def test_a_number_that_is_taken_over_by_a_pipe_leaves_nothing_open(monkeypatch) -> None:
+    """A socket that is closed while it is looked at, and becomes a pipe, is let go."""
+    reading, writing = os.pipe()
+    dup = os.dup
+    taken = socket.socket()
+
+    def dup_too_late(descriptor: int) -> int:
+        os.dup2(writing, descriptor, inheritable=False)
+        return dup(descriptor)
+
+    with taken, monkeypatch.context() as late:
+        late.setattr(os, "dup", dup_too_late)
+        assert store_sockets.tcp_socket(taken.fileno()) is None
+    os.close(writing)
+    os.set_blocking(reading, False)
+    assert os.read(reading, 1) == b"", "somebody holds the pipe open"
+    os.close(reading)
 
 
 def test_a_connection_is_watched_over(listener) -> None:

@@ -3,11 +3,11 @@
 
 import json
 import queue
-import socket
 import sys
 import time
 from pathlib import Path
 
+import ports
 import pytest
 from attribution_service import LIMIT_S, NOBODY, attribution_service
 
@@ -24,6 +24,7 @@ from nvidia_resiliency_ext.fault_tolerance.attribution_manager import (
     AttributionEndpoint,
     AttributionManager,
 )
+from nvidia_resiliency_ext.shared_utils import attribution_client
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
@@ -198,26 +199,23 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_
 @pytest.fixture
 def managed(tmp_path, monkeypatch):
     """Return a function that makes a manager of a stand-in for the service, on a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    monkeypatch.setattr(service, "DEFAULT_ATTRIBUTION_PORT", port)
-    program = tmp_path / "service.py"
-    program.write_text(SERVICE)
-    made = []
+    with ports.claimed() as port:
+        monkeypatch.setattr(service, "DEFAULT_ATTRIBUTION_PORT", port)
+        program = tmp_path / "service.py"
+        program.write_text(SERVICE)
+        made = []
 
-    def make(mode, **fields):
-        monkeypatch.setattr(
-            service, "_command", lambda: [sys.executable, str(program), mode, str(port)]
-        )
-        log = str(tmp_path / "logs" / "nvrx" / "job_attribution.log")
-        config = AttributionConfig("localhost", str(tmp_path / "logs"), log, **fields)
-        made.append(AttributionManager(config, is_store_host=True))
-        return made[-1]
+        def make(mode, **fields):
+            command = [sys.executable, str(program), mode, str(port)]
+            monkeypatch.setattr(service, "_command", lambda: command)
+            log = str(tmp_path / "logs" / "nvrx" / "job_attribution.log")
+            config = AttributionConfig("localhost", str(tmp_path / "logs"), log, **fields)
+            made.append(AttributionManager(config, is_store_host=True))
+            return made[-1]
 
-    yield make
-    for manager in made:
-        manager.stop()
+        yield make
+        for manager in made:
+            manager.stop()
 
 
 def test_the_service_is_started_asked_and_ended(managed, tmp_path):
@@ -238,10 +236,12 @@ def test_the_service_is_started_asked_and_ended(managed, tmp_path):
     }
 
 
-@pytest.mark.parametrize(("mode", "problem"), [("dies", "ended: "), ("never", "did not answer")])
-def test_a_service_that_does_not_come_up_is_ended(managed, mode, problem):
+@pytest.mark.parametrize(
+    ("mode", "limit_s", "problem"), [("dies", LIMIT_S, "ended: "), ("never", 1.0, "did not answer")]
+)
+def test_a_service_that_does_not_come_up_is_ended(managed, mode, limit_s, problem):
     """Not ready in time is a TimeoutError, and no process stays behind."""
-    manager = managed(mode, startup_timeout=1.0)
+    manager = managed(mode, startup_timeout=limit_s)
     with pytest.raises(TimeoutError, match=problem):
         manager.start_if_needed()
     assert manager._child is None
@@ -389,8 +389,9 @@ def test_bad_nodes_are_handed_on_or_logged(remote, watched, caplog):
 
 
 @pytest.mark.parametrize("mode", ["hangs", "garbage", "fails", "refuses"])
-def test_a_service_that_misbehaves_costs_the_launcher_nothing(remote, watched, mode):
-    """Whatever it does, a call returns within milliseconds, and nobody is stopped."""
+def test_a_service_that_misbehaves_costs_the_launcher_nothing(remote, watched, monkeypatch, mode):
+    """Whatever it does, no call waits for it, and nobody is stopped."""
+    monkeypatch.setattr(attribution_client, "_REQUEST_TIMEOUT_S", 60.0)
     remote.mode = mode
     url = NOBODY if mode == "refuses" else None
     one = watched(url)
@@ -398,10 +399,10 @@ def test_a_service_that_misbehaves_costs_the_launcher_nothing(remote, watched, m
     for cycle in range(20):
         one.watch.begin(cycle)
         one.watch.ended()
-    assert time.monotonic() - before < 1.5
+    assert time.monotonic() - before < 20.0, "whoever waits for it does so for 60 s"
     before = time.monotonic()
     one.watch.close()
-    assert time.monotonic() - before < 2.0
+    assert time.monotonic() - before < 20.0, "whoever waits for it does so for 60 s"
     assert one.stops == []
 
 

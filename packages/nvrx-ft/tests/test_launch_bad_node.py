@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that is told of bad nodes: what it gets, how often, and that nobody waits for it."""
 
+import errno
 import json
 import os
 import shlex
 import sys
 import time
 
+import monitored_ranks
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._launch.bad_node import (
@@ -70,13 +72,37 @@ def test_the_command_gets_the_report_as_json(hook, tmp_path):
     }
 
 
-def test_a_report_never_waits_for_the_command(hook, caplog):
-    """A command that hangs is killed at its deadline; who reports goes on at once."""
-    told = hook(*python("import time; time.sleep(60)"), deadline_s=1.0)
-    before = time.monotonic()
+def test_a_report_never_waits_for_the_command(hook, tmp_path):
+    """Who reports goes on while the command runs, and waits for it in the end."""
+    pipe, done = tmp_path / "pipe", tmp_path / "done"
+    os.mkfifo(pipe)
+    program = "import sys; open(sys.argv[1]).read(); open(sys.argv[2], 'w')"
+    told = hook(*python(program), str(pipe), str(done))
     told.report(CAUSE)
-    assert time.monotonic() - before < 0.9
+    # The command reads until this is closed; killed at its deadline, it would read no more.
+    os.close(_open_once_read(pipe))
     told.close()
+    assert done.exists()
+
+
+def _open_once_read(pipe):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+        time.sleep(0.01)
+    raise AssertionError("nobody reads")
+
+
+def test_a_command_that_hangs_is_killed_at_its_deadline(hook, caplog):
+    """It has its time and no more, and one line says so."""
+    told = hook(*python("import time; time.sleep(60)"), deadline_s=1.0)
+    told.report(CAUSE)
+    told.close()
+    told._thread.join(30)  # `close` itself waits no longer than the command may take
     (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "not done within 1 s: killed" in line
 
@@ -86,19 +112,7 @@ def test_what_a_command_leaves_behind_is_killed(hook, tmp_path):
     told = hook("sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid")
     told.report(CAUSE)
     told.close()
-    pid = int((tmp_path / "pid").read_text())
-    with pytest.raises(ProcessLookupError):
-        _signal_until_gone(pid)
-
-
-def _signal_until_gone(pid):
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        os.kill(pid, 0)
-        with open(f"/proc/{pid}/stat") as stat:
-            if stat.read().rpartition(")")[2].split()[0] == "Z":
-                raise ProcessLookupError  # Its new parent has not reaped it yet.
-        time.sleep(0.01)
+    monitored_ranks.wait_gone(int((tmp_path / "pid").read_text()))
 
 
 def test_a_command_that_fails_is_one_line(hook, caplog):

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import ports
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._check.compare import (
@@ -192,24 +193,22 @@ def test_too_few_nodes_fail():
 @pytest.mark.parametrize("lease", ["1", "2"])
 def test_nodes_meet_and_say_the_same(script, lease, tmp_path):
     """Two launchers meet through the store; what differs is named on both, and both exit 1."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("NVRX_", "FT_", "PET_"))}
-    launchers = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", LAUNCHER, "--check", "--json", "--nnodes=2"),
-                *(f"--rdzv-endpoint=127.0.0.1:{port}", f"--ft-lease={value}", script),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environ,
-            cwd=tmp_path,
-        )
-        for value in ("1", lease)
-    ]
-    said = [launcher.communicate(timeout=90) for launcher in launchers]
+    with ports.claimed() as port:
+        launchers = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", LAUNCHER, "--check", "--json", "--nnodes=2"),
+                    *(f"--rdzv-endpoint=127.0.0.1:{port}", f"--ft-lease={value}", script),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environ,
+                cwd=tmp_path,
+            )
+            for value in ("1", lease)
+        ]
+        said = [launcher.communicate(timeout=90) for launcher in launchers]
     found = [checks(out) for out, _ in said]
     assert all(one["nodes"][0] == "pass" for one in found), said
     assert found[0]["options of all nodes"] == found[1]["options of all nodes"]

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 
+import ports
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._launch import faults, job, output, records, workers
@@ -91,12 +92,12 @@ def test_each_round_has_a_fresh_port_unless_fixed():
         return ready.assignment.master_port
 
     free = LocalRendezvous(nproc=2, master_addr="127.0.0.1", master_port=None)
-    ports = [port_of(free, cycle) for cycle in range(3)]
-    assert len(set(ports)) == 3
+    assert len({port_of(free, cycle) for cycle in range(3)}) == 3
     free.shutdown()
-    fixed = LocalRendezvous(nproc=2, master_addr="127.0.0.1", master_port=ports[0])
-    assert [port_of(fixed, cycle) for cycle in range(3)] == [ports[0]] * 3
-    fixed.shutdown()
+    with ports.claimed() as port:
+        fixed = LocalRendezvous(nproc=2, master_addr="127.0.0.1", master_port=port)
+        assert [port_of(fixed, cycle) for cycle in range(3)] == [port] * 3
+        fixed.shutdown()
 
 
 def test_no_port_for_a_round_closes_the_rendezvous():

@@ -30,12 +30,12 @@ PROGRAM = """
 import os, time
 from torch.distributed.elastic import timer
 timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
-with timer.expires(after=0.2):
+with timer.expires(after=2.0):
     pass
 if os.environ["NVRX_CYCLE"] == "0" and os.environ["RANK"] == "1":
     with timer.expires(after=0.5):
         time.sleep(600)
-time.sleep(0.5)  # longer than the deadline that was withdrawn
+time.sleep(2.2)  # longer than the deadline that was withdrawn
 """
 
 

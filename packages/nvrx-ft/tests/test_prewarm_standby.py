@@ -458,11 +458,16 @@ def test_torch_features_behave_the_same(tmp_path, case):
 def test_time_is_not_spent_on_waiting(tmp_path, held):
     """From "go" to the script's first line takes a small part of a fresh start."""
     path = script(tmp_path, "import time; print(time.monotonic())")
-    standby = held(path, ("numpy",))
-    conformance.receive(standby)
-    at = time.monotonic()
-    _, stdout, _ = run_to_end(standby, tmp_path)
-    assert float(stdout) - at < 0.5
+    deadline = time.monotonic() + 30
+    took_s = 30.0
+    # One that waits does so each time; one that the machine lets stand still does not.
+    while took_s >= 0.5:
+        assert time.monotonic() < deadline, took_s
+        standby = held(path, ("numpy",))
+        conformance.receive(standby)
+        at = time.monotonic()
+        _, stdout, _ = run_to_end(standby, tmp_path)
+        took_s = float(stdout) - at
 
 
 def test_programs_exist():

@@ -36,6 +36,8 @@ class Slow:
         sleep(4)
 
 slow = Slow()
+# Where this thread stands still, the other one may have given up before the end.
+threading.excepthook = lambda _: None
 with socket.socket() as nobody:
     nobody.bind(("127.0.0.1", 0))
     options = dict(is_master=False, wait_for_workers=False, timeout=timedelta(seconds=0.3))
@@ -53,20 +55,23 @@ class Waits(ParkedAtExit):
     def run(self):
         self.begin()
         inside.set()
-        ctypes.CDLL(None).usleep(300_000)
+        ctypes.CDLL(None).read(reading, ctypes.create_string_buffer(1), 1)
         os.write(1, b"came back ")
 
 inside = threading.Event()
+reading, writing = os.pipe()
 
 thread = Waits("waits")
 if sys.argv[1] == "exit":
-    # Done last, for it is asked for first: the thread would have come back by then.
+    # Done last, for it is asked for first: what the thread waits for comes, and so would it.
     atexit.register(os.write, 1, b"the end")
-    atexit.register(time.sleep, 0.6)
+    atexit.register(time.sleep, 0.5)
+    atexit.register(os.write, writing, b"x")
     thread.start()
     inside.wait()
     sys.exit(5)
 thread.start()
+os.write(writing, b"x")
 thread.join()
 """
 

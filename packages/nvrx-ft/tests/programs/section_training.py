@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 WARMUP_STEPS = 1
 STEPS = 20
-STEP_S = 0.02
+# A hundred times this is a limit: more than a rank may stand still on a busy machine.
+STEP_S = 0.03
 
 source, directory = Path(sys.argv[1]), sys.argv[2]
 cycle = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -89,6 +90,7 @@ for step in range(STEPS + 2):
     integration.on_training_step_end()
     if step == STEPS:
         integration.on_checkpointing_start()
+        time.sleep(STEP_S)
         integration.on_checkpointing_end(is_async_finalization=False)
 client = integration.get_rank_monitor_client()
 integration.shutdown()

@@ -166,7 +166,12 @@ def tcp_socket(descriptor: int) -> tuple[str, socket.socket] | None:
     with contextlib.suppress(OSError):
         if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
             return None
-        sock = socket.socket(fileno=os.dup(descriptor))
+        copy = os.dup(descriptor)
+        try:
+            sock = socket.socket(fileno=copy)
+        except OSError:  # It is no socket any more; whoever waits for its end must not wait for us.
+            os.close(copy)
+            raise
         name = os.readlink(f"/proc/self/fd/{sock.fileno()}")
         if sock.family in _TCP_FAMILIES and sock.type == socket.SOCK_STREAM:
             return name, sock
