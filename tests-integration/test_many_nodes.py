@@ -144,9 +144,9 @@ def test_a_rank_excludes_its_host(nodes_job: Callable[..., NodesJob]) -> None:
     assert sorted(codes.values()) == [0, 0, 1], job.tails()
     (excluded,) = (host for host in job.network if codes[host.name])
     assert "asked to exclude this node" in job.log(excluded), job.tails()
-    assert sorted(path.name for path in job.shared.glob("progress_*")) == [
-        f"progress_{cycle}_{rank}" for cycle in (0, 1) for rank in (0, 1)
-    ]
+    # In cycle 0 the other rank may be ended before it has written anything.
+    began = sorted(path.name for path in job.shared.glob("progress_*"))
+    assert began[-3:] == ["progress_0_1", "progress_1_0", "progress_1_1"]
 
 
 @pytest.mark.slow
