@@ -219,8 +219,8 @@ def test_a_node_that_drains_is_replaced_and_no_work_is_lost(job: Job, port: int)
         nodes.wait_for("works_1_*", 2)
         step = int((job.out / "checkpoint").read_text())
         assert set(saved(job.out)) == {step}
-        first = min(int(path.name.partition("_")[0]) for path in (job.out / "cycle_1").iterdir())
-        assert first == step + 1
+        met = wait_until(lambda: list((job.out / "cycle_1").iterdir()), nodes.log)
+        assert min(int(path.name.partition("_")[0]) for path in met) == step + 1
         for launcher in nodes.launchers:
             if launcher is not drained:
                 launcher.send_signal(signal.SIGUSR1)
