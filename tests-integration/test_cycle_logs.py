@@ -140,7 +140,8 @@ def test_other_programs_follow_the_cycles(job: Job) -> None:
     job.wait_for(0, range(2), "working")
     link = Path(job.value(0, 1, "variable"))
     assert link == directory / "cycle_info.31.current"
-    present = json.loads(link.read_text())
+    # It is written beside the start of the workers, which waits for no file.
+    present = json.loads(wait_until(lambda: link.exists() and link.read_text(), job.log))
     assert (present["cycle_number"], present["cycle_end_time"]) == (0, "")
     os.kill(job.rank_pid(0, 0), signal.SIGKILL)
     assert job.wait() == 0, job.log()
