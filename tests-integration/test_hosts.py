@@ -361,6 +361,8 @@ def test_hosts_die_with_the_test_that_made_them() -> None:
         wait_until(lambda: not any(is_running(pid) for pid in ours), "hosts ended")
         assert is_running(forked)
     finally:
+        maker.kill()
+        maker.wait()
         os.kill(forked, signal.SIGKILL)
         maker.stdout.close()
 
