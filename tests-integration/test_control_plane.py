@@ -158,7 +158,8 @@ def test_logs_cycle_information_and_reports_come_from_the_control_plane(
     made.job.wait_for_step(0, 3)
     made.start(steps=300, hosts=[second])
     made.job.wait_for(lambda: "as a spare" in made.job.log(second), "the spare")
-    present = json.loads((made.info / "cycle_info.j7.current").read_text())
+    link = made.info / "cycle_info.j7.current"
+    present = json.loads(made.job.wait_for(lambda: link.exists() and link.read_text(), "the file"))
     assert (present["cycle_number"], present["cycle_end_time"]) == (0, "")
     made.job.launchers[first.name].kill()
     made.assert_ended_well(300, **{first.name: -signal.SIGKILL})

@@ -40,7 +40,7 @@ def test_a_stopped_rank_is_found_by_its_section(job: Job) -> None:
     assert job.wait(15) == 0, job.log()
     [hang] = hangs(job)
     assert (hang["rank"], hang["cause"]) == (2, "hang_section")
-    assert "step" in str(hang)
+    assert "stuck" in str(hang)
     assert "hang" in str(job.failures()[0]) or "section" in str(job.failures()[0])
     assert job.cycles() == [0, 1]
 
@@ -63,7 +63,9 @@ def test_an_outer_section_hangs_while_an_inner_one_goes_on(job: Job) -> None:
 
 def test_missing_heartbeats_are_a_hang(job: Job) -> None:
     """A rank whose heartbeats cease is killed after the heartbeat timeout."""
-    job.start("--last-cycle", "1", "--client", "0:1:fall-silent", flags=HEARTBEATS)
+    # Whoever has sent no heartbeat has the time of the first one: nobody else can be late.
+    deeds = ("0:0:fall-silent=0", "0:1:fall-silent", "1:*:leave")
+    job.start("--last-cycle", "1", "--client", *deeds, flags=HEARTBEATS)
     assert job.wait() == 0, job.log()
     [hang] = hangs(job)
     assert (hang["rank"], hang["cause"]) == (1, "hang_heartbeat")
@@ -74,15 +76,17 @@ def test_a_hang_without_restarts_fails_and_says_so(job: Job) -> None:
     """With no restarts left a hang ends the job with exit code 1 and a record of the reason."""
     job.start("--last-cycle", "1", "--client", "0:1:hang", flags=WATCHED_SECTIONS, max_restarts=0)
     assert job.wait() == 1
-    assert "step" in str(job.failures()), job.failures()
+    assert "stuck" in str(job.failures()), job.failures()
 
 
 def test_the_monitor_acts_alone_when_the_launcher_is_stopped(job: Job) -> None:
     """While the launcher is stopped the monitor kills a hung rank; awake again, it restarts all."""
-    job.start("--last-cycle", "1", "--client", "0:1:hang", flags=WATCHED_SECTIONS)
-    job.wait_for(0, [1], "hanging")
+    job.start("--last-cycle", "1", "--client", "0:1:hang=now", flags=WATCHED_SECTIONS)
+    job.wait_for(0, [1], "waiting")
     os.kill(job.pid, signal.SIGSTOP)
     try:
+        wait_until(lambda: state_of(job.pid) == "T", "the launcher's stop")
+        (job.out / "now").touch()
         pid = job.rank_pid(0, 1)
         wait_until(lambda: not is_running(pid), "the death of the hung rank", 15)
         assert state_of(job.pid) == "T"

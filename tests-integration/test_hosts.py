@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import leftovers
 import pytest
 from fault_jobs import is_running, wait_until
 from hosts import Network
@@ -66,6 +67,16 @@ def best_round_trip(one: Host, two: Host, times: int = 20) -> float:
     """Return the shortest of several round trips."""
     with stream(one, two) as ends:
         return min(round_trip(*ends) for _ in range(times))
+
+
+def wait_for_round_trip(one: Host, two: Host, limit_s: float) -> float:
+    """Wait until a round trip takes less than so long, as a busy machine's may not; return it."""
+
+    def quick() -> float:
+        found = best_round_trip(one, two, 5)
+        return found if found < limit_s else 0.0
+
+    return float(wait_until(quick, f"a round trip within {limit_s:.3f} s", LIMIT_S))
 
 
 def is_stalled(client: socket.socket, server: socket.socket) -> bool:
@@ -247,11 +258,11 @@ def test_a_delay_is_felt_both_ways_and_undone(network: Network) -> None:
         network[1].delay(30)
         round_trip(*kept)  # an open connection survives the change
         for one, two in ((network[0], network[1]), (network[1], network[0])):
-            assert 0.060 <= best_round_trip(one, two, 5) < 0.060 + before + 0.1
-        assert best_round_trip(network[0], network[2]) < 0.060
+            assert wait_for_round_trip(one, two, 0.060 + before + 0.1) >= 0.060
+        wait_for_round_trip(network[0], network[2], 0.060)
         network[1].delay(0)
         round_trip(*kept)
-        assert best_round_trip(network[0], network[1]) < 0.060
+        wait_for_round_trip(network[0], network[1], 0.060)
 
 
 def test_losses_are_as_many_as_wished(network: Network) -> None:
@@ -303,7 +314,7 @@ def test_a_limited_link_is_slow(network: Network) -> None:
     network[0].limit(10)
     assert seconds() > 0.5
     network[0].limit(None)
-    assert min(seconds() for _ in range(3)) < 0.5
+    wait_until(lambda: seconds() < 0.5, "a megabyte in less than half a second", LIMIT_S)
 
 
 # --- the end -------------------------------------------------------------------------------------
@@ -311,7 +322,7 @@ def test_a_limited_link_is_slow(network: Network) -> None:
 
 def test_nothing_is_left_outside() -> None:
     """While hosts are up nothing of them has a name outside; afterwards no process is left."""
-    before, descriptors = outside(), len(os.listdir("/proc/self/fd"))
+    before, descriptors = outside(), leftovers.descriptors()
     with Network(2) as network:
         network[0].delay(1)
         processes = [host.start(["sleep", "1000"]) for host in network]
@@ -320,7 +331,8 @@ def test_nothing_is_left_outside() -> None:
     assert [process.wait(LIMIT_S) for process in processes] == [-signal.SIGKILL] * 2
     assert not any(is_running(pid) for pid in agents)
     assert outside() == before
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    # What an earlier test has left may be closed meanwhile.
+    assert not leftovers.descriptors().keys() - descriptors.keys()
 
 
 def test_hosts_die_with_the_test_that_made_them() -> None:
@@ -342,12 +354,15 @@ def test_hosts_die_with_the_test_that_made_them() -> None:
     forked = int(maker.stdout.readline())
     try:
         ours = {*_tree(maker.pid)} - {forked}
-        assert len(ours) >= 8
+        # Of the bridge and of each host, `unshare` and the agent; and what runs on one of them.
+        assert len(ours) >= 7
         maker.kill()
         maker.wait()
-        wait_until(lambda: not any(is_running(pid) for pid in ours), "hosts ended", 5)
+        wait_until(lambda: not any(is_running(pid) for pid in ours), "hosts ended")
         assert is_running(forked)
     finally:
+        maker.kill()
+        maker.wait()
         os.kill(forked, signal.SIGKILL)
         maker.stdout.close()
 

@@ -28,15 +28,16 @@ pytestmark = pytest.mark.netns
 
 COLD = ("--ft-prewarm", "off")
 QUICK = (*COLD, "--ft-lease", "1")
-STEPS = 80
 NEVER = 10**9
 CONTROL = "nvidia_resiliency_ext.fault_tolerance.control_plane"
 
 
-def start(job: NodesJob, nnodes: str, *flags: str, steps: int = STEPS, **more: object) -> None:
-    """Start launchers with two counting ranks each."""
+def start(
+    job: NodesJob, nnodes: str, *flags: str, steps: int = NEVER, ranks: str = "", **more: object
+) -> None:
+    """Start launchers with two counting ranks each; `ranks` are words for these."""
     job.start(
-        *("--steps", str(steps), "--step-ms", "40"),
+        *("--steps", str(steps), "--step-ms", "40", *ranks.split()),
         **{"nnodes": nnodes, "nproc": 2, "flags": [*COLD, *flags], **more},
     )
 
@@ -58,8 +59,13 @@ def victim_of(job: NodesJob) -> Host:
     return next(host for host in with_ranks(job) if host is not job.network[0])
 
 
-def assert_ended_well(job: NodesJob, *, steps: int = STEPS, **codes: int) -> None:
-    """Check exit codes (0 where none is given), the result, and that never two groups worked."""
+def assert_ended_well(job: NodesJob, *, steps: int | None = None, **codes: int) -> None:
+    """Check exit codes (0 where none is given), the result, and that never two groups worked.
+
+    Ranks that are to do no certain number of steps are let end: so a fault comes while they work.
+    """
+    if steps is None:
+        job.let_end()
     expected = dict.fromkeys(job.launchers, 0) | codes
     assert job.wait() == expected, job.tails()
     job.assert_counted(steps)
@@ -69,7 +75,8 @@ def assert_ended_well(job: NodesJob, *, steps: int = STEPS, **codes: int) -> Non
 def test_a_killed_rank_restarts_all_hosts_once(nodes_job: Callable[..., NodesJob]) -> None:
     """SIGKILL of one rank of three hosts: one restart for the whole job, its cause told on each."""
     job = nodes_job(3)
-    start(job, "3")
+    # Or those that miss it would end by themselves, and their launchers tell of them.
+    start(job, "3", ranks="--patient")
     job.wait_for_step(0, 3, ranks=6)
     victim = job.signal_rank(0, 3)
     assert_ended_well(job)
@@ -99,7 +106,7 @@ def test_a_hung_rank_is_found_on_its_host_and_told_on_all(
     job = nodes_job(3)
     flags = ("--ft-rank-heartbeat-timeout", "1.5", "--ft-initial-rank-heartbeat-timeout", "20")
     job.start(
-        *("--steps", str(STEPS), "--step-ms", "40", "--client"),
+        *("--steps", str(NEVER), "--step-ms", "40", "--client"),
         nnodes="3",
         nproc=2,
         flags=[*COLD, *flags],
@@ -144,9 +151,9 @@ def test_a_rank_excludes_its_host(nodes_job: Callable[..., NodesJob]) -> None:
     assert sorted(codes.values()) == [0, 0, 1], job.tails()
     (excluded,) = (host for host in job.network if codes[host.name])
     assert "asked to exclude this node" in job.log(excluded), job.tails()
-    assert sorted(path.name for path in job.shared.glob("progress_*")) == [
-        f"progress_{cycle}_{rank}" for cycle in (0, 1) for rank in (0, 1)
-    ]
+    # In cycle 0 the other rank may be ended before it has written anything.
+    began = sorted(path.name for path in job.shared.glob("progress_*"))
+    assert began[-3:] == ["progress_0_1", "progress_1_0", "progress_1_1"]
 
 
 @pytest.mark.slow
@@ -242,24 +249,25 @@ def test_without_the_store_host_the_others_leave(nodes_job: Callable[..., NodesJ
 def test_a_spare_that_comes_late_is_used(nodes_job: Callable[..., NodesJob]) -> None:
     """A launcher that is started in the middle of a round waits, and works when it is needed."""
     job = nodes_job(3)
-    start(job, "2:3", "--ft-lease", "1", hosts=list(job.network)[:2], steps=NEVER)
+    start(job, "2:3", "--ft-lease", "1", hosts=list(job.network)[:2])
     job.wait_for_step(0, 3, ranks=4)
     late = job.network[2]
-    start(job, "2:3", "--ft-lease", "1", hosts=[late], steps=NEVER)
+    start(job, "2:3", "--ft-lease", "1", hosts=[late])
     job.wait_for(lambda: "waits as a spare" in job.log(late), "the spare is there")
     job.launchers[job.network[1].name].kill()
     job.wait_for_step(1, ranks=4)
     assert late in with_ranks(job, 1)
-    assert_ended_well(job, steps=job.let_end(), **{job.network[1].name: -signal.SIGKILL})
+    assert_ended_well(job, **{job.network[1].name: -signal.SIGKILL})
 
 
 def test_a_drained_host_is_replaced_at_once(nodes_job: Callable[..., NodesJob]) -> None:
     """SIGTERM to one launcher: its ranks get the signal, the spare takes over without a lease."""
     job = nodes_job(3)
-    start(job, "2:3")
+    start(job, "2:3", ranks="--patient")
     job.wait_for_step(0, 3, ranks=4)
     victim = victim_of(job)
     job.launchers[victim.name].terminate()
+    job.wait_for_step(1, ranks=4)
     assert_ended_well(job, **{victim.name: 1})
     assert job.cycles() == [0, 1]
     peers = [host for host in job.network[:3] if host is not victim]
@@ -368,7 +376,7 @@ def test_training_goes_on_while_the_control_plane_is_away(
     """The control plane is killed and comes back after two leases: no restart, faults heal."""
     job = nodes_job(3)
     plane = control(job, "control")
-    start(job, "2", "--ft-lease", "1", hosts=list(job.network)[1:], steps=150)
+    start(job, "2", "--ft-lease", "1", hosts=list(job.network)[1:])
     job.wait_for_step(0, 3, ranks=4)
     plane.kill()
     plane.wait(10)
@@ -379,7 +387,7 @@ def test_training_goes_on_while_the_control_plane_is_away(
     job.wait_for(lambda: all("the store is back" in job.log(h) for h in hosts), "it is back")
     job.signal_rank(0, 1)
     job.wait_for_step(1, ranks=4)
-    assert_ended_well(job, steps=150)
+    assert_ended_well(job)
     assert job.cycles() == [0, 1]
     assert again.wait(10) == 0
 

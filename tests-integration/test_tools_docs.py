@@ -4,10 +4,11 @@
 import re
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
-from fault_jobs import is_running, wait_until
+from fault_jobs import MARK, marked, wait_until
 
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
 from nvidia_resiliency_ext.fault_tolerance._launch import many_nodes
@@ -64,15 +65,14 @@ def test_failing_block_is_named_with_its_line(
 
 def test_block_that_does_not_end_is_stopped_with_its_children(tmp_path: Path) -> None:
     """At its deadline a block is ended, and so is what it started in the background."""
-    pid = tmp_path / "pid"
+    mark = uuid.uuid4().hex
     (tmp_path / "README.md").write_text(
-        f"```sh test\nsleep 600 &\necho $! > {pid}\nsleep 600\n```\n"
+        f"```sh test\nexport {MARK}={mark}\nsleep 600 &\nsleep 600\n```\n"
     )
     code, said = run(tmp_path, "--deadline", "1")
     assert code == 1
     assert "did not end within 1 s" in said
-    started = int(pid.read_text())
-    wait_until(lambda: not is_running(started), "the end of what was killed", 5)
+    wait_until(lambda: not marked(MARK, mark), "the end of what was killed")
 
 
 def test_unknown_language_is_an_error(tmp_path: Path) -> None:

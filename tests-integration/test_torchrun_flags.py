@@ -16,12 +16,19 @@ if TYPE_CHECKING:
     from fault_jobs import Job
 
 RANK = """
-import os
+import glob, os, time
 rank, cycle = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 print(f"apple of {rank}")
 print(f"plum of {rank}")
 print("LOCAL_RANK", os.environ["LOCAL_RANK"], os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+if rank == "0":
+    open(f"rank_0_of_{cycle}_{os.getpid()}", "w").close()
 if (rank, cycle) == ("1", "0"):
+    # Who fails ends the others, whatever they have yet to say: rank 0 has left before.
+    while not (said := glob.glob("rank_0_of_0_*")) or os.path.exists(
+        "/proc/" + said[0].rpartition("_")[2]
+    ):
+        time.sleep(0.01)
     raise SystemExit(3)
 """
 SPECS = """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -108,9 +109,15 @@ def shared_memory() -> dict[object, str]:
         return {}
     if not names:
         return {}
-    maps = Path("/proc/self/maps").read_text()
+    # Whole names and whole numbers: those of other processes may hold ours as a part.
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = {line.split(maxsplit=5)[-1] for line in lines}
     pid = str(os.getpid())
-    return {name: _SHM for name in names if pid in name or f"{_SHM}/{name}" in maps}
+    return {
+        name: _SHM
+        for name in names
+        if pid in re.findall(r"\d+", name) or f"{_SHM}/{name}" in mapped
+    }
 
 
 def guard(*looks: Look, grace_s: float = _GRACE_S) -> Any:

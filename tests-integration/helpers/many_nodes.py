@@ -294,13 +294,12 @@ class NodesJob:
             first.setdefault(entry["rank"], entry["t"])
         return max(first.values())
 
-    def let_end(self) -> int:
-        """Tell counting ranks to end soon; return after which step."""
+    def let_end(self) -> None:
+        """Tell counting ranks to end some steps from now, or as soon as they hear of it."""
         steps = max((int(entry["step"]) for entry in self.entries("step")), default=0) + 20
         told = self.shared / "steps"
         told.with_suffix(".new").write_text(str(steps))
         told.with_suffix(".new").replace(told)
-        return steps
 
     def wait(self, limit_s: float = DEADLINE_S) -> dict[str, int]:
         """Wait until all launchers have left and return their exit codes by host."""
@@ -313,8 +312,12 @@ class NodesJob:
 
     # --- what must hold in the end -------------------------------------------------------------
 
-    def assert_counted(self, steps: int) -> None:
-        """Check that counting ranks have the result of an undisturbed run."""
+    def assert_counted(self, steps: int | None = None) -> None:
+        """Check that counting ranks have the result of an undisturbed run.
+
+        Without a number it is of as many steps as they were let do.
+        """
+        steps = self.result()["step"] if steps is None else steps
         assert self.result()["step"] == steps, self.tails()
         assert self.result()["weights_sha256"] == counted(steps), self.tails()
 

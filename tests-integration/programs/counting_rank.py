@@ -2,11 +2,12 @@
 """A rank that trains as a data-parallel program does, without torch: it starts in 50 ms.
 
     counting_rank.py SHARED --steps N [--step-ms MS] [--save-every N] [--client] [--leave-on-term]
-                     [--talk] [--exclude HOST]
+                     [--talk] [--exclude HOST] [--patient]
 
-A file `steps` in the shared folder says another number of steps while they run. SIGUSR1 is an
-exception in the rank. With `--talk` each step prints a line. With `--exclude` the ranks on that
-host ask to leave it out after some steps, and fail.
+A file `steps` in the shared folder says another number of steps while they run; those that are done
+already are not undone. SIGUSR1 is an exception in the rank. With `--talk` each step prints a line.
+With `--exclude` the ranks on that host ask to leave it out after some steps, and fail. A rank that
+misses another one fails; with `--patient` it waits to be ended.
 
 Rank 0 listens at MASTER_PORT and takes in the ranks of its own cycle and no others. Each step, all
 ranks send it what their part of the step's samples comes to, it adds that up into a new state, and
@@ -167,10 +168,10 @@ class Group:
         signal.signal(signal.SIGTERM, told)
 
 
-def wanted(options: argparse.Namespace) -> int:
-    """Return how many steps there are to be."""
+def wanted(options: argparse.Namespace, done: int) -> int:
+    """Return how many steps there are to be, when so many are done."""
     path = options.shared / STEPS
-    return int(path.read_text()) if path.exists() else int(options.steps)
+    return max(done, int(path.read_text())) if path.exists() else int(options.steps)
 
 
 def fail(*_: object) -> None:
@@ -188,14 +189,14 @@ def train(options: argparse.Namespace, record: Record, monitor: Monitor) -> None
         path = options.shared / STATE
         if group.rank == 0 and path.exists():
             saved = json.loads(path.read_text())
-        saved = group.from_first({**saved, "steps": wanted(options)})
+        saved = group.from_first({**saved, "steps": wanted(options, int(saved["step"]))})
     step, state, steps = int(saved["step"]), str(saved["state"]), int(saved["steps"])
     leave = False
     record.say("resume", step=step)
     while step < steps and not leave:
         with monitor.section("step"):
             time.sleep(options.step_ms / 1000)
-            done = group.step(state, step, wanted(options))
+            done = group.step(state, step, wanted(options, step + 1))
         state, steps = str(done["state"]), int(done["steps"])
         step += 1
         record.say("step", step=step)
@@ -228,12 +229,18 @@ def main() -> None:
     parser.add_argument("--leave-on-term", action="store_true", help="save and leave at SIGTERM")
     parser.add_argument("--ignore-usr1", action="store_true")
     parser.add_argument("--exclude", default="", help="the host that is to be left out")
+    parser.add_argument("--patient", action="store_true", help="do not fail of another's end")
     parser.add_argument("--talk", action="store_true", help="print a line in each step")
     options = parser.parse_args()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN if options.ignore_usr1 else fail)
     record = Record(options.shared)
     monitor = Monitor(options.client)
-    train(options, record, monitor)
+    try:
+        train(options, record, monitor)
+    except ConnectionError:
+        while options.patient:
+            signal.pause()
+        raise
     monitor.close()
     record.say("end")
 

@@ -228,6 +228,8 @@ class Agent:
         failure = os.read(failed_read, 4096)
         os.close(failed_read)
         if failure:
+            # It is about to leave: nobody shall see it on the host.
+            os.waitpid(pid, 0)
             return {"error": json.loads(failure)}, []
         self.reports[pid] = report
         return {"pid": pid}, [os.pidfd_open(pid)]

@@ -58,7 +58,9 @@ def main():
     step = int(saved.read_text()) if saved.exists() else 0
     if rank == options.late:
         wait_for((options.out / "go").exists)
-    (options.out / f"works_{cycle}_{rank}").write_text(str(os.getpid()))
+    written = options.out / f"new_{cycle}_{rank}"
+    written.write_text(str(os.getpid()))
+    written.replace(options.out / f"works_{cycle}_{rank}")
     while step < options.steps:
         step += 1
         time.sleep(random.uniform(0.0, 0.004))

@@ -142,18 +142,22 @@ def die_together(rank, value):
 
 
 def stop(rank, value):
-    """Be stopped inside a step."""
+    """Be stopped inside a section."""
     rank.client.send_heartbeat()
-    with rank.client.section("step"):
-        rank.say("stopping", time.monotonic())
+    rank.say("stopping", time.monotonic())
+    with rank.client.section("stuck"):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def hang(rank, value):
-    """Sleep for ever inside a section."""
+    """Sleep for ever inside a section, once a file appears if one is named."""
+    if value:
+        rank.say("waiting")
+        while not (rank.options.out / value).exists():
+            rank.step()
     rank.client.send_heartbeat()
-    with rank.client.section(value or "step"):
-        rank.say("hanging", time.monotonic())
+    rank.say("hanging", time.monotonic())
+    with rank.client.section("stuck"):
         while True:
             time.sleep(60)
 
@@ -167,8 +171,8 @@ def hang_outside(rank, value):
 
 
 def fall_silent(rank, value):
-    """Send a few heartbeats and then none."""
-    for _ in range(5):
+    """Send a few heartbeats, or as many as are wanted, and then none."""
+    for _ in range(int(value or 5)):
         rank.client.send_heartbeat()
         time.sleep(STEP_S)
     rank.say("hanging", time.monotonic())
