@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from nvidia_resiliency_ext.inprocess import _env
 from nvidia_resiliency_ext.inprocess._abort.gloo_sockets import (
     end_gloo_connections,
@@ -32,5 +34,7 @@ class StuckCalls:
     def end(self) -> None:
         """End the call in which the thread is now, if it is one of those."""
         if not self._waits.end() and is_in_futex(self._native_id):
-            end_gloo_connections()
-            end_gloo_meetings(_env.active_world_size())
+            # A process that has no descriptor left may have one the next time.
+            with contextlib.suppress(OSError):
+                end_gloo_connections()
+                end_gloo_meetings(_env.active_world_size())
