@@ -273,7 +273,7 @@ def test_training_goes_on_without_a_monitor_and_a_new_one_takes_over(node):
     """A killed monitor costs the rank nothing; its successor gets slot and limits, and judges."""
     it = node(rank_section_timeouts={"outer": 60.0, "inner": 60.0})
     rank = it.rank()
-    rank.do("init", f"load {state_of(outer=2.0)}", "open outer")
+    rank.do("init", f"load {state_of(outer=4.0)}", "open outer")
     it.expect(control.RankJoined)
     slot = os.fstat(it.monitor._memories[0].fd).st_ino
     os.kill(it.monitor.child.pid, signal.SIGKILL)
@@ -291,7 +291,7 @@ def test_training_goes_on_without_a_monitor_and_a_new_one_takes_over(node):
     view = read_slot(it.monitor.slots[0], it.monitor.layout)
     assert set(view.open_sections) == {"outer", "inner"}
     report = it.hang()
-    assert (report["section"], report["limit"]) == ("outer", 2.0)
+    assert (report["section"], report["limit"]) == ("outer", 4.0)
 
 
 def test_a_lost_monitor_is_an_error_when_configured(node):

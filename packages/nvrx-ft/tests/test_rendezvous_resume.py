@@ -789,7 +789,7 @@ def test_last_words_do_not_wait_for_the_host_to_find_out() -> None:
         may_connect.set()
         plane.wait_until(lambda: known_from(tuple(plane.host._notes)) is not None)
         threads.submit_last_words(lambda session: session.tell(Kind.LEFT, cause=GOES))
-        threads.close(3.0)
+        threads.close(DEADLINE_S)
         for node in (first, second):
             node.resume(plane)
         plane.wait_until(lambda: bool(plane.host._memory.active))
