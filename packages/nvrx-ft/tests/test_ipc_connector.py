@@ -202,7 +202,7 @@ def test_silent_and_half_spoken_clients_delay_nobody(receiver, path, raw):
     began = time.monotonic()
     for number in range(10):
         IpcConnector(path).send(number)
-    assert time.monotonic() - began < 1.0  # ten messages; each may take 100 ms
+    assert time.monotonic() - began < IpcConnector.SEND_TIMEOUT_S / 3
     assert receiver.fetch_received() == list(range(10))
 
 
@@ -326,7 +326,7 @@ def test_receiver_that_never_answers(path, queue_is_full, timeout_s):
         began = time.monotonic()
         with pytest.raises(DeadlineExceededError):
             IpcConnector(path).send(1, timeout_s=timeout_s)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < IpcConnector.SEND_TIMEOUT_S / 3
 
 
 def test_mailbox_serves_from_its_owners_loop(path):

@@ -48,13 +48,17 @@ def state_of(**sections):
 
 def test_a_rank_without_heartbeats_is_killed_and_named(node):
     """A rank whose heartbeats stop is killed, and the report says which rule it broke."""
-    it = node(initial_rank_heartbeat_timeout=60.0, rank_heartbeat_timeout=0.3)
+    it = node(
+        initial_rank_heartbeat_timeout=60.0,
+        rank_heartbeat_timeout=0.3,
+        workload_check_interval=60.0,
+    )
     rank = it.rank()
-    rank.do("init", "beat")
+    rank.do_last("init", "beat")
     report = it.hang()
     assert rank.wait_dead() == -signal.SIGKILL
     assert report["rule"] == "heartbeat"
-    assert 0.3 <= report["elapsed"] < 3.3
+    assert 0.3 <= report["elapsed"] < 20.0, "found at its deadline, not at the next check"
     fields = (report["limit"], report["cycle"], report["rank"], report["pid"], report["host"])
     assert fields == (0.3, 3, 0, rank.pid, "testhost")
     stacks = Path(report["stacks"]).read_text()
@@ -65,7 +69,7 @@ def test_a_rank_without_heartbeats_is_killed_and_named(node):
 def test_the_first_heartbeat_has_its_own_limit(node):
     """A rank that never sends a heartbeat breaks the rule of the first one."""
     it = node(initial_rank_heartbeat_timeout=0.3, rank_heartbeat_timeout=60.0)
-    it.rank().do("init")
+    it.rank().order("init")
     assert it.hang()["rule"] == "initial_heartbeat"
 
 
@@ -73,8 +77,9 @@ def test_an_expired_outer_section_is_found_behind_a_healthy_inner_one(node):
     """Every open section is judged on its own, whatever is opened and closed inside it."""
     it = node(rank_section_timeouts={"outer": 0.5, "inner": 60.0})
     rank = it.rank()
-    rank.do("init", "open outer")
-    rank.order("cycle inner 0.01")
+    rank.do("init")
+    with it.unjudged():
+        rank.do_last("open outer", "cycle inner 0.01")
     report = it.hang()
     assert (report["rule"], report["section"]) == ("section", "outer")
     assert rank.wait_dead() == -signal.SIGKILL
@@ -84,8 +89,10 @@ def test_a_stopped_rank_is_killed_without_waiting_for_stacks(node):
     """A rank in SIGSTOP cannot answer, so it is ended at once and the report says its state."""
     it = node(rank_section_timeouts={"step": 0.5}, hang_evidence_timeout=20.0)
     rank = it.rank()
-    rank.do("init", "open step")
-    os.kill(rank.pid, signal.SIGSTOP)
+    rank.do("init")
+    with it.unjudged():
+        rank.do("open step")
+        os.kill(rank.pid, signal.SIGSTOP)
     report = it.expect(control.HangFound, limit_s=10.0).report
     assert rank.wait_dead(10.0) == -signal.SIGKILL
     assert report["state"] == "T"
@@ -96,7 +103,7 @@ def test_a_rank_that_is_outside_sections_too_long_is_found(node):
     """The time outside all sections is limited once `step` was opened."""
     it = node(rank_section_timeouts={"step": 60.0}, rank_out_of_section_timeout=0.4)
     rank = it.rank()
-    rank.do("init", "open step", "close step")
+    rank.do_last("init", "open step", "close step")
     assert it.hang()["rule"] == "out_of_section"
 
 
@@ -105,7 +112,9 @@ def test_a_survivor_of_the_gentle_signal_is_killed(node):
     """A rank that outlives its termination signal gets SIGKILL, and only one report is made."""
     it = node(rank_section_timeouts={"step": 0.2}, rank_termination_signal="SIGTERM")
     rank = it.rank()
-    rank.do("handler", "init", "open step")
+    rank.do("handler", "init")
+    with it.unjudged():
+        rank.do("open step")
     it.hang()
     assert rank.answer() == "terminated"
     assert rank.wait_dead() == -signal.SIGKILL
@@ -117,7 +126,7 @@ def test_a_rank_without_the_dump_handler_is_killed_without_waiting(node):
     """A rank that does not catch the dump signal is not waited for, and does not die of it."""
     it = node(rank_section_timeouts={"step": 0.3}, hang_evidence_timeout=20.0)
     rank = it.rank()
-    rank.do("init", "dump_off", "open step")
+    rank.do_last("init", "dump_off", "open step")
     it.expect(control.HangFound, limit_s=10.0)
     assert rank.wait_dead(10.0) == -signal.SIGKILL
 
@@ -127,7 +136,7 @@ def test_one_hung_rank_does_not_hide_another(node):
     it = node(2, rank_section_timeouts={"step": 0.3}, hang_evidence_timeout=0.5)
     first, second = it.rank(0), it.rank(1)
     for rank in (first, second):
-        rank.do("init", "open step")
+        rank.do_last("init", "open step")
     reports = sorted(it.hang()["rank"] for _ in range(2))
     assert reports == [0, 1]
 
@@ -151,11 +160,12 @@ def test_the_launcher_is_told_of_join_first_step_and_end(node):
 
 def test_a_second_live_process_is_refused_and_changes_nothing(node):
     """A second connection of a rank gets a reason; the first session goes on being judged."""
-    it = node(rank_section_timeouts={"step": 1.5})
+    it = node(rank_section_timeouts={"step": 60.0})
     rank, second = it.rank(), it.rank()
     rank.do("init", "open step")
     second.order("init")
     assert "another live process" in second.answer()
+    rank.order(f"load {state_of(step=0.4)}")
     assert it.hang()["pid"] == rank.pid
     rank.wait_dead()
     second.do("init")
@@ -176,7 +186,7 @@ def test_garbage_closes_only_its_own_connection(node, garbage):
     """Bytes that are no message end that connection; the live session is still judged."""
     it = node(rank_section_timeouts={"step": 0.6})
     rank = it.rank()
-    rank.do("init", "open step")
+    rank.do_last("init", "open step")
     with it.connect() as sock, it.connect() as silent:
         sock.sendall(garbage)
         if len(garbage) > 4:
@@ -254,7 +264,7 @@ def test_limits_of_a_checkpoint_count_at_once(node):
     it = node(rank_section_timeouts={"step": 60.0})
     rank = it.rank()
     rank.do("init", "open step")
-    rank.do(f"load {state_of(step=0.4, unknown=1.0)}")
+    rank.order(f"load {state_of(step=0.4, unknown=1.0)}")
     report = it.hang()
     assert (report["section"], report["limit"]) == ("step", 0.4)
 
@@ -263,7 +273,7 @@ def test_training_goes_on_without_a_monitor_and_a_new_one_takes_over(node):
     """A killed monitor costs the rank nothing; its successor gets slot and limits, and judges."""
     it = node(rank_section_timeouts={"outer": 60.0, "inner": 60.0})
     rank = it.rank()
-    rank.do("init", f"load {state_of(outer=2.0)}", "open outer")
+    rank.do("init", f"load {state_of(outer=4.0)}", "open outer")
     it.expect(control.RankJoined)
     slot = os.fstat(it.monitor._memories[0].fd).st_ino
     os.kill(it.monitor.child.pid, signal.SIGKILL)
@@ -281,7 +291,7 @@ def test_training_goes_on_without_a_monitor_and_a_new_one_takes_over(node):
     view = read_slot(it.monitor.slots[0], it.monitor.layout)
     assert set(view.open_sections) == {"outer", "inner"}
     report = it.hang()
-    assert (report["section"], report["limit"]) == ("outer", 2.0)
+    assert (report["section"], report["limit"]) == ("outer", 4.0)
 
 
 def test_a_lost_monitor_is_an_error_when_configured(node):
@@ -318,7 +328,7 @@ def test_a_stuck_launcher_does_not_hold_up_the_monitor(node):
     it = node(rank_section_timeouts={"step": 0.3})
     for _ in range(3):
         rank = it.rank()
-        rank.do("init", "open step")
+        rank.do_last("init", "open step")
         assert rank.wait_dead() == -signal.SIGKILL
     assert it.hang()["rule"] == "section"
 
@@ -354,7 +364,7 @@ def test_signals_for_the_job_do_not_end_the_monitor(node):
     it = node(rank_section_timeouts={"step": 0.5})
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(it.monitor.child.pid, sig)
-    it.rank().do("init", "open step")
+    it.rank().do_last("init", "open step")
     assert it.hang()["section"] == "step"
     assert os.getsid(it.monitor.child.pid) == it.monitor.child.pid
 
@@ -363,7 +373,7 @@ def test_the_monitors_log_comes_out_of_the_launchers_logger(node, caplog):
     """Lines of the monitor appear in the launcher's log with their level."""
     caplog.set_level(logging.DEBUG, logger="nvrx")
     it = node(rank_section_timeouts={"step": 0.2})
-    it.rank().do("init", "open step")
+    it.rank().do_last("init", "open step")
     it.hang()
     it.expect(control.RankLeft)
     wait_until(lambda: it.monitor.receive() is not None and "was in section" in caplog.text)
@@ -373,7 +383,7 @@ def test_reports_name_the_cycle_that_the_launcher_told(node):
     """After a change of cycle, reports belong to the new one."""
     it = node(rank_section_timeouts={"step": 0.5})
     it.monitor.send(control.CycleChanged(9))
-    it.rank().do("init", "open step")
+    it.rank().do_last("init", "open step")
     assert it.hang()["cycle"] == 9
 
 
@@ -398,7 +408,7 @@ def test_it_works_without_pidfds(node, monkeypatch):
     first.do("init")
     first.close()
     it.expect(control.RankLeft)
-    it.rank().do("init", "open step")
+    it.rank().do_last("init", "open step")
     assert it.hang()["section"] == "step"
     it.expect(control.RankLeft)
 
@@ -408,7 +418,7 @@ def test_a_hang_is_in_the_record(node, tmp_path):
     log = EventLog.create(tmp_path, src="launcher", job_id="1", launch_id="x", host="testhost")
     log.close()
     it = node(env=log.environment(), rank_section_timeouts={"step": 0.3})
-    it.rank().do("init", "open step")
+    it.rank().do_last("init", "open step")
     it.hang()
 
     def faults():
@@ -419,13 +429,13 @@ def test_a_hang_is_in_the_record(node, tmp_path):
     assert (fault.src, fault.cycle, fault.rank) == ("monitor", 3, 0)
     found = {name: fault.fields[name] for name in ("cause", "detected_by", "deadline_s")}
     assert found == {"cause": "hang_section", "detected_by": "monitor", "deadline_s": 0.3}
-    assert 0.0 <= fault.fields["late_s"] < 3.0
+    assert 0.0 <= fault.fields["late_s"] < 20.0
 
 
 def test_a_programs_own_use_of_the_dump_signal_is_kept(node):
     """A rank that handles the dump signal itself keeps its handler and is killed without stacks."""
     it = node(rank_section_timeouts={"step": 0.3}, hang_evidence_timeout=20.0)
     rank = it.rank()
-    rank.do("dump_own", "init", "open step")
+    rank.do_last("dump_own", "init", "open step")
     report = it.expect(control.HangFound, limit_s=10.0).report
     assert "no stacks" in Path(report["stacks"]).read_text()

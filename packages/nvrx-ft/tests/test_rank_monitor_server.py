@@ -3,7 +3,6 @@
 
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from monitored_ranks import Rank, wait_gone
+from monitored_ranks import Rank, wait_gone, wait_until
 
 from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig, RankMonitorServer
 from nvidia_resiliency_ext.fault_tolerance.rank_monitor_server import RankMonitorLogger
@@ -47,7 +46,7 @@ def test_it_judges_like_the_launchers_monitor(process, ranks, tmp_path):
     """A hung rank is ended; the monitor goes on for the next one."""
     for _ in range(2):
         rank = ranks(tmp_path / "m.sock")
-        rank.do("init", "open step")
+        rank.do_last("init", "open step")
         assert rank.wait_dead() == -signal.SIGKILL
     assert process.is_alive()
     assert process.exitcode is None
@@ -115,18 +114,23 @@ def test_it_ends_with_its_parent(tmp_path):
 
 def test_the_lines_of_layered_restarts(tmp_path, ranks, capfd):
     """A restarter's monitor tells start, loss, recovery and end of its rank in order."""
-    path = str(tmp_path / "m.sock")
+    path, read = str(tmp_path / "m.sock"), []
+
+    def told():
+        read.append(capfd.readouterr().err)
+        return "".join(read)
+
     cfg = FaultToleranceConfig(rank_section_timeouts={"step": 60.0}, restart_check_interval=0.2)
     process = RankMonitorServer.run_in_subprocess(cfg, path, is_restarter_logger=True)
     try:
         ranks(path).do("init", "open step", "close step", "shutdown")
-        # Two periodic lines at least; they come by time alone.
-        select.select([], [], [], 0.6)
+        # They come by time alone.
+        wait_until(lambda: told().count("state=handling stage=processing") >= 2)
         ranks(path).do("init", "beat")
     finally:
         process.terminate()
         process.join(20.0)
-    out = capfd.readouterr().err
+    out = told()
     lines = [line.split("name=[InJob] ")[1] for line in out.splitlines() if "InJob" in line]
     assert lines[:2] == ["state=initialize", "state=handling stage=starting"], out
     assert lines.count("state=handling stage=processing") >= 2
@@ -145,7 +149,7 @@ def test_it_can_be_the_body_of_a_thread(tmp_path, ranks):
     try:
         assert ready.wait(20.0)
         rank = ranks(path)
-        rank.do("init", "open step")
+        rank.do_last("init", "open step")
         assert rank.wait_dead() == -signal.SIGKILL
     finally:
         server.stop()

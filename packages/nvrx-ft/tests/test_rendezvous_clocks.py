@@ -24,6 +24,7 @@ from nvidia_resiliency_ext.shared_utils.clock import ManualClock, SystemClock
 
 LIMIT_S = 20.0
 MINUTES_S = 180.0
+LEASE_S = 20.0
 
 
 class ShiftedClock(SystemClock):
@@ -97,7 +98,7 @@ def joined(served: Served, index: int, clock: SystemClock, loop: EventLoop) -> S
         nproc=1,
         infra_rank=index,
         master_port=None,
-        lease_s=1.0,
+        lease_s=LEASE_S,
         join_timeout_s=LIMIT_S,
         connect_timeout_s=LIMIT_S,
         domain=lambda: "none",
@@ -127,7 +128,7 @@ def test_a_node_whose_clock_is_off_is_named_on_all_and_works(
 ) -> None:
     """Three minutes ahead, on a node or on the store host: a place like any other, and a warning.
 
-    The lease is a second: if it went by wall clocks, the node would be lost at once.
+    A node is lost after a minute: if it went by wall clocks, it would be lost at once.
     """
     caplog.set_level("WARNING", "nvrx")
     off_s = {1: MINUTES_S}
@@ -136,7 +137,7 @@ def test_a_node_whose_clock_is_off_is_named_on_all_and_works(
         off_s = {0: MINUTES_S}
     host_clock = ShiftedClock(off_s.get(0, 0.0))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(hosted(served, rules(3, lease_s=1.0), clock=host_clock))
+        stack.enter_context(hosted(served, rules(3, lease_s=LEASE_S), clock=host_clock))
         loop = stack.enter_context(contextlib.closing(EventLoop(SystemClock())))
         nodes = []
         for index in range(3):

@@ -175,10 +175,11 @@ def test_a_late_connection_is_not_taken_for_the_new_one(
     del client
 
 
-def test_where_nobody_listens_torch_is_not_asked(listener: socket.socket, torch: Torch) -> None:
+def test_where_nobody_listens_torch_is_not_asked(torch: Torch) -> None:
     """A machine that refuses is heard; torch would try again and again."""
-    address = listener.getsockname()
-    listener.close()
-    with pytest.raises(ConnectionRefusedError):
-        open_client(torch.make, address, PATIENCE_S)
+    with socket.socket() as silent:
+        # Nobody else is given the port.
+        silent.bind(("127.0.0.1", 0))
+        with pytest.raises(ConnectionRefusedError):
+            open_client(torch.make, silent.getsockname(), PATIENCE_S)
     assert not connection._given_up

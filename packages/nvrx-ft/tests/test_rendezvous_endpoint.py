@@ -82,7 +82,7 @@ def test_waiting_for_an_endpoint_ends_in_time() -> None:
         began = time.monotonic()
         with pytest.raises(EndpointError, match="is the launcher of the first node running"):
             wait_until_reachable("127.0.0.1", port, 0.2, SystemClock(), threading.Event())
-        assert 0.2 <= time.monotonic() - began < 3
+        assert 0.2 <= time.monotonic() - began < 20
         with pytest.raises(EndpointError, match=r"localhost:\d+ \(here .*127\.0\.0\.1\)"):
             wait_until_reachable("localhost", port, 0.0, SystemClock(), threading.Event())
 
@@ -96,7 +96,7 @@ def test_waiting_for_an_endpoint_can_be_ended() -> None:
         port = silent.getsockname()[1]
         with pytest.raises(EndpointError):
             wait_until_reachable("127.0.0.1", port, 60, SystemClock(), stop, stop.set)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
 
 
 def test_a_token_gives_the_same_key_everywhere(tmp_path: Path) -> None:

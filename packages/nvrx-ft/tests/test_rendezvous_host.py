@@ -532,6 +532,10 @@ def test_a_node_lost_while_a_round_is_open_stays_lost(
         nodes = crew(2)
         nodes.sessions[0].arrive(arrival(0))
         waiting = threading.Event()
+        deadline = time.monotonic() + DEADLINE_S
+        while name(0) not in running._leases:
+            assert time.monotonic() < deadline
+            waiting.wait(0.01)
         # Longer than it takes until the host would forget it.
         waiting.wait(2.5 * expiry_s + 0.2)
         nodes.sessions[1].arrive(arrival(1))

@@ -129,6 +129,7 @@ class Plane:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self._store = store
+        self._looking = self.served.connect()
 
     def _run(self) -> None:
         with contextlib.suppress(Exception):
@@ -136,12 +137,16 @@ class Plane:
         self.ended.set()
 
     def wait_for(self, reached: Callable[[Entry], bool]) -> Entry:
-        """Wait until the last decision is such, and return it."""
+        """Wait until the last decision is such, and return it; who comes then finds it."""
         deadline = time.monotonic() + DEADLINE_S
-        while not reached(self.host.entry):
-            assert time.monotonic() < deadline, self.host.entry
+        while not reached(entry := self.host.entry):
+            assert time.monotonic() < deadline, entry
             threading.Event().wait(0.01)
-        return self.host.entry
+        # The host has it a moment before it is announced.
+        while int(self._looking.peek(keys.HEAD) or 0) < entry.seq:
+            assert time.monotonic() < deadline, entry
+            threading.Event().wait(0.01)
+        return entry
 
     def wait_until_told(self, *told: Any) -> None:
         """Wait until the follower was told exactly this; it is told after a decision is seen."""
@@ -784,7 +789,7 @@ def test_last_words_do_not_wait_for_the_host_to_find_out() -> None:
         may_connect.set()
         plane.wait_until(lambda: known_from(tuple(plane.host._notes)) is not None)
         threads.submit_last_words(lambda session: session.tell(Kind.LEFT, cause=GOES))
-        threads.close(3.0)
+        threads.close(DEADLINE_S)
         for node in (first, second):
             node.resume(plane)
         plane.wait_until(lambda: bool(plane.host._memory.active))

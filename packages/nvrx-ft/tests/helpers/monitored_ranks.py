@@ -60,6 +60,11 @@ class Rank:
             assert answer.startswith("ok"), answer
         return answer.removeprefix("ok").strip()
 
+    def do_last(self, *lines):
+        """Give orders; nobody waits for the answer to the last, which the rank may not outlive."""
+        self.do(*lines[:-1])
+        self.order(lines[-1])
+
     def wait_dead(self, limit_s=LIMIT_S):
         """Wait until the process ended; return its return code."""
         return self.process.wait(limit_s)
@@ -103,6 +108,15 @@ class Node:
             **self.order,
         )
         return self.monitor
+
+    @contextlib.contextmanager
+    def unjudged(self):
+        """Hold the monitor: what ranks do in the block it judges afterwards."""
+        os.kill(self.monitor.child.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.monitor.child.pid, signal.SIGCONT)
 
     def rank(self, index=0, env=None):
         """Start a rank that belongs to the run."""

@@ -53,7 +53,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
-LEASE_S = 0.2
+LEASE_S = 0.5
 LIMIT_S = 40.0
 LOOK_AGAIN_S = 0.1
 GOODBYE_WAIT_S = 0.5

@@ -55,10 +55,10 @@ class Served:
 
 
 def rules(nodes: int, **fields: Any) -> HostRules:
-    """Return rules for a job of so many nodes."""
+    """Return rules for a job of so many nodes, of which none is lost while a test runs."""
     most = fields.pop("most", nodes)
     placement = PlacementRules(min_nodes=nodes, max_nodes=most)
-    return HostRules(placement, Budget(1000), **{"lease_s": 0.5, "last_call_s": 0.05, **fields})
+    return HostRules(placement, Budget(1000), **{"lease_s": 20.0, "last_call_s": 0.05, **fields})
 
 
 def arrival(index: int) -> Arrival:
