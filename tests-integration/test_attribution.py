@@ -35,8 +35,9 @@ def test_stop_ends_the_job_with_93(job: Job, service: AttributionService) -> Non
     job.start("--last-cycle", "9", "0:1:die", flags=flags_of(job, service.url, "no-restart"))
     assert job.wait() == 93, job.log()
     assert "the data set is empty" in job.log()
-    asked = [(intent, path.rpartition("/")[2]) for intent, path in service.posts[:2]]
-    assert asked == [("progressive", "job_cycle0.log"), ("terminal", "job_cycle0.log")]
+    asked = [intent for intent, path in service.posts if path.endswith("/job_cycle0.log")]
+    # The rank may die before anybody is told that its log has begun.
+    assert asked in (["progressive", "terminal"], ["terminal"])
 
 
 def test_stop_is_only_logged_where_nothing_else_was_asked_for(

@@ -64,8 +64,9 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
         else:
             assert "no monitor any more" in results["monitor_gone"]
         message, terminated = results["gives_up"]
-        assert "iteration=2" in message
-        assert terminated == [2]
+        # Who has not looked yet when another one gives up looks in the next iteration.
+        assert terminated in ([2], [3], [4])
+        assert f"iteration={terminated[0]} self.max_iterations=2" in message
         assert results["left_over"] == [0, [], str(rank), "3"]
 
 
