@@ -23,6 +23,7 @@ __all__ = [
     "listen_at",
     "reach",
     "serving_options",
+    "socket_copy",
     "socket_names",
     "tcp_socket",
     "tcp_sockets",
@@ -156,6 +157,21 @@ def tcp_sockets(
             yield name, sock
 
 
+def socket_copy(descriptor: int) -> socket.socket:
+    """Return a socket of this process by a second descriptor, which is the caller's to close.
+
+    Raises:
+        OSError: The number is nobody's, or something else's, as it may become at any time.
+    """
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        # Whoever waits for the end of what it is must not wait for us.
+        os.close(copy)
+        raise
+
+
 def tcp_socket(descriptor: int) -> tuple[str, socket.socket] | None:
     """Return the kernel's name of a TCP socket of this process, and a second descriptor of it.
 
@@ -166,12 +182,7 @@ def tcp_socket(descriptor: int) -> tuple[str, socket.socket] | None:
     with contextlib.suppress(OSError):
         if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
             return None
-        copy = os.dup(descriptor)
-        try:
-            sock = socket.socket(fileno=copy)
-        except OSError:  # It is no socket any more; whoever waits for its end must not wait for us.
-            os.close(copy)
-            raise
+        sock = socket_copy(descriptor)
         name = os.readlink(f"/proc/self/fd/{sock.fileno()}")
         if sock.family in _TCP_FAMILIES and sock.type == socket.SOCK_STREAM:
             return name, sock

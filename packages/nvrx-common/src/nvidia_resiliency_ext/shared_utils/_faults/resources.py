@@ -59,12 +59,14 @@ def drop_network(due: float, has_callback: bool) -> Action:
     del due, has_callback
     import socket
 
+    from nvidia_resiliency_ext.shared_utils.store_sockets import socket_copy
+
     def act(stop: threading.Event) -> None:
         del stop
         for name in os.listdir("/proc/self/fd"):
             try:
                 if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                    _shut_down(socket.socket(fileno=os.dup(int(name))))
+                    _shut_down(socket_copy(int(name)))
             except OSError:
                 continue  # closed meanwhile
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess._call.kernel_call import system_call
 from nvidia_resiliency_ext.shared_utils.procfs import read_stat
-from nvidia_resiliency_ext.shared_utils.store_sockets import tcp_socket
+from nvidia_resiliency_ext.shared_utils.store_sockets import socket_copy, tcp_socket
 
 from .unread import UnreadConnections
 
@@ -192,7 +192,7 @@ def _is_like_gloos(epoll: int) -> bool:
         elif not link.startswith("socket:"):
             return False
         else:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
+            with contextlib.suppress(OSError), socket_copy(descriptor) as each:
                 if each.type != socket.SOCK_STREAM or each.family not in _FAMILIES:
                     return False
                 listening += _listens(each)
