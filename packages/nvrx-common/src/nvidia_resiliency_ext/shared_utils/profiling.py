@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.shared_utils.console import plain
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -216,4 +218,4 @@ def _text(value: object) -> str:
         text = str(value)
     except Exception:  # noqa: BLE001 - no event may raise into the caller
         text = f"<{type(value).__name__}>"
-    return "".join(char if char.isprintable() else "?" for char in text)
+    return plain(text)

@@ -11,6 +11,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, ClassVar
 
+from nvidia_resiliency_ext.shared_utils.console import plain
+
 from .result import Finding, HealthResult, skipped
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def forget_logged() -> None:
 
 def _plain(text: str) -> str:
     """Return one line that is fit for a log: it may quote paths, files and peers."""
-    kept = "".join(char if char.isprintable() else "?" for char in text[:_LONGEST_REASON])
+    kept = plain(text[:_LONGEST_REASON])
     return kept if len(text) <= _LONGEST_REASON else f"{kept}..."
 
 

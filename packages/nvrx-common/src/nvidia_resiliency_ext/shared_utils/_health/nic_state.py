@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.shared_utils.console import plain
+
 from . import nic_ports
 from .check import Check
 from .left_behind import DeadlineCaller, StuckError
@@ -105,4 +107,4 @@ class NicLinkStateHealthCheck(Check):
 
 
 def _plain(state: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in state[:_LONGEST_STATE])
+    return plain(state[:_LONGEST_STATE])
