@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from other_threads import other_threads
 
 from nvidia_resiliency_ext import inprocess
 from nvidia_resiliency_ext.inprocess import rank_assignment as ranks
@@ -569,12 +570,7 @@ def many_restarts() -> Any:
 @call
 def left_over() -> Any:
     """Return what calls have left behind in this process."""
-    others = [t for t in threading.enumerate() if t is not threading.main_thread()]
-    deadline = time.monotonic() + WAIT_S / 2
-    for each in others:
-        each.join(max(0.0, deadline - time.monotonic()))
-    threads = [t.name for t in others if t.is_alive()]
-    del others
+    threads = other_threads()
     gc.collect()
     stores = [o for o in gc.get_objects() if isinstance(o, dist.TCPStore)]
     return len(stores), threads, os.environ["RANK"], os.environ["WORLD_SIZE"]

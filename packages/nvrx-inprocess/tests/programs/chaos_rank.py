@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from chaos_plan import ACTIVE, IN_RESTART, Trial, plan
+from other_threads import other_threads
 
 from nvidia_resiliency_ext import inprocess
 from nvidia_resiliency_ext.inprocess import rank_assignment as ranks
@@ -38,7 +39,6 @@ ASLEEP_S = 60.0
 IN_ABORT_S = 2.0
 MEET_S = 30.0
 SETTLE_S = 0.03
-SETTLE_LIMIT_S = 10.0
 LEFT = 3  # exit code of who leaves with an exception
 DEATHS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
 CHANCE = random.Random(f"{SEED}.{JOB}.{ME}")
@@ -144,18 +144,6 @@ def kill_monitor() -> None:
         # Its number may be another process's by now.
         if b"inprocess" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
-
-
-def other_threads() -> list[str]:
-    """Return which threads there are beside this one; those that are about to end are waited for.
-
-    The one that stopped the function has done all it had to when the function is entered again.
-    """
-    deadline = time.monotonic() + SETTLE_LIMIT_S
-    others = [each for each in threading.enumerate() if each is not threading.main_thread()]
-    for each in others:
-        each.join(max(0.0, deadline - time.monotonic()))
-    return sorted(each.name for each in others if each.is_alive())
 
 
 SCENE = Scene()
