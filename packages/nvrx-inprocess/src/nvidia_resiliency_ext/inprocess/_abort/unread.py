@@ -49,7 +49,7 @@ class UnreadConnections:
                 connection.shutdown(socket.SHUT_RD)
                 if name in self._kept:
                     return
-                if _is_scarce(connection.fileno()) or not self._has_timer():
+                if _is_scarce(connection.fileno()) or not self._arm_timer():
                     connection.shutdown(socket.SHUT_RDWR)
                     return
                 self._kept[name] = connection
@@ -67,7 +67,7 @@ class UnreadConnections:
             timer.cancel()
             timer.join()
 
-    def _has_timer(self) -> bool:
+    def _arm_timer(self) -> bool:
         """See to it that they are let go of in time; `False` where that cannot be."""
         # In a forked process the parent's thread is not alive.
         if self._timer is None or not self._timer.is_alive():
