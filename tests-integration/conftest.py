@@ -44,11 +44,12 @@ def job(request: pytest.FixtureRequest) -> Iterator[Job]:
 
     Its folder has a short path: Unix sockets go into it.
     """
-    folder = Path(tempfile.mkdtemp(prefix="nvrx-it-"))
+    folder = Path(tempfile.mkdtemp(prefix="nvrx-it-", dir="/tmp"))
     made = Job(folder)
     try:
         yield made
         if not request.node.stash[_has_failed]:
+            request.node.add_marker("no_second_try")
             made.assert_nothing_left()
     finally:
         made.close()
@@ -97,7 +98,7 @@ def nodes_job(request: pytest.FixtureRequest) -> Iterator[Callable[..., NodesJob
         made: list[NodesJob] = []
 
         def make(count: int, *, launcher: str = LAUNCHER, **more: object) -> NodesJob:
-            folder = Path(tempfile.mkdtemp(prefix="nvrx-it-"))
+            folder = Path(tempfile.mkdtemp(prefix="nvrx-it-", dir="/tmp"))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             options = {"keep": [folder], "clocks_apart": True, **more}
             network = stack.enter_context(Network(count, **options))
@@ -105,6 +106,8 @@ def nodes_job(request: pytest.FixtureRequest) -> Iterator[Callable[..., NodesJob
             return made[-1]
 
         yield make
+        if not request.node.stash[_has_failed]:
+            request.node.add_marker("no_second_try")
         for job in made:
             if job.launcher == LAUNCHER and not request.node.stash[_has_failed]:
                 job.assert_nothing_left()

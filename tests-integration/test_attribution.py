@@ -13,6 +13,22 @@ if TYPE_CHECKING:
 
     from fault_jobs import Job
 
+# Fails once the service knows its log. The second cycle goes on: only the verdict ends it.
+IMPORTS_NOTHING = """
+import os, time, urllib.request
+def is_known():
+    try:
+        with urllib.request.urlopen("http://127.0.0.1:50050/jobs", timeout=5) as reply:
+            return b"job_cycle0.log" in reply.read()
+    except OSError:
+        return False
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    while not is_known():
+        time.sleep(0.1)
+    import module_that_is_not_there
+time.sleep(600)
+"""
+
 
 @pytest.fixture
 def service() -> Iterator[AttributionService]:
@@ -62,7 +78,22 @@ def test_a_service_that_misbehaves_neither_ends_nor_delays_a_job(
 
 
 def test_a_service_that_is_not_installed_is_one_message(job: Job) -> None:
-    """Asking for the managed service without its package is said once, and the job runs."""
-    job.start("--last-cycle", "0", flags=flags_of(job, "localhost", "log"))
+    """Asking for the managed service without its packages is said once, and the job runs."""
+    hidden = job.folder / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text("import sys\nsys.modules['fastapi'] = None\n")
+    environment = {"PYTHONPATH": str(hidden), "PATH": "/usr/bin:/bin"}
+    flags = flags_of(job, "localhost", "log")
+    job.start("--last-cycle", "0", flags=flags, environment=environment)
     assert job.wait() == 0, job.log()
     assert job.log().count("attribution is off") == 1
+
+
+def test_the_managed_service_stops_a_job_that_cannot_run(job: Job) -> None:
+    """The real service reads the log of a rank without its module: 93, not twenty restarts."""
+    program = job.folder / "rank.py"
+    program.write_text(IMPORTS_NOTHING)
+    flags = flags_of(job, "localhost", "no-restart")
+    job.start(program=program, nproc=1, max_restarts=20, flags=flags)
+    assert job.wait(50.0) == 93, job.log()
+    assert "user.import_error" in job.log()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 @pytest.mark.netns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("seed", "count", "control"), [(1, 11, True), (2, 9, False)])
+@pytest.mark.no_second_try
 def test_a_job_survives_random_faults(
     nodes_job: Callable[..., NodesJob], seed: int, count: int, control: bool
 ) -> None:

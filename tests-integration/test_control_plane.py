@@ -202,6 +202,7 @@ def test_the_store_host_stays_until_the_job_is_over(nodes_job: Callable[..., Nod
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "asked to leave"])
+@pytest.mark.no_second_try
 def test_a_control_plane_that_comes_back_goes_on_with_its_logs(
     nodes_job: Callable[..., NodesJob], how: str
 ) -> None:
@@ -314,6 +315,7 @@ def test_a_second_control_plane_and_a_wrong_token_do_no_harm(
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
+@pytest.mark.no_second_try
 def test_a_real_training_ends_with_the_same_weights_over_control_planes(
     nodes_job: Callable[..., NodesJob],
 ) -> None:

@@ -47,6 +47,7 @@ def server_flags(job: Job, port: int) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("end", ["exit", "kill"])
+@pytest.mark.no_second_try
 def test_last_words_of_a_cold_rank(job: Job, end: str) -> None:
     """A fresh rank writes 1 MiB and is dead: all of it is in its cycle's log, and nothing else."""
     job.start("--last-cycle", "1", f"0:1:last-words={end}", flags=flags(job))
@@ -56,6 +57,7 @@ def test_last_words_of_a_cold_rank(job: Job, end: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["exit", "kill"])
+@pytest.mark.no_second_try
 def test_last_words_of_a_warm_rank(job: Job, end: str) -> None:
     """The same for a rank that came from a standby, whose streams were others until then."""
     job.start(
@@ -116,6 +118,7 @@ def test_a_failed_job_is_explained_in_the_launchers_log(job: Job, port: int) -> 
     assert "exitcode" in (job.folder / "logs" / "nvrx.log").read_text()
 
 
+@pytest.mark.no_second_try
 def test_a_killed_launcher_leaves_no_log_server(job: Job, port: int) -> None:
     """Log servers are gone with the launcher, like everything else."""
     job.start("--last-cycle", "9", flags=server_flags(job, port))
@@ -153,6 +156,7 @@ def test_other_programs_follow_the_cycles(job: Job) -> None:
     assert os.readlink(link) == "cycle_info.31.2.1"
 
 
+@pytest.mark.no_second_try
 def test_two_nodes_write_one_log_and_one_description(job: Job, port: int) -> None:
     """Both launchers send to the store host's server, with the token that it made."""
     second = type(job)(job.folder / "second")

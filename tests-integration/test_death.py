@@ -113,6 +113,7 @@ def test_a_stopped_survivor_costs_no_stop_timeout(job: Job) -> None:
     assert job.cycles() == [0, 1]
 
 
+@pytest.mark.no_second_try
 def test_children_of_ranks_that_ignore_signals_are_gone(job: Job) -> None:
     """Children that ignore signals end with their rank's cycle, those in other sessions too."""
     job.start("--last-cycle", "1", "0:1:deaf-children", flags=("--workers-stop-timeout", "1"))

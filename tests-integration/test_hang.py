@@ -49,7 +49,7 @@ def test_a_sleeping_rank_leaves_its_stacks(job: Job) -> None:
     """A rank that sleeps in a section is killed, and its stacks are kept."""
     job.start("--last-cycle", "1", "--client", "0:1:hang", flags=WATCHED_SECTIONS)
     assert job.wait() == 0, job.log()
-    [stacks] = list(job.record.glob("stacks*"))
+    [stacks] = list(job.record.glob("stacks-*-r1.txt"))
     assert "scripted_rank.py" in stacks.read_text()
     assert "in hang" in stacks.read_text()
 

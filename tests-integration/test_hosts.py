@@ -320,6 +320,7 @@ def test_a_limited_link_is_slow(network: Network) -> None:
 # --- the end -------------------------------------------------------------------------------------
 
 
+@pytest.mark.no_second_try
 def test_nothing_is_left_outside() -> None:
     """While hosts are up nothing of them has a name outside; afterwards no process is left."""
     before, descriptors = outside(), leftovers.descriptors()
@@ -335,6 +336,7 @@ def test_nothing_is_left_outside() -> None:
     assert not leftovers.descriptors().keys() - descriptors.keys()
 
 
+@pytest.mark.no_second_try
 def test_hosts_die_with_the_test_that_made_them() -> None:
     """When the test process is killed its hosts end, also while a forked child of it lives on."""
     code = (

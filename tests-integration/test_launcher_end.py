@@ -8,6 +8,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+import pytest
 from fault_jobs import WATCHED_SECTIONS, is_running, state_of, wait_until
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def test_sigterm_while_a_restart_is_under_way(job: Job) -> None:
     assert job.cycles() == [0]
 
 
+@pytest.mark.no_second_try
 def test_nothing_outlives_a_killed_launcher(job: Job) -> None:
     """Five seconds after a launcher's SIGKILL no process, socket or file of the job is left."""
     job.start("--last-cycle", "9", "--client", "0:1:deaf-children", nproc=4, flags=WATCHED_SECTIONS)
@@ -82,6 +84,7 @@ def test_nothing_outlives_a_killed_launcher(job: Job) -> None:
     job.assert_nothing_left()
 
 
+@pytest.mark.no_second_try
 def test_nothing_outlives_a_launcher_killed_beside_a_frozen_monitor(job: Job) -> None:
     """The same holds when the monitor is stopped: the launcher's death wakes it."""
     job.start("--last-cycle", "9", "--client", flags=WATCHED_SECTIONS)
@@ -121,6 +124,7 @@ def test_ctrl_c_before_the_job_began(job: Job) -> None:
     assert job.log() == ""
 
 
+@pytest.mark.no_second_try
 def test_nothing_outlives_a_launcher_killed_during_a_restart(job: Job) -> None:
     """The same holds when the launcher is killed while it stops the ranks of a cycle."""
     job.start(

@@ -84,6 +84,7 @@ def layered(job: Job, port: int) -> Layered:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.no_second_try
 def test_in_process_first_then_by_the_launcher(layered: Layered) -> None:
     """An exception restarts the function in its processes, a death the processes.
 
@@ -128,6 +129,7 @@ def test_in_process_first_then_by_the_launcher(layered: Layered) -> None:
 
 @pytest.mark.netns
 @pytest.mark.timeout(120)
+@pytest.mark.no_second_try
 def test_min_healthy_leaves_it_to_the_reserve_of_another_host(
     nodes_job: Callable[..., NodesJob],
 ) -> None:
@@ -150,6 +152,7 @@ def test_min_healthy_leaves_it_to_the_reserve_of_another_host(
 @pytest.mark.slow
 @pytest.mark.netns
 @pytest.mark.timeout(200)
+@pytest.mark.no_second_try
 def test_min_healthy_restarts_all_when_too_few_are_left(
     nodes_job: Callable[..., NodesJob],
 ) -> None:
@@ -168,6 +171,7 @@ def test_min_healthy_restarts_all_when_too_few_are_left(
 @pytest.mark.slow
 @pytest.mark.netns
 @pytest.mark.timeout(300)
+@pytest.mark.no_second_try
 def test_cycles_share_the_launchers_store_and_no_key(nodes_job: Callable[..., NodesJob]) -> None:
     """Three restarts by the launcher: each cycle has keys of its own, as many as the last one."""
     job = nodes_job(1)
@@ -194,6 +198,7 @@ def test_cycles_share_the_launchers_store_and_no_key(nodes_job: Callable[..., No
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
+@pytest.mark.no_second_try
 def test_any_failed_restarts_all_though_there_is_a_reserve(layered: Layered) -> None:
     """Without min-healthy a death is the launcher's: it starts all anew, once."""
     options = ("--peace", "--active", "2", "--steps", "40", "--step-ms", "50")
@@ -206,6 +211,7 @@ def test_any_failed_restarts_all_though_there_is_a_reserve(layered: Layered) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
+@pytest.mark.no_second_try
 def test_the_monitor_with_the_shorter_timeout_ends_a_hung_rank(layered: Layered) -> None:
     """A hang is first ended in process; a stopped rank is killed by the wrapper's monitor.
 
@@ -226,6 +232,7 @@ def test_the_monitor_with_the_shorter_timeout_ends_a_hung_rank(layered: Layered)
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
+@pytest.mark.no_second_try
 def test_the_launchers_monitor_ends_a_hung_rank_when_its_timeout_is_shorter(
     layered: Layered,
 ) -> None:

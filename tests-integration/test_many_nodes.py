@@ -183,6 +183,7 @@ def test_cycles_without_progress_end_all_hosts_with_93(nodes_job: Callable[..., 
     assert set(job.wait().values()) == {93}, job.tails()
 
 
+@pytest.mark.no_second_try
 def test_a_host_that_is_cut_off_stops_before_the_spare_starts(
     nodes_job: Callable[..., NodesJob],
 ) -> None:
@@ -200,6 +201,7 @@ def test_a_host_that_is_cut_off_stops_before_the_spare_starts(
 
 
 @pytest.mark.slow
+@pytest.mark.no_second_try
 def test_a_launcher_that_is_stopped_does_not_train_beside_the_others(
     nodes_job: Callable[..., NodesJob],
 ) -> None:
@@ -265,6 +267,8 @@ def test_a_drained_host_is_replaced_at_once(nodes_job: Callable[..., NodesJob]) 
     job = nodes_job(3)
     start(job, "2:3", ranks="--patient")
     job.wait_for_step(0, 3, ranks=4)
+    (spare,) = without_ranks(job)
+    job.wait_for(lambda: "waits as a spare" in job.log(spare), "the spare is there")
     victim = victim_of(job)
     job.launchers[victim.name].terminate()
     job.wait_for_step(1, ranks=4)
@@ -444,6 +448,7 @@ def test_no_restart_left_ends_all_hosts_with_the_cause(nodes_job: Callable[..., 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
+@pytest.mark.no_second_try
 def test_a_real_training_on_three_hosts_ends_with_the_weights_of_an_undisturbed_run(
     nodes_job: Callable[..., NodesJob],
 ) -> None:

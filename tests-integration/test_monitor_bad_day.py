@@ -82,6 +82,7 @@ def test_a_frozen_monitor_is_replaced(job: Job) -> None:
     assert any(event["rank"] == 1 for event in job.events("fault"))
 
 
+@pytest.mark.no_second_try
 def test_nothing_is_left_when_monitor_and_launcher_are_killed(job: Job) -> None:
     """Ranks do not outlive a launcher that is killed together with its monitor."""
     job.start("--last-cycle", "1", "--client", flags=WATCHED_SECTIONS)

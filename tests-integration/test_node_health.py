@@ -140,7 +140,8 @@ def test_workers_run_under_numactl(job: Job, prewarm: str) -> None:
     assert job.wait() == 0
     words = numactl.calls()
     assert {f"--cpunodebind {rank} --localalloc" for rank in range(2)} <= set(words)
-    assert all(event["warm"] is (prewarm == "on") for event in job.events("worker_start"))
+    # A standby counts as warm only when its imports are done, which the first cycle need not await.
+    assert ("2 workers started (2 from" in job.log()) is (prewarm == "on")
 
 
 def test_a_crash_loop_waits_before_it_starts_again(job: Job) -> None:

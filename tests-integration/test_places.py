@@ -62,6 +62,32 @@ def test_a_full_log_directory(job: Job) -> None:
 
 
 @needs_mounts
+@pytest.mark.parametrize("flag", ["--redirects", "--tee"])
+@pytest.mark.parametrize("prewarm", ["off", "on"])
+def test_a_log_directory_that_fills_up_costs_one_restart(job: Job, flag: str, prewarm: str) -> None:
+    """Ranks that cannot write end; those of the next cycle write to the console and end well."""
+    logs = job.folder / "logs"
+    logs.mkdir()
+    program = job.folder / "talking_rank.py"
+    program.write_text(
+        "import os\nfor line in range(20_000):\n    print('line', line)\nos.write(1, b'DONE')\n"
+    )
+    job.start(
+        flags=("--log-dir", str(logs), flag, "3", "--ft-prewarm-import", "decimal"),
+        prewarm=prewarm,
+        program=program,
+        max_restarts=1,
+        prefix=within_mount(logs, "size=64k"),
+        environment={"NVRX_EVENT_DIR": None},
+    )
+    assert job.wait() == 0, job.log()
+    log = job.log()
+    assert "cycle 1: " in log
+    assert "No space left on device; workers write to the console instead" in log
+    assert log.count("DONE") == 2, log[-2000:]
+
+
+@needs_mounts
 def test_a_full_record_directory_does_not_stop_the_job(job: Job) -> None:
     """A record that cannot be written is missed, not died of."""
     job.start(
@@ -155,6 +181,7 @@ def test_a_temporary_directory_with_a_long_path(job: Job) -> None:
     long.parent.rmdir()
 
 
+@pytest.mark.no_second_try
 def test_output_of_a_rank_that_leaves_in_a_hurry(job: Job) -> None:
     """All of what a rank wrote right before `_exit` is in its log file."""
     script = job.folder / "hurry.py"

@@ -206,6 +206,7 @@ def test_a_preempted_job_of_many_nodes_saves_at_one_step(job: Job, port: int) ->
         assert len(set(steps)) == 1
 
 
+@pytest.mark.no_second_try
 def test_a_node_that_drains_is_replaced_and_no_work_is_lost(job: Job, port: int) -> None:
     """One of two nodes must go: all save, and the spare goes on at the very step."""
     with nodes_of(job, "2:3", port) as nodes:

@@ -7,6 +7,7 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
+import pytest
 from fault_jobs import SCRIPTED_RANK, command_of, is_running, wait_until
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ def test_ready_standbys_become_the_next_cycle(job: Job) -> None:
     os.kill(job.rank_pid(0, 0), signal.SIGKILL)
     assert job.wait() == 0, job.log()
     assert warm(job, 1) == [True, True]
+    assert "cycle 1: 2 workers started (2 from ready standbys)" in job.log()
+    # Once per cycle; the last one may end before its standbys are ready.
+    assert job.log().count("all 2 standbys are ready") in {1, 2}
     assert {job.rank_pid(1, rank) for rank in range(2)} == waiting
 
 
@@ -105,8 +109,8 @@ def test_imports_that_fail_mean_a_cold_start(job: Job) -> None:
 
 
 def test_a_fault_while_standbys_are_warming(job: Job) -> None:
-    """A death while the standbys still import is followed by a correct cycle."""
-    (job.folder / f"{SLOW_MODULE}.py").write_text("import time\ntime.sleep(1.5)\n")
+    """A death while the standbys still import is followed by a correct cycle, not a warm one."""
+    (job.folder / f"{SLOW_MODULE}.py").write_text("import time\ntime.sleep(5)\n")
     job.start(
         *("--last-cycle", "1", *RANK),
         prewarm="auto",
@@ -118,8 +122,15 @@ def test_a_fault_while_standbys_are_warming(job: Job) -> None:
     os.kill(job.rank_pid(0, 1), signal.SIGKILL)
     assert job.wait() == 0, job.log()
     assert job.cycles() == [0, 1], job.log()
+    early = [event for event in job.events("worker_start") if event["cycle"] == 1]
+    reasons = [event.get("cold_reason") for event in early]
+    assert "its standby was still importing" in reasons, early
+    assert all(event["warm"] == (event.get("cold_reason") is None) for event in early)
+    importing = reasons.count("its standby was still importing")
+    assert f"{importing} from standbys still importing" in job.log()
 
 
+@pytest.mark.no_second_try
 def test_no_standby_outlives_a_killed_launcher(job: Job) -> None:
     """Ready standbys are gone when the launcher is killed."""
     job.start("--last-cycle", "9", *RANK, prewarm="on", flags=LIGHT)

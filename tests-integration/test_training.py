@@ -40,6 +40,7 @@ def train(job: Job, name: str, *extra: str) -> Path:
 
 @pytest.mark.slow  # The demo below does both, too.
 @pytest.mark.timeout(180)
+@pytest.mark.no_second_try
 def test_weights_after_a_kill_and_a_hang(job: Job) -> None:
     """After a SIGKILL and a SIGSTOP the weights are those of an undisturbed run, bit for bit."""
     peaceful = train(job, "peaceful")
@@ -112,11 +113,13 @@ def test_an_example_recovers_from_a_kill(job: Job, name: str) -> None:
     assert "step 600:" in job.log()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_the_demo(tmp_path: Path) -> None:
     """The demo shows both recoveries, finds equal weights and writes its page."""
     command = [sys.executable, str(EXAMPLES / "demo" / "run_demo.py"), "--output", str(tmp_path)]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=290, check=False)
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert "the same, bit for bit" in shown.stdout
+    # A restart is as fast as it can be only when the standbys were ready before the fault.
+    assert "workers started: 8 warm, " in shown.stdout
     assert (tmp_path / "disturbed" / "report.html").stat().st_size > 1000

@@ -95,7 +95,9 @@ def load(root: Path) -> dict[str, Distribution]:
         for file in sorted(source.rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".so":
                 dist.files.add(str(file.relative_to(source)))
-        for file in sorted(source.rglob("*.py")):
+        # A stub without a module beside it stands for a compiled extension.
+        stubs = [p for p in source.rglob("*.pyi") if not p.with_suffix(".py").exists()]
+        for file in sorted([*source.rglob("*.py"), *stubs]):
             parts = file.relative_to(source).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             dist.modules[name] = file

@@ -8,20 +8,32 @@ written outside the checkout, and it works from any folder. Standard library onl
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 import venv
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 HATCH_FOLDER = ROOT / ".hatch"
 HATCH = HATCH_FOLDER / "bin" / "hatch"
 HATCH_REQUIREMENT = "hatch>=1.18,<2"
 OLDEST_PYTHON = (3, 10)
-NO_TESTS_COLLECTED = 5  # pytest's exit code
+# pytest's exit codes
+TESTS_FAILED = 1
+NO_TESTS_COLLECTED = 5
+
+# What fails in these is run once more at the end, by itself.
+TEST_STAGES = {"test", "serial", "scenarios"}
+# An option of pytest: tests-support/hostile.py.
+HOSTILE = "--hostile"
+# More failures than so many are no race.
+SECOND_TRIES = 20
 
 BOUNDED = "not gpu and not slurm and not slow"
 
@@ -29,13 +41,15 @@ Task = tuple[str, ...]
 
 COMMANDS = {
     "demo": "the main job: a job with faults that recovers (under 60 s)",
-    "test": "tests of all packages, then the integration scenarios; or only the given paths",
+    "test": "tests of all packages, then the integration scenarios; or only the given paths;"
+    " --hostile: with what a careless shell leaves",
     "integration": "the integration scenarios; arguments go to pytest",
     "check": "lint, boundaries, types and generated files: what needs no test run",
     "alone": "build every wheel and test each one alone, or only the named distributions",
     "docs": "build the documentation and run its code blocks",
     "fix": "format the code and fix what the linter can fix",
     "proto": "generate the protobuf modules again",
+    "reference": "write the tables of docs/reference from the code again",
     "api": "compare the public names with the recorded ones; --write records them",
     "gpu": "the tests and scenarios that need a GPU",
     "slurm": "the scenarios that need Slurm (tools/slurm.sh install; as root)",
@@ -64,6 +78,7 @@ def tasks_of(command: str, args: list[str]) -> list[Task]:
             ("types", *sources),
             ("types-tools",),
             ("proto:check",),
+            ("reference", "--check"),
         ],
         "proto": [("proto:write",)],
         "docs": [("docs",), ("examples",)],
@@ -83,13 +98,15 @@ def tests(args: list[str]) -> list[Task]:
 
     Scenarios run two at a time: each waits more than it works.
     """
-    paths = args or [str(ROOT / "packages")]
+    options = [arg for arg in args if arg == HOSTILE]
+    given = [arg for arg in args if arg != HOSTILE]
+    paths = given or [str(ROOT / "packages")]
     tasks: list[Task] = [
-        ("test", "-m", "not serial", *paths),
-        ("serial", "-m", "serial", *paths),
+        ("test", "-m", "not serial", *options, *paths),
+        ("serial", "-m", "serial", *options, *paths),
     ]
-    if not args:
-        tasks.append(("scenarios", "-m", BOUNDED, str(ROOT / "tests-integration")))
+    if not given:
+        tasks.append(("scenarios", "-m", BOUNDED, *options, str(ROOT / "tests-integration")))
     return tasks
 
 
@@ -129,8 +146,11 @@ def install_hatch() -> None:
     subprocess.run([*pip, *quiet, HATCH_REQUIREMENT], env=env, check=True)
 
 
-def run(tasks: list[Task]) -> int:
-    """Run the tasks in turn, all of them, and return the first failure's exit code."""
+def run(tasks: list[Task], *, second_try: bool = False) -> int:
+    """Run the tasks in turn, all of them, and return the first failure's exit code.
+
+    With `second_try` the tests that fail are run once more before they count.
+    """
     env = environment()
     if any(":" not in task[0] for task in tasks):
         create = [str(HATCH), "-q", "env", "create"]
@@ -138,22 +158,99 @@ def run(tasks: list[Task]) -> int:
             say("the environment could not be made")
             return 1
     failures: list[tuple[str, int]] = []
+    stages = TestStages(ROOT / ".failures", env) if second_try else None
     for task in tasks:
         started = time.monotonic()
         if task[0] == "alone":
             forget_wheels()
         say("== " + " ".join(arg.removeprefix(f"{ROOT}/") for arg in task))
-        code = subprocess.run([str(HATCH), "run", *task], cwd=ROOT, env=env, check=False).returncode
+        if stages is not None and task[0] in TEST_STAGES:
+            code = stages.run(task)
+        else:
+            code = hatch_run(task, env)
         if task[0] in {"serial", "scenarios", "integration"} and code == NO_TESTS_COLLECTED:
             code = 0
         if code:
             failures.append((task[0], code))
         if len(tasks) > 1 and task is not tasks[-1]:
             say(f"== {task[0]}: exit code {code}, {time.monotonic() - started:.0f} s")
+    if stages is not None and not stages.close():
+        failures.append(("tests", TESTS_FAILED))
     if failures:
         say("failed: " + ", ".join(f"{name} ({code})" for name, code in failures))
         return failures[0][1]
     return 0
+
+
+def hatch_run(task: Task, env: dict[str, str]) -> int:
+    """Run one task of hatch.toml and return its exit code."""
+    return subprocess.run([str(HATCH), "run", *task], cwd=ROOT, env=env, check=False).returncode
+
+
+class TestStages:
+    """Runs of pytest, and the second try of what failed in them.
+
+    A test that a race made fail is run once more, alone, after all stages. Each first failure is
+    kept as a file in `folder`. Never tried again are tests marked `no_second_try`, files that
+    could not be imported, and a test in which a worker of xdist crashed.
+    """
+
+    def __init__(self, folder: Path, env: dict[str, str]) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        self.folder = folder
+        self.env = env
+        self.passed = 0
+        self.skipped = 0
+        self.failed: list[dict[str, Any]] = []
+        self._options: list[str] = []
+
+    def run(self, task: Task) -> int:
+        """Run a stage; return its exit code, or 0 when `close` decides about all that failed."""
+        self._options = [HOSTILE] if HOSTILE in task else []
+        code, outcomes = self._pytest(task)
+        if outcomes is None:
+            return code or TESTS_FAILED
+        self.passed += outcomes["passed"]
+        self.skipped += outcomes["skipped"]
+        for failure in outcomes["failed"]:
+            name = re.sub(r"[^\w.-]+", "-", failure["id"])[-100:]
+            failure["file"] = self.folder / f"{len(self.failed) + 1}-{name}.txt"
+            failure["file"].write_text(failure["text"])
+            self.failed.append(failure)
+        return 0 if code == TESTS_FAILED and outcomes["failed"] else code
+
+    def close(self) -> bool:
+        """Try again what may be, print the closing lines, and return whether no test failed."""
+        tried = [failure for failure in self.failed if failure["again"]]
+        if len(tried) > SECOND_TRIES:
+            say(f"{len(tried)} tests failed: more than {SECOND_TRIES} are not tried again")
+            tried = []
+        second = [failure for failure in tried if self._passes_alone(failure["id"])]
+        red = [failure for failure in self.failed if failure not in second]
+        for failure in red:
+            how = "twice" if failure in tried else "no second try"
+            print(f"failed, {how}: {failure['id']} ({failure['file']})")
+        for failure in second:
+            print(f"passed alone, second try: {failure['id']} (first: {failure['file']})")
+        passed = self.passed + len(second)
+        print(f"{passed} passed, {len(red)} failed, {self.skipped} skipped", flush=True)
+        return not red
+
+    def _passes_alone(self, test: str) -> bool:
+        say(f"== second try, alone: {test}")
+        # In a file: nothing in a test's name then means anything to a shell.
+        names = self.folder / "second_try"
+        names.write_text(test + "\n")
+        code, outcomes = self._pytest(("serial", *self._options, f"@{names}"))
+        return code == 0 and outcomes is not None and outcomes["passed"] > 0
+
+    def _pytest(self, task: Task) -> tuple[int, dict[str, Any] | None]:
+        """Run pytest; return its exit code and what tests-support/outcomes.py wrote, if it did."""
+        target = self.folder / "outcomes.json"
+        target.unlink(missing_ok=True)
+        code = hatch_run((*task, f"--outcomes={target}"), self.env)
+        return code, json.loads(target.read_text()) if target.exists() else None
 
 
 def forget_wheels() -> None:
@@ -200,7 +297,8 @@ def main() -> int:
         say("not covered here: " + ", ".join(not_covered()))
     try:
         install_hatch()
-        return run(tasks_of(options.command, args))
+        second_try = options.command in {"test", "ci"}
+        return run(tasks_of(options.command, args), second_try=second_try)
     except subprocess.CalledProcessError as error:
         say(f"could not install hatch: pip ended with exit code {error.returncode}")
         return 1

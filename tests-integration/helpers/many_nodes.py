@@ -147,26 +147,31 @@ class NodesJob:
                 environment[name] = value
         return environment
 
-    def command(
+    def command(  # noqa: PLR0913 - named, and each of them a fact of its own
         self,
         *arguments: str,
         nnodes: str | int = "",
         nproc: int | str = 1,
         max_restarts: int = 3,
         endpoint: str = "",
+        meeting: Sequence[str] | None = None,
         flags: Sequence[str] = (),
         program: Path = COUNTING_RANK,
     ) -> list[str]:
         """Return a launcher's command line; programs get the shared folder and the arguments.
 
-        The rendezvous is at the first host unless an endpoint is given.
+        The rendezvous is at the first host unless an endpoint is given, or by the flags of
+        `meeting`.
         """
+        if meeting is None:
+            meeting = [
+                *("--rdzv-backend", "c10d", "--rdzv-id", self.id),
+                *("--rdzv-endpoint", endpoint or f"{self.network[0].name}:{PORT}"),
+            ]
         return [
             *(sys.executable, "-m", self.launcher),
             *("--nnodes", str(nnodes or len(self.network)), "--nproc-per-node", str(nproc)),
-            *("--max-restarts", str(max_restarts)),
-            *("--rdzv-backend", "c10d", "--rdzv-id", self.id),
-            *("--rdzv-endpoint", endpoint or f"{self.network[0].name}:{PORT}"),
+            *("--max-restarts", str(max_restarts), *meeting),
             *(*flags, str(program), str(self.shared), *arguments),
         ]
 

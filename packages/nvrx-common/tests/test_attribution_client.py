@@ -25,9 +25,9 @@ CONTINUE = {"status": "completed", "recommendation": {"action": "CONTINUE"}}
 
 
 @pytest.fixture(params=["tcp", "unix"])
-def service(request, tmp_path_factory):
+def service(request, socket_folder):
     """Return a running service, on a port and on a socket."""
-    path = tmp_path_factory.mktemp("a") / "s" if request.param == "unix" else None
+    path = socket_folder / "s" if request.param == "unix" else None
     with Service(path) as found:
         yield found
 
@@ -174,9 +174,9 @@ def test_caller_never_waits(service, client_of) -> None:
     assert took_s < 5.0
 
 
-def test_service_that_comes_later_or_back(tmp_path_factory, client_of, monkeypatch) -> None:
+def test_service_that_comes_later_or_back(socket_folder, client_of, monkeypatch) -> None:
     """A service that is not there yet, and one that is restarted, is reached in the end."""
-    path = tmp_path_factory.mktemp("a") / "s"
+    path = socket_folder / "s"
     # At the pace of this test the usual number of questions may not last until it is back.
     monkeypatch.setattr(requests, "_MAX_POLL_FAILURES", 1_000_000)
     client = client_of(f"unix://{path}")
@@ -231,6 +231,7 @@ def test_token_is_sent(service, client_of, tmp_path, monkeypatch) -> None:
     """A token from a file travels as bearer token; a bad one is said and left out."""
     token = tmp_path / "token"
     token.write_text("s3cret\n")
+    token.chmod(0o600)
     monkeypatch.setenv("NVRX_ATTRSVC_TOKEN_FILE", str(token))
     client_of(service.endpoint)._submit_log("/a")
     service.wait_for(service.posts)
@@ -277,6 +278,38 @@ def test_profiling_events(service, client_of, caplog) -> None:
     assert caplog.text.count("attribution_get_started") == 1
     assert caplog.text.count("attribution_get_completed") == 1
     assert "Node: node1" in caplog.text
+
+
+def test_a_callback_that_raises_ends_nothing(service, client_of, caplog) -> None:
+    """Verdicts come as before, the other callback is called; the log names what failed."""
+    calls = []
+
+    def broken(name):
+        def call(*args):
+            calls.append((name, *args[:2]))
+            raise RuntimeError("boom")
+
+        return call
+
+    client = client_of(
+        service.endpoint, on_verdict=broken("on_verdict"), on_nodes=broken("on_nodes")
+    )
+    client.start_poller()
+    for number in range(2):
+        path = f"/{number}"
+        service.replies[path] = (200, {**STOP, "attribution": {"exclude_nodes": ["n7"]}})
+        client._submit_log(path)
+        assert client.request_terminal_analysis()
+        wait_until(lambda n=number: len(calls) == 2 * (n + 1))
+    assert client.stop_verdict_count() == 2
+    assert calls == [
+        (name, first, path)
+        for path in ("/0", "/1")
+        for name, first in (("on_nodes", ("n7",)), ("on_verdict", "STOP"))
+    ]
+    wait_until(lambda: caplog.text.count("RuntimeError: boom") >= 4)
+    assert "on_verdict" in caplog.text
+    assert "on_nodes" in caplog.text
 
 
 def test_it_is_one_class() -> None:

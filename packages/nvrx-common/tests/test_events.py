@@ -164,6 +164,7 @@ def test_processes_of_another_launcher_share_a_file(
 
 
 @pytest.mark.parametrize("host", ["node1", os.uname().nodename])
+@pytest.mark.no_second_try
 def test_processes_share_the_file(host: str, create: Create) -> None:
     """Events of several processes and threads are whole lines of one file, none is lost."""
     log = create(host=host)

@@ -115,6 +115,7 @@ def test_full_batch_needs_no_deadline(room: Room) -> None:
     assert BATCH_BYTES <= len(first.data) < BATCH_BYTES + 1000
 
 
+@pytest.mark.no_second_try
 def test_endless_line_is_broken(room: Room) -> None:
     """A line of more than 1 MiB goes on in a new line, and no byte of it is lost."""
     stream = make_stream(Room(64 * 1024 * KIB, 0))

@@ -90,10 +90,14 @@ def _catch_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 def test_lines_arrive(
-    start_peer: Callable[..., FunnelPeer], connect: Connect, tmp_path: Path, kind: str
+    start_peer: Callable[..., FunnelPeer],
+    connect: Connect,
+    tmp_path: Path,
+    socket_folder: Path,
+    kind: str,
 ) -> None:
     """What is written to a target stands in its file when `flush` returns, over TCP and Unix."""
-    peer = start_peer(*([f"unix:{tmp_path}/funnel.sock"] if kind == "unix" else []))
+    peer = start_peer(*([f"unix:{socket_folder}/funnel.sock"] if kind == "unix" else []))
     log = tmp_path / "a.log"
     client = connect(peer.endpoint)
     target = client.open(str(log))
@@ -689,6 +693,37 @@ def make_certificates(directory: Path) -> None:
         run(*request, "/CN=logs.test", "-keyout", f"{name}.key", "-out", f"{name}.csr")
         sign = ["x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key"]
         run(*sign, "-CAcreateserial", "-days", "2", "-extfile", "names", "-out", f"{name}.pem")
+
+
+def test_certificates_that_changed_are_shown_to_the_next_server(
+    start_peer: Callable[..., FunnelPeer], connect: Connect, tmp_path: Path
+) -> None:
+    """A client goes on after server and client have got certificates of a new authority."""
+    folders = [tmp_path / name for name in ("used", "next")]
+    for folder in folders:
+        folder.mkdir()
+        make_certificates(folder)
+    used, later = folders
+
+    def server_of(address: str) -> FunnelPeer:
+        pair = ((used / "server.key").read_bytes(), (used / "server.pem").read_bytes())
+        authority = (used / "ca.pem").read_bytes()
+        credentials = grpc.ssl_server_credentials([pair], authority, require_client_auth=True)
+        return start_peer(address, credentials)
+
+    first = server_of("127.0.0.1:0")
+    files = [str(used / name) for name in ("ca.pem", "client.pem", "client.key")]
+    client = connect(first.endpoint, tls=FunnelTls(*files, server_name="logs.test"))
+    target = client.open(str(tmp_path / "a.log"))
+    target.write(b"one\n")
+    target.flush(30.0)
+    first.stop()
+    for file in later.iterdir():
+        file.replace(used / file.name)
+    server_of(first.endpoint)
+    target.write(b"two\n")
+    target.flush(50.0)
+    assert (tmp_path / "a.log").read_bytes() == b"one\ntwo\n"
 
 
 def test_mutual_tls(

@@ -146,6 +146,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = _DEADLINE_S) ->
 
 
 @pytest.mark.parametrize("kill_at", [2000, 3000])
+@pytest.mark.no_second_try
 def test_killed_server(serve: Callable[..., Server], tmp_path: Path, kill_at: int) -> None:
     """A server killed while lines come and started again 0.5 s later loses and doubles none."""
     server = serve()
@@ -160,6 +161,7 @@ def test_killed_server(serve: Callable[..., Server], tmp_path: Path, kill_at: in
 
 
 @pytest.mark.parametrize("killed", ["leaf", "root"])
+@pytest.mark.no_second_try
 def test_killed_in_two_levels(serve: Callable[..., Server], tmp_path: Path, killed: str) -> None:
     """Through a leaf a kill of either server loses and doubles nothing."""
     root = serve()
@@ -175,6 +177,7 @@ def test_killed_in_two_levels(serve: Callable[..., Server], tmp_path: Path, kill
     assert numbers_in(tmp_path / "a.log") == list(range(6000))
 
 
+@pytest.mark.no_second_try
 def test_server_killed_again_and_again(serve: Callable[..., Server], tmp_path: Path) -> None:
     """Five kills at random moments under full load lose and double nothing, in order."""
     draw = random.Random(5)
@@ -191,6 +194,7 @@ def test_server_killed_again_and_again(serve: Callable[..., Server], tmp_path: P
     assert numbers_in(tmp_path / "a.log") == list(range(60_000))
 
 
+@pytest.mark.no_second_try
 def test_killed_client(serve: Callable[..., Server], tmp_path: Path) -> None:
     """Of a client killed while it writes all but the last moment's lines are in the file."""
     server = serve()
@@ -206,6 +210,7 @@ def test_killed_client(serve: Callable[..., Server], tmp_path: Path) -> None:
     assert found == list(range(len(found)))
 
 
+@pytest.mark.no_second_try
 def test_stopped_server(serve: Callable[..., Server], tmp_path: Path) -> None:
     """A server that is stopped holds up no writer; what came meanwhile follows, in order."""
     server = serve()
@@ -230,6 +235,7 @@ def test_stopped_server(serve: Callable[..., Server], tmp_path: Path) -> None:
     assert not (tmp_path / "spill").exists()
 
 
+@pytest.mark.no_second_try
 def test_killed_client_with_files(serve: Callable[..., Server], tmp_path: Path) -> None:
     """What a killed client had in files is sent by the next one, once, before its own lines."""
     server = serve()
@@ -255,6 +261,7 @@ def test_killed_client_with_files(serve: Callable[..., Server], tmp_path: Path) 
     assert not (tmp_path / "spill").exists()
 
 
+@pytest.mark.no_second_try
 def test_lossy_line(serve: Callable[..., Server], tmp_path: Path) -> None:
     """Over a line that is slow and breaks again and again nothing is lost or doubled."""
     server = serve()
@@ -372,6 +379,7 @@ def lossy_network() -> Iterator[list[str]]:
 
 
 @pytest.mark.netns
+@pytest.mark.no_second_try
 def test_packet_loss(lossy_network: list[str], tmp_path: Path) -> None:
     """Between two hosts with 5 % packet loss nothing is lost or doubled; a token is needed."""
     port, log, token = 5000, tmp_path / "a.log", tmp_path / "token"  # of a network of its own

@@ -143,11 +143,11 @@ def test_stats_of_open_streams(server: peers.Server, logs: Path) -> None:
         stream.close()
 
 
-def test_unix_socket(tmp_path: Path, logs: Path) -> None:
+def test_unix_socket(tmp_path: Path, socket_folder: Path, logs: Path) -> None:
     """The same service answers on a Unix socket."""
-    with peers.root(tmp_path, "--host", f"unix:{tmp_path}/s.sock") as server:
+    with peers.root(tmp_path, "--host", f"unix:{socket_folder}/s.sock") as server:
         server.start()
-        assert send(f"unix:{tmp_path}/s.sock", chunk(logs / "x.log", b"x\n")).status == "OK"
+        assert send(f"unix:{socket_folder}/s.sock", chunk(logs / "x.log", b"x\n")).status == "OK"
     assert (logs / "x.log").read_bytes() == b"x\n"
 
 
@@ -287,6 +287,38 @@ def test_wrong_token(tmp_path: Path, logs: Path, token_file: Path, metadata) -> 
         assert health(address, metadata=right).healthy
 
 
+def _replace(path: Path, content: bytes) -> None:
+    new = path.with_suffix(".new")
+    new.write_bytes(content)
+    new.chmod(0o600)
+    new.replace(path)
+
+
+def test_token_is_replaced_while_the_servers_run(
+    tmp_path: Path, logs: Path, token_file: Path
+) -> None:
+    """A new token counts at once, at the root, at a leaf, and from a leaf to a new root."""
+    env = {"NVRX_LOG_FUNNEL_TOKEN_FILE": str(token_file)}
+    old, new = ([("authorization", f"Bearer {token}")] for token in (TOKEN, "another"))
+    with peers.root(tmp_path, env=env) as root:
+        root.start()
+        with peers.leaf(tmp_path, root.address, env=env) as leaf:
+            leaf.start()
+            for seq, right, wrong in ((1, old, new), (2, new, old)):
+                if seq == 2:
+                    _replace(token_file, b"another")
+                for server in (root, leaf):
+                    item = chunk(logs / f"{server.module}.log", b"x\n", "0", server.module, seq)
+                    assert send_acked(server.address, item, metadata=wrong)[0] == "UNAUTHENTICATED"
+                    found = send_acked(server.address, item, metadata=right)
+                    assert found == {server.module: seq}
+            root.kill()
+            root.arguments = (*root.arguments[:-1], root.address.rpartition(":")[2])
+            root.start()
+            item = chunk(logs / "last.log", b"x\n", "0", "last", 1)
+            assert send_acked(leaf.address, item, metadata=new) == {"last": 1}
+
+
 def _certificates(folder: Path) -> Path:
     """Make an authority, and certificates of a server and a client that it signed."""
     script = """
@@ -332,6 +364,42 @@ def test_mutual_tls(tmp_path: Path, logs: Path) -> None:
         assert send(server.address, item, timeout=5)[0] in {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
         with peers.leaf(tmp_path, server.address, *tls) as leaf:
             leaf.start()
+
+
+def test_certificates_are_replaced_while_the_servers_run(tmp_path: Path, logs: Path) -> None:
+    """Certificates of a new authority count for the next connection, also from a leaf to a root."""
+    pem, later = _certificates(tmp_path / "pem"), _certificates(tmp_path / "later")
+    tls = ("--tls-cert", f"{pem}/server.pem", "--tls-key", f"{pem}/server.key",
+           "--tls-ca", f"{pem}/ca.pem")  # fmt: skip
+
+    def code(server: peers.Server, folder: Path, stream: str) -> str:
+        files = (folder / name for name in ("ca.pem", "client.key", "client.pem"))
+        credentials = grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
+        with grpc.secure_channel(server.address, credentials) as made:
+            call = peers.service.LogAggregationServiceStub(made).StreamLogsAcked(
+                iter([chunk(logs / "x.log", b"x\n", "0", stream, 1)]), timeout=20
+            )
+            try:
+                return str([ack.committed_seq for ack in call])
+            except grpc.RpcError as error:
+                return error.code().name
+
+    before = {name: (pem / name).read_bytes() for name in ("ca.pem", "client.key", "client.pem")}
+    with peers.root(tmp_path, *tls) as root:
+        root.start()
+        with peers.leaf(tmp_path, root.address, *tls) as leaf:
+            leaf.start()
+            assert [code(root, pem, "a"), code(leaf, pem, "b")] == ["[1]", "[1]"]
+            for file in later.iterdir():
+                _replace(pem / file.name, file.read_bytes())
+            assert [code(root, later, "c"), code(leaf, later, "d")] == ["[1]", "[1]"]
+            for name, content in before.items():
+                _replace(later / name, content)
+            assert {code(root, later, "e"), code(leaf, later, "f")} <= {"UNAVAILABLE", "UNKNOWN"}
+            root.kill()
+            root.arguments = (*root.arguments, "--port", root.address.rpartition(":")[2])
+            root.start()
+            assert code(leaf, pem, "g") == "[1]"
 
 
 # --- many streams
@@ -506,9 +574,11 @@ def test_port_in_use_is_one_line_and_exit_1(server: peers.Server, tmp_path: Path
     assert done.stderr.strip().splitlines()[-1].startswith("grpc_log_server: cannot listen on")
 
 
-def test_unix_socket_in_use_is_not_taken_over(tmp_path: Path, logs: Path) -> None:
+def test_unix_socket_in_use_is_not_taken_over(
+    tmp_path: Path, socket_folder: Path, logs: Path
+) -> None:
     """A second server leaves the first one's socket alone; one that nobody has is used again."""
-    address = f"unix:{tmp_path}/s.sock"
+    address = f"unix:{socket_folder}/s.sock"
     with peers.root(tmp_path, "--host", address) as server:
         server.start()
         done = _run("--allowed-root", str(tmp_path), "--host", address)

@@ -19,9 +19,9 @@ DEFAULT_ARGS = ["--no-slurm", "--group", "prolog", "epilog", "logs", "gpu"]
 
 
 @pytest.fixture
-def place(tmp_path_factory):
+def place(socket_folder):
     """Return a short folder for sockets."""
-    return tmp_path_factory.mktemp("d")
+    return socket_folder
 
 
 @pytest.fixture

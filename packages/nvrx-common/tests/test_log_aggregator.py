@@ -43,7 +43,7 @@ class Place:
         self.temp = root / "temp"
         self.temp.mkdir(mode=0o700)
         self.log = root / "log"
-        self.log.mkdir()
+        self.log.mkdir(mode=0o755)
         self.output = self.log / "all.log"
         self.said: list[str] = []
 
@@ -379,13 +379,14 @@ class _Crasher:
 
 
 @pytest.mark.parametrize("is_ordered", [False, True])
+@pytest.mark.no_second_try
 def test_death_at_every_step(tmp_path: Path, is_ordered: bool) -> None:
     """Wherever an aggregator dies, also again and again, its successor completes the file."""
     step = deaths = 0
     while True:
         step += 1
         root = tmp_path / f"{step}"
-        root.mkdir()
+        root.mkdir(mode=0o755)
         place = Place(root)
         expected = []
         for rank in range(3):
@@ -500,6 +501,7 @@ def test_wrong_settings(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.no_second_try
 def test_full_disk(place: Place, start: Start) -> None:
     """While the merged file cannot grow nothing is lost, and merging goes on when it can again."""
     process = start()
@@ -591,6 +593,7 @@ def _kill_again_and_again(place: Place, start: Start, seconds: float, least: int
     assert merged.count("\n\tmore\n") == sum(-(-count // 5) for count in counts)
 
 
+@pytest.mark.no_second_try
 def test_killed_again_and_again(place: Place, start: Start) -> None:
     """Of what two processes log while aggregators are killed, each line is there once, in order."""
     _kill_again_and_again(place, start, 3.0, least=3)

@@ -41,6 +41,7 @@ def _assert_all_once(path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("victim", ["root", "root behind a leaf", "leaf"])
+@pytest.mark.no_second_try
 def test_killed_server_loses_and_doubles_nothing(tmp_path: Path, victim: str) -> None:
     """At 2000 lines/s the server is killed twice and comes back: each line is there once."""
     count = 4000
@@ -65,6 +66,7 @@ def test_killed_server_loses_and_doubles_nothing(tmp_path: Path, victim: str) ->
     _assert_all_once(tmp_path / "logs/x.log", count)
 
 
+@pytest.mark.no_second_try
 def test_stopped_root_is_only_late(tmp_path: Path) -> None:
     """A root under SIGSTOP makes its senders wait; when it goes on, nothing is missing."""
     with peers.root(tmp_path) as root:
@@ -94,6 +96,7 @@ def _full_disk(tmp_path: Path) -> list[str]:
     return ["unshare", *flags, "sh", "-ec", f'{mount}; exec "$@"', "sh"]
 
 
+@pytest.mark.no_second_try
 def test_full_disk_recovers_without_a_restart(tmp_path: Path) -> None:
     """While a disk is full, logs elsewhere go on; then nothing is lost or doubled."""
     prefix = _full_disk(tmp_path)
@@ -116,6 +119,7 @@ def test_full_disk_recovers_without_a_restart(tmp_path: Path) -> None:
     _assert_all_once(tmp_path / "x.log", 4000)
 
 
+@pytest.mark.no_second_try
 def test_old_client_is_told_that_the_disk_is_full(tmp_path: Path) -> None:
     """A sender without acknowledgements never hears OK for bytes that are not in the file."""
     prefix = _full_disk(tmp_path)

@@ -147,6 +147,7 @@ def test_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
         os.close(open_log_directory(str(tmp_path)))
 
 
+@pytest.mark.no_second_try
 def test_unwritable_record_goes_to_stderr(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +170,7 @@ def test_removed_file_is_made_again(make: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
+@pytest.mark.no_second_try
 def test_descriptor_that_the_program_closed_is_opened_anew(
     is_taken: bool, make: Make, tmp_path: Path
 ) -> None:
@@ -193,6 +195,7 @@ def test_descriptor_that_the_program_closed_is_opened_anew(
     assert (logs / name).read_text() == "a\nb\n"
 
 
+@pytest.mark.no_second_try
 def test_forked_children_write_whole_lines(make: Make, tmp_path: Path) -> None:
     """Parent and children go on with the same file and no line is broken or lost."""
     handler = make(size=10**9)

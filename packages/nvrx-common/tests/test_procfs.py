@@ -6,6 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+
+import pytest
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import start_child
@@ -124,7 +127,15 @@ def test_scan_survives_processes_that_come_and_go() -> None:
             procfs.pids_in_groups([1])
 
 
-def test_memory_maps_and_signals_of_this_process() -> None:
+@pytest.fixture
+def handled_signal() -> Iterator[signal.Signals]:
+    """Give a signal that this process handles."""
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
+    yield signal.SIGUSR2
+    signal.signal(signal.SIGUSR2, before)
+
+
+def test_memory_maps_and_signals_of_this_process(handled_signal: signal.Signals) -> None:
     """Sizes are ordered as their definitions demand; maps and handlers are those we have."""
     memory = procfs.memory(os.getpid())
     assert memory is not None
@@ -134,7 +145,7 @@ def test_memory_maps_and_signals_of_this_process() -> None:
     executable = os.path.basename(os.path.realpath(sys.executable))
     assert procfs.maps_name(os.getpid(), executable)
     assert not procfs.maps_name(os.getpid(), "no-such-library.so")
-    assert procfs.catches_signal(os.getpid(), signal.SIGINT)
+    assert procfs.catches_signal(os.getpid(), handled_signal)
     assert not procfs.catches_signal(os.getpid(), signal.SIGKILL)
     assert procfs.wchan(os.getpid()) is not None
 

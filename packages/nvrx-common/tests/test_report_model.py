@@ -27,7 +27,7 @@ from nvidia_resiliency_ext.shared_utils.events import (
     WorkerExit,
     WorkerStart,
 )
-from nvidia_resiliency_ext.shared_utils.report import build_timeline
+from nvidia_resiliency_ext.shared_utils.report import build_timeline, render_prometheus
 
 
 def _seconds(*stories: Story) -> dict[str, float]:
@@ -105,7 +105,8 @@ def test_restart_after_a_kill() -> None:
     assert restart.down_s == pytest.approx(10)
     assert restart.phases == pytest.approx({"stop": 3.0, "rendezvous": 1.0, "first step": 5.0})
     assert restart.lost_s is None
-    assert any("upper bound" in note for note in timeline.notes)
+    (note,) = (note for note in timeline.notes if "upper bound" in note)
+    assert "CkptSave" in note
 
 
 def test_lost_work_and_stall() -> None:
@@ -192,6 +193,39 @@ def test_in_process_restart() -> None:
     assert timeline.seconds["unknown"] == pytest.approx(0)
 
 
+def test_in_process_restart_counts_as_its_fault() -> None:
+    """A restart of which no other event tells is a fault, too, and costs the work thrown away."""
+    story = _quiet().at(10, FirstStep(), rank=0)
+    for number in range(1, 5):
+        at = 10 + 10 * number
+        story.at(at, Progress(iteration=10 * number, steps=10, window_s=10.0), rank=0)
+    text = "Interruption.HARD_TIMEOUT on ranks={2}"
+    phases = {"detect": 4.0, "abort": 1.0, "barrier": 1.0}
+    story.at(56, InprocRestart(call=0, iteration=0, cause=text, ranks=[2], phases=phases), rank=0)
+    story.at(66, Progress(iteration=30, steps=10, window_s=9.0), rank=0)  # goes on from 20
+    story.at(100, CycleEnd(result="success")).at(100, JobEnd(result="success"), None)
+    timeline = build_timeline([story.file()])
+    (fault,) = timeline.faults
+    assert (fault.cause, fault.rank, fault.what) == ("hang_heartbeat", 2, text)
+    assert (fault.onset, fault.at) == (50 + BEGIN, 54 + BEGIN)
+    assert timeline.seconds["lost_work"] == pytest.approx(20)  # from 30, when step 20 was done
+    assert timeline.restarts[0].lost_s == pytest.approx(20)
+    assert timeline.seconds["productive"] == pytest.approx(90 - 6 - 20)
+
+
+@pytest.mark.parametrize("calls", [(0, 1), (None, None)], ids=["numbered", "older record"])
+def test_in_process_restarts_of_two_calls(calls: tuple[int | None, ...]) -> None:
+    """Each wrapped call counts its restarts from 0: those of two calls are two."""
+    story = _quiet().at(10, FirstStep(), rank=0)
+    for at, call in zip((30, 60), calls, strict=True):
+        restart = InprocRestart(call=call, iteration=0, cause="0:EXCEPTION", phases={"abort": 1.0})
+        story.at(at, restart, rank=0)
+    story.at(100, CycleEnd(result="success")).at(100, JobEnd(result="success"), None)
+    timeline = build_timeline([story.file()])
+    assert timeline.restarts_by_layer["in-process"] == 2
+    assert len(timeline.faults) == 2
+
+
 def test_no_heartbeat_means_unknown() -> None:
     """A script that reports no step has unknown, not productive time, and is told how to change."""
     story = _quiet().at(100, CycleEnd(result="success")).at(100, JobEnd(result="success"), None)
@@ -217,6 +251,46 @@ def test_killed_launcher() -> None:
     assert not timeline.is_ended
     assert timeline.wall_s == pytest.approx(40)
     assert any("no end" in note for note in timeline.notes)
+
+
+def _lost_launcher() -> list[Story]:
+    """Return a job of three launchers on one machine; the second is killed at 40."""
+    nodes = [Story("n1", launch_id=name) for name in "abc"]
+    for number, story in enumerate(nodes):
+        story.at(number * 0.1, JobStart(), None)
+        story.at(1, CycleStart(world_size=3, reason="start")).at(10, FirstStep(), rank=number)
+    nodes[1].at(40, Progress(iteration=30), rank=1)
+    for number in (0, 2):
+        story = nodes[number].at(55, Fault(cause="node_lost", what="host n1 is lost"))
+        story.at(56, CycleEnd(result="restart")).at(57, CycleStart(world_size=2), 1)
+        story.at(60, FirstStep(), 1, rank=number)
+    return nodes
+
+
+def test_job_with_a_lost_launcher_ends() -> None:
+    """It ends when all others have, for the lost one never tells its end."""
+    nodes = _lost_launcher()
+    assert not build_timeline([story.file() for story in nodes]).is_ended
+    nodes[0].at(100, CycleEnd(result="success"), 1).at(100, JobEnd(result="success"), None)
+    assert not build_timeline([story.file() for story in nodes]).is_ended
+    nodes[2].at(101, CycleEnd(result="success"), 1)
+    nodes[2].at(101, JobEnd(result="success", exit_code=0), None)
+    timeline = build_timeline([story.file() for story in nodes])
+    assert timeline.is_ended
+    assert (timeline.result, timeline.exit_code) == ("success", 0)
+    assert any("n1" in note and "lost" in note for note in timeline.notes)
+    assert not any("record has no end" in note for note in timeline.notes)
+    running = [line for line in render_prometheus(timeline).splitlines() if "job_running " in line]
+    assert running[-1] == "nvrx_job_running 0"
+
+
+def test_launcher_that_was_taken_for_lost_and_writes_again_is_waited_for() -> None:
+    """Whoever wrote after the loss was noticed was not lost."""
+    nodes = _lost_launcher()
+    nodes[1].at(70, CycleStart(world_size=3), 1)
+    for story in (nodes[0], nodes[2]):
+        story.at(100, JobEnd(result="success"), None)
+    assert not build_timeline([story.file() for story in nodes]).is_ended
 
 
 def test_nodes_share_one_account() -> None:

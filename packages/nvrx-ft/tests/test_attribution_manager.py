@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attribution in the launcher: settings, the managed service, and a service that misbehaves."""
 
+import argparse
 import json
 import queue
 import sys
@@ -24,6 +25,7 @@ from nvidia_resiliency_ext.fault_tolerance.attribution_manager import (
     AttributionEndpoint,
     AttributionManager,
 )
+from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.shared_utils import attribution_client
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -51,11 +53,29 @@ def test_nothing_asked_for_is_off():
     assert AttributionManager(config, is_store_host=True).start_if_needed() is None
 
 
+def test_what_a_parsed_command_line_says_wins_over_the_configuration():
+    """Programs hand in their own arguments and a configuration that was not merged with them."""
+    args = argparse.Namespace(
+        ft_attribution_endpoint="localhost",
+        ft_attribution_stop_action="no-restart",
+        ft_attribution_export_url="http://x/results",
+    )
+    config = AttributionConfig.from_args(args, "/logs/job.log", FaultToleranceConfig())
+    assert (config.endpoint, config.enforce_stop) == ("localhost", True)
+    assert config.export_url == "http://x/results"
+    merged = FaultToleranceConfig(attribution_endpoint="http://h:1")
+    args.ft_attribution_endpoint = args.ft_attribution_export_url = None
+    assert AttributionConfig.from_args(args, "/l", merged).endpoint == "http://h:1"
+    args.ft_attribution_endpoint = "none"
+    assert not AttributionConfig.from_args(args, "/l", merged).is_enabled
+
+
 def test_localhost_is_run_by_the_store_host():
     """The managed service listens on the loopback; other launchers ask nobody."""
     config = AttributionConfig("localhost", stop_action="no-restart")
     assert config.is_managed
-    assert config.client_endpoint == "http://127.0.0.1:50050"
+    assert config.client_endpoint == AttributionEndpoint("http://127.0.0.1:50050", True)
+    assert config.client_endpoint.endpoint == "http://127.0.0.1:50050"
     assert AttributionManager(config, is_store_host=False).start_if_needed() is None
 
 
@@ -264,8 +284,9 @@ def test_a_key_file_that_is_not_there_is_refused(managed):
 
 
 def test_a_missing_package_is_one_clear_message(monkeypatch):
-    """Without the service installed the error says what to install."""
+    """Without what the service needs the error says what to install."""
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setitem(sys.modules, "fastapi", None)
     manager = AttributionManager(AttributionConfig("localhost", "/a"), is_store_host=True)
     with pytest.raises(NvrxError, match=r"pip install 'nvrx-attribution\[service\]'"):
         manager.start_if_needed()

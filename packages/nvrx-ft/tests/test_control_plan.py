@@ -130,6 +130,7 @@ def test_where_it_listens_and_what_launchers_must_have_alike_can_be_said() -> No
         ((APPLOG, "--ft-log-server-port=65535", "--ft-log-aggregator-count=2"), "65535"),
         (("--ft-bad-node-hook=no-such-program-1",), "--ft-bad-node-hook"),
         (("--rdzv-backend=etcd",), "--rdzv-backend"),
+        (("--rdzv-backend=static",), "--rdzv-backend static"),
         (("--rdzv-conf=replacement_group_size=few",), "replacement_group_size='few'"),
         (("--nproc-per-node=2",), "--nproc-per-node=2 is no flag of nvrx-control"),
         (("train.py",), "runs no script"),

@@ -35,6 +35,12 @@ def content(path: Path) -> dict[str, object]:
     return found
 
 
+def test_a_writer_without_a_directory_is_refused() -> None:
+    """An empty name would mean the directory that the launcher happens to be in."""
+    with pytest.raises(ValueError, match="cycle_info_dir is empty"):
+        info.CycleInfoWriter("")
+
+
 def test_a_cycle_from_its_start_to_its_end(tmp_path: Path) -> None:
     """The file has all fields of the message from the first moment; an end is a new generation."""
     writer = info.CycleInfoWriter(str(tmp_path / "new"))

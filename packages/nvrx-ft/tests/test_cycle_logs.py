@@ -474,6 +474,7 @@ def test_lines_of_a_cycle_that_is_over_wait_for_the_server_without_limit() -> No
 
 
 @pytest.mark.parametrize("leaves", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.no_second_try
 def test_a_host_that_goes_before_its_job_leaves_the_lines_to_the_next(
     logs: Logs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: int
 ) -> None:

@@ -104,8 +104,19 @@ def test_log_server_number_must_be_positive(clean_environment):
     """There must be a server to choose."""
     clean_environment.setenv("SLURM_PROCID", "3")
     assert utils.get_log_aggregator_shard_index(2) == 1
+    assert utils.get_log_aggregator_shard_index(num_aggregators=0) == 0
     with pytest.raises(ValueError, match="at least 1"):
-        utils.get_log_aggregator_shard_index(0)
+        utils.get_log_aggregator_shard_index(-1)
+
+
+def test_the_pattern_of_an_address_may_be_in_capitals(clean_environment):
+    """Slurm's pattern means the same in any case."""
+    for name, value in {**ADDRESS, "SLURM_TOPOLOGY_NODES_PER_BLOCK": "18"}.items():
+        clean_environment.setenv(name, value)
+    rank = utils.get_infrastructure_rank()
+    assert rank == 3 * 18 + 12
+    clean_environment.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", "BLOCK.NODE")
+    assert utils.get_infrastructure_rank() == rank
 
 
 @pytest.mark.parametrize(
@@ -125,7 +136,7 @@ def test_bool_variable(monkeypatch, text, value):
     monkeypatch.delenv("NVRX_TEST_SWITCH", raising=False)
     if text is not None:
         monkeypatch.setenv("NVRX_TEST_SWITCH", text)
-    assert utils.parse_bool_env("NVRX_TEST_SWITCH") is value
+    assert utils.parse_bool_env(var_name="NVRX_TEST_SWITCH") is value
 
 
 @pytest.mark.parametrize("text", ["", "on", "2"])

@@ -18,6 +18,7 @@ from nvidia_resiliency_ext.fault_tolerance._check.compare import (
 from nvidia_resiliency_ext.fault_tolerance._check.findings import (
     exit_code_of,
     failed,
+    json_within,
     passed,
     render,
     skipped,
@@ -188,6 +189,23 @@ def test_too_few_nodes_fail():
     assert nodes_finding(reports, 3, 3, 5.0).status == "fail"
     missing = compare([NodeReport("a", {"torch": "2"}, clock=1.0), NodeReport("b")])
     assert [finding.status for finding in missing[:3]] == ["fail", "pass", "fail"]
+
+
+def test_what_a_node_tells_is_shortened_and_not_cut():
+    """A report of any size fits into the store as one JSON document, the short texts whole."""
+    report = {
+        "host": "a",
+        "settings": {"--ft-lease": "5.0", "--ft-x": "\u00e9" * 100_000},
+        "failures": [f"{number}: {'x' * 5000}" for number in range(100)],
+    }
+    told = json_within(report, 4000)
+    assert len(told) <= 4000
+    read = json.loads(told)
+    assert read["host"] == "a"
+    assert read["settings"]["--ft-lease"] == "5.0"
+    assert read["settings"]["--ft-x"].endswith("... (100000 characters)")
+    assert read["failures"][0].startswith("0: xx")
+    assert json.loads(json_within(report, 10**9)) == report
 
 
 @pytest.mark.parametrize("lease", ["1", "2"])

@@ -24,6 +24,7 @@ from nvidia_resiliency_ext.fault_tolerance._launch.node_effects import (
 from nvidia_resiliency_ext.fault_tolerance._launch.node_events import (
     BarrierTimedOut,
     GroupStopped,
+    HangJudged,
     JoinTimedOut,
     NextRoundOpened,
     RequestReceived,
@@ -31,6 +32,7 @@ from nvidia_resiliency_ext.fault_tolerance._launch.node_events import (
     RoundReady,
     Signalled,
     StartFailed,
+    StopRequested,
     StoreLost,
     WorkerExited,
     WorkerStuck,
@@ -95,6 +97,45 @@ def test_a_peer_that_fails_after_this_node_succeeded_takes_it_along():
     )
 
 
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [(Request.EXCLUDE_NODE, LeaveRendezvous), (Request.SHUTDOWN, CloseRendezvous)],
+)
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_request_is_honoured_by_a_node_that_waits(request_, expected, is_early):
+    """What a rank asked for before it ended well is done before the next round, not after it."""
+    asks = RequestReceived(request_, "rank 2: why")
+    ends = [WorkerExited(0, CLEAN), WorkerExited(1, CLEAN)]
+    node, _ = play(running(), *([asks, *ends] if is_early else [*ends, asks]))
+    assert node.phase is Phase.WAITING
+    node, done = play(node, NextRoundOpened(FAR))
+    assert node.phase is Phase.FINISHED
+    assert [type(effect) for effect in done] == [ReportFault, expected, Finish]
+    assert done[-1].exit_code == 1
+
+
+def test_a_request_that_comes_while_a_node_joins_is_honoured_before_the_next_round():
+    """A rank's last words may be read after it has ended."""
+    asks = RequestReceived(Request.EXCLUDE_NODE, "rank 2: why")
+    node, done = play(Node(POLICY), asks, NextRoundOpened(FAR))
+    assert (node.phase, done[-1].exit_code) == (Phase.FINISHED, 1)
+    assert isinstance(done[1], LeaveRendezvous)
+
+
+def test_a_verdict_against_a_restart_reaches_a_host_that_only_serves_the_store():
+    """Its own part is over, and still it ends the job for all and leaves with the code of that."""
+    cause = Cause("attribution", "useless", detected_by="attribution")
+    over = Node(HOST_POLICY, phase=Phase.FINISHED)
+    node, done = play(over, StopRequested(cause, "attribution_stop"))
+    assert done == [
+        CloseRendezvous("attribution_stop", cause),
+        Finish(93, "no restart: useless", "attribution_stop"),
+    ]
+    _, done = play(node, RoundClosed("no_progress", no_restart=True))
+    assert [effect.exit_code for effect in done] == [93]
+    assert play(over, RoundClosed("failure"))[1] == []
+
+
 @pytest.mark.parametrize("event", [BarrierTimedOut(), LOST])
 def test_a_node_that_succeeded_is_not_kept_for_ever(event):
     """Peers that do not end, and a store that is gone, cannot make a success a failure."""
@@ -152,6 +193,18 @@ def test_a_broken_machine_leaves_and_the_others_go_on(event):
     assert LeaveRendezvous(DEAD) in done
     assert not any(isinstance(effect, (CloseRendezvous, OpenNextRound)) for effect in done)
     assert play(node, GroupStopped())[1] == [Finish(1, DEAD.what)]
+
+
+def test_a_judged_hang_restarts_every_node_for_the_same_cause():
+    """Whoever the nodes blame together: each reports it, opens the next round, and stops."""
+    node, done = play(running(), HangJudged(FAR))
+    assert done == [
+        ReportFault(FAR, Outcome.RESTART, 2),
+        OpenNextRound(FAR),
+        StopWorkers(signal.SIGTERM, 15.0),
+    ]
+    assert play(node, NextRoundOpened(FAR))[1] == []
+    assert play(running(), HangJudged(FAR, no_progress=True))[0].outcome is Outcome.NO_RESTART
 
 
 def test_a_node_that_lost_the_store_stops_in_time_and_touches_nothing():

@@ -20,6 +20,7 @@ from nvidia_resiliency_ext.fault_tolerance._launch.node_events import RoundClose
 from nvidia_resiliency_ext.fault_tolerance._launch.ports import PortInUseError, PortReservation
 from nvidia_resiliency_ext.fault_tolerance._launch.rendezvous import LocalRendezvous
 from nvidia_resiliency_ext.fault_tolerance._launch.signals import SignalInbox
+from nvidia_resiliency_ext.fault_tolerance._process.error_file import ErrorFile, read_error_file
 from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
@@ -115,17 +116,37 @@ def test_no_port_for_a_round_closes_the_rendezvous():
     assert "Too many open files" in closed.reason
 
 
-def test_signal_arrives_as_a_number_and_handlers_come_back(loop):
+@pytest.fixture
+def inbox():
+    """Return an inbox for SIGHUP, which has a handler of the test's: `nohup` leaves it ignored."""
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    it = SignalInbox((signal.SIGHUP,))
+    yield it
+    it.close()
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_signal_arrives_as_a_number_and_handlers_come_back(loop, inbox):
     """A signal wakes the loop while the inbox is installed; afterwards the old handler is back."""
-    inbox, before = SignalInbox((signal.SIGHUP,)), signal.getsignal(signal.SIGHUP)
+    before, seen = signal.getsignal(signal.SIGHUP), []
     with inbox.installed():
         loop.watch(inbox.fileno(), lambda: seen.extend(inbox.receive()))
-        seen = []
         os.kill(os.getpid(), signal.SIGHUP)
         loop.run_once(until=SystemClock().monotonic() + 10)
     assert seen == [signal.SIGHUP]
     assert signal.getsignal(signal.SIGHUP) is before
-    inbox.close()
+
+
+def test_an_ignored_signal_stays_ignored(loop, inbox):
+    """What the shell has asked to ignore, as `nohup` does, ends no job."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with inbox.installed():
+        loop.watch(inbox.fileno(), lambda: seen.extend(inbox.receive()))
+        seen = []
+        os.kill(os.getpid(), signal.SIGHUP)
+        loop.run_once(until=SystemClock().monotonic() + 0.1)
+    assert seen == []
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def failure(rank, status=None, *, seen_at=100.0, error=None, hang=None):
@@ -135,7 +156,7 @@ def failure(rank, status=None, *, seen_at=100.0, error=None, hang=None):
 
 def test_root_cause_is_the_earliest_time_in_the_error_files():
     """The rank whose error file has the earliest time is blamed, not the first one reaped."""
-    early = faults.ErrorFile("e", "ValueError: boom", "", 50.0)
+    early = ErrorFile("e", "ValueError: boom", "", 50.0)
     first = faults.root_cause(
         [failure(0, seen_at=99.0), failure(1, ExitStatus(1), seen_at=101.0, error=early)]
     )
@@ -143,29 +164,55 @@ def test_root_cause_is_the_earliest_time_in_the_error_files():
     assert faults.cause_of(first).what == "rank 1 on host h exited with code 1: ValueError: boom"
 
 
-def test_stopped_rank_is_blamed_for_the_hang_of_its_peers():
-    """Of several ranks over the same limit the stopped one is the cause, else the first stuck."""
-    waits = {"rule": "section", "section": "step", "state": "S", "since": 1.0}
-    stopped = {**waits, "state": "T", "since": 2.0}
-    failures = [failure(0, hang=waits), failure(1, hang=stopped), failure(2)]
+def hang_of(rank, **more):
+    """Return a monitor's report that blames a rank."""
+    return {
+        "rule": "section",
+        "section": "step",
+        "elapsed": 10.5,
+        "limit": 10.0,
+        "reason": "",
+        "finding": f"rank {rank} on host h is stopped; rank 0 waited for it",
+        "accuser": 0,
+        "culprits": [rank],
+        "rank": rank,
+        "local_rank": rank,
+        "host": "h",
+        "signal": 9,
+        "error_file": None,
+        "ranks": [],
+        **more,
+    }
+
+
+def test_the_culprit_of_a_hang_is_the_root_cause():
+    """Whoever was seen to fail first: the rank that the monitor blames is the cause."""
+    failures = [failure(0, seen_at=1.0), failure(1, hang=hang_of(1), seen_at=2.0)]
     assert faults.root_cause(failures).rank == 1
-    later = {**waits, "since": 0.5}
-    assert faults.root_cause([failure(0, hang=waits), failure(3, hang=later)]).rank == 3
 
 
 def test_hang_report_makes_the_cause_a_hang():
-    """A rank killed by the monitor is reported as hung with section, elapsed time and limit."""
-    hang = {"rule": "section", "section": "step", "elapsed": 10.5, "limit": 10.0}
-    cause = faults.cause_of(failure(2, hang=hang))
-    assert (cause.kind, cause.detected_by) == ("hang_section", "monitor")
-    assert cause.what == "rank 2 on host h hung: section 'step' for 10.50 s, limit 10.00 s"
+    """The cause says who is to blame, and by which limit that was found."""
+    cause = faults.cause_of(failure(2, hang=hang_of(2)))
+    assert (cause.kind, cause.detected_by, cause.rank) == ("hang_section", "monitor", 2)
+    assert cause.what == (
+        "rank 2 on host h is stopped; rank 0 waited for it"
+        " (rank 0 was in section 'step' for 10.50 s, limit 10.00 s)"
+    )
+    beats = hang_of(2, rule="heartbeat", section=None)
+    assert "sent no heartbeat" in faults.cause_of(failure(2, hang=beats)).what
 
 
-def test_hangs_without_a_section_are_told_in_words():
-    """Each rule that knows no section says what the rank did not do."""
-    hang = {"rule": "heartbeat", "section": None, "elapsed": 10.5, "limit": 10.0}
-    cause = faults.cause_of(failure(2, hang=hang))
-    assert cause.what == "rank 2 on host h hung: no heartbeat for 10.50 s, limit 10.00 s"
+def test_a_hang_whose_culprit_cannot_be_told_is_held_against_nobody():
+    """Without a culprit the cause names neither a rank nor a host."""
+    cause = faults.cause_of(failure(2, hang=hang_of(2, culprits=[])))
+    assert (cause.rank, cause.local_rank, cause.host) == (None, None, "")
+
+
+def test_a_rank_that_failed_and_does_not_exit_is_an_exception():
+    """A hang behind which stands an error file is called by what is in the file."""
+    hang = hang_of(2, error_file="/tmp/error.json")
+    assert faults.cause_of(failure(2, hang=hang)).kind == "exception"
 
 
 @pytest.mark.parametrize(
@@ -184,8 +231,8 @@ def test_any_error_file_is_survived(tmp_path, content):
     """A worker may write anything into its error file; the launcher goes on."""
     path = tmp_path / "error.json"
     path.write_bytes(content)
-    faults.cause_of(failure(0, ExitStatus(1), error=faults.read_error_file(str(path))))
-    assert faults.read_error_file(str(tmp_path / "absent")) is None
+    faults.cause_of(failure(0, ExitStatus(1), error=read_error_file(str(path))))
+    assert read_error_file(str(tmp_path / "absent")) is None
 
 
 def test_torch_error_file_is_understood(tmp_path):
@@ -193,9 +240,7 @@ def test_torch_error_file_is_understood(tmp_path):
     path = tmp_path / "error.json"
     extra = {"py_callstack": "Traceback...", "timestamp": "17"}
     path.write_text(json.dumps({"message": {"message": "E: x", "extraInfo": extra}}))
-    assert faults.read_error_file(str(path)) == faults.ErrorFile(
-        str(path), "E: x", "Traceback...", 17.0
-    )
+    assert read_error_file(str(path)) == ErrorFile(str(path), "E: x", "Traceback...", 17.0)
 
 
 def test_streams_follow_redirects_tee_and_filter():
@@ -317,6 +362,60 @@ def test_tee_never_waits_for_a_console_that_does_not_read(tmp_path, monkeypatch)
     os.close(reader)
 
 
+def test_a_console_that_does_not_read_delays_no_restart_and_loses_no_line(tmp_path, monkeypatch):
+    """The end of a cycle waits for nothing; its lines come later, before those of the next one."""
+    reader, writer = os.pipe()
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+    due = []
+    tee = output.Tee(lambda: due.append(tee.look()))
+    for cycle in (b"old\n", b"new\n"):
+        path = tmp_path / f"{cycle[:3].decode()}.log"
+        path.write_bytes(cycle * 50_000 + cycle[:3])
+        tee.follow(str(path), "", output.Stream.STDOUT)
+        if cycle == b"old\n":
+            tee.end_cycle()
+            assert due == [output.LOOK_INTERVAL_S]
+    seen = b""
+    while len(seen) < 2 * 200_000 + 4:
+        seen += os.read(reader, 1 << 16)
+        tee.look()
+    assert seen == b"old\n" * 50_001 + b"new\n" * 50_000
+    tee.close()
+    sys.stdout.close()
+    os.close(reader)
+
+
+def test_what_a_console_never_takes_holds_no_files_open(tmp_path, monkeypatch, caplog):
+    """However many cycles end, the files of the last one alone wait for the console."""
+    reader, writer = os.pipe()
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+    path = tmp_path / "stdout.log"
+    path.write_bytes(b"line\n" * 50_000)
+    tee = output.Tee()
+    for _ in range(3):
+        tee.follow(str(path), "", output.Stream.STDOUT)
+        tee.look()
+        tee.end_cycle()
+    opened = [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+    assert [os.readlink(f"/proc/self/fd/{fd}") for fd in opened].count(str(path)) == 1
+    assert caplog.text.count("the console did not take all lines") == 2
+    os.close(reader)
+    tee.close()
+    sys.stdout.close()
+
+
+def test_timers_that_are_cancelled_do_not_stay_until_their_time(loop):
+    """What was set and withdrawn a thousand times is forgotten; what was not, still happens."""
+    clock, fired = SystemClock(), []
+    loop.call_at(clock.monotonic() + 0.01, lambda: fired.append("soon"))
+    for number in range(20_000):
+        loop.call_at(clock.monotonic() + 3600 + number, lambda: fired.append("late")).cancel()
+    assert len(loop._timers) < 200
+    while not fired:
+        loop.run_once(until=clock.monotonic() + 10)
+    assert fired == ["soon"]
+
+
 def test_tee_gives_up_a_file_that_cannot_be_read(tmp_path, caplog):
     """A file that its file system loses costs its copy and one warning; the loop goes on."""
     path = tmp_path / "stdout.log"
@@ -377,7 +476,7 @@ def test_error_file_that_is_no_file_is_left_alone(tmp_path, kind):
         path.symlink_to("/dev/zero")
     else:
         path.mkdir()
-    assert faults.read_error_file(str(path)) is None
+    assert read_error_file(str(path)) is None
 
 
 @pytest.mark.parametrize("stamp", ["inf", "nan", "1" + 400 * "0", "-5", "true", '"x"', "1e300"])
@@ -386,7 +485,7 @@ def test_odd_time_in_an_error_file_is_ignored(tmp_path, stamp):
     path = tmp_path / "error.json"
     stamp = {"inf": "1e999", "nan": "NaN"}.get(stamp, stamp)
     path.write_text('{"message": {"message": "m", "extraInfo": {"timestamp": ' + stamp + "}}}")
-    error = faults.read_error_file(str(path))
+    error = read_error_file(str(path))
     assert failure(0, ExitStatus(1), seen_at=7.0, error=error).time == 7.0
     assert "FAILED" in faults.failure_table("job", [failure(0, ExitStatus(1), error=error)])
 
@@ -421,6 +520,15 @@ def test_log_directory_that_cannot_be_written_names_path_and_remedy(tmp_path):
         output.OutputFiles.beneath(str(blocker), "job")
     if sys.platform == "linux" and os.path.exists("/dev/full"):
         assert list(tmp_path.iterdir()) == [blocker]
+
+
+def test_a_folder_says_whether_workers_can_write_there(tmp_path):
+    """Room is found out by writing, and nothing of it is left; a folder that is gone has none."""
+    files = output.OutputFiles.beneath(str(tmp_path), "job")
+    assert files.missing_room() == ""
+    assert os.listdir(files.root) == []
+    os.rmdir(files.root)
+    assert "No such file" in files.missing_room()
 
 
 def test_tidying_up_after_others_costs_no_job(monkeypatch, caplog):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What workers find in their environment, whatever their rank and cycle."""
 
+import dataclasses
+
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._launch.env import JobEnvironment, shared_variables
@@ -14,6 +16,12 @@ def test_ranks_that_restart_in_their_processes_find_the_jobs_store() -> None:
     assert shared_variables(JOB, {})["NVRX_INPROCESS_STORE"] == "h:1234"
     users = {"NVRX_INPROCESS_STORE": "other:1"}
     assert shared_variables(JOB, users)["NVRX_INPROCESS_STORE"] == "other:1"
+
+
+def test_ranks_know_the_signals_that_are_passed_on() -> None:
+    """As under torchrun, in its variable."""
+    job = dataclasses.replace(JOB, signals_to_handle="SIGTERM,SIGUSR1")
+    assert shared_variables(job, {})["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGUSR1"
 
 
 def test_one_node_names_no_store() -> None:

@@ -121,21 +121,21 @@ except launcher.UnhealthyNodeException as error:
 """
 
 
-def test_a_service_judges_the_node(tmp_path):
+def test_a_service_judges_the_node(socket_folder):
     """The node health service decides; one that cannot be reached does not."""
     pytest.importorskip("grpc")
-    path = f"{tmp_path}/nvhcd.sock"
+    path = f"{socket_folder}/nvhcd.sock"
     assert unfit(list(run(endpoint=path).values()), "h") is None
     with FakeNodeDaemon(path, {"success": False, "error": "disk"}):
         for endpoint in (path, f"unix://{path}"):
             assert "node_daemon" in unfit(list(run(endpoint=endpoint).values()), "h").what
 
 
-def test_a_program_names_the_service_for_its_launches(tmp_path):
+def test_a_program_names_the_service_for_its_launches(socket_folder):
     """`init_node_health_check` names the service that launches without an endpoint ask."""
     pytest.importorskip("grpc")
     assert launcher.get_node_health_check() is None
-    path = f"{tmp_path}/nvhcd.sock"
+    path = f"{socket_folder}/nvhcd.sock"
     launcher.init_node_health_check(path)
     try:
         assert launcher.get_node_health_check().endpoint == path

@@ -44,7 +44,7 @@ def describe(fault_tolerance: FaultToleranceConfig | None = None, **more: Any) -
 
 
 def nodes(**more: Any) -> LaunchConfig:
-    return describe(max_nodes=2, rdzv_backend="c10d", rdzv_endpoint="host:1", **more)
+    return describe(**{"max_nodes": 2, "rdzv_backend": "c10d", "rdzv_endpoint": "host:1", **more})
 
 
 def plan(config: LaunchConfig, environ: dict[str, str] = ENVIRON) -> LaunchPlan:
@@ -76,6 +76,11 @@ def test_prewarm_is_what_the_configuration_says() -> None:
         (describe(term_timeout=-1), "term_timeout=-1: must not"),
         (describe(restart_policy="sometimes"), "restart_policy='sometimes': use any-failed or"),
         (describe(rank_monitors={0: object()}), "rank_monitors"),
+        (describe(shutdown_timeout=-1), "shutdown_timeout=-1: must not"),
+        (describe(master_port=70000), "master_port=70000: is not from 0 to 65535"),
+        (describe(no_restart_exit_code=0), "no_restart_exit_code=0: is not from 1 to 255"),
+        (describe(signals_to_handle="SIGNO"), "signals_to_handle: 'SIGNO' is no signal"),
+        (describe(cycle_info_job_id="a/b"), "--ft-cycle-info-job-id"),
         (describe(logs_specs=object()), "logs_specs"),
         (describe(FaultToleranceConfig(bad_node_hook="/no/such")), "--ft-bad-node-hook"),
     ],
@@ -118,6 +123,28 @@ def test_a_command_line_survives_the_way_through_a_configuration(tmp_path: Path)
     again = plan_from_config(config_from_plan(first), first.command, ENVIRON)
     # Settings of the rendezvous that nobody gave are filled in; they only describe.
     assert dataclasses.replace(again, rdzv_configuration=first.rdzv_configuration) == first
+
+
+def test_no_flag_gets_lost_on_the_way_through_a_configuration(tmp_path: Path) -> None:
+    """What torch's `LaunchConfig` has no field for is launched as the command line says, too."""
+    words = (
+        "--nnodes=2", "--rdzv-endpoint=h:1", "--node-rank=3", "--master-addr=10.9.8.7",
+        "--master-port=23456", "--signals-to-handle=SIGTERM,SIGUSR1", "--shutdown-timeout=4",
+        f"--ft-node-health-check-endpoint=unix://{tmp_path}/health", "--ft-cycle-info-job-id=j7",
+        "--ft-no-restart-exit-code=77", "--local-addr=10.9.8.6", "--no-python", "/bin/true",
+    )  # fmt: skip
+    first = plan_from_args(parse_args(words), ENVIRON)
+    again = plan_from_config(config_from_plan(first), first.command, ENVIRON)
+    assert dataclasses.replace(again, rdzv_configuration=first.rdzv_configuration) == first
+    assert (again.master_port, again.node_rank, again.no_restart_exit_code) == (23456, 3, 77)
+
+
+def test_torchs_own_fields_mean_what_they_mean_there() -> None:
+    """The static backend's rank orders nodes, the endpoint's port is the meeting's, and so on."""
+    static = {"rdzv_backend": "static", "rdzv_configs": {"rank": 1}, "master_port": 1}
+    made = plan(nodes(**static, shutdown_timeout=7))
+    assert (made.node_rank, made.master_port, made.workers_stop_timeout_s) == (1, None, 7)
+    assert plan(nodes(**static, node_rank=0)).node_rank == 0
 
 
 def test_a_command_line_is_described_before_its_script_exists(
@@ -186,6 +213,7 @@ def test_where_all_nodes_work_more_of_them_are_waited_for(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_functions_run_on_many_nodes(tmp_path: Path) -> None:
     """Two of three nodes run a function, over a restart; each returns its rank's value only."""
     reserved = PortReservation()
@@ -199,7 +227,7 @@ def test_functions_run_on_many_nodes(tmp_path: Path) -> None:
         for _ in range(3)
     ]  # fmt: skip
     try:
-        done = [process.communicate(timeout=50) for process in started]
+        done = [process.communicate(timeout=200) for process in started]
     finally:
         reserved.release()
         for process in started:

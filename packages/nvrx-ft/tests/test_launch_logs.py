@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranc
 from nvidia_resiliency_ext.fault_tolerance._launch import library_plan, plan
 from nvidia_resiliency_ext.fault_tolerance._launch.command import WorkerCommand
 from nvidia_resiliency_ext.fault_tolerance._launch.log_plan import LogPlan
+from nvidia_resiliency_ext.fault_tolerance.launcher import LogFunnelPorts
 
 APPLOG = "--ft-per-cycle-applog-prefix=/logs/job.log"
 NVRX = "--ft-nvrx-logfile=/other/nvrx.log"
@@ -145,3 +147,12 @@ def test_a_command_line_survives_the_way_through_a_configuration(script: str) ->
         launcher.config_from_args(args, 7)
     with pytest.raises(ValueError, match="--ft-per-cycle-applog-prefix"):
         launcher.config_from_args(launcher.parse_args([script]), 7, "/logs/own.log")
+
+
+def test_a_negative_number_of_log_servers_is_refused() -> None:
+    """A program that fills in arguments itself is told so; 0 takes as many as the nodes need."""
+    args = argparse.Namespace(nnodes="1:2000", ft_log_server_port=6000, ft_log_aggregator_count=0)
+    assert LogFunnelPorts.from_launcher_args(args).first_level_count == 2
+    args.ft_log_aggregator_count = -1
+    with pytest.raises(ValueError, match="first_level_count=-1"):
+        LogFunnelPorts.from_launcher_args(args)

@@ -12,6 +12,13 @@ from nvidia_resiliency_ext.fault_tolerance._monitor import control
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 
+class _Child:
+    pid = 1
+
+    def wait(self, timeout_s: float) -> None:
+        """Say nothing of how it ended."""
+
+
 class TalkingHandle:
     """Stands for a monitor's process: says what it is told to say."""
 
@@ -20,6 +27,7 @@ class TalkingHandle:
         self.said: list[object] = []
         self.is_over = False
         self.slots: list[object] = []
+        self.child = _Child()
 
     def fileno(self) -> int:
         """Return what the loop watches."""
@@ -42,6 +50,60 @@ class TalkingHandle:
         os.close(self._writing)
 
 
+def test_no_restart_depends_on_a_monitor() -> None:
+    """One that died and cannot be started again is tried again, and the cycle begins without it."""
+    clock = SystemClock()
+    loop = EventLoop(clock)
+    handles: list[TalkingHandle] = []
+    starts: list[bool] = []
+    is_refused = False
+
+    def start(_cycle: int, _word: int) -> TalkingHandle:
+        starts.append(is_refused)
+        if is_refused:
+            raise OSError(11, "Resource temporarily unavailable")
+        handles.append(TalkingHandle())
+        return handles[-1]
+
+    monitor = SharedMonitor(
+        start,  # type: ignore[arg-type]
+        loop,
+        clock,
+        on_first_step=lambda _rank, _at: None,
+        on_stuck=lambda _rank, _where: None,
+    )
+    monitor.prepare(0)
+    handles[0].is_over = is_refused = True
+    monitor.prepare(1)
+    monitor.workers_changed(control.WorkersChanged(1, [7]))
+    assert monitor.hang_report() == {}
+    assert monitor.last_iteration() is None
+    assert starts == [False, True]
+    is_refused = False
+    while len(handles) < 2:
+        loop.run_once(until=clock.monotonic() + 10)
+    monitor.prepare(2)
+    assert len(handles) == 2
+    handles[1].close()
+    loop.close()
+
+
+def test_a_launch_without_a_monitor_does_not_begin() -> None:
+    """A monitor that is never there is an error of the first cycle, not a warning."""
+
+    def start(_cycle: int, _word: int) -> TalkingHandle:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    with pytest.raises(OSError, match="temporarily"):
+        SharedMonitor(
+            start,  # type: ignore[arg-type]
+            EventLoop(SystemClock()),
+            SystemClock(),
+            on_first_step=lambda _rank, _at: None,
+            on_stuck=lambda _rank, _where: None,
+        )
+
+
 @pytest.fixture
 def handle() -> Iterator[TalkingHandle]:
     """Return a monitor's end."""
@@ -50,8 +112,13 @@ def handle() -> Iterator[TalkingHandle]:
     handle.close()
 
 
+def report(rank: int, cycle: int, culprits: list[int]) -> dict[str, object]:
+    """Return what the link reads of a report."""
+    return {"local_rank": rank, "cycle": cycle, "culprits": culprits}
+
+
 def test_a_hang_of_the_last_cycle_is_none_of_this_one(handle: TalkingHandle) -> None:
-    """Two ranks hang at once; the report on the second comes after the restart and is dropped."""
+    """A report that comes after the restart is dropped; one that names a culprit is kept."""
     clock = SystemClock()
     monitor = SharedMonitor(
         lambda _cycle, _word: handle,  # type: ignore[arg-type, return-value]
@@ -61,10 +128,14 @@ def test_a_hang_of_the_last_cycle_is_none_of_this_one(handle: TalkingHandle) -> 
         on_stuck=lambda _rank, _where: None,
     )
     monitor.prepare(0)
-    handle.said = [control.HangFound({"local_rank": 0, "cycle": 0})]
-    assert monitor.hang_report(0) == {"local_rank": 0, "cycle": 0}
+    handle.said = [control.HangFound(report(0, 0, [0]))]
+    assert monitor.hang_report() == report(0, 0, [0])
     monitor.prepare(1)
-    handle.said = [control.HangFound({"local_rank": 1, "cycle": 0})]
-    assert monitor.hang_report(1) == {}
-    handle.said = [control.HangFound({"local_rank": 1, "cycle": 1})]
-    assert monitor.hang_report(1) == {"local_rank": 1, "cycle": 1}
+    handle.said = [control.HangFound(report(1, 0, [1]))]
+    assert monitor.hang_report() == {}
+    handle.said = [
+        control.HangFound(report(1, 1, [])),
+        control.HangFound(report(2, 1, [2])),
+        control.HangFound(report(3, 1, [3])),
+    ]
+    assert monitor.hang_report() == report(2, 1, [2])

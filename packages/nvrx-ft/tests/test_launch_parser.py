@@ -259,6 +259,23 @@ def test_the_environment_stands_in_for_a_flag(
     assert parse_args(["--max-restarts=1", "s"]).max_restarts == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "attribute", "value"),
+    [
+        (["--nproc_per", "2"], "nproc_per_node", "2"),
+        (["--nproc=2"], "nproc_per_node", "2"),
+        (["--stand"], "standalone", True),
+        (["--master-a=h"], "master_addr", "h"),
+        (["--monitor-i", "3"], "monitor_interval", 3.0),
+        (["--ft-max-no=1"], "ft_max_no_progress_cycles", 1),
+    ],
+    ids=str,
+)
+def test_a_flag_may_be_abbreviated(words: list[str], attribute: str, value: object) -> None:
+    """The beginning of one flag stands for it, as under torchrun; torchrun's own flags first."""
+    assert getattr(parse_args([*words, "s"]), attribute) == value
+
+
 def test_none_on_the_command_line_wins_over_a_file() -> None:
     """`none` is kept, since no value at all would mean that the file decides."""
     assert parse_args(["--ft-rank-heartbeat-timeout=none", "s"]).ft_rank_heartbeat_timeout == "none"
@@ -266,8 +283,8 @@ def test_none_on_the_command_line_wins_over_a_file() -> None:
 
 BAD: dict[str, tuple[list[str], str]] = {
     "no script": ([], "no script to run; write ft_launcher [options] SCRIPT"),
-    "typo": (["--nproc-per-nod", "2", "s"], "did you mean --nproc-per-node?"),
-    "abbreviation": (["--nproc=2", "s"], "unknown flag '--nproc'"),
+    "typo": (["--nproc-per-nodes", "2", "s"], "did you mean --nproc-per-node?"),
+    "abbreviation": (["--no", "s"], "flag '--no' is short for several: --no-python, --node-rank"),
     "unknown letter": (["-x", "s"], "unknown flag '-x'; see ft_launcher --help"),
     "no value": (["--role"], "--role needs a value: a text"),
     "flag as value": (["--role", "--standalone", "s"], "--role needs a value"),

@@ -50,7 +50,7 @@ def test_the_default_plan(script: str) -> None:
     assert (made.term_timeout_s, made.workers_stop_timeout_s) == (1800.0, 15.0)
     assert (made.master_addr, made.master_port, made.local_addr) == ("127.0.0.1", None, None)
     assert made.rdzv_endpoint == "127.0.0.1:29500"
-    assert made.run_id == "none"
+    assert len(made.run_id) == 32
     assert made.output.redirects == made.output.tee == {0: Std.NONE}
     assert made.output.console_ranks is None
     assert made.signals_to_handle[0] is signal.SIGTERM
@@ -104,6 +104,25 @@ def test_the_newer_name_of_the_stop_timeout_is_taken(script: str) -> None:
     assert both.workers_stop_timeout_s == 4.0
 
 
+def test_torchs_variable_stands_in_for_the_flags(script: str) -> None:
+    """TORCH_ELASTIC_SHUTDOWN_TIMEOUT counts where no flag says how long workers have to end."""
+    environ = ENVIRON | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
+    assert plan(script, environ=environ).workers_stop_timeout_s == 5.0
+    assert plan("--shutdown-timeout=3", script, environ=environ).workers_stop_timeout_s == 3.0
+    assert plan("--workers-stop-timeout=4", script, environ=environ).workers_stop_timeout_s == 4.0
+    for wrong in ("-1", "soon"):
+        with pytest.raises(ValueError, match=f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT.*{wrong}"):
+            plan(script, environ=ENVIRON | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": wrong})
+
+
+def test_a_job_that_nobody_named_has_an_id_of_its_own(script: str) -> None:
+    """One node that meets nobody gets a random id, as under torchrun; others share a known one."""
+    assert plan(script).run_id != plan(script).run_id
+    assert plan("--rdzv-id=none", script).run_id == "none"
+    for meets in ("--rdzv-endpoint=h:1", "--master-port=2000", "--nnodes=1:2"):
+        assert plan(meets, script).run_id == "none"
+
+
 def test_a_port_is_fixed_only_if_somebody_gave_it(
     script: str, clean_environment: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +131,19 @@ def test_a_port_is_fixed_only_if_somebody_gave_it(
     assert plan("--master-port=29500", script).master_port == 29500
     clean_environment.setenv("PET_MASTER_PORT", "2001")
     assert plan(script).master_port == 2001
+
+
+def test_the_port_of_the_meeting_is_not_that_of_rank_0(script: str) -> None:
+    """Many nodes meet at the endpoint's port, so ranks get fresh ones; another port stays fixed."""
+    static = ("--nnodes=2", "--node_rank=1", "--master_addr=a", "--master_port=2001")
+    for words in (static, (*static, "--rdzv-backend=static"), (*static, "--rdzv-endpoint=b:2001")):
+        assert plan(*words, script).master_port is None, words
+    assert plan(*static, script).rdzv_endpoint == "a:2001"
+    assert (
+        plan("--nnodes=2", "--rdzv-endpoint=b", "--master-port=29400", script).master_port is None
+    )
+    assert plan(*static, "--rdzv-endpoint=b:2002", script).master_port == 2001
+    assert plan("--master_addr=a", "--master_port=2001", script).master_port == 2001
 
 
 def test_a_file_gives_options_and_flags_win(script: str, tmp_path: Path) -> None:
@@ -392,9 +424,9 @@ def test_a_missing_file_is_one_problem_with_its_remedy(script: str) -> None:
 
 def test_a_plan_needs_no_record_of_who_gave_what(script: str) -> None:
     """The result of another parser with the same attributes makes the same plan."""
-    args = argparse.Namespace(**vars(parse_args([script])))
+    args = argparse.Namespace(**vars(parse_args(["--rdzv-id=job7", script])))
     del args.given, args.warnings
-    assert plan_from_args(args, ENVIRON) == plan(script)
+    assert plan_from_args(args, ENVIRON) == plan("--rdzv-id=job7", script)
     args.master_port = 2000
     assert plan_from_args(args, ENVIRON).master_port == 2000
     args.ft_attribution_node_action = "exclude"

@@ -318,9 +318,9 @@ def test_messages_that_come_with_ready_are_kept(tmp_path):
         memory.close()
 
 
-def test_a_link_that_is_closed_during_the_handshake_takes_nothing(tmp_path):
+def test_a_link_that_is_closed_during_the_handshake_takes_nothing(socket_folder):
     """A session that comes after `close` is refused by the rank, and its descriptors are closed."""
-    path = str(tmp_path / "m.sock")
+    path = str(socket_folder / "m.sock")
     taken, problems = [], []
     link = RankLink(
         path,
@@ -423,10 +423,10 @@ class NoDescriptors:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
-def test_a_doorway_without_descriptors_does_not_make_the_loop_spin(tmp_path):
+def test_a_doorway_without_descriptors_does_not_make_the_loop_spin(socket_folder):
     """A caller for whom no descriptor is left waits, and the listener is not watched meanwhile."""
     loop = Watched()
-    doorway = Doorway(str(tmp_path / "m.sock"), loop, print, print)
+    doorway = Doorway(str(socket_folder / "m.sock"), loop, print, print)
     [listener] = loop
     accept = loop[listener]
     doorway._listener = NoDescriptors()
@@ -462,10 +462,12 @@ signal.raise_signal(signal.SIGUSR1)
 """
 
 
-def test_serving_in_a_main_thread_lends_and_gives_back(tmp_path):
+def test_serving_in_a_main_thread_lends_and_gives_back(socket_folder):
     """Others' signals do not make the loop spin; handlers and descriptors come back."""
     program = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(tmp_path / "m.sock")], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SERVE, str(socket_folder / "m.sock")],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert program.stdout.readline() == "ready\n"
@@ -502,10 +504,10 @@ print(process.is_alive())
 """
 
 
-def test_the_end_of_a_forked_child_does_not_end_the_parents_monitor(tmp_path):
+def test_the_end_of_a_forked_child_does_not_end_the_parents_monitor(socket_folder):
     """A monitor belongs to the process that started it, not to that process's forks."""
     result = subprocess.run(
-        [sys.executable, "-c", FORK, str(tmp_path / "m.sock")],
+        [sys.executable, "-c", FORK, str(socket_folder / "m.sock")],
         capture_output=True,
         text=True,
         timeout=50,

@@ -15,6 +15,7 @@ from monitored_ranks import Node, wait_gone, wait_until
 
 from nvidia_resiliency_ext.fault_tolerance._monitor import control, rank_messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import read_slot
+from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.events import EventLog, read_events
 from nvidia_resiliency_ext.shared_utils.wire import receive_message, send_message
 
@@ -131,14 +132,116 @@ def test_a_rank_without_the_dump_handler_is_killed_without_waiting(node):
     assert rank.wait_dead(10.0) == -signal.SIGKILL
 
 
-def test_one_hung_rank_does_not_hide_another(node):
-    """While the evidence of one rank is awaited, the others are judged on time."""
+def test_ranks_that_hang_together_are_one_hang(node):
+    """Two ranks that break their limits by their own work are in one report, and both are ended."""
     it = node(2, rank_section_timeouts={"step": 0.3}, hang_evidence_timeout=0.5)
     first, second = it.rank(0), it.rank(1)
     for rank in (first, second):
-        rank.do_last("init", "open step")
-    reports = sorted(it.hang()["rank"] for _ in range(2))
-    assert reports == [0, 1]
+        rank.do("init")
+    with it.unjudged():
+        for rank in (first, second):
+            rank.do("open step")
+    report = it.hang()
+    assert (report["culprits"], report["ended"]) == ([0, 1], [0, 1])
+    assert [rank.wait_dead() for rank in (first, second)] == [-signal.SIGKILL] * 2
+    assert not [m for m in it.messages if isinstance(m, control.HangFound)]
+
+
+def test_the_stopped_rank_is_ended_and_not_the_one_whose_limit_passed(node):
+    """A rank that is stopped outside all sections is blamed for the limit that another breaks."""
+    it = node(2, rank_section_timeouts={"step": 0.5}, hang_evidence_timeout=20.0)
+    waits, stopped = it.rank(0), it.rank(1)
+    for rank in (waits, stopped):
+        rank.do("init")
+    with it.unjudged():
+        os.kill(stopped.pid, signal.SIGSTOP)
+        waits.do("open step")
+    report = it.hang()
+    assert (report["accuser"], report["culprits"], report["ended"]) == (0, [1], [1])
+    assert (report["rank"], report["pid"], report["state"]) == (1, stopped.pid, "T")
+    assert (report["rule"], report["section"]) == ("section", "step")
+    assert stopped.wait_dead() == -signal.SIGKILL
+    waits.do("close step")
+    names = {"stacks-testhost-c3-r0.txt", "stacks-testhost-c3-r1.txt"}
+    wait_until(lambda: {path.name for path in it.record_dir.glob("stacks-*")} == names)
+
+
+def test_a_rank_that_failed_and_does_not_exit_is_blamed(node, tmp_path):
+    """An error file is found though its rank still lives and broke no limit."""
+    it = node(2, rank_section_timeouts={"step": 0.5})
+    waits, failed = it.rank(0), it.rank(1)
+    for rank in (waits, failed):
+        rank.do("init")
+    files = [str(tmp_path / "0.json"), str(tmp_path / "1.json")]
+    message = {"message": "ValueError: boom\nmore", "extraInfo": {"timestamp": "17"}}
+    Path(files[1]).write_text(json.dumps({"message": message}))
+    it.monitor.send(control.WorkersChanged(3, [waits.pid, failed.pid], files, [], 2))
+    waits.order("open step")
+    report = it.hang()
+    assert (report["culprits"], report["error_file"]) == ([1], files[1])
+    assert report["finding"].startswith(
+        "rank 1 on host testhost had failed and has not exited: ValueError: boom"
+    )
+
+
+def test_a_rank_without_a_session_is_looked_at_through_the_kernel(node):
+    """A worker that never opened a session can be the culprit; the rank that waits is ended."""
+    it = node(2, rank_section_timeouts={"step": 0.5})
+    waits, silent = it.rank(0), it.rank(1)
+    waits.do("init")
+    silent.do("handler")
+    os.kill(silent.pid, signal.SIGSTOP)
+    it.monitor.send(control.WorkersChanged(3, [waits.pid, silent.pid], [], [], 2))
+    waits.order("open step")
+    report = it.hang()
+    assert (report["culprits"], report["pid"], report["ended"]) == ([1], silent.pid, [0])
+    assert waits.wait_dead() == -signal.SIGKILL
+
+
+def part_of_a_job(node, **config):
+    """Return a node with one rank of two, which waits in a section, and the rank."""
+    it = node(rank_section_timeouts={"step": 0.3}, **config)
+    rank = it.rank()
+    rank.do("init")
+    it.monitor.send(control.WorkersChanged(3, [rank.pid], [], [], 2, 0))
+    return it, rank
+
+
+def test_with_ranks_on_other_nodes_nobody_is_ended_before_they_are_heard(node):
+    """The report is held; the launcher's sentence then ends the ranks that it names, or none."""
+    it, rank = part_of_a_job(node)
+    rank.order("open step")
+    report = it.hang()
+    assert (report["is_held"], [r["rank"] for r in report["ranks"]]) == (True, [0])
+    it.monitor.send(control.Sentence([]))
+    rank.do("close step", "beat")
+    second, other = part_of_a_job(node)
+    other.order("open step")
+    assert second.hang()["is_held"]
+    second.monitor.send(control.Sentence([0]))
+    assert other.wait_dead() == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_a_node_that_hears_nothing_judges_alone(node):
+    """Without a sentence the rank that broke its limit is ended after a while, and reported."""
+    it, rank = part_of_a_job(node)
+    rank.order("open step")
+    assert it.hang()["is_held"]
+    assert rank.wait_dead() == -signal.SIGKILL
+    assert not it.hang()["is_held"]
+
+
+def test_ranks_are_looked_at_for_a_hang_on_another_node(node):
+    """Asked by the launcher, the monitor tells what each rank does, and leaves all alone."""
+    it, rank = part_of_a_job(node)
+    os.kill(rank.pid, signal.SIGSTOP)
+    wait_until(lambda: procfs.read_stat(rank.pid).state == "T")
+    it.monitor.send(control.Examine())
+    [seen] = it.expect(control.RanksSeen).ranks
+    assert (seen["rank"], seen["activity"]) == (0, "stopped")
+    os.kill(rank.pid, signal.SIGCONT)
+    rank.do("beat")
 
 
 def test_the_launcher_is_told_of_join_first_step_and_end(node):

@@ -63,8 +63,13 @@ def suspected(opened_at=T0 + 1):
 def asking():
     """Return a session whose verdict stands."""
     state, effects = run(suspected(), (s.Woke(), T0 + 5.01), (s.Looked(view(T0 + 1)), T0 + 5.01))
-    assert effects == [s.Look(), s.Inspect()]
+    assert kinds(effects) == [s.Look, s.Inspect, s.Accuse]
     return state
+
+
+def heard():
+    """Return a session on which the evidence is complete."""
+    return run(asking(), (s.Inspected(can_dump=False), T0 + 6), (s.Saved(), T0 + 6))[0]
 
 
 def kinds(effects):
@@ -116,9 +121,9 @@ def test_the_whole_way_of_a_hang_with_stacks():
     assert (state.phase, effects) == (Phase.DUMPING, [s.AskStacks()])
     assert state.wake_at == pytest.approx(T0 + 6.225)
     state, effects = run(state, (s.Woke(), T0 + 6.23), (s.Saved(), T0 + 6.24))
-    assert kinds(effects) == [s.SaveEvidence, s.Report, s.Terminate]
-    assert effects[1].verdict.section == "step"
-    assert state.phase is Phase.KILLING
+    assert (state.phase, effects) == (Phase.HEARD, [s.SaveEvidence(), s.Testify()])
+    state, effects = run(state, (s.Sentenced(), T0 + 6.25))
+    assert (state.phase, effects) == (Phase.KILLING, [s.Terminate()])
     state, effects = run(state, (s.Died(), T0 + 6.3))
     assert (state.phase, state.session_id, effects) == (Phase.IDLE, 1, [s.End()])
 
@@ -142,10 +147,10 @@ def test_silence_after_the_request_ends_with_the_limit():
 
 
 def test_a_slow_disk_does_not_hold_up_the_kill():
-    """When the evidence is not written in time, the rank is ended all the same."""
+    """When the evidence is not written in time, it is complete all the same."""
     state, _ = run(asking(), (s.Inspected(can_dump=False), T0 + 6))
     state, effects = run(state, (s.Woke(), state.wake_at))
-    assert kinds(effects) == [s.Report, s.Terminate]
+    assert effects == [s.Testify()]
     state, effects = run(state, (s.Saved(), T0 + 9))
     assert effects == []
 
@@ -153,9 +158,7 @@ def test_a_slow_disk_does_not_hold_up_the_kill():
 def test_escalation():
     """A gentle signal, then SIGKILL, then a report that nothing helps."""
     rules = policy(sig=signal.SIGTERM)
-    state, _ = run(
-        asking(), (s.Inspected(can_dump=False), T0 + 6), (s.Saved(), T0 + 6), rules=rules
-    )
+    state, _ = run(heard(), (s.Sentenced(), T0 + 6), rules=rules)
     assert (state.phase, state.wake_at) == (Phase.ENDING, T0 + 11)
     state, effects = run(state, (s.Woke(), T0 + 11), rules=rules)
     assert (state.phase, state.wake_at, effects) == (Phase.KILLING, T0 + 16, [s.Kill()])
@@ -181,7 +184,26 @@ def test_a_strangers_end_is_not_the_sessions_end():
     assert (state, effects) == (live(), [])
 
 
-@pytest.mark.parametrize("make", [live, suspected, asking])
+def test_another_ranks_hang_is_looked_into_without_a_verdict():
+    """A rank that broke no rule is looked at like one that did, and can be blamed or let go."""
+    state, effects = run(live(), (s.Summoned(), T0 + 5))
+    assert (state.phase, state.verdict, effects) == (Phase.ASKING, None, [s.Inspect()])
+    state, effects = run(state, (s.Inspected(can_dump=False), T0 + 5), (s.Saved(), T0 + 5))
+    assert (state.phase, kinds(effects)) == (Phase.HEARD, [s.SaveEvidence, s.Testify])
+    assert run(state, (s.Sentenced(), T0 + 6))[1] == [s.Terminate()]
+    free, effects = run(state, (s.Released(), T0 + 6))
+    assert (free.phase, effects) == (Phase.FREE, [])
+    again, _ = run(free, (s.Woke(), free.wake_at))
+    assert again.phase is Phase.LIVE
+
+
+@pytest.mark.parametrize("state", [SessionState(), heard()], ids=["idle", "heard"])
+def test_who_cannot_be_looked_at_again_is_not_summoned(state):
+    """Without a session, or while it is looked at, a summons changes nothing."""
+    assert run(state, (s.Summoned(), T0 + 9)) == (state, [])
+
+
+@pytest.mark.parametrize("make", [live, suspected, asking, heard])
 def test_the_end_of_the_session_drops_the_suspicion(make):
     """A rank that ended its session is judged no more."""
     state, effects = run(make(), (s.Closed(1), T0 + 6))
@@ -191,13 +213,7 @@ def test_the_end_of_the_session_drops_the_suspicion(make):
 def test_a_condemned_rank_cannot_escape_by_closing():
     """After the verdict was carried out, closing the connection does not stop the escalation."""
     rules = policy(sig=signal.SIGTERM)
-    state, _ = run(
-        asking(),
-        (s.Inspected(can_dump=False), T0 + 6),
-        (s.Saved(), T0 + 6),
-        (s.Closed(1), T0 + 6.1),
-        rules=rules,
-    )
+    state, _ = run(heard(), (s.Sentenced(), T0 + 6), (s.Closed(1), T0 + 6.1), rules=rules)
     assert (state.phase, state.wake_at) == (Phase.ENDING, T0 + 11)
     assert kinds(run(state, (s.Woke(), T0 + 11), rules=rules)[1]) == [s.Kill]
 
@@ -230,9 +246,9 @@ def test_a_rank_whose_device_is_unfit_is_ended_like_a_hung_one(state):
     """Evidence, report, then the signal: as for a hang, and without a second look."""
     verdict = condemned()
     state, effects = run(state, (s.Condemned(verdict), T0 + 6))
-    assert (state.phase, effects) == (Phase.ASKING, [s.Inspect()])
+    assert (state.phase, effects) == (Phase.ASKING, [s.Inspect(), s.Accuse(verdict)])
     state, effects = run(state, (s.Inspected(can_dump=False), T0 + 6), (s.Saved(), T0 + 6.1))
-    assert effects == [s.SaveEvidence(verdict), s.Report(verdict), s.Terminate()]
+    assert effects == [s.SaveEvidence(), s.Testify()]
 
 
 def test_a_rank_that_is_being_ended_is_not_condemned_again():

@@ -80,6 +80,19 @@ def test_idle_processors_warm_up_more():
     assert after(running(slots=4, cores=2), Idle(0.2), (Tick(), 2.0))[1] == [StartStandby(0)]
 
 
+def test_idle_processors_warm_up_before_the_first_step():
+    """Workers that have their imports behind them and wait for something else leave room."""
+    pool, effects = after(running(slots=4, cores=2), Idle(2.0), (Tick(), 1.0))
+    assert effects == [StartStandby(0), StartStandby(1)]
+    assert after(running(), Idle(0.2), (Tick(), 1.0))[1] == []
+    # What was idle before says nothing of workers that start now, nor of cold ones' imports.
+    assert after(pool, (RanksStarting(), 5.0), (RanksStarted(), 5.1))[1] == []
+    assert (
+        after(pool, (RanksStarting(), 5.0), (RanksStarted(), 5.1), Idle(2.0), (Tick(), 6.0))[1]
+        == []
+    )
+
+
 def test_one_core_still_fills():
     """On one core standbys are started one by one."""
     assert step(running(4, 1), Tick(), 5.0)[1] == (StartStandby(0),)

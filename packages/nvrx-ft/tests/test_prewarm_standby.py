@@ -431,6 +431,7 @@ def test_cores_and_folder_are_applied(tmp_path, held):
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+@pytest.mark.no_second_try
 def test_training_from_standby_equals_a_cold_one(tmp_path):
     """Four ranks from standby end with the weights of four fresh ranks, and seeds of their own."""
     pytest.importorskip("torch")
@@ -448,10 +449,10 @@ def test_training_from_standby_equals_a_cold_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", conformance.TORCH_CASES[:-1])
-def test_torch_features_behave_the_same(tmp_path, case):
+def test_torch_features_behave_the_same(socket_folder, case):
     """Loaders with processes, spawned processes and pickles work the same from standby."""
     pytest.importorskip("torch")
-    setting = conformance.Setting(tmp_path, imports=standbys.DEFAULT_IMPORTS)
+    setting = conformance.Setting(socket_folder, imports=standbys.DEFAULT_IMPORTS)
     assert conformance.case_difference(setting, case) is None
 
 

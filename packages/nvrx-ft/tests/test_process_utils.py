@@ -46,13 +46,16 @@ def test_zombies_are_not_alive():
     """A process is alive until it has ended, whether or not it was reaped."""
     with running(SLEEPER) as child:
         assert utils.is_process_alive(child.pid)
-        assert not utils.wait_until_process_terminated(child.pid)
-        assert not utils.wait_until_process_terminated(child.pid, timeout=0.05)
-        child.kill()
-        assert utils.wait_until_process_terminated(child.pid, timeout=30)
+        with pytest.raises(TimeoutError, match=f"process {child.pid} has not ended"):
+            utils.wait_until_process_terminated(child.pid, timeout=0.05)
+        # Without a time it is waited for, however long that takes.
+        killer = threading.Timer(0.2, child.kill)
+        killer.start()
+        utils.wait_until_process_terminated(child.pid, timeout=0)
+        killer.join()
         assert child.returncode is None
         assert not utils.is_process_alive(child.pid)
-    assert utils.wait_until_process_terminated(child.pid)
+    utils.wait_until_process_terminated(child.pid)
 
 
 def test_waiting_for_events():

@@ -107,6 +107,7 @@ def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("what", "said"), [("thread", "said at exit "), ("none", "said at exit taken down ")]
 )
+@pytest.mark.no_second_try
 def test_what_programs_ask_for_at_the_end_is_done(what: str, said: str) -> None:
     """Output and exit functions are not lost; the interpreter goes only when no thread is left."""
     ended = run(LEAVES, what)

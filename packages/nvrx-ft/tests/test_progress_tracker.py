@@ -95,7 +95,7 @@ def test_cycle_number():
     tracker = TrainingProgressTracker(initial_cycle_number=3)
     tracker.analyze_previous_cycle()
     assert tracker.cycle_number == 4
-    tracker.sync_cycle_number(9)
+    tracker.sync_cycle_number(new_cycle_number=9)
     assert tracker.cycle_number == 9
 
 
@@ -104,6 +104,22 @@ def test_unknown_iterations_are_said_once(caplog):
     with caplog.at_level(logging.WARNING, logger="nvrx"):
         counts_after(TrainingProgressTracker(), [[], [], []])
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_file_that_is_not_there_is_said_once(tmp_path, caplog):
+    """Checkpoints begin late: a cycle without the file is no news; a file that goes again is."""
+    path = tmp_path / "iteration"
+    with caplog.at_level(logging.WARNING, logger="nvrx"):
+        tracker = TrainingProgressTracker(checkpoint_iteration_file=str(path))
+        for _ in range(3):
+            tracker.analyze_previous_cycle()
+        assert caplog.text.count(f"{path} does not exist") == 1
+        path.write_text("5")
+        tracker.analyze_previous_cycle()
+        path.unlink()
+        tracker.analyze_previous_cycle()
+    assert caplog.text.count(f"{path} does not exist") == 2
+    tracker.close()
 
 
 def test_a_file_that_holds_0_is_not_asked_for_again(tmp_path, caplog):

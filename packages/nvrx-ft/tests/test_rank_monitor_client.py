@@ -39,12 +39,12 @@ STATE = {
 
 
 @pytest.fixture
-def monitor(tmp_path, clean_environment):
+def monitor(socket_folder, clean_environment):
     """Return a function that starts a monitor and points the environment at it."""
     started = []
 
     def start(**config):
-        path = str(tmp_path / f"m{len(started)}.sock")
+        path = str(socket_folder / f"m{len(started)}.sock")
         cfg = FaultToleranceConfig(**{"rank_section_timeouts": {"step": 60.0}, **config})
         started.append(RankMonitorServer.run_in_subprocess(cfg, path))
         clean_environment.setenv("FT_RANK_MONITOR_IPC_SOCKET", path)
@@ -184,13 +184,13 @@ def test_two_way_mode_waits_for_the_monitor(monitor):
         it.shutdown_workload_monitoring()
 
 
-def test_control_requests_reach_the_launchers_mailbox(clean_environment, tmp_path):
+def test_control_requests_reach_the_launchers_mailbox(clean_environment, socket_folder):
     """A request goes out as (global rank, request); without a launcher it is an error."""
     with pytest.raises(RuntimeError, match="FT_LAUNCHER_IPC_SOCKET"):
         RankMonitorClient().send_workload_control_request(
             WorkloadControlRequest(WorkloadAction.ExcludeThisNode)
         )
-    mailbox = IpcConnector(str(tmp_path / "launcher.sock"))
+    mailbox = IpcConnector(str(socket_folder / "launcher.sock"))
     mailbox.start_receiving()
     try:
         clean_environment.setenv("FT_LAUNCHER_IPC_SOCKET", mailbox.socket_path)

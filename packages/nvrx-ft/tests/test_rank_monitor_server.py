@@ -34,18 +34,18 @@ def ranks():
 
 
 @pytest.fixture
-def process(tmp_path):
+def process(socket_folder):
     """Return a monitor in a process of its own."""
-    it = RankMonitorServer.run_in_subprocess(CFG, str(tmp_path / "m.sock"))
+    it = RankMonitorServer.run_in_subprocess(CFG, str(socket_folder / "m.sock"))
     yield it
     it.kill()
     it.join(20.0)
 
 
-def test_it_judges_like_the_launchers_monitor(process, ranks, tmp_path):
+def test_it_judges_like_the_launchers_monitor(process, ranks, socket_folder):
     """A hung rank is ended; the monitor goes on for the next one."""
     for _ in range(2):
-        rank = ranks(tmp_path / "m.sock")
+        rank = ranks(socket_folder / "m.sock")
         rank.do_last("init", "open step")
         assert rank.wait_dead() == -signal.SIGKILL
     assert process.is_alive()
@@ -53,35 +53,35 @@ def test_it_judges_like_the_launchers_monitor(process, ranks, tmp_path):
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_ends_it_in_order(process, sig, tmp_path):
+def test_a_signal_ends_it_in_order(process, sig, socket_folder):
     """SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end it with code 0 and remove its socket."""
     os.kill(process.pid, sig)
     process.join(20.0)
     assert (process.exitcode, process.is_alive()) == (0, False)
-    assert not (tmp_path / "m.sock").exists()
+    assert not (socket_folder / "m.sock").exists()
 
 
-def test_its_socket_is_private(process, tmp_path):
+def test_its_socket_is_private(process, socket_folder):
     """Nobody but the user may connect, and the process carries no torch."""
-    assert (tmp_path / "m.sock").stat().st_mode & 0o777 == 0o600
+    assert (socket_folder / "m.sock").stat().st_mode & 0o777 == 0o600
     maps = Path(f"/proc/{process.pid}/maps").read_text()
     assert "torch" not in maps
     assert "numpy" not in maps
 
 
-def test_a_socket_that_is_served_is_not_taken_over(process, tmp_path):
+def test_a_socket_that_is_served_is_not_taken_over(process, socket_folder):
     """A second monitor at the same path does not start, and the first one stays reachable."""
     with pytest.raises(RuntimeError, match="did not start"):
-        RankMonitorServer.run_in_subprocess(CFG, str(tmp_path / "m.sock"))
-    assert (tmp_path / "m.sock").exists()
+        RankMonitorServer.run_in_subprocess(CFG, str(socket_folder / "m.sock"))
+    assert (socket_folder / "m.sock").exists()
     assert process.is_alive()
 
 
-def test_a_stale_socket_is_replaced(tmp_path, ranks):
+def test_a_stale_socket_is_replaced(socket_folder, ranks):
     """The socket that a killed monitor left behind is no obstacle for the next one."""
     for _ in range(2):
-        process = RankMonitorServer.run_in_subprocess(CFG, str(tmp_path / "m.sock"))
-        rank = ranks(tmp_path / "m.sock")
+        process = RankMonitorServer.run_in_subprocess(CFG, str(socket_folder / "m.sock"))
+        rank = ranks(socket_folder / "m.sock")
         rank.do("init")
         process.kill()
         process.join(20.0)
@@ -90,7 +90,7 @@ def test_a_stale_socket_is_replaced(tmp_path, ranks):
         rank.close()
 
 
-def test_it_ends_with_its_parent(tmp_path):
+def test_it_ends_with_its_parent(socket_folder):
     """When the process that started it is killed, it goes within seconds."""
     code = (
         "import sys, time\n"
@@ -100,7 +100,9 @@ def test_it_ends_with_its_parent(tmp_path):
         "time.sleep(600)\n"
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "m.sock")], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(socket_folder / "m.sock")],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         pid = int(parent.stdout.readline())
@@ -109,12 +111,12 @@ def test_it_ends_with_its_parent(tmp_path):
         parent.wait()
         parent.stdout.close()
     wait_gone(pid, 20.0)
-    assert not (tmp_path / "m.sock").exists()
+    assert not (socket_folder / "m.sock").exists()
 
 
-def test_the_lines_of_layered_restarts(tmp_path, ranks, capfd):
+def test_the_lines_of_layered_restarts(socket_folder, ranks, capfd):
     """A restarter's monitor tells start, loss, recovery and end of its rank in order."""
-    path, read = str(tmp_path / "m.sock"), []
+    path, read = str(socket_folder / "m.sock"), []
 
     def told():
         read.append(capfd.readouterr().err)
@@ -138,11 +140,11 @@ def test_the_lines_of_layered_restarts(tmp_path, ranks, capfd):
     assert "state=handling stage=completed" in lines
 
 
-def test_it_can_be_the_body_of_a_thread(tmp_path, ranks):
+def test_it_can_be_the_body_of_a_thread(socket_folder, ranks):
     """A server object serves in the calling process until it is told to leave."""
     ready = threading.Event()
     logger = RankMonitorLogger(is_restarter_logger=True)
-    path = str(tmp_path / "m.sock")
+    path = str(socket_folder / "m.sock")
     server = RankMonitorServer(CFG, path, ready, logger, True)
     thread = threading.Thread(target=server.serve)
     thread.start()
@@ -171,10 +173,10 @@ def test_the_logger_names_the_rank(caplog):
     assert caplog.records[0].connected_rank == 4
 
 
-def test_readiness_is_quick(tmp_path):
+def test_readiness_is_quick(socket_folder):
     """A monitor for one rank is there soon: it does not wait for torch."""
     before = time.monotonic()
-    process = RankMonitorServer.run_in_subprocess(CFG, str(tmp_path / "m.sock"))
+    process = RankMonitorServer.run_in_subprocess(CFG, str(socket_folder / "m.sock"))
     took = time.monotonic() - before
     loaded = Path(f"/proc/{process.pid}/maps").read_text()
     process.terminate()

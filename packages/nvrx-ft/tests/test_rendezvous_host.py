@@ -12,14 +12,18 @@ import pytest
 from rendezvous_store import CAUSE, PREFIX, Served, arrival, hosted, name, rules
 
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._monitor.activity import Activity
+from nvidia_resiliency_ext.fault_tolerance._monitor.culprit import RankState
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, host_loop, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.exclusions import Exclusions
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import (
+    AskRanks,
     Close,
     Decision,
     End,
     HostRules,
+    JudgeHang,
     Member,
     Memory,
     Open,
@@ -31,6 +35,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Entry,
     ForeignValueError,
+    HangStage,
     Kind,
     Note,
     Phase,
@@ -82,6 +87,59 @@ def ask(by: HostRules, memory: Memory, entry: Entry, *notes: Note, **view: Any) 
 
 THREE = Memory(active=tuple(member(index) for index in range(3)))
 ALIVE = quiet(n0=0.1, n1=0.1, n2=0.1)
+
+
+# When ranks hang -------------------------------------------------------------------------------
+
+BROKE = Cause("hang_section", "x", detail={"limit_words": "rank 0 was in section 'step' for 2 s"})
+ASKED = dataclasses.replace(CLOSED, hang=HangStage.ASKED, world_size=3)
+SOON, LATE = host.HANG_ANSWERS_S / 2, 2 * host.HANG_ANSWERS_S
+
+
+def hung(index: int, activity: Activity, cause: Cause | None = None) -> Note:
+    """Return what a node says of its one rank, with the limit that the rank broke if it did."""
+    ranks = (RankState(index, activity, f"node{index}", activity.value),)
+    return Note(Kind.HUNG, name(index), cause=cause, ranks=ranks)
+
+
+def test_a_rank_that_waits_makes_the_host_ask_all_nodes() -> None:
+    """Who broke a limit may only wait for another node's rank: the others are asked first, once."""
+    accused = hung(0, Activity.WAITING, BROKE)
+    entry = dataclasses.replace(CLOSED, world_size=3)
+    assert ask(rules(3), THREE, entry, accused, quiet_s=ALIVE) == AskRanks()
+    assert isinstance(ask(rules(3), THREE, ASKED, accused, quiet_s=ALIVE), Wait)
+
+
+def test_all_answers_name_the_culprit() -> None:
+    """When all nodes have answered, the rank that does not wait is the cause, and its host."""
+    notes = (hung(0, Activity.WAITING, BROKE), hung(1, Activity.WAITING), hung(2, Activity.WORKING))
+    judged = ask(rules(3), THREE, ASKED, *notes, quiet_s=ALIVE)
+    assert isinstance(judged, JudgeHang)
+    assert (judged.cause.rank, judged.cause.host, judged.cause.kind) == (2, "node2", "hang_section")
+    assert judged.cause.what == (
+        "rank 2 on host node2 working; ranks 0 and 1 waited for it"
+        " (rank 0 was in section 'step' for 2 s)"
+    )
+    done = dataclasses.replace(ASKED, hang=HangStage.JUDGED)
+    assert isinstance(ask(rules(3), THREE, done, *notes, quiet_s=ALIVE), Wait)
+
+
+def test_a_stopped_rank_is_blamed_without_asking() -> None:
+    """What is certain does not depend on the others' answers."""
+    judged = ask(rules(3), THREE, CLOSED, hung(1, Activity.STOPPED, BROKE), quiet_s=ALIVE)
+    assert isinstance(judged, JudgeHang)
+    assert judged.cause.rank == 1
+
+
+def test_a_node_that_does_not_answer_is_named_and_not_waited_for() -> None:
+    """After some seconds the verdict says which hosts are missing, and blames no rank."""
+    notes = (hung(0, Activity.WAITING, BROKE), hung(1, Activity.WAITING))
+    early = ask(rules(3), THREE, ASKED, *notes, quiet_s=ALIVE, entry_age_s=SOON)
+    assert isinstance(early, Wait)
+    judged = ask(rules(3), THREE, ASKED, *notes, quiet_s=ALIVE, entry_age_s=LATE)
+    assert isinstance(judged, JudgeHang)
+    assert judged.cause.rank is None
+    assert judged.cause.what.endswith("no answer from node2")
 
 
 # While a round is open -------------------------------------------------------------------------

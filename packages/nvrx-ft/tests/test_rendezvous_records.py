@@ -8,6 +8,8 @@ import random
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._monitor.activity import Activity
+from nvidia_resiliency_ext.fault_tolerance._monitor.culprit import RankState
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     MAX_TEXT,
     MAX_VALUE_BYTES,
@@ -45,13 +47,19 @@ ENTRY = Entry(
     12,
     "clocks are off",
     Marks((("node1", (0.5, 7.0)),), (("node2", "why"),), ("10.0.0.3_7_0",)),
+    hang=1,
 )
 PLACE = Place(2, 3, 24, -180.5)
 NOTE = Note(Kind.RESUMED, "10.0.0.1_7_0", ARRIVAL, WorkerState.FAILED, CAUSE, "text", ENTRY, PLACE)
-RECORDS = (ARRIVAL, NOTE, ENTRY, PLACE)
+RANKS = (
+    RankState(0, Activity.WAITING),
+    RankState(7, Activity.WORKING, "node1", "runs", "a.py:1 in f", True, True, (3, 1)),
+)
+HUNG = Note(Kind.HUNG, "10.0.0.1_7_0", cause=CAUSE, ranks=RANKS)
+RECORDS = (ARRIVAL, NOTE, HUNG, ENTRY, PLACE)
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+@pytest.mark.parametrize("record", RECORDS, ids=("arrival", "note", "hung", "entry", "place"))
 def test_a_record_comes_back_as_it_was(record: object) -> None:
     """Every field of a record survives the store, on one line of ASCII."""
     text = encode(record)
@@ -60,7 +68,7 @@ def test_a_record_comes_back_as_it_was(record: object) -> None:
     assert decode(type(record), text) == record
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+@pytest.mark.parametrize("record", RECORDS, ids=("arrival", "note", "hung", "entry", "place"))
 def test_random_damage_is_refused_or_harmless(record: object) -> None:
     """Bytes changed, cut or put in at random give a record of the type or ForeignValueError."""
     rng = random.Random(1)

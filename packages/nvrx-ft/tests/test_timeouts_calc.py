@@ -161,6 +161,9 @@ def test_heartbeat_timeouts():
     assert calc.get_hb_timeouts(HeartbeatTimeouts(50.0, 60.0)) == fresh
     before = HeartbeatTimeouts(50.0, 60.0, were_calculated=True)
     assert calc.get_hb_timeouts(before) == HeartbeatTimeouts(30.0, 40.0, were_calculated=True)
+    for damaged in (HeartbeatTimeouts(None, 60.0, True), HeartbeatTimeouts(50.0, None, True)):
+        with pytest.raises(TimeoutsCalcError, match="one is missing"):
+            calc.get_hb_timeouts(damaged)
 
 
 MEASURED_A = [(1, OPEN, "a"), (4, CLOSE, "a")]

@@ -24,7 +24,12 @@ import ports
 import pytest
 
 from nvidia_resiliency_ext.inprocess import abort
-from nvidia_resiliency_ext.inprocess._abort import gloo_sockets, groups, torch_distributed
+from nvidia_resiliency_ext.inprocess._abort import (
+    destroyed,
+    gloo_sockets,
+    groups,
+    torch_distributed,
+)
 from nvidia_resiliency_ext.inprocess._abort.unread import UnreadConnections
 from nvidia_resiliency_ext.inprocess.state import State
 from nvidia_resiliency_ext.shared_utils.abort_hooks import register_abort_hook
@@ -82,7 +87,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
         monkeypatch.setattr(groups, "all_groups", lambda: list(stand_ins))
         return happened
 
-    monkeypatch.setattr(groups, "destroy_all", lambda: happened.append("destroyed"))
+    monkeypatch.setattr(destroyed.destroyed_groups, "destroy", lambda: happened.append("destroyed"))
     for name in (*SIZES, "NVRX_FR_TRACE_PATH"):
         monkeypatch.delenv(name, raising=False)
     return use
@@ -524,7 +529,7 @@ def test_groups_go_where_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(distributed, "destroy_process_group", lambda: happened.append("destroyed"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "listdir", fail)
-        groups.forget_unfinished()
+        destroyed.forget_unfinished()
     assert happened == ["destroyed"]
 
 
@@ -587,6 +592,23 @@ def test_real_ranks_are_unblocked(arguments: tuple[str, ...], tmp_path: Path) ->
         assert record["abort_s"] < 5.0  # type: ignore[operator]
     dumps = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("_dump_*"))
     assert [str(path) for path in dumps] == [f"iter_0/_dump_{rank}.json" for rank in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["abort", "destroy"])
+def test_reducer_that_is_freed_while_gloo_fails(how: str) -> None:
+    """What frees the reducer, with the interpreter's lock, does not wait for who wants that lock.
+
+    Nothing of the groups is left afterwards.
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(PROGRAM.with_name("gloo_reducer.py")), how],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "20 True 0\n"), done.stderr
 
 
 @pytest.mark.slow

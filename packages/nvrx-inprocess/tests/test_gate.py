@@ -5,7 +5,6 @@
 import _thread
 import collections
 import contextlib
-import ctypes
 import gc
 import itertools
 import os
@@ -29,8 +28,9 @@ from nvidia_resiliency_ext.inprocess._call.gate import (
     Raised,
     require_main_thread,
 )
-from nvidia_resiliency_ext.inprocess._call.nudge import Nudge, free_signal
+from nvidia_resiliency_ext.inprocess._call.nudge import Nudge
 from nvidia_resiliency_ext.inprocess._call.restart import RankShouldRestart
+from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
 
 QUIET_S = 20.0
 TRIALS = 2000
@@ -170,7 +170,7 @@ def test_random_interruptions(
     function: Callable[[], None] = getattr(places, place)
     hook, switch_s = sys.unraisablehook, sys.getswitchinterval()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    number = free_signal()
+    number = unused_realtime_signal()
     handler = signal.getsignal(number)
     outcomes: collections.Counter[bool] = collections.Counter()
     sys.setswitchinterval(1e-5)
@@ -496,27 +496,9 @@ def test_main_thread_waits_for_the_lock(
     assert not is_held_by_others(lock)
 
 
-def test_signal_is_one_that_nobody_uses() -> None:
-    """Signals that Python handles, or a library behind its back, or that are ignored, are not."""
-    libc = ctypes.CDLL(None)
-    first = free_signal()
-    before = signal.signal(first, lambda *_: None)
-    second = free_signal()
-    libc.signal(second, 1)  # SIG_IGN
-    third = free_signal()
-    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: None)
-    libc.signal(third, handler)
-    try:
-        assert len({first, second, third, free_signal()}) == 4
-    finally:
-        signal.signal(first, before)
-        libc.signal(second, 0)
-        libc.signal(third, 0)
-
-
 def test_no_signal_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every real-time signal is taken, that is said, and nothing is changed."""
-    monkeypatch.setattr("nvidia_resiliency_ext.inprocess._call.nudge._taken", lambda: ~0)
+    monkeypatch.setattr("nvidia_resiliency_ext.shared_utils.unused_signal._taken", lambda: ~0)
     hook = sys.unraisablehook
     gate = MainThreadGate()
     with pytest.raises(RuntimeError, match="real-time signal"), gate.inside():
@@ -543,7 +525,7 @@ def test_signal_that_comes_late_ends_nothing() -> None:
 
 def test_what_the_function_put_there_stays(gate: MainThreadGate) -> None:
     """A hook or handler that the function has set itself is not taken away from it."""
-    number = free_signal()
+    number = unused_realtime_signal()
     before = sys.unraisablehook
 
     def its_own(*_args: object) -> None:
@@ -564,12 +546,12 @@ def test_what_the_function_put_there_stays(gate: MainThreadGate) -> None:
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, RankShouldRestart])
 def test_restored_on_every_way_out(gate: MainThreadGate, error: type[BaseException]) -> None:
     """Hook and handler are back, whatever leaves the block, and the gate can be entered again."""
-    hook, number = sys.unraisablehook, free_signal()
+    hook, number = sys.unraisablehook, unused_realtime_signal()
     for _ in range(3):
         with pytest.raises(error), gate.inside():
             raise error("out")
         assert sys.unraisablehook is hook
-        assert free_signal() == number
+        assert unused_realtime_signal() == number
 
 
 def test_exit_that_a_handler_prevents(gate: MainThreadGate) -> None:

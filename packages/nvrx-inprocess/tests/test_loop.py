@@ -3,6 +3,7 @@
 
 import contextlib
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from nvidia_resiliency_ext.inprocess._call import loop as loop_module
 from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
 from nvidia_resiliency_ext.inprocess._call.loop import CallLoop, Parts
 from nvidia_resiliency_ext.inprocess._call.newsbox import NewsBox
-from nvidia_resiliency_ext.inprocess._call.report import Phase
+from nvidia_resiliency_ext.inprocess._call.report import Phase, describe_interruption
 from nvidia_resiliency_ext.inprocess._call.settings import Settings
 from nvidia_resiliency_ext.inprocess._monitor.messages import (
     Completed,
@@ -175,6 +176,49 @@ def test_report_has_every_phase() -> None:
         (report,) = loop.reports
     assert list(report.seconds) == [phase.value for phase in Phase]
     assert report.seconds["detect"] == 0
+
+
+def test_a_restart_is_told_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    """By default, too, a line says what happened, who goes on and after how long."""
+    state = State(0, 1)
+    caplog.set_level("DEBUG", "nvrx")
+    with call_of(state) as (loop, _):
+        loop.run(raises_in(1, state), (), {})
+    told = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert len(told) == 1
+    assert re.fullmatch(r"rank 0: raised an exception.*; 1 rank goes on after \d+\.\d\d s", told[0])
+    quiet = [each.message for each in caplog.records if each.levelname == "DEBUG"]
+    assert any(text.startswith("iteration 1 begins: rank 0 of 1") for text in quiet)
+    assert "all ranks have completed iteration 1" in quiet
+
+
+@pytest.mark.parametrize(
+    ("kinds", "lost", "said"),
+    [
+        (
+            {0: "HARD_TIMEOUT", 1: "EXCEPTION"},
+            [0],
+            (
+                "rank 0: no progress for 90 s (hard_timeout), killed;"
+                " rank 1: raised an exception, or asked for a restart; rank 0 is lost"
+            ),
+        ),
+        ({1: "TERMINATED"}, [1], "rank 1: process was killed or crashed; rank 1 is lost"),
+        (
+            {2: "UNRESPONSIVE", 3: "UNRESPONSIVE"},
+            [2, 3],
+            "ranks {2-3}: not heard of for 30 s (heartbeat_timeout); ranks {2-3} are lost",
+        ),
+    ],
+)
+def test_what_happened_is_told_in_words(
+    kinds: dict[int, str], lost: list[int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentence names ranks, what was seen of them with its limit, and who is lost."""
+    monkeypatch.setenv("NVRX_LOG_RANK_FORMAT_VERBOSE", "1")
+    records = [InterruptionRecord(rank, Interruption[kind]) for rank, kind in kinds.items()]
+    settings = Settings(store_factory=TCPStore, rank_assignment=ShiftRanks())
+    assert describe_interruption(records, lost, settings) == said
 
 
 def test_what_fails_while_the_function_is_stopped_keeps_nobody(

@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import queue
 import signal
 import stat
 import struct
@@ -18,9 +19,10 @@ from monitor_lab import Lab, environ_of_monitor, open_files, wait_gone, with_tor
 from torch.distributed import TCPStore
 
 from nvidia_resiliency_ext.inprocess import store as stores
-from nvidia_resiliency_ext.inprocess._monitor import messages
+from nvidia_resiliency_ext.inprocess._monitor import messages, store_side
 from nvidia_resiliency_ext.inprocess._monitor.place import NodePlace
 from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.store_side import Desk
 from nvidia_resiliency_ext.inprocess._protocol.board import Board
 from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
 from nvidia_resiliency_ext.inprocess._store.hosting import keep_store
@@ -374,6 +376,24 @@ def test_lost_store_is_told(make, host) -> None:
         assert rank.hear("StoreLost")[2]
 
 
+def test_operations_of_a_lost_store_are_not_waited_for(make, host, monkeypatch) -> None:
+    """What waits for a store that is lost will not be done: it keeps no monitor."""
+    process, port = host
+    posted: queue.SimpleQueue = queue.SimpleQueue()
+    lost: list[str] = []
+    desk = Desk(MonitorSettings(**make(1, port=port, **FAST).settings), posted.put, lost.append)
+    desk.submit(lambda board: board.nodes())
+    posted.get(timeout=60)()
+    assert desk.pending == 0
+    monkeypatch.setattr(store_side, "_CONNECT_LIMIT", timedelta(seconds=0.2))
+    process.kill()
+    for _ in range(3):
+        desk.submit(lambda board: board.nodes())
+    while not lost:
+        posted.get(timeout=60)()
+    assert desk.pending == 0
+
+
 def test_store_that_hangs_holds_up_no_timeout(make, host) -> None:
     """While the store is stopped, a stuck rank is killed, leaving is quick, and it is told."""
     process, port = host
@@ -563,7 +583,7 @@ def test_unfit_directory_keeps_no_monitor(make) -> None:
     assert os.path.exists(place.path)
 
 
-def test_socket_of_another_user_is_refused(make, monkeypatch, tmp_path) -> None:
+def test_socket_of_another_user_is_refused(make, monkeypatch, socket_folder) -> None:
     """A rank does not talk to a socket that another user owns."""
     from nvidia_resiliency_ext.inprocess._monitor import start
     from nvidia_resiliency_ext.inprocess.exception import InternalError
@@ -571,7 +591,7 @@ def test_socket_of_another_user_is_refused(make, monkeypatch, tmp_path) -> None:
 
     if os.geteuid() != 0:
         pytest.skip("only root can be two users")
-    place = NodePlace(str(tmp_path / "p"))
+    place = NodePlace(str(socket_folder / "p"))
     with place.locked(1.0), place.listen():
         monkeypatch.setattr(NodePlace, "find", lambda _: place)
         monkeypatch.setattr("os.geteuid", lambda: 12345)

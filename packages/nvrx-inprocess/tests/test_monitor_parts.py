@@ -8,7 +8,6 @@ import random
 import socket
 import stat
 import sys
-import tempfile
 import threading
 import tracemalloc
 from datetime import timedelta
@@ -215,10 +214,9 @@ def test_channel_survives_anything(seed) -> None:
 
 
 @pytest.fixture
-def short_path():
+def short_path(socket_folder):
     """Return a folder with a path short enough for sockets."""
-    with tempfile.TemporaryDirectory(prefix="nvrx-t") as path:
-        yield path
+    return str(socket_folder)
 
 
 @pytest.fixture
@@ -255,7 +253,7 @@ def test_place_that_others_own_is_passed_over(environ, short_path) -> None:
     os.rename(first, first + "-moved")
     os.symlink(first + "-moved", first)
     environ["TMPDIR"] = os.path.join(short_path, "second")
-    os.mkdir(environ["TMPDIR"])
+    os.mkdir(environ["TMPDIR"], 0o700)
     assert NodePlace.find(environ).path.startswith(environ["TMPDIR"])
     os.unlink(first)
     os.mkdir(first)

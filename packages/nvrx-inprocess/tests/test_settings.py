@@ -3,7 +3,6 @@
 
 import asyncio
 import dataclasses
-import itertools
 from datetime import timedelta
 
 import pytest
@@ -271,7 +270,7 @@ def test_a_rank_without_a_place_waits_for_nobody(environ, said, monkeypatch) -> 
 def test_ranks_that_do_not_come_together_are_told_why(monkeypatch) -> None:
     """One rank too many or too few at the start says what it may come from."""
     store = dist.HashStore()
-    monkeypatch.setattr(meeting, "_calls", itertools.repeat(0))
+    monkeypatch.setattr(meeting, "_next_call", 0)
     monkeypatch.setattr(meeting, "_connect", lambda *_: store)
     settings = Settings(
         store_factory=TCPStore,
@@ -281,5 +280,6 @@ def test_ranks_that_do_not_come_together_are_told_why(monkeypatch) -> None:
     )
     with pytest.raises(BarrierTimeout, match=r"1 of 2 ranks .* \(barrier_timeout\): .*WORLD_SIZE"):
         meeting.meet(settings, State(0, 2), {})
+    meeting._next_call = 0
     with pytest.raises(BarrierOverflow, match=r"2 ranks for 1 places: another job .*MASTER_PORT"):
         meeting.meet(settings, State(0, 1), {})

@@ -68,6 +68,14 @@ def shown(tree):
     return " ".join(words)
 
 
+def changed(**fields):
+    """Return a layer whose fields were set after it was made."""
+    layer = Layer()
+    for name, value in fields.items():
+        setattr(layer, name, value)
+    return layer
+
+
 def assign(layers, size, *losses, world_size_filter=None, caller=None):
     """Return what each assignment gives, as seen by one surviving rank."""
     caller = size - 1 if caller is None else caller
@@ -425,6 +433,8 @@ def test_tree_is_public_to_look_at():
     ("make", "error", "match"),
     [
         (lambda: Tree([]), ValueError, "at least one layer"),
+        (lambda: Tree([changed(max_ranks=0)]), ValueError, "min_ranks must be at most"),
+        (lambda: Tree([changed(flag="reserve")]), TypeError, "flag must be a LayerFlag"),
         (lambda: Tree([Layer(), "x"]), TypeError, "'x'"),
         (lambda: Tree([Layer()], 3), TypeError, "world_size_filter"),
         (lambda: Layer(min_ranks=3, max_ranks=2), ValueError, "3 > 2"),
@@ -447,3 +457,10 @@ def test_number_of_keys_must_fit():
     store.keys[1] = ["", "", ""]
     with pytest.raises(ValueError, match="2 layers need 2 keys, not 3"):
         Tree(layers)(RankAssignmentCtx(State(rank=0, world_size=2), store, set()))
+
+
+def test_a_layer_may_be_changed_before_a_tree_is_made_of_it():
+    """What was set counts as if it had been given."""
+    given = Layer(max_ranks=3, flag=LayerFlag.RESERVE)
+    assert changed(max_ranks=3, flag=LayerFlag.RESERVE) == given
+    assert assign([changed(max_ranks=3, flag=LayerFlag.RESERVE)], 4, {1}) == assign([given], 4, {1})

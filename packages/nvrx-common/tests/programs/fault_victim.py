@@ -221,6 +221,8 @@ def stuck():
 
 
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+# A script's `&` leaves it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
 NAME, DELAY, SCENE = sys.argv[1], float(sys.argv[2]), sys.argv[3]
 HANDLES, CALLED_BACK = [], threading.Event()

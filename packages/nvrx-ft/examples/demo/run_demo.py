@@ -34,9 +34,10 @@ STEPS = 600
 CHECKPOINT_EVERY = 20
 STEP_TIMEOUT_S = 2
 DEVICE_MS = 15  # a real job leaves the CPU to others while its devices compute
-LIMIT_S = 150
+LIMIT_S = 240
 LAUNCHER = "nvidia_resiliency_ext.fault_tolerance.launcher"
 REPORT = "nvidia_resiliency_ext.shared_utils.report"
+READY = f"all {RANKS} standbys are ready".encode()
 
 
 class DemoError(Exception):
@@ -47,8 +48,8 @@ class DemoError(Exception):
 class Disturbance:
     """What is done to which rank, and in which window of steps.
 
-    It happens at the first step of the window at which every rank has its standby ready; at the
-    window's last step in any case.
+    It happens at the first step of the window at which every rank has its standby ready. At the
+    window's last step the training waits for that: a real job has hours between two faults.
     """
 
     what: str
@@ -80,7 +81,6 @@ class Story:
     """What this program did and saw in one run; times are monotonic seconds."""
 
     started: float
-    steps: dict[int, int] = field(default_factory=dict)
     training: dict[int, set[int]] = field(default_factory=dict)
     done: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
@@ -104,14 +104,18 @@ class Job:
         # Open for both, so that it never looks closed between two cycles.
         self._pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
         self._rest = b""
+        self._words = b""
+        self.standbys_ready = False
+        self._pause = folder / "pause"
         command = [
             *(sys.executable, "-m", LAUNCHER, "--standalone"),
             *("--nproc-per-node", str(RANKS), "--max-restarts", "3"),
             *("--ft-rank-section-timeouts", f"setup:60,step:{STEP_TIMEOUT_S},checkpoint:30"),
-            *("--ft-initial-rank-heartbeat-timeout", "90", "--ft-rank-heartbeat-timeout", "60"),
+            *("--ft-initial-rank-heartbeat-timeout", "90"),
+            *("--ft-rank-heartbeat-timeout", str(LIMIT_S)),
             *(str(HERE / "train.py"), "--output", str(folder), "--progress", str(pipe)),
             *("--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY)),
-            *("--device-ms", str(device_ms)),
+            *("--device-ms", str(device_ms), "--pause", str(self._pause)),
         ]
         environment = dict(os.environ, OMP_NUM_THREADS="1", NVRX_EVENT_DIR=str(self.events))
         self._log = (folder / "launcher.log").open("wb")
@@ -134,6 +138,8 @@ class Job:
         if output.fileno() in ready:
             data = os.read(output.fileno(), 65536)
             self._log.write(data)
+            self._words = (self._words + data)[-4096:]
+            self.standbys_ready = self.standbys_ready or READY in self._words
             if not data and self._pipe not in ready:
                 return None
         if self._pipe not in ready:
@@ -154,14 +160,22 @@ class Job:
                     found.append(json.loads(line))
         return found
 
-    def all_standbys_ready(self) -> bool:
-        """Say whether each rank has a warm process in waiting."""
-        states = {
-            record["slot"]: record["state"]
-            for record in self.records()
-            if record.get("kind") == "standby"
-        }
-        return len(states) == RANKS and set(states.values()) == {"ready"}
+    def pause(self) -> None:
+        """Let the ranks wait before their next checkpoint."""
+        self._pause.touch()
+
+    def go_on(self) -> None:
+        """Let the ranks train on."""
+        self._pause.unlink()
+
+    def forget_standbys(self) -> None:
+        """Take note that the standbys become workers: those of the next cycle are others."""
+        self._words, self.standbys_ready = b"", False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the ranks were told to wait."""
+        return self._pause.exists()
 
     def result(self) -> dict[str, Any]:
         """Return what the training program wrote at its end."""
@@ -195,7 +209,6 @@ class Job:
 
 def note_progress(story: Story, progress: Progress) -> None:
     """Tell the timeline when a cycle has begun to train on all ranks."""
-    story.steps[progress.rank] = progress.step
     ranks = story.training.setdefault(progress.cycle, set())
     if len(ranks) == RANKS:
         return
@@ -223,10 +236,14 @@ def disturb(job: Job, story: Story, progress: Progress) -> None:
     plan = DISTURBANCES[place]
     if progress.rank != plan.rank or progress.step < plan.from_step:
         return
-    if progress.step < plan.to_step and not job.all_standbys_ready():
+    if not job.standbys_ready:
+        if progress.step >= plan.to_step and not job.is_paused:
+            job.pause()
+            story.say(f"the training waits until each of the {RANKS} ranks has a standby ready")
         return
     os.kill(progress.pid, plan.signal)
     story.done.append(time.monotonic())
+    job.forget_standbys()
     story.say(
         f"rank {plan.rank} (pid {progress.pid}) is {plan.what} with {plan.signal.name} "
         f"in step {progress.step}"
@@ -246,6 +263,8 @@ def run(folder: Path, *, disturbed: bool) -> tuple[Job, Story, dict[str, Any]]:
                 note_progress(story, progress)
                 if disturbed:
                     disturb(job, story, progress)
+            if job.is_paused and job.standbys_ready:
+                job.go_on()
         code = job.exit_code()
         story.say(f"the launcher has left with exit code {code}")
         if code != 0:

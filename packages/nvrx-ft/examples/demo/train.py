@@ -172,7 +172,17 @@ def parse_arguments() -> argparse.Namespace:
         default=0,
         help="time per step in which the CPU is idle, as when a device computes",
     )
+    parser.add_argument(
+        "--pause", type=Path, help="before a checkpoint, wait while this file exists"
+    )
     return parser.parse_args()
+
+
+def wait_while_paused(pause: Path, rank: int) -> None:
+    """Wait, all ranks together, as long as a file is there."""
+    while rank == 0 and pause.exists():
+        time.sleep(0.05)
+    dist.barrier()
 
 
 def train(options: argparse.Namespace, client: RankMonitorClient) -> None:
@@ -192,6 +202,8 @@ def train(options: argparse.Namespace, client: RankMonitorClient) -> None:
             loss = trainer.train_step()
         client.send_heartbeat()
         if trainer.step % options.checkpoint_every == 0 or trainer.step == options.steps:
+            if options.pause is not None:
+                wait_while_paused(options.pause, trainer.rank)
             with client.section("checkpoint"):
                 trainer.save()
     result = {

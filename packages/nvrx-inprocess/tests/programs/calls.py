@@ -24,7 +24,9 @@ from other_threads import other_threads
 
 from nvidia_resiliency_ext import inprocess
 from nvidia_resiliency_ext.inprocess import rank_assignment as ranks
+from nvidia_resiliency_ext.inprocess._call import meeting
 from nvidia_resiliency_ext.inprocess._monitor import link
+from nvidia_resiliency_ext.inprocess._protocol.errors import StoreLostError
 from nvidia_resiliency_ext.inprocess.monitor_thread import RankShouldRestart
 
 FOLDER = Path(sys.argv[1])
@@ -179,6 +181,33 @@ def collective() -> Any:
         return seen(wrapper), tensor.item()
 
     return function()
+
+
+@call
+def in_backward() -> Any:
+    """Again and again rank 1 raises while rank 0 waits for it in backward, its model at hand."""
+    number, restarts = len(results), 20
+
+    @inprocess.Wrapper(soft_timeout=seconds(10), hard_timeout=seconds(15), **QUICK)
+    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        iteration, rank = wrapper.iteration, int(os.environ["RANK"])
+        name = FOLDER / f"backward{number}.{iteration}"
+        dist.init_process_group("gloo", init_method=f"file://{name}", rank=rank, world_size=2)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1, bias=False))
+        dist.barrier()
+        if iteration < restarts and rank == 1:
+            time.sleep(0.02)  # until the other one waits; earlier is no fault
+            raise RuntimeError("before backward")
+        model(torch.ones(2, 8)).sum().backward()
+        return seen(wrapper), gloo_threads()
+
+    return function()
+
+
+def gloo_threads() -> int:
+    """Return how many threads gloo and its groups have in this process."""
+    return sum("gloo" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
 
 
 def in_init(make_group: Callable[[inprocess.CallWrapper, int, int], None]) -> Any:
@@ -528,6 +557,61 @@ def trains_in_peace() -> Any:
 def trains() -> Any:
     """Train with ten restarts."""
     return trained(FAULTS)
+
+
+def find_no_store(*_args: Any) -> Any:
+    """Do as where the store is not there in time."""
+    raise StoreLostError("not there yet")
+
+
+@call
+def tries_again() -> Any:
+    """One rank finds no store at first, and calls again when the others have given up twice."""
+    tries = 0
+
+    @inprocess.Wrapper(
+        barrier_timeout=seconds(3), completion_timeout=seconds(3), heartbeat_timeout=seconds(2),
+        soft_timeout=seconds(1.5), hard_timeout=seconds(2),
+        **{**QUICK, "heartbeat_interval": seconds(0.5), "monitor_process_interval": seconds(0.5)},
+    )  # fmt: skip
+    def function(wrapper: inprocess.CallWrapper | None = None) -> str:
+        assert wrapper is not None
+        return os.environ["WORLD_SIZE"]
+
+    connect = meeting._connect
+    if INITIAL_RANK == 1:
+        meeting._connect = find_no_store
+    while True:
+        tries += 1
+        try:
+            return tries, function()
+        except (inprocess.store.BarrierTimeout, StoreLostError):
+            if tries == 8:
+                raise
+        if INITIAL_RANK == 1:
+            meeting._connect = connect
+            time.sleep(7)
+
+
+@call
+def without_collector() -> Any:
+    """Call three times without a garbage collection; return descriptors before and after."""
+
+    @inprocess.Wrapper(**QUICK)
+    def function(wrapper: inprocess.CallWrapper | None = None) -> None:
+        assert wrapper is not None
+
+    function()
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            function()
+        stores = [o for o in gc.get_objects() if type(o) in (dist.TCPStore, meeting.CallStore)]
+        return before, len(os.listdir("/proc/self/fd")), len(stores)
+    finally:
+        gc.enable()
 
 
 def resources() -> tuple[int, int, float]:

@@ -16,7 +16,7 @@ ACTIVE = WORLD - 1
 RESERVE = WORLD - 1
 
 # Of active ranks only: a reserve does not run the function.
-IN_FUNCTION = ("start", "ping", "atomic", "collective", "end")
+IN_FUNCTION = ("start", "ping", "atomic", "collective", "backward", "end")
 # Another rank begins the restart.
 IN_RESTART = ("abort", "finalize", "barrier", "rank_assignment")
 # At "barrier" and "completion" none of the user's code runs: the fault comes from another thread,

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch._dynamo.utils  # as DDP does at its first use: a restart would leave half of it
 import torch.distributed as dist
 from chaos_plan import ACTIVE, IN_RESTART, Trial, plan
 from other_threads import other_threads
@@ -229,6 +230,7 @@ def work(trial: Trial, call: inprocess.CallWrapper) -> list[Any]:
     )
     # But a collective would wait for ever.
     dist.distributed_c10d._set_pg_timeout(seconds(600))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1, bias=False))
     total = 0.0
     for step in range(STEPS):
         call.ping()
@@ -239,6 +241,9 @@ def work(trial: Trial, call: inprocess.CallWrapper) -> list[Any]:
         tensor = torch.full((4,), float(step + 1))
         dist.all_reduce(tensor)
         total += float(tensor[0])
+        loss = model(tensor).sum()
+        SCENE.at("backward")
+        loss.backward()
     dist.barrier()
     dist.destroy_process_group()
     SCENE.at("end")

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Services around the analysis of failures; this version has no names yet."""
+"""Services around the analysis of failures."""
 
 __all__: list[str] = []

@@ -19,6 +19,7 @@ from .attribution_wire import (
     ROUTE_LOGS,
     LogQuery,
     LogSubmission,
+    Recommendation,
     parse_log_reply,
 )
 
@@ -36,7 +37,6 @@ _POLL_INTERVAL_S = 2.0
 # Whoever says that a log has begun or ended is about to start workers: until that is done it has
 # the interpreter to itself.
 _CALM_S = 0.25
-_TOKEN_LIMIT_BYTES = 8192
 _HTTP_NOT_FOUND = 404
 _HTTP_TOO_MANY = 429
 _HTTP_SERVER_ERROR = 500
@@ -48,11 +48,13 @@ class AttributionService:
     Args:
         endpoint: ``http://host:port``, ``https://host:port`` or ``unix:///path``.
         enforce_stop: Whether a verdict STOP makes `stop_requested` true.
-        token_file: File with a bearer token; default ``NVRX_ATTRSVC_TOKEN_FILE``.
+        token_file: File with a bearer token that nobody but its owner can read, read again when
+            it changes; default ``NVRX_ATTRSVC_TOKEN_FILE``.
         ca_file: Certificates to trust in place of the system's.
         trust_candidate: Take a STOP that the service's rules give while its analysis still runs.
         poll_interval_s: Seconds between two questions for a verdict.
-        on_verdict: Called with action, log and reason of each verdict, in the client's thread.
+        on_verdict: Called with action, log and reason of each verdict, in the client's thread. An
+            exception of it is logged, as of the next one.
         on_nodes: Called with the nodes that an analysis would exclude, the log and the reason, in
             the client's thread.
     """
@@ -205,14 +207,16 @@ class AttributionService:
 
     def _connect(self) -> JsonConnection:
         from ._attribution.http import JsonConnection
+        from .credentials import TokenFile
+        from .errors import ConfigError
 
         assert self._endpoint is not None
         token = None
         if self._token_file is not None:
             try:
-                token = _read_token(self._token_file)
-            except (OSError, ValueError) as error:
-                logger.warning("attribution: no token from %s: %s", self._token_file, error)
+                token = TokenFile(self._token_file)
+            except ConfigError as error:
+                logger.warning("attribution: no token is sent: %s", error)
         return JsonConnection(self._endpoint, _REQUEST_TIMEOUT_S, token, self._ca_file)
 
     def _post(self, connection: JsonConnection, post: Post) -> bool:
@@ -253,20 +257,29 @@ class AttributionService:
             with self._changed:
                 verdict = self._state.polled(reply)
             if verdict is not None:
-                if reply.exclude_nodes and self._on_nodes is not None:
-                    self._on_nodes(reply.exclude_nodes, log_path, verdict.reason[:500])
+                if reply.exclude_nodes:
+                    self._call_back("on_nodes", reply.exclude_nodes, log_path, verdict)
                 text = "attribution: verdict %s for %s%s"
                 reason = f": {verdict.reason[:500]}" if verdict.reason else ""
                 logger.info(text, verdict.action, log_path, reason)
                 self._record("ATTRIBUTION_GET_COMPLETED")
-                if self._on_verdict is not None:
-                    self._on_verdict(verdict.action, log_path, verdict.reason[:500])
+                self._call_back("on_verdict", verdict.action, log_path, verdict)
             return
         with self._changed:
             is_given_up = self._state.poll_failed(is_unknown=status == _HTTP_NOT_FOUND)
         if is_given_up:
             logger.warning("attribution: no verdict for %s: %s", log_path, problem)
             self._record("ATTRIBUTION_GET_COMPLETED")
+
+    def _call_back(self, name: str, first: Any, log_path: str, verdict: Recommendation) -> None:
+        """Call one of the caller's functions; this is where its errors end."""
+        callback = {"on_verdict": self._on_verdict, "on_nodes": self._on_nodes}[name]
+        if callback is None:
+            return
+        try:
+            callback(first, log_path, verdict.reason[:500])
+        except Exception:
+            logger.exception("attribution: %s raised for %s; the client goes on", name, log_path)
 
     def _record(self, name: str) -> None:
         from .profiling import ProfilingEvent, record_profiling_event
@@ -284,15 +297,6 @@ def _submission(post: Post) -> LogSubmission:
         analysis_intent=post.intent,
         log_complete=post.intent == INTENT_TERMINAL,
     )
-
-
-def _read_token(path: str) -> str:
-    from .os_utils import read_regular_file
-
-    token = read_regular_file(path, _TOKEN_LIMIT_BYTES, follows_symlink=True).decode().strip()
-    if not token.isprintable() or not token.isascii():
-        raise ValueError("a token is printable ASCII text on one line")
-    return token
 
 
 def _http_errors() -> tuple[type[Any], ...]:

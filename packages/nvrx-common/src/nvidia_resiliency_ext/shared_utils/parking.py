@@ -18,6 +18,8 @@ import signal
 import threading
 import weakref
 
+from .unused_signal import unused_realtime_signal
+
 __all__ = ["ParkedAtExit", "park"]
 
 PARK_S = 1.0
@@ -40,7 +42,10 @@ class ParkedAtExit(threading.Thread):
 
     def begin(self) -> None:
         """Take no signals but the one by which this thread is parked."""
-        number = _free_signal()
+        try:
+            number = unused_realtime_signal()
+        except RuntimeError:
+            return
         wanted = signal.valid_signals() - {number}
         signal.pthread_sigmask(signal.SIG_SETMASK, wanted)
         self.parking_signal = number
@@ -77,14 +82,6 @@ def _park_all() -> None:
     for thread in list(_threads):
         if thread.is_alive():
             park(thread)
-
-
-def _free_signal() -> int | None:
-    """Return a signal that nobody in this process uses."""
-    for number in range(signal.SIGRTMAX, signal.SIGRTMIN, -1):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            return number
-    return None
 
 
 def _waits(thread: threading.Thread) -> bool:

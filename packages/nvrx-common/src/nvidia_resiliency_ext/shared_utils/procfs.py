@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Memory",
     "ProcStat",
+    "Thread",
     "boot_id",
     "catches_signal",
     "cmdline",
@@ -33,6 +34,8 @@ __all__ = [
     "processes_with_environ",
     "read_stat",
     "running_in_groups",
+    "syscall",
+    "threads",
     "wchan",
 ]
 
@@ -86,6 +89,15 @@ class Memory:
     rss: int
     pss: int | None
     uss: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """One thread of a process: its number, its state as in `ProcStat`, its name (15 bytes)."""
+
+    tid: int
+    state: str
+    name: str
 
 
 def is_available() -> bool:
@@ -205,6 +217,36 @@ def wchan(pid: int) -> str | None:
         return None
     name = data.decode("ascii", "replace").strip()
     return "" if name == "0" else name
+
+
+def threads(pid: int, limit: int) -> list[Thread]:
+    """Return the threads of a process, the oldest first; `[]` when it is gone.
+
+    Args:
+        pid: The process.
+        limit: How many are read at most.
+    """
+    try:
+        tids = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))[:limit]
+    except _GONE:
+        return []
+    stats = ((tid, _read(f"/proc/{pid}/task/{tid}/stat")) for tid in tids)
+    parsed = ((tid, None if data is None else _parse_stat(tid, data)) for tid, data in stats)
+    return [Thread(tid, stat.state, stat.comm) for tid, stat in parsed if stat is not None]
+
+
+def syscall(pid: int, tid: int) -> tuple[int, ...] | None:
+    """Return the number and the arguments of the system call in which a thread is blocked.
+
+    The tuple is empty for a thread that runs; `None` when the kernel does not tell, which needs
+    the right to trace the process.
+    """
+    words = (_read(f"/proc/{pid}/task/{tid}/syscall") or b"").split()
+    if not words:
+        return None
+    if words[0] == b"running":
+        return ()
+    return (int(words[0]), *(int(word, 16) for word in words[1:7]))
 
 
 def memory(pid: int) -> Memory | None:

@@ -23,7 +23,13 @@ from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["MAX_SOCKET_PATH_BYTES", "RunDir", "remove_stale_run_dirs", "stale_run_dirs"]
+__all__ = [
+    "MAX_SOCKET_PATH_BYTES",
+    "RunDir",
+    "live_run_dirs",
+    "remove_stale_run_dirs",
+    "stale_run_dirs",
+]
 
 MAX_SOCKET_PATH_BYTES = 107
 """Longest path that the kernel takes for a Unix socket."""
@@ -150,15 +156,24 @@ def stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
     """
     if not procfs.is_available() or not procfs.boot_id():
         return []
+    return sorted(path for path in _paths("nvrx-", environ) if _is_stale(path))
+
+
+def live_run_dirs(label: str, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the run directories of our user with this label whose owner is not known to be gone.
+
+    Args:
+        label: What the runs are, as given to `RunDir.create`.
+        environ: Where to look up the places.
+    """
     found = []
-    for place in _places(environ):
+    for path in _paths(f"nvrx-{label}-", environ):
         try:
-            with os.scandir(place) as entries:
-                paths = [entry.path for entry in entries if entry.name.startswith("nvrx-")]
-        except OSError as error:
-            logger.debug("cannot look for stale run directories in %s: %s", place, error)
+            _refuse_foreign(path, os.lstat(path))
+        except OSError:
             continue
-        found += [path for path in paths if _is_stale(path)]
+        if not _is_stale(path):
+            found.append(path)
     return sorted(found)
 
 
@@ -173,6 +188,18 @@ def remove_stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
         else:
             removed.append(path)
     return removed
+
+
+def _paths(prefix: str, environ: Mapping[str, str]) -> list[str]:
+    """Return what carries a name of ours in the places for run directories."""
+    found = []
+    for place in _places(environ):
+        try:
+            with os.scandir(place) as entries:
+                found += [entry.path for entry in entries if entry.name.startswith(prefix)]
+        except OSError as error:
+            logger.debug("cannot look for run directories in %s: %s", place, error)
+    return found
 
 
 def _places(environ: Mapping[str, str]) -> list[str]:

@@ -77,9 +77,9 @@ class TrainingProgressTracker:
         """Note an iteration that a rank reported; lower ones than before change nothing."""
         self.current_max_iteration = max(self.current_max_iteration, iteration)
 
-    def sync_cycle_number(self, cycle_number: int) -> None:
+    def sync_cycle_number(self, new_cycle_number: int) -> None:
         """Take over the cycle number that the job agreed on."""
-        self.cycle_number = cycle_number
+        self.cycle_number = new_cycle_number
 
     def analyze_previous_cycle(self) -> None:
         """Judge the cycle that just ended; call it once before each restart."""

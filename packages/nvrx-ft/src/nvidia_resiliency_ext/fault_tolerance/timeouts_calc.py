@@ -153,7 +153,8 @@ class TimeoutsCalc:
         """Return heartbeat timeouts; the mean with `current`'s when those were calculated too.
 
         Raises:
-            TimeoutsCalcError: not enough heartbeats were seen.
+            TimeoutsCalcError: not enough heartbeats were seen, or `current` says that its timeouts
+                were calculated and lacks one.
         """
         if not self.can_get_hb_timeouts():
             raise TimeoutsCalcError(
@@ -162,6 +163,10 @@ class TimeoutsCalc:
         initial = self.initial_max_time * self.safety_factor
         subsequent = self.subsequent_max_time * self.safety_factor
         if current is not None and current.were_calculated:
+            if not current.are_valid:
+                raise TimeoutsCalcError(
+                    f"the present heartbeat timeouts were calculated, but one is missing: {current}"
+                )
             initial = _mean(initial, current.initial)
             subsequent = _mean(subsequent, current.subsequent)
         return HeartbeatTimeouts(initial, subsequent, were_calculated=True)

@@ -260,6 +260,7 @@ class Tree(RankAssignment):
         for layer in layers:
             if not isinstance(layer, Layer):
                 raise TypeError(f"layers must be Layer objects, not {layer!r}")
+            layer.check()
         if world_size_filter is not None:
             check_callable("world_size_filter", world_size_filter)
         self.layers = list(layers)

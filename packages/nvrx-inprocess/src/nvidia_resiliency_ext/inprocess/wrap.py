@@ -18,7 +18,7 @@ import torch
 from . import _env
 from ._call.gate import AtomicLock, MainThreadGate, require_main_thread
 from ._call.loop import CallLoop, Parts
-from ._call.meeting import check_store_kwargs, meet, require_place
+from ._call.meeting import Meeting, check_store_kwargs, meet, require_place
 from ._call.newsbox import NewsBox
 from ._call.record import RestartRecord
 from ._call.report import RestartReport
@@ -216,6 +216,8 @@ class CallWrapper:
         settings = wrapper.settings
         with contextlib.ExitStack() as stack:
             stack.callback(_env.restore_ranks, _env.exported_ranks())
+            # Last of all: what refers to each other would stay open until a garbage collection.
+            stack.callback(self._let_go)
             state = State.from_env()
             rank = require_place(state)
             page = ProgressPage.create()
@@ -231,7 +233,7 @@ class CallWrapper:
             )
             stack.callback(box.close)
             link = MonitorLink(meeting.monitor_settings, page, self._hear)
-            record = RestartRecord()
+            record = RestartRecord(meeting.call)
             stack.callback(record.close)
             parts = Parts(
                 base_store=meeting.store,
@@ -258,7 +260,7 @@ class CallWrapper:
             self._stack = stack.pop_all()
         self._page = page
         self._lock = lock
-        self._meeting = meeting
+        self._meeting: Meeting | None = meeting
         # Without a frame of its own between the caller and the page.
         self.ping = page.stamp_manual  # type: ignore[method-assign]
 
@@ -297,8 +299,8 @@ class CallWrapper:
 
     @property
     def store(self) -> Any:
-        """The job's store, without the prefix of an iteration."""
-        return self._meeting.store
+        """The job's store, without the prefix of an iteration; None when the call is over."""
+        return None if self._meeting is None else self._meeting.store
 
     base_store = store
 
@@ -335,6 +337,12 @@ class CallWrapper:
         self._stack.close()
 
     # Steps -----------------------------------------------------------------------------------
+
+    def _let_go(self) -> None:
+        self._meeting = None
+        loop = getattr(self, "_loop", None)  # None when the call was never made
+        if loop is not None:
+            loop.let_go()
 
     def _hear(self, news: Any) -> None:
         self._loop.hear(news)

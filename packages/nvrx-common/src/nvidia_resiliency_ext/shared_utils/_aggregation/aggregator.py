@@ -8,7 +8,7 @@ import os
 import select
 import threading
 
-from nvidia_resiliency_ext.shared_utils._notices import Notices
+from nvidia_resiliency_ext.shared_utils.directory_notices import DirectoryNotices
 
 from .aggregation import Aggregation, Job
 
@@ -105,7 +105,7 @@ class NodeLogAggregator:
 
     def _serve(self, aggregation: Aggregation) -> None:
         """Work until the end is asked for or the directory is another one."""
-        notices = Notices(aggregation.directory)
+        notices = DirectoryNotices(aggregation.directory)
         look_s = _LOOK_S if notices.are_there else _LOOK_WITHOUT_NOTICES_S
         names: Iterable[str] | None = None
         try:
@@ -124,7 +124,7 @@ class NodeLogAggregator:
         finally:
             notices.close()
 
-    def _wait(self, notices: Notices | None, seconds: float) -> bool:
+    def _wait(self, notices: DirectoryNotices | None, seconds: float) -> bool:
         """Wait for notices, the end or the time; say whether notices came."""
         poll = select.poll()
         poll.register(self._wake[0], select.POLLIN)

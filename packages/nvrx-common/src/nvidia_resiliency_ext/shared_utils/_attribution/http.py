@@ -17,6 +17,8 @@ from .timed import timed_response
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
+
 __all__ = ["Endpoint", "JsonConnection", "parse_endpoint"]
 
 _LIMIT_BYTES = 1 << 20
@@ -80,15 +82,13 @@ class JsonConnection:
         self,
         endpoint: Endpoint,
         timeout_s: float,
-        token: str | None = None,
+        token: TokenFile | None = None,
         ca_file: str | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._timeout_s = timeout_s
         self._ca_file = ca_file
-        self._headers = {"Accept": "application/json"}
-        if token:
-            self._headers["Authorization"] = f"Bearer {token}"
+        self._token = token
         self._connection: http.client.HTTPConnection | None = None
 
     def post(self, route: str, payload: Mapping[str, Any]) -> tuple[int, object]:
@@ -125,7 +125,9 @@ class JsonConnection:
         deadline = time.monotonic() + self._timeout_s
         if self._connection is None:
             self._connection = self._connect()
-        headers = dict(self._headers)
+        headers = {"Accept": "application/json"}
+        if self._token is not None:
+            headers["Authorization"] = self._token.header()
         if body is not None:
             headers["Content-Type"] = "application/json"
         try:

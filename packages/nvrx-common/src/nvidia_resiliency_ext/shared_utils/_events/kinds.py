@@ -196,14 +196,20 @@ class TimeoutsSet(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class InprocRestart(Event):
-    """Ranks restarted inside their processes; ``phases`` maps a phase to its seconds."""
+    """Ranks restarted inside their processes; ``phases`` maps a phase to its seconds.
+
+    ``call`` counts the wrapped calls of a cycle, in each of which ``iteration`` begins at 0.
+    ``lost_ranks`` take no further part.
+    """
 
     kind: ClassVar[str] = "inproc_restart"
+    call: int | None = None
     iteration: int | None = None
     cause: str | None = None
     ranks: Sequence[int] | str | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
     kept_ranks: Sequence[int] | str | None = None
+    lost_ranks: Sequence[int] | str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

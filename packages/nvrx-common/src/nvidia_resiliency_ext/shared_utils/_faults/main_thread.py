@@ -12,6 +12,8 @@ import signal
 import threading
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
+
 from .actions import Action, Plain, on_main_thread_only, refusal
 
 if TYPE_CHECKING:
@@ -57,12 +59,12 @@ def _install(fault: str) -> None:
     if _signal is not None:
         return
     on_main_thread_only(fault)
-    for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
-        if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, _handle)
-            _signal = number
-            return
-    raise refusal(fault, "every real-time signal has a handler already")
+    try:
+        number = unused_realtime_signal()
+    except RuntimeError as error:
+        raise refusal(fault, str(error)) from None
+    signal.signal(number, _handle)
+    _signal = number
 
 
 def _run_in_main_thread(function: Callable[[], object]) -> None:

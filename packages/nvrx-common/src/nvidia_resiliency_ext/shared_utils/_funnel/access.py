@@ -6,75 +6,39 @@ This is the only place of the funnel that reads the environment.
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import logging
 import os
-import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.shared_utils.credentials import PemFile, TokenFile, is_loopback
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
-from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["TOKEN_FILE_VARIABLE", "Access", "is_loopback", "read_token"]
+__all__ = ["Access"]
 
-TOKEN_FILE_VARIABLE = "NVRX_LOG_FUNNEL_TOKEN_FILE"  # noqa: S105 - the name of a variable
 _logger = logging.getLogger("LogAggregationServer")
-
-_MAX_TOKEN_BYTES = 4096
-_MAX_PEM_BYTES = 1 << 20
-
-
-def read_token(path: str) -> str:
-    """Return the token in a file that nobody but its owner can read.
-
-    Raises:
-        ConfigError: It cannot be read, others can read it, or it holds no token.
-    """
-    try:
-        status = os.stat(path)
-        data = read_regular_file(path, _MAX_TOKEN_BYTES + 1, follows_symlink=True)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"token file {path!r}: {reason}") from error
-    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        mode = stat.S_IMODE(status.st_mode)
-        raise ConfigError(f"token file {path!r}: others may read it (mode {mode:o}, must be 600)")
-    token = data.strip()
-    if not token or len(data) > _MAX_TOKEN_BYTES or not token.isascii() or b"\n" in token:
-        raise ConfigError(f"token file {path!r}: must hold one line of ASCII")
-    return token.decode()
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach a server bound to that host."""
-    if host.startswith("unix:") or host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
     """What a server asks of its clients, and what a leaf shows to the root.
 
+    What stands in the files when a call or connection begins is what counts.
+
     Attributes:
         token: The job's secret; `None`: none is asked for.
-        certificate: PEM file of this server's certificate; `None`: no TLS.
-        key: PEM file of its key.
-        authority: PEM file of who signed the certificates of clients, which then must have one.
+        certificate: This server's certificate; `None`: no TLS.
+        key: Its key.
+        authority: Who signed the certificates of clients, which then must have one.
     """
 
-    token: str | None = None
-    certificate: str | None = None
-    key: str | None = None
-    authority: str | None = None
+    token: TokenFile | None = None
+    certificate: PemFile | None = None
+    key: PemFile | None = None
+    authority: PemFile | None = None
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
@@ -87,14 +51,15 @@ class Access:
         Args:
             host: Where the server will listen.
             insecure: Anybody who reaches it may write.
-            files: Certificate, key and authority.
+            files: Paths of certificate, key and authority.
 
         Raises:
             ConfigError: The token or a certificate is unusable, or anybody could write and nobody
                 said that this is meant.
         """
         path = os.environ.get("NVRX_LOG_FUNNEL_TOKEN_FILE")
-        access = cls(token=read_token(path) if path else None, **files)
+        pems = {name: None if file is None else PemFile(file) for name, file in files.items()}
+        access = cls(token=TokenFile(path) if path else None, **pems)
         access.check_reach(host, insecure=insecure)
         return access
 
@@ -122,45 +87,51 @@ class Access:
         """Tell whether a call may proceed."""
         if self.token is None:
             return True
-        expected = f"Bearer {self.token}".encode()
-        found = False
-        for key, value in metadata:
-            if key == "authorization":
-                given = value if isinstance(value, bytes) else value.encode()
-                # In constant time, so that the answer's delay tells nothing.
-                found = hmac.compare_digest(given, expected) or found
-        return found
+        shown = (value for key, value in metadata if key == "authorization")
+        return any(self.token.admits(value) for value in shown)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return what a call to a server of the same job must carry."""
-        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+        return () if self.token is None else (("authorization", self.token.header()),)
 
     def server_credentials(self) -> Any | None:
-        """Return gRPC's credentials for a server; `None` without TLS."""
+        """Return gRPC's credentials for a server; `None` without TLS.
+
+        gRPC asks at each handshake whether the files have changed.
+        """
         import grpc
 
         if self.certificate is None or self.key is None:
             return None
-        pair = (_pem(self.key), _pem(self.certificate))
-        authority = None if self.authority is None else _pem(self.authority)
-        return grpc.ssl_server_credentials(
-            [pair], root_certificates=authority, require_client_auth=authority is not None
+        shown = (self.key.read(), self.certificate.read(), self._authority())
+
+        def configuration(key: bytes, certificate: bytes, authority: bytes | None) -> Any:
+            return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+
+        def changed() -> Any | None:
+            nonlocal shown
+            assert self.certificate is not None
+            assert self.key is not None
+            now = (self.key.read(), self.certificate.read(), self._authority())
+            if now == shown:
+                return None
+            shown = now
+            return configuration(*now)
+
+        return grpc.dynamic_ssl_server_credentials(
+            configuration(*shown), changed, require_client_authentication=self.authority is not None
         )
 
-    def channel_credentials(self) -> Any | None:
-        """Return gRPC's credentials for a leaf's way to the root; `None` without TLS."""
-        import grpc
+    def channel_files(self) -> tuple[bytes, bytes | None, bytes | None] | None:
+        """Return authority, key and certificate for a leaf's way to the root, as they are now.
 
-        if self.authority is None:
+        `None` without TLS.
+        """
+        authority = self._authority()
+        if authority is None:
             return None
-        key = None if self.key is None else _pem(self.key)
-        certificate = None if self.certificate is None else _pem(self.certificate)
-        return grpc.ssl_channel_credentials(_pem(self.authority), key, certificate)
+        key = None if self.key is None else self.key.read()
+        return authority, key, None if self.certificate is None else self.certificate.read()
 
-
-def _pem(path: str) -> bytes:
-    try:
-        return read_regular_file(path, _MAX_PEM_BYTES, follows_symlink=True)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"TLS file {path!r}: {reason}") from error
+    def _authority(self) -> bytes | None:
+        return None if self.authority is None else self.authority.read()

@@ -40,6 +40,15 @@ class Upstream:
     """
 
     def __init__(self, target: str, access: Access, relay: Relay) -> None:
+        self._target = target
+        self._access = access
+        self._files = access.channel_files()
+        self._channel = self._connect()
+        self._relay = relay
+        self._is_old_root = False
+        self.is_up = False
+
+    def _connect(self) -> Any:
         import grpc.aio
 
         options = [
@@ -52,17 +61,10 @@ class Upstream:
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 2000),
         ]
-        credentials = access.channel_credentials()
-        self._channel = (
-            grpc.aio.insecure_channel(target, options)
-            if credentials is None
-            else grpc.aio.secure_channel(target, credentials, options)
-        )
-        self._target = target
-        self._metadata = access.metadata()
-        self._relay = relay
-        self._is_old_root = False
-        self.is_up = False
+        if self._files is None:
+            return grpc.aio.insecure_channel(self._target, options)
+        credentials = grpc.ssl_channel_credentials(*self._files)
+        return grpc.aio.secure_channel(self._target, credentials, options)
 
     async def wait_healthy(self, timeout_s: float) -> str | None:
         """Wait until the root says that it is healthy; return why not, if it does not in time."""
@@ -75,7 +77,7 @@ class Upstream:
         while (left := end - loop.time()) > 0:
             try:
                 answer = await check(
-                    b"", metadata=self._metadata, wait_for_ready=True,
+                    b"", metadata=self._access.metadata(), wait_for_ready=True,
                     timeout=min(left, _HEALTH_TRY_S),
                 )  # fmt: skip
             except grpc.aio.AioRpcError as error:
@@ -122,13 +124,22 @@ class Upstream:
         """Close the connection."""
         await self._channel.close()
 
+    async def _renew(self) -> None:
+        """Connect anew if the certificates have changed: a channel keeps its first ones."""
+        files = self._access.channel_files()
+        if files != self._files:
+            self._files = files
+            await self._channel.close()
+            self._channel = self._connect()
+
     async def _session(self) -> None:
         self._relay.start_session()
+        await self._renew()
         if self._is_old_root:
             await self._session_unacknowledged()
             return
         call = self._channel.stream_stream(f"/{messages.SERVICE}/StreamLogsAcked")(
-            metadata=(*self._metadata, ERRORS_IN_ACKS), wait_for_ready=True
+            metadata=(*self._access.metadata(), ERRORS_IN_ACKS), wait_for_ready=True
         )
         with _cancelled_at_end(call):
             # The root answers with its metadata before any chunk.
@@ -145,7 +156,7 @@ class Upstream:
 
     async def _session_unacknowledged(self) -> None:
         call = self._channel.stream_unary(f"/{messages.SERVICE}/StreamLogs")(
-            metadata=self._metadata, wait_for_ready=True
+            metadata=self._access.metadata(), wait_for_ready=True
         )
         with _cancelled_at_end(call):
             await call.wait_for_connection()

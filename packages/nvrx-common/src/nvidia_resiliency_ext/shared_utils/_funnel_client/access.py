@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from dataclasses import dataclass
 
-from nvidia_resiliency_ext.shared_utils._funnel.access import TOKEN_FILE_VARIABLE, read_token
+from nvidia_resiliency_ext.shared_utils.credentials import PemFile, TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
-from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
-__all__ = ["FunnelTls", "Token", "read_tls", "target_of"]
+__all__ = ["FunnelTls", "Tls", "find_token", "target_of"]
 
-_LARGEST_PEM_BYTES = 1024 * 1024
 _LONGEST_UNIX_PATH = 107
 _HIGHEST_PORT = 65535
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
@@ -37,46 +34,42 @@ class FunnelTls:
     server_name: str | None = None
 
 
-class Token:
-    """The job's secret from a file, read again for every connection so that it may be replaced.
+class Tls:
+    """The files of a connection, as they are now.
 
     Args:
-        path: A file that only we may read.
-
-    Raises:
-        ConfigError: It cannot be read, is open to others, or holds no token.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._last = read_token(path)
-
-    @classmethod
-    def find(cls, path: str | None) -> Token | None:
-        """Return the token of a file, or of the one that the environment names; None without."""
-        path = path or os.environ.get(TOKEN_FILE_VARIABLE)
-        return cls(path) if path else None
-
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return what a call carries."""
-        # While the file is being replaced the last one serves; if it is refused, that is told.
-        with contextlib.suppress(ConfigError):
-            self._last = read_token(self.path)
-        return (("authorization", f"Bearer {self._last}"),)
-
-
-def read_tls(tls: FunnelTls) -> tuple[bytes, bytes | None, bytes | None]:
-    """Return certificate authority, key and certificate.
+        files: Where they are.
 
     Raises:
         ConfigError: A file cannot be read, or only one of key and certificate is given.
     """
-    if (tls.cert_file is None) != (tls.key_file is None):
-        raise ConfigError("the log funnel's TLS: cert_file and key_file go together")
-    ca = _read_pem("ca_file", tls.ca_file)
-    if tls.cert_file is None or tls.key_file is None:
-        return ca, None, None
-    return ca, _read_pem("key_file", tls.key_file), _read_pem("cert_file", tls.cert_file)
+
+    def __init__(self, files: FunnelTls) -> None:
+        if (files.cert_file is None) != (files.key_file is None):
+            raise ConfigError("the log funnel's TLS: cert_file and key_file go together")
+        self.server_name = files.server_name
+        self._files = tuple(
+            None if path is None else PemFile(path, f"the log funnel's TLS: {name}")
+            for name, path in (
+                ("ca_file", files.ca_file),
+                ("key_file", files.key_file),
+                ("cert_file", files.cert_file),
+            )
+        )
+
+    def read(self) -> tuple[bytes | None, ...]:
+        """Return certificate authority, key and certificate."""
+        return tuple(None if file is None else file.read() for file in self._files)
+
+
+def find_token(path: str | None) -> TokenFile | None:
+    """Return the token in a file, or in the one that the environment names; None without.
+
+    Raises:
+        ConfigError: The file cannot be read, is open to others, or holds no token.
+    """
+    path = path or os.environ.get("NVRX_LOG_FUNNEL_TOKEN_FILE")
+    return TokenFile(path) if path else None
 
 
 def target_of(endpoint: str) -> str:
@@ -100,13 +93,3 @@ def target_of(endpoint: str) -> str:
         message = "neither host:port nor unix:/absolute/path"
         raise ConfigError(f"the log funnel's endpoint {endpoint!r}: {message}")
     return endpoint
-
-
-def _read_pem(name: str, path: str) -> bytes:
-    try:
-        data = read_regular_file(path, _LARGEST_PEM_BYTES, follows_symlink=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the log funnel's TLS: {name} {path!r}: {error}") from None
-    if b"-----BEGIN" not in data:
-        raise ConfigError(f"the log funnel's TLS: {name} {path!r} holds nothing in PEM form")
-    return data

@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.shared_utils.errors import (
 )
 from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
-from .access import FunnelTls, Token
+from .access import FunnelTls, find_token
 from .chunks import BATCH_BYTES
 from .feed import Feed, Leftover
 from .lane import Lane
@@ -129,7 +129,7 @@ class LogFunnelClient:
         self._spill_name = spill_name or endpoint
         self._notices = Notices()
         self._room = Room(memory_limit_bytes, spill_limit_bytes)
-        self._link = Link(endpoint, self.node_id, Token.find(token_file), tls)
+        self._link = Link(endpoint, self.node_id, find_token(token_file), tls)
         self._lock = threading.Lock()  # guards the two fields below
         self._opened: dict[str, _Opened] = {}
         self._is_closed = False

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils.errors import MissingExtraError
 
-from .access import FunnelTls, Token, read_tls, target_of
+from .access import FunnelTls, Tls, target_of
 from .verdict import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
 
     from .chunks import Chunk
 
@@ -95,13 +97,13 @@ class Link:
     """
 
     def __init__(
-        self, endpoint: str, node_id: str, token: Token | None, tls: FunnelTls | None
+        self, endpoint: str, node_id: str, token: TokenFile | None, tls: FunnelTls | None
     ) -> None:
         self._target = target_of(endpoint)
         self._node_id = node_id
         self._token = token
-        self._tls = None if tls is None else read_tls(tls)
-        self._server_name = None if tls is None else tls.server_name
+        self._tls = None if tls is None else Tls(tls)
+        self._files: tuple[bytes | None, ...] | None = None
         self._lock = threading.Lock()
         self._channel: Any = None
         self._is_closed = False
@@ -129,7 +131,8 @@ class Link:
             encoded: bytes = message.SerializeToString()
             return encoded
 
-        metadata = self._token.metadata() if self._token is not None else ()
+        token = self._token
+        metadata = () if token is None else (("authorization", token.header()),)
         channel = self._open_channel()
         if is_plain:
             method = channel.stream_unary(
@@ -166,13 +169,19 @@ class Link:
         with self._lock:
             if self._is_closed:
                 raise ConnectionAbortedError("the client is closed")
+            files = None if self._tls is None else self._tls.read()
+            if self._channel is not None and files != self._files:
+                # It keeps the certificates that it began with. Its streams are sent again.
+                self._channel.close()
+                self._channel = None
             if self._channel is None:
+                self._files = files
                 options: list[tuple[str, str | int]] = list(_OPTIONS)
-                if self._tls is None:
+                if self._tls is None or files is None:
                     self._channel = grpc.insecure_channel(self._target, options=options)
                 else:
-                    if self._server_name is not None:
-                        options.append(("grpc.ssl_target_name_override", self._server_name))
-                    credentials = grpc.ssl_channel_credentials(*self._tls)
+                    if self._tls.server_name is not None:
+                        options.append(("grpc.ssl_target_name_override", self._tls.server_name))
+                    credentials = grpc.ssl_channel_credentials(*files)
                     self._channel = grpc.secure_channel(self._target, credentials, options=options)
             return self._channel

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,16 @@ if TYPE_CHECKING:
 
     from .gather import Seen
 
-__all__ = ["Story", "Window", "tell"]
+__all__ = ["Story", "Window", "inprocess_restarts", "tell"]
+
+# What the wrapper's word for an interruption is as a cause.
+_INPROCESS_CAUSES = {
+    "UNRESPONSIVE": "node_lost",
+    "TERMINATED": "killed",
+    "HARD_TIMEOUT": "hang_heartbeat",
+    "SOFT_TIMEOUT": "hang_heartbeat",
+    "BASE_EXCEPTION": "exited",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,9 @@ def tell(seen: Sequence[Seen]) -> Story:
         kinds[event.kind].append(event)
         if event.kind == "fault":
             faults[cycle].append(_fault(event, cycle))
+    for cycle in cycles:
+        faults[cycle] += _inprocess_faults(cycle, events[cycle], faults[cycle])
+        faults[cycle].sort(key=_noticed)
     windows = {cycle: _windows(cycle, events[cycle], faults[cycle]) for cycle in cycles}
     return Story(
         start=start,
@@ -161,6 +173,52 @@ def _fault(event: Seen, cycle: Cycle) -> FaultNote:
     )
 
 
+def inprocess_restarts(events: Sequence[Seen]) -> list[list[Seen]]:
+    """Return what was recorded of each in-process restart; every rank may report it."""
+    groups: dict[tuple[int | None, int, int], list[Seen]] = defaultdict(list)
+    counts: Counter[tuple[int | None, int, int | None]] = Counter()
+    for event in events:
+        if event.kind == "inproc_restart":
+            call, iteration = event.integer("call"), event.integer("iteration") or 0
+            own = call, iteration, event.record.rank
+            # Who says it again speaks of another call, of which older records tell no number.
+            groups[call, iteration, counts[own]].append(event)
+            counts[own] += 1
+    return list(groups.values())
+
+
+def _inprocess_faults(
+    cycle: Cycle, events: Sequence[Seen], known: Sequence[FaultNote]
+) -> list[FaultNote]:
+    """Describe the fault of each in-process restart of which no other event tells."""
+    found = []
+    after = cycle.start
+    for reports in inprocess_restarts(events):
+        first, back = reports[0], max(report.at for report in reports)
+        if not any(after < fault.at <= back for fault in known):
+            phases = first.durations("phases")
+            onset = max(cycle.start, first.at - sum(phases.values()))
+            text, ranks = first.text("cause"), first.record.fields.get("ranks")
+            cause = next((c for word, c in _INPROCESS_CAUSES.items() if word in text), "exception")
+            note = FaultNote(
+                at=min(first.at, onset + phases.get("detect", 0.0)),
+                onset=onset,
+                host=first.host,
+                launch=cycle.launch,
+                cycle=cycle.number,
+                rank=ranks[0] if isinstance(ranks, list) and ranks else None,
+                cause=cause,
+                what=text,
+                detail="",
+                detected_by=first.record.src,
+                deadline_s=phases.get("detect"),
+                late_s=None,
+            )
+            found.append(note)
+        after = back
+    return found
+
+
 def _first_step_at(events: Sequence[Seen], limit: float) -> float | None:
     """Return when the last rank had done its first step, or when progress first began."""
     firsts = [event.at for event in events if event.kind == "first_step" and event.at <= limit]
@@ -186,7 +244,7 @@ def _windows(cycle: Cycle, events: Sequence[Seen], faults: Sequence[FaultNote]) 
     )
     windows: list[Window] = []
     running: float | None = opened
-    for at, turn in sorted(turns, key=lambda turn: turn[0]):
+    for at, turn in sorted(turns, key=lambda turn: (turn[0], not isinstance(turn[1], FaultNote))):
         if isinstance(turn, FaultNote):
             if running is not None:
                 windows.append(Window(cycle, running, max(running, turn.onset), turn))

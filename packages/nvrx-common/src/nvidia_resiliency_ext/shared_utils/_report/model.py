@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .accounting import ORDER, key_of, paint, saves, succeeded
-from .cycles import tell
+from .cycles import inprocess_restarts, tell
 from .gather import gather
 from .intervals import flatten, totals
 from .lanes import node_lanes, rank_lanes
@@ -36,7 +36,11 @@ NO_HEARTBEAT = (
 )
 NO_CHECKPOINT = (
     "No checkpoint was recorded, so work lost through faults is unknown and goodput an upper bound."
+    " Record a CkptSave event when a save is complete, to have it measured."
 )
+NODE_LOST = "node_lost"
+
+_LONGEST_PATH = 160
 
 
 def build_timeline(files: Sequence[EventFile]) -> Timeline:
@@ -59,7 +63,9 @@ def build_timeline(files: Sequence[EventFile]) -> Timeline:
     is_known = bool(story.windows) and wall_s > 0
     ends = [event for event in seen if event.kind == "job_end"]
     launches = {(event.host, event.launch) for event in seen}
-    is_ended = {(event.host, event.launch) for event in ends} >= launches
+    missing = launches - {(event.host, event.launch) for event in ends}
+    lost = _lost(seen, missing)
+    is_ended = bool(ends) and missing <= lost
     sizes = [cycle.world_size for cycle in story.cycles if cycle.world_size]
     hosts = _hosts(files)
     lanes = rank_lanes(story, painted)
@@ -86,7 +92,7 @@ def build_timeline(files: Sequence[EventFile]) -> Timeline:
         steps=_sum(story.of_kind("progress"), "steps"),
         dropped=_sum(story.of_kind("dropped"), "count"),
         bad_lines=sum(file.bad_lines for file in files),
-        notes=tuple(_notes(files, story, is_ended=is_ended)),
+        notes=(*_endings(lost, is_ended=is_ended), *_notes(files, story)),
     )
 
 
@@ -96,7 +102,13 @@ def _hosts(files: Sequence[EventFile]) -> tuple[str, ...]:
 
 def _unread(files: Sequence[EventFile]) -> list[str]:
     """Return a note for each file that could not be read."""
-    return [f"Left out: {plain(file.path)}: {file.problem}" for file in files if file.problem]
+    unread = [file for file in files if file.problem]
+    return [f"Left out: {_end_of(file.path)}: {file.problem}" for file in unread]
+
+
+def _end_of(path: str) -> str:
+    """Return a path for a note; of a long one its end, which names the file."""
+    return plain(path if len(path) <= _LONGEST_PATH else f"...{path[-_LONGEST_PATH:]}")
 
 
 def _job_id(files: Sequence[EventFile]) -> str:
@@ -148,14 +160,10 @@ def _phases(story: Story, begin: float, end: float) -> dict[str, float]:
 
 
 def _inprocess(story: Story, cycle: Cycle, lost_s: dict[Window, float]) -> list[Restart]:
-    """Return the in-process restarts of a cycle; every rank reports each of them."""
-    groups: dict[int, list[Seen]] = defaultdict(list)
-    for event in story.events[cycle]:
-        if event.kind == "inproc_restart":
-            groups[event.integer("iteration") or 0].append(event)
+    """Return the in-process restarts of a cycle."""
     windows = story.windows_in(cycle)
     found = []
-    for reports in groups.values():
+    for reports in inprocess_restarts(story.events[cycle]):
         phases: dict[str, float] = {}
         for report in reports:
             for name, seconds in report.durations("phases").items():
@@ -233,10 +241,32 @@ def _remarks(seen: Sequence[Seen]) -> list[Remark]:
     return found
 
 
-def _notes(files: Sequence[EventFile], story: Story, *, is_ended: bool) -> list[str]:
-    notes = []
+def _lost(seen: Sequence[Seen], missing: set[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Return the launches without an end that another one has recorded as lost.
+
+    They are silent since then: whoever writes again was taken for lost by mistake.
+    """
+    last = {(event.host, event.launch): event.at for event in seen}
+    losses = [event for event in seen if event.kind == "fault" and event.text("cause") == NODE_LOST]
+    return {
+        launch
+        for launch in missing
+        if any(
+            (event.host, event.launch) != launch and event.at >= last[launch] for event in losses
+        )
+    }
+
+
+def _endings(lost: set[tuple[str, int]], *, is_ended: bool) -> list[str]:
+    """Return notes on whose end is not in the record."""
     if not is_ended:
-        notes.append("The record has no end: the job is still running, or its launcher was killed.")
+        return ["The record has no end: the job is still running, or its launcher was killed."]
+    hosts = sorted({host for host, _ in lost})
+    return [f"A launcher on {plain(host)} was lost: it recorded no end." for host in hosts]
+
+
+def _notes(files: Sequence[EventFile], story: Story) -> list[str]:
+    notes = []
     if not story.windows:
         notes.append(NO_HEARTBEAT)
     elif any(window.fault for window in story.windows) and not story.of_kind("ckpt_save"):

@@ -10,8 +10,8 @@ import time
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils._events.read import EventFileError
-from nvidia_resiliency_ext.shared_utils._notices import Notices
 from nvidia_resiliency_ext.shared_utils.console import write_out
+from nvidia_resiliency_ext.shared_utils.directory_notices import DirectoryNotices
 
 from .follow import draw, news, waiting
 from .text import render_text
@@ -34,7 +34,7 @@ class Watch:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._directories: list[int] = []
-        self._notices: list[Notices] = []
+        self._notices: list[DirectoryNotices] = []
         for path in {
             path if os.path.isdir(path) else os.path.dirname(path) or "." for path in paths
         }:
@@ -43,7 +43,7 @@ class Watch:
             except OSError:
                 continue  # not there yet: the ticks look again
             self._directories.append(directory)
-            self._notices.append(Notices(directory))
+            self._notices.append(DirectoryNotices(directory))
 
     def wait(self, seconds: float) -> None:
         """Wait for a change, or until the time is over."""

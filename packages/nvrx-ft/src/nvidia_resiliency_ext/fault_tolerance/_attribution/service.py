@@ -27,6 +27,7 @@ logger = logging.getLogger("nvrx")
 
 STOP_GRACE_S = 5.0
 _MODULE = "nvidia_resiliency_ext.services.attrsvc"
+_NEEDED = (_MODULE, "fastapi", "uvicorn")  # the module comes without what its extra brings
 _PROGRAM = "nvrx-attrsvc"
 _KEY_FILE = "LLM_API_KEY_FILE"
 _PROBE_TIMEOUT_S = 1.0
@@ -89,7 +90,7 @@ class AttributionManager:
         if not is_served(cfg.endpoint):
             logger.warning("attribution is off: nothing serves %s", cfg.endpoint)
             return None
-        return AttributionEndpoint(str(cfg.client_endpoint), cfg.enforce_stop)
+        return cfg.client_endpoint
 
     def launch(self) -> bool:
         """Start the service if this launcher runs it; return whether there is one to wait for.
@@ -161,7 +162,7 @@ class AttributionManager:
             _check_key_file(key_file)
         given = {
             _KEY_FILE: key_file,
-            "NVRX_ATTRSVC_ENDPOINT": cfg.client_endpoint,
+            "NVRX_ATTRSVC_ENDPOINT": cfg.client_endpoint and cfg.client_endpoint.endpoint,
             "NVRX_ATTRSVC_ALLOWED_ROOT": cfg.applog_dir,
             "NVRX_ATTRSVC_LLM_BASE_URL": cfg.llm_base_url,
             "NVRX_ATTRSVC_LLM_MODEL": cfg.llm_model,
@@ -183,7 +184,7 @@ def is_installed() -> bool:
 
 def _command() -> list[str]:
     try:
-        if importlib.util.find_spec(_MODULE) is not None:
+        if all(importlib.util.find_spec(name) is not None for name in _NEEDED):
             return [sys.executable, "-m", _MODULE]
     except ModuleNotFoundError:
         pass  # no package of services at all

@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.fault_tolerance._config import values
+
 from .endpoint import (
     DEFAULT_ATTRIBUTION_PORT,
     check_export_url,
@@ -103,9 +105,11 @@ class AttributionConfig:
         return self.stop_action == "no-restart"
 
     @property
-    def client_endpoint(self) -> str | None:
-        """The address that is asked, or None."""
-        return None if self.endpoint is None else client_endpoint(self.endpoint)
+    def client_endpoint(self) -> AttributionEndpoint | None:
+        """Who is asked, and whether its word STOP ends the job; None where attribution is off."""
+        if self.endpoint is None:
+            return None
+        return AttributionEndpoint(client_endpoint(self.endpoint), self.enforce_stop)
 
     @classmethod
     def from_args(
@@ -114,7 +118,7 @@ class AttributionConfig:
         base_log_file: str | None,
         ft_cfg: FaultToleranceConfig,
     ) -> AttributionConfig:
-        """Return what a parsed command line and the merged configuration ask for.
+        """Return what a parsed command line and a configuration ask for; the former wins.
 
         Args:
             args: What `parse_args` returned.
@@ -124,16 +128,22 @@ class AttributionConfig:
         Raises:
             ValueError: A value is unusable, or something that it needs is missing.
         """
-        endpoint = ft_cfg.attribution_endpoint
+
+        def flag(name: str) -> Any:
+            return getattr(args, f"ft_attribution_{name}", None)
+
+        def option(name: str) -> Any:
+            given = flag(name)
+            if given is None:
+                return getattr(ft_cfg, f"attribution_{name}")
+            return None if values.is_none(given) else given
+
+        endpoint = option("endpoint")
         if endpoint is not None and not base_log_file:
             raise ValueError(
                 "--ft-attribution-endpoint needs --ft-per-cycle-applog-prefix: the service reads"
                 " cycle logs"
             )
-
-        def flag(name: str) -> Any:
-            return getattr(args, f"ft_attribution_{name}", None)
-
         timeout = flag("startup_timeout")
         config = cls(
             endpoint=endpoint,
@@ -144,9 +154,9 @@ class AttributionConfig:
             llm_base_url=flag("llm_base_url"),
             llm_model=flag("llm_model"),
             analysis_backend=flag("analysis_backend"),
-            stop_action=ft_cfg.attribution_stop_action or "log",
+            stop_action=option("stop_action") or "log",
             log_level=flag("log_level"),
-            export_url=ft_cfg.attribution_export_url,
+            export_url=option("export_url"),
         )
         if config.is_managed:
             _check_port(args)

@@ -24,7 +24,7 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from .compare import NodeReport, compare, nodes_finding
-from .findings import Finding
+from .findings import Finding, json_within
 
 __all__ = ["compare_nodes"]
 
@@ -60,7 +60,7 @@ def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
     wait_until_reachable(meeting.host, meeting.port, wait_s, clock, threading.Event())
     store = connect(meeting.host, meeting.port, prefix, secret, wait_s)
     me = store.count("came", 1)
-    store.put(f"report/{me}", json.dumps(asdict(report))[: keys_limit()])
+    store.put(f"report/{me}", json_within(asdict(report), keys_limit()))
     if store.count("told", 1) == nodes[1]:
         store.put("all", "1")
     if server is not None:
@@ -75,7 +75,7 @@ def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
         store.put("clocked", "1")
     if server is not None:
         store.wait_until_set("clocked", ANSWER_S)
-        store.put("found", json.dumps(_found(store, int(count), nodes, wait_s)))
+        store.put("found", json_within(_found(store, int(count), nodes, wait_s), keys_limit()))
     findings = _read(store.wait_for("found", 2 * ANSWER_S))
     if store.count("bye", 1) == int(count):
         store.put("gone", "1")
@@ -86,7 +86,7 @@ def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
 
 
 def keys_limit() -> int:
-    """Return how long a report may be: what the store's readers take, less the digest."""
+    """Return how long a value may be: what the store's readers take, less the digest."""
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import MAX_VALUE_BYTES
 
     return MAX_VALUE_BYTES - 1024

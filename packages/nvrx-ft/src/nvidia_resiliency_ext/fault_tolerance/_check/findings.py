@@ -4,11 +4,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-__all__ = ["Finding", "Status", "exit_code_of", "failed", "passed", "render", "skipped"]
+__all__ = [
+    "Finding",
+    "Status",
+    "exit_code_of",
+    "failed",
+    "json_within",
+    "passed",
+    "render",
+    "skipped",
+]
+
+# Of what is too long, the first so many of a list are told, and so many characters of a text.
+_MOST_ITEMS = 20
+_LEAST_TEXT = 16
 
 Status = Literal["pass", "fail", "skipped"]
 
@@ -44,6 +57,25 @@ def render(findings: Sequence[Finding], *, as_json: bool) -> str:
     width = max((len(finding.name) for finding in findings), default=0)
     lines = [f"{f.status:<8} {f.name:<{width}}  {' '.join(f.text.split())}" for f in findings]
     return "".join(f"{line}\n" for line in lines)
+
+
+def json_within(value: object, limit: int) -> str:
+    """Return a value as JSON of at most `limit` bytes: long texts and lists are shortened."""
+    text, longest = json.dumps(value), limit
+    while len(text) > limit and longest > _LEAST_TEXT:
+        longest //= 2
+        text = json.dumps(_shortened(value, longest))
+    return text
+
+
+def _shortened(value: object, longest: int) -> object:
+    if isinstance(value, str) and len(value) > longest:
+        return f"{value[:longest]}... ({len(value)} characters)"
+    if isinstance(value, Mapping):
+        return {key: _shortened(item, longest) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shortened(item, longest) for item in value[:_MOST_ITEMS]]
+    return value
 
 
 def exit_code_of(findings: Sequence[Finding]) -> int:

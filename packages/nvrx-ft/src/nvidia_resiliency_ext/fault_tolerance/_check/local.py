@@ -99,7 +99,8 @@ def _attribution(plan: LaunchPlan) -> Iterator[Finding]:
         where = "this launcher runs it"
         yield passed(name, where) if is_installed() else failed(name, "it is not installed")
     else:
-        yield _answers(name, str(config.client_endpoint))
+        assert config.client_endpoint is not None, "attribution is on"
+        yield _answers(name, config.client_endpoint.endpoint)
 
 
 def _answers(name: str, url: str) -> Finding:

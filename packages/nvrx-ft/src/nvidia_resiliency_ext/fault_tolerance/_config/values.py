@@ -36,6 +36,7 @@ __all__ = [
     "choice",
     "describe",
     "integer_in",
+    "is_none",
     "or_none",
     "read",
 ]
@@ -279,13 +280,16 @@ def _moment(raw: Any) -> str:
     return text.lower()
 
 
+def is_none(raw: object) -> bool:
+    """Return whether a raw value says that there is none: `None`, "none", "null", an empty text."""
+    return raw is None or (isinstance(raw, str) and raw.strip().lower() in _NONE_WORDS)
+
+
 def or_none(kind: Kind) -> Kind:
     """Return the kind that also takes `None`, "none", "null" and the empty text."""
 
     def parse(raw: Any) -> Any:
-        if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NONE_WORDS):
-            return None
-        return kind.parse(raw)
+        return None if is_none(raw) else kind.parse(raw)
 
     return Kind(f"{kind.annotation} | None", f"{kind.expects}, or none", kind.metavar, parse)
 

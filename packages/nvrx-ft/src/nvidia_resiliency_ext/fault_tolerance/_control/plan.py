@@ -183,6 +183,8 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
         raise ConfigError(f"--rdzv-endpoint {args.rdzv_endpoint}: a port is needed, HOST:PORT")
     layers = layers_from_args(args)
     problems = [*layers.problems, *server_problems(args, environ)]
+    if args.rdzv_backend != "c10d":
+        problems.append(f"--rdzv-backend {args.rdzv_backend}: {PROGRAM} takes c10d only")
     if args.ft_enable_log_server and not _says_where_logs_are(args):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in _LOG_FILES)
         problems.append(f"--ft-enable-log-server needs one of {flags}: it says where logs may be")

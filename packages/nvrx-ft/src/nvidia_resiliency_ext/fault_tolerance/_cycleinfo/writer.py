@@ -35,9 +35,14 @@ class CycleInfoWriter:
 
     Args:
         cycle_info_dir: The directory; it is made when needed.
+
+    Raises:
+        ValueError: No directory is named.
     """
 
     def __init__(self, cycle_info_dir: str) -> None:
+        if not cycle_info_dir:
+            raise ValueError("cycle_info_dir is empty; name the directory for files about cycles")
         self._directory = os.path.abspath(cycle_info_dir)
         self._work = threading.Condition()  # guards the two fields below
         self._jobs: collections.deque[Callable[[], None]] = collections.deque()

@@ -11,19 +11,19 @@ __all__ = ["is_slurm_job_array", "parse_bool_env"]
 _BOOLS: Final = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
-def parse_bool_env(name: str) -> bool:
+def parse_bool_env(var_name: str) -> bool:
     """Return a switch from the environment: 1/true/yes or 0/false/no in any case; unset is False.
 
     Raises:
         ValueError: it is set to anything else.
     """
-    text = os.environ.get(name)
+    text = os.environ.get(var_name)
     if text is None:
         return False
     try:
         return _BOOLS[text.strip().lower()]
     except KeyError:
-        raise ValueError(f"{name}={text!r} is neither 1/true/yes nor 0/false/no") from None
+        raise ValueError(f"{var_name}={text!r} is neither 1/true/yes nor 0/false/no") from None
 
 
 def is_slurm_job_array() -> bool:

@@ -57,13 +57,15 @@ def infrastructure_rank(environ: _Environment, *, skip_nodename_logic: bool = Fa
     return -1
 
 
-def get_log_aggregator_shard_index(num_shards: int) -> int:
-    """Return which of `num_shards` first-level log servers this node sends to.
+def get_log_aggregator_shard_index(num_aggregators: int) -> int:
+    """Return which of `num_aggregators` first-level log servers this node sends to; 0 of none.
 
     Raises:
-        ValueError: `num_shards` is below 1.
+        ValueError: `num_aggregators` is negative.
     """
-    return log_aggregator_shard_index(num_shards, os.environ, os.uname().nodename)
+    if num_aggregators == 0:
+        return 0
+    return log_aggregator_shard_index(num_aggregators, os.environ, os.uname().nodename)
 
 
 def log_aggregator_shard_index(num_shards: int, environ: _Environment, hostname: str) -> int:
@@ -114,9 +116,13 @@ def _cross_slurm_rank(environ: _Environment) -> int | None:
     return _optional_int(environ, _env.CROSS_SLURM_PROCID)
 
 
+def _pattern(environ: _Environment) -> str:
+    return environ.get(_env.SLURM_TOPOLOGY_ADDR_PATTERN, "").lower()
+
+
 def _topology_rank(environ: _Environment) -> int | None:
     address = environ.get(_env.SLURM_TOPOLOGY_ADDR)
-    if not address or environ.get(_env.SLURM_TOPOLOGY_ADDR_PATTERN) != "block.node":
+    if not address or _pattern(environ) != "block.node":
         return None
     parts = [_digits(part) for part in address.split(".")]
     if len(parts) != 2 or parts[0] is None or parts[1] is None:  # noqa: PLR2004 - block and node

@@ -8,16 +8,21 @@ given to it. One thread; every wait is in the event loop.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_FAILURE,
 )
+from nvidia_resiliency_ext.fault_tolerance._monitor.control import WorkersChanged
+from nvidia_resiliency_ext.fault_tolerance._monitor.report import limit_in_words, states_of
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
 from nvidia_resiliency_ext.fault_tolerance._preempt.desk import PreemptionDesk
+from nvidia_resiliency_ext.fault_tolerance._process.error_file import read_error_file
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -25,7 +30,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from . import decide, leaving, node_effects, node_events, node_state
 from .cause import Cause
 from .chronicle import Chronicle
-from .faults import Failure, cause_of, read_error_file, root_cause
+from .faults import Failure, cause_of, hang_cause, root_cause
 from .loop import EventLoop, Timer
 from .node_effects import Effect
 from .node_events import Event
@@ -49,11 +54,17 @@ class MonitorLink(Protocol):
     def prepare(self, cycle: int) -> None:
         """Be ready for the ranks of `cycle`; waits, with a bound, until the sockets listen."""
 
-    def workers_changed(self, cycle: int, pgids: list[int]) -> None:
+    def workers_changed(self, workers: WorkersChanged) -> None:
         """Tell the monitor the process groups to sweep if the launcher dies."""
 
-    def hang_report(self, local_rank: int) -> dict[str, object]:
-        """Return the monitor's report on a rank that it killed in this cycle, or {}."""
+    def hang_report(self) -> dict[str, Any]:
+        """Return the monitor's report of a hang in this cycle, or {}."""
+
+    def examine(self) -> None:
+        """Ask what each rank does, for a hang on another node."""
+
+    def sentence(self, local_ranks: list[int]) -> None:
+        """Have the ranks ended that all nodes together have found to blame for a hang."""
 
     def last_iteration(self) -> int | None:
         """Return the highest iteration that a local rank has told in this cycle."""
@@ -189,6 +200,7 @@ class NodeAgent:
         )
         self._events: collections.deque[Event] = collections.deque()
         self._exits: list[tuple[int, ExitStatus, float]] = []
+        self._ranks_in_hang: list[dict[str, Any]] = []
         self._failures: list[Failure] = []
         self._assignment: Assignment | None = None
         self._error_files: dict[int, str] = {}
@@ -253,6 +265,16 @@ class NodeAgent:
         cause = Cause("unhealthy", what, rank, local_rank, self._host, detected_by="monitor")
         self.post(node_events.WorkerStuck(cause))
 
+    def ranks_seen(self, ranks: list[dict[str, Any]], report: dict[str, Any]) -> None:
+        """Tell the other nodes what the ranks here do in a hang; `report` if it began here."""
+        self._ranks_in_hang = ranks
+        accusation = None
+        if report:
+            accusation = dataclasses.replace(
+                hang_cause(report), detail={"limit_words": limit_in_words(report)}
+            )
+        self._rendezvous.hung(states_of(ranks), accusation)
+
     def _group_stopped(self, given_up: tuple[int, ...]) -> None:
         """Take note that the cycle's workers are gone."""
         self.post(node_events.GroupStopped(given_up))
@@ -302,6 +324,8 @@ class NodeAgent:
                     self._rendezvous.preempted(told)
                 elif isinstance(event, node_events.NextRoundOpened) and told is not None:
                     self._rendezvous.preempted(told)
+                elif isinstance(event, (node_events.StopRequested, node_events.RoundClosed)):
+                    self._feed(event)
 
     def _settle(self) -> bool:
         """Decide one thing that is waiting; exits first, they are the causes."""
@@ -315,6 +339,10 @@ class NodeAgent:
 
     def _feed(self, event: Event) -> None:
         before = self._node.phase
+        if before is Phase.RUNNING and isinstance(event, node_events.RanksAsked):
+            self._monitor.examine()
+        if before is Phase.RUNNING and isinstance(event, node_events.HangJudged):
+            event = self._obey(event)
         self._node, effects = decide.decide(self._node, event)
         if before is Phase.RUNNING and self._node.phase is not Phase.RUNNING:
             self._record_progress()
@@ -326,6 +354,26 @@ class NodeAgent:
             self._chronicle.workers_stopped()
         for effect in effects:
             self._apply(effect)
+
+    def _obey(self, judged: node_events.HangJudged) -> node_events.HangJudged:
+        """Have the culprits ended that are here, and add to the verdict what this node knows."""
+        assert self._assignment is not None
+        offset, cause = self._assignment.rank_offset, judged.cause
+        ranks = [int(rank) for rank in str(cause.detail.get("culprits") or "").split(",") if rank]
+        local_ranks = [rank - offset for rank in ranks if rank - offset in self._workers.started]
+        self._monitor.sentence(local_ranks)
+        is_here = cause.rank is not None and cause.rank - offset in local_ranks
+        if is_here:
+            killed = ExitStatus(None, signal.SIGKILL)
+            self._failures = [
+                self._failure(rank, killed, self._clock.wall()) for rank in local_ranks
+            ]
+        cause = dataclasses.replace(
+            cause,
+            local_rank=cause.rank - offset if is_here and cause.rank is not None else None,
+            detail={**cause.detail, "ranks": self._ranks_in_hang},
+        )
+        return node_events.HangJudged(cause, self._makes_no_progress())
 
     def _note_end(self) -> None:
         """Tell the gate how the cycle ended that nobody works in any more."""
@@ -345,12 +393,15 @@ class NodeAgent:
         self._workers.reap_exited()
         exits, self._exits = self._exits, []
         running = self._node.phase is Phase.RUNNING
+        hang = self._monitor.hang_report()
         # A hung rank may leave with code 0 when it is asked to: the monitor's word counts.
         failures = [
             self._failure(rank, status, seen_at)
             for rank, status, seen_at in exits
-            if running and (status.code != 0 or self._monitor.hang_report(rank))
+            if running and (status.code != 0 or rank in hang.get("ended", ()))
         ]
+        if failures and hang:
+            failures = self._with_culprit(failures, hang)
         failed = {failure.local_rank for failure in failures}
         cause: Cause | None = None
         no_progress = False
@@ -362,6 +413,20 @@ class NodeAgent:
             self._chronicle.worker_exited(local_rank, status)
             own = cause if local_rank in failed else None
             self._feed(node_events.WorkerExited(local_rank, status, own, no_progress))
+        if self._node.phase is Phase.RUNNING:
+            self._tell_monitor()
+
+    def _with_culprit(self, failures: list[Failure], hang: dict[str, Any]) -> list[Failure]:
+        """Return the failures with that of the rank which the others waited for, seen or not yet.
+
+        It is being ended, but those that waited for it may be seen to fail before.
+        """
+        local_rank = hang["local_rank"]
+        seen = {failure.local_rank: failure for failure in failures}
+        status = ExitStatus(None, hang["signal"])
+        culprit = seen.get(local_rank) or self._failure(local_rank, status, self._clock.wall())
+        seen[local_rank] = dataclasses.replace(culprit, hang=hang)
+        return list(seen.values())
 
     def _failure(self, local_rank: int, status: ExitStatus, seen_at: float) -> Failure:
         assert self._assignment is not None
@@ -374,7 +439,6 @@ class NodeAgent:
             status=status,
             seen_at=seen_at,
             error=read_error_file(self._error_files.get(local_rank, "")),
-            hang=self._monitor.hang_report(local_rank),
         )
 
     def _makes_no_progress(self) -> bool:
@@ -418,6 +482,7 @@ class NodeAgent:
         self._desk.clock_is_off(assignment.clock_off_s)
         self._chronicle.round_joined(assignment)
         self._failures = []
+        self._ranks_in_hang = []
         self._steps_recorded = Steps(None, 0, self._clock.monotonic())
         self._gate.start(lambda: self._start_now(assignment))
 
@@ -445,8 +510,21 @@ class NodeAgent:
         self._refill = None if at is None else self._loop.call_at(at, self._tell_budget)
 
     def _tell_monitor(self) -> None:
-        pids = [started.child.pid for started in self._workers.started.values()]
-        self._monitor.workers_changed(self._node.cycle, pids)
+        started, assignment = self._workers.started, self._assignment
+        assert assignment is not None
+        local_ranks = sorted(started)
+        # Under min-healthy each node judges alone: what it ends, the others may go on without.
+        is_alone = self._node.policy.min_healthy
+        self._monitor.workers_changed(
+            WorkersChanged(
+                self._node.cycle,
+                [started[local_rank].child.pid for local_rank in local_ranks],
+                [self._error_files.get(local_rank, "") for local_rank in local_ranks],
+                [rank for rank in local_ranks if rank not in self._node.running],
+                world_size=len(local_ranks) if is_alone else assignment.world_size,
+                rank_offset=assignment.rank_offset,
+            )
+        )
 
     def _started_again(self, local_rank: int) -> None:
         self._tell_monitor()

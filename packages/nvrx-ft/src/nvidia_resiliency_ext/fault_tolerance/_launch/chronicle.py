@@ -21,7 +21,7 @@ from .cause import ATTRIBUTION, Cause
 from .faults import Failure
 from .node_state import Assignment, Outcome
 from .records import FailureLog, FailureRecord, RestartTimes
-from .workers import Started
+from .workers import STILL_IMPORTING, Started
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
@@ -96,14 +96,13 @@ class Chronicle:
         reasons = set()
         for local_rank, started in workers.items():
             self.worker_started(local_rank, started)
-            if started.cold_reason:
+            if started.cold_reason and started.cold_reason != STILL_IMPORTING:
                 reasons.add(started.cold_reason)
-        warm = sum(started.warm for started in workers.values())
         logger.info(
-            "cycle %d: %s started (%d from standby), pids %s",
+            "cycle %d: %s started (%s), pids %s",
             self._cycle,
             _counted(len(workers), "worker"),
-            warm,
+            _origins(workers.values()),
             ",".join(str(started.child.pid) for started in workers.values()),
         )
         if self._assignment is not None:
@@ -171,7 +170,7 @@ class Chronicle:
             if failure.rank != cause.rank
         ]
         self._times = RestartTimes(fault=self._clock.monotonic())
-        if cause.detected_by != "monitor":  # The monitor has recorded what it found itself.
+        if cause.detected_by != "monitor" or self._speaks_of(cause):
             self._events.record(
                 events.Fault(cause=cause.kind, what=cause.what, detected_by=cause.detected_by),
                 cycle=self._cycle,
@@ -196,17 +195,24 @@ class Chronicle:
         if self._shows_stacks:
             self._show_stacks(cause)
 
+    def _speaks_of(self, cause: Cause) -> bool:
+        """Return whether this node records a hang that all nodes have judged; one of them does.
+
+        What a monitor judged alone it has recorded itself.
+        """
+        if "limit_words" not in cause.detail:
+            return False
+        return cause.local_rank is not None or (cause.rank is None and self._rank_offset == 0)
+
     def _show_stacks(self, cause: Cause) -> None:
-        """Put the stacks of a hung rank into the log, when their file will not be kept."""
-        path = cause.detail.get("stacks")
-        if not isinstance(path, str):
-            return
-        try:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                text = file.read(MAX_SHOWN_STACKS)
-        except OSError:
-            return
-        logger.error("stacks of rank %s:\n%s", cause.rank, text)
+        """Put the stacks of a hang into the log, when their files will not be kept."""
+        ranks = cause.detail.get("ranks")
+        left = MAX_SHOWN_STACKS
+        for rank in ranks if isinstance(ranks, list) else ():
+            text = _text_of(rank["stacks"], left) if rank["stacks"] else ""
+            if text:
+                left -= len(text)
+                logger.error("stacks of rank %s:\n%s", rank["rank"], text)
 
     def workers_stopped(self) -> None:
         """Record that the cycle's workers are gone."""
@@ -283,6 +289,27 @@ class Chronicle:
     def _record(self, event: events.Event, *, local_rank: int | None = None) -> None:
         rank = None if local_rank is None else self._rank_offset + local_rank
         self._events.record(event, cycle=self._cycle, rank=rank)
+
+
+def _origins(workers: Iterable[Started]) -> str:
+    """Return how many workers came from standbys, by how far these were, and how many did not."""
+    counts = {"from ready standbys": 0, "from standbys still importing": 0, "cold": 0}
+    for started in workers:
+        if started.warm:
+            counts["from ready standbys"] += 1
+        elif started.cold_reason == STILL_IMPORTING:
+            counts["from standbys still importing"] += 1
+        else:
+            counts["cold"] += 1
+    return ", ".join(f"{count} {how}" for how, count in counts.items() if count)
+
+
+def _text_of(path: str, limit: int) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(limit)
+    except OSError:
+        return ""
 
 
 def _counted(number: int, noun: str) -> str:

@@ -11,6 +11,8 @@ events and performs the effects; nothing here reads a clock, a file or a process
     JOINING    JoinTimedOut              FINISHED   [CloseRendezvous], Finish(1)
     JOINING    NodeUnfit                 FINISHED   ReportFault, LeaveRendezvous, Finish(1)
     JOINING    NextRoundOpened           JOINING    Join          (a spare tries again)
+    JOINING    NextRoundOpened           FINISHED   [LeaveRendezvous | CloseRendezvous], Finish(1)
+                                                    (a rank has asked for it)
     JOINING    Preempted                 FINISHED   LeaveRendezvous, Finish
     JOINING    Preempted (store host)    JOINING    TellPreempted, StartGrace (the ranks save first)
     JOINING    GraceOver                 FINISHED   CloseRendezvous, Finish
@@ -21,6 +23,7 @@ events and performs the effects; nothing here reads a clock, a file or a process
     RUNNING    StartFailed               STOPPING   ReportFault, StopWorkers
     RUNNING    Signalled                 STOPPING   StopWorkers (the same signal)
     RUNNING    WorkerStuck               STOPPING   ReportFault, [OpenNextRound], StopWorkers
+    RUNNING    HangJudged                STOPPING   ReportFault, [OpenNextRound], StopWorkers
     RUNNING    RoundClosed               STOPPING   StopWorkers
     RUNNING    Preempted                 RUNNING    TellPreempted, StartGrace (leaving.py)
     RUNNING    RoundLeaves               RUNNING    AskToSave     (at some node's request)
@@ -31,11 +34,14 @@ events and performs the effects; nothing here reads a clock, a file or a process
     any        StoreLost                 STOPPING   StopWorkers, then Finish(1)
     WAITING    RoundClosed               FINISHED   Finish
     WAITING    NextRoundOpened           JOINING    Join          (a peer failed: all again)
+    WAITING    NextRoundOpened           FINISHED   as in JOINING, where a rank has asked for it
     WAITING    BarrierTimedOut           FINISHED   Finish(0)
     STOPPING   Signalled (SIGINT again)  STOPPING   KillWorkers
     STOPPING   Signalled (first)         STOPPING   StopWorkers; no restart follows
     STOPPING   GroupStopped              JOINING    Join          (a restart was decided)
     STOPPING   GroupStopped              FINISHED   Finish        (otherwise)
+    FINISHED   StopRequested             FINISHED   CloseRendezvous, Finish(93) (it serves a store)
+    FINISHED   RoundClosed (no restart)  FINISHED   Finish(93) (likewise)
 """
 
 from __future__ import annotations
@@ -83,6 +89,7 @@ from .node_events import (
     BudgetChanged,
     Event,
     GroupStopped,
+    HangJudged,
     JoinTimedOut,
     NextRoundOpened,
     NodeUnfit,
@@ -109,21 +116,13 @@ def decide(node: Node, event: Event) -> Decision:
         return _no_restart(node, event)
     if isinstance(event, BudgetChanged):
         return dataclasses.replace(node, budget=event.left), ()
-    if node.phase is Phase.JOINING:
-        return _while_joining(node, event)
-    if node.phase is Phase.RUNNING:
-        return _while_running(node, event)
-    if node.phase is Phase.STOPPING:
-        return _while_stopping(node, event)
-    if node.phase is Phase.WAITING:
-        return _while_waiting(node, event)
-    return node, ()
+    return _BY_PHASE[node.phase](node, event)
 
 
 def _no_restart(node: Node, event: StopRequested) -> Decision:
     """End the job for everybody, whatever this node does at the moment."""
     ends = CloseRendezvous(event.reason, event.cause)
-    if node.phase in (Phase.JOINING, Phase.WAITING):
+    if node.phase in (Phase.JOINING, Phase.WAITING, Phase.FINISHED):
         reason = f"no restart: {event.cause.what}"
         finish = Finish(node.policy.no_restart_exit_code, reason, event.reason)
         return _finished(node), (ends, finish)
@@ -162,7 +161,7 @@ def _while_joining(node: Node, event: Event) -> Decision:
     if isinstance(event, RoundClosed):
         return _finished(node), (_finish_over(node, event),)
     if isinstance(event, NextRoundOpened):
-        return node, _joins(node, event.cause)
+        return _asked(node, event) if node.requests else (node, _joins(node, event.cause))
     if isinstance(event, (StoreLost, JoinTimedOut)):
         return _alone(node, event)
     if isinstance(event, NodeUnfit):
@@ -232,6 +231,8 @@ def _while_waiting(node: Node, event: Event) -> Decision:
         return _preempted(node, event)
     if node.must_go and isinstance(event, (NextRoundOpened, GraceOver)):
         return _gone(node)
+    if isinstance(event, NextRoundOpened) and node.requests:
+        return _asked(node, event)
     if isinstance(event, NextRoundOpened):
         joining = dataclasses.replace(node, phase=Phase.JOINING, outcome=None)
         left = restarts_left(node)
@@ -248,7 +249,9 @@ def _while_waiting(node: Node, event: Event) -> Decision:
     return node, ()
 
 
-def _while_running(node: Node, event: Event) -> Decision:
+def _while_running(  # noqa: PLR0911 - one for each kind of event
+    node: Node, event: Event
+) -> Decision:
     if isinstance(event, WorkerExited):
         return _exited(node, event)
     if isinstance(event, (WorkerStuck, StartFailed)):
@@ -257,6 +260,8 @@ def _while_running(node: Node, event: Event) -> Decision:
         return _while_leaving(node, event)
     if isinstance(event, NextRoundOpened):
         return _restarts(node, event)
+    if isinstance(event, HangJudged):
+        return _hung(node, event)
     if isinstance(event, RoundClosed):
         return _over(node, event)
     if isinstance(event, StoreLost):
@@ -264,6 +269,12 @@ def _while_running(node: Node, event: Event) -> Decision:
     if isinstance(event, Signalled):
         return _signalled(node, event.signum)
     return node, ()
+
+
+def _hung(node: Node, event: HangJudged) -> Decision:
+    if node.must_go:
+        return _out_of_time(node)
+    return _fault(node, event.cause, no_progress=event.no_progress, opens=True)
 
 
 def _restarts(node: Node, event: NextRoundOpened) -> Decision:
@@ -502,6 +513,12 @@ def _after_signal(node: Node, *, clean: bool) -> tuple[Effect, ...]:
     return *_goes(node, name), Finish(EXIT_OK if clean else EXIT_FAILURE, reason)
 
 
+def _asked(node: Node, event: NextRoundOpened) -> Decision:
+    """Do what ranks asked for before this node joins the round that was opened."""
+    report = ReportFault(event.cause, Outcome.LEAVE, 0)
+    return _finished(node), (report, *_as_requested(node))
+
+
 def _as_requested(node: Node) -> tuple[Effect, ...]:
     # Shutting down is asked for all nodes, excluding for this one: the former includes the latter.
     asked = dict(reversed(node.requests))
@@ -520,5 +537,21 @@ def _left(node: Node, reason: str) -> tuple[Effect, ...]:
     return (LeaveRendezvous(Cause("left", what, host=node.policy.host)),)
 
 
+def _while_finished(node: Node, event: Event) -> Decision:
+    """Its own part is over, but it may serve the others' store until theirs is."""
+    if isinstance(event, RoundClosed) and event.no_restart:
+        return node, (_finish_over(node, event),)
+    return node, ()
+
+
 def _finished(node: Node) -> Node:
     return dataclasses.replace(node, phase=Phase.FINISHED)
+
+
+_BY_PHASE = {
+    Phase.JOINING: _while_joining,
+    Phase.RUNNING: _while_running,
+    Phase.STOPPING: _while_stopping,
+    Phase.WAITING: _while_waiting,
+    Phase.FINISHED: _while_finished,
+}

@@ -53,6 +53,7 @@ class JobEnvironment:
     omp_num_threads: str | None = None
     inprocess_store: str | None = None
     virtual_devices: tuple[str, ...] | None = None
+    signals_to_handle: str = ""
 
 
 def shared_variables(job: JobEnvironment, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -65,6 +66,7 @@ def shared_variables(job: JobEnvironment, inherited: Mapping[str, str]) -> dict[
         "ROLE_NAME": job.role,
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         "TORCHELASTIC_RUN_ID": job.job_id,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": job.signals_to_handle,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "TORCH_ELASTIC_WORKER_IDENTICAL": inherited.get("TORCH_ELASTIC_WORKER_IDENTICAL", "1"),

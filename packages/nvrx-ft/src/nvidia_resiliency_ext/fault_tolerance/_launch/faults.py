@@ -1,36 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a failure was, in words and fields: from exit status, monitor's report and error file.
 
-Pure but for `read_error_file`. Who failed first is decided here as torchrun does it: by the
+Pure. Who failed first is decided here as torchrun does it: by the
 time in the error file, else the time at which the exit was seen.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from nvidia_resiliency_ext.fault_tolerance._monitor.report import cause_kind
+from nvidia_resiliency_ext.fault_tolerance._monitor.report import (
+    cause_kind,
+    describe_evidence,
+    found_in_words,
+)
+from nvidia_resiliency_ext.fault_tolerance._process.error_file import ErrorFile
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
-from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
 from .cause import Cause
-
-MAX_ERROR_FILE_BYTES = 1 << 20
-LATEST_TIMESTAMP = float(1 << 32)
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorFile:
-    """What `@record` left behind: the message, the traceback and the time (unix s)."""
-
-    path: str
-    message: str
-    traceback: str
-    timestamp: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +35,7 @@ class Failure:
     status: ExitStatus
     seen_at: float
     error: ErrorFile | None = None
-    hang: Mapping[str, object] = field(default_factory=dict)
+    hang: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def time(self) -> float:
@@ -54,58 +45,10 @@ class Failure:
         return self.seen_at
 
 
-def read_error_file(path: str) -> ErrorFile | None:
-    """Return what the worker wrote to its error file, or None; any content is tolerated."""
-    try:
-        raw = read_regular_file(path, MAX_ERROR_FILE_BYTES)
-    except OSError:
-        return None
-    try:
-        document = json.loads(raw)
-    except (ValueError, RecursionError):
-        return ErrorFile(path, raw[:2000].decode("utf-8", "replace"), "", None) if raw else None
-    message = document.get("message", document) if isinstance(document, dict) else document
-    if not isinstance(message, dict):
-        return ErrorFile(path, str(message)[:2000], "", None)
-    extra = message.get("extraInfo")
-    extra = extra if isinstance(extra, dict) else {}
-    return ErrorFile(
-        path,
-        str(message.get("message", ""))[:2000],
-        str(extra.get("py_callstack", ""))[:100_000],
-        _timestamp(extra.get("timestamp")),
-    )
-
-
-def _timestamp(stamp: object) -> float | None:
-    """Return a worker's own time of failure (unix s), or None for what cannot be one."""
-    if isinstance(stamp, bool) or not isinstance(stamp, (str, int, float)):
-        return None
-    try:
-        seconds = float(stamp)
-    except (ValueError, OverflowError):
-        return None
-    return seconds if 0.0 < seconds < LATEST_TIMESTAMP else None
-
-
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """Return the failure that came first."""
+    """Return the failure that came first; of a hang, that of the rank which others waited for."""
     hung = [failure for failure in failures if failure.hang]
-    if hung:
-        return min(hung, key=_stuck_first)
-    return min(failures, key=lambda failure: (failure.time, failure.rank))
-
-
-def _stuck_first(failure: Failure) -> tuple[bool, float, int]:
-    # When one rank hangs in a collective, its peers reach the same limit within milliseconds. A
-    # stopped process is the culprit for certain; else the one that got stuck first.
-    since = failure.hang.get("since")
-    is_stopped = failure.hang.get("state") in ("T", "t")
-    return (
-        not is_stopped,
-        since if isinstance(since, (int, float)) else float("inf"),
-        failure.rank,
-    )
+    return min(hung or failures, key=lambda failure: (failure.time, failure.rank))
 
 
 def cause_of(failure: Failure) -> Cause:
@@ -114,14 +57,8 @@ def cause_of(failure: Failure) -> Cause:
     kind, what, detected_by = "exited", "", "launcher"
     detail: dict[str, object] = {"pid": failure.pid}
     if failure.hang:
-        kind = cause_kind(str(failure.hang.get("rule", "")))
-        if kind == "unhealthy":
-            what = f"{where} was ended: {failure.hang.get('reason')}"
-        else:
-            what = f"{where} hung: {_hang_words(failure.hang)}"
-        detected_by = "monitor"
-        detail.update(failure.hang)
-    elif failure.status.signal is not None:
+        return hang_cause(failure.hang)
+    if failure.status.signal is not None:
         kind, what = "killed", f"{where} died by {_signal_name(failure.status.signal)}"
     elif failure.error is not None and failure.error.message:
         first_line = failure.error.message.splitlines()[0]
@@ -144,22 +81,24 @@ def cause_of(failure: Failure) -> Cause:
     )
 
 
-_HANGS = {
-    "initial_heartbeat": "no first heartbeat",
-    "heartbeat": "no heartbeat",
-    "out_of_section": "outside all sections",
-}
+def hang_cause(hang: Mapping[str, Any]) -> Cause:
+    """Say in one line, and in fields, what a report of the monitor means for the cycle.
 
-
-def _hang_words(hang: Mapping[str, object]) -> str:
-    elapsed, limit = hang.get("elapsed"), hang.get("limit")
-    if hang.get("reason"):
-        return str(hang["reason"])
-    rule = str(hang.get("rule"))
-    subject = f"section {hang['section']!r}" if hang.get("section") else _HANGS.get(rule, rule)
-    if isinstance(elapsed, (int, float)) and isinstance(limit, (int, float)):
-        return f"{subject} for {elapsed:.2f} s, limit {limit:.2f} s"
-    return subject
+    Where nobody can be blamed the cause names no rank and no host: none is held against it.
+    """
+    kind, is_blamed = cause_kind(hang), bool(hang["culprits"])
+    if kind == "unhealthy":
+        is_blamed = True
+    return Cause(
+        kind=kind,
+        what=found_in_words(hang),
+        rank=hang["rank"] if is_blamed else None,
+        local_rank=hang["local_rank"] if is_blamed else None,
+        host=hang["host"] if is_blamed else "",
+        signal=hang["signal"],
+        detected_by="monitor",
+        detail=hang,
+    )
 
 
 def _signal_name(signum: int) -> str:
@@ -191,7 +130,8 @@ def failure_table(name: str, failures: Sequence[Failure]) -> str:
             trace = failure.error.traceback or failure.error.message
             lines.append("  traceback : " + trace.rstrip().replace("\n", "\n    "))
         elif failure.hang:
-            lines.append(f"  hang      : {_hang_words(failure.hang)}")
+            lines.append(f"  hang      : {found_in_words(failure.hang)}")
+            lines += [f"    {line}" for line in describe_evidence(failure.hang).splitlines()]
         elif failure.status.signal is not None:
             lines.append(f"  traceback : none, it died by {_signal_name(failure.status.signal)}")
         else:

@@ -15,9 +15,19 @@ from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import DEFAULT_NO
 
 from . import syntax
 
-__all__ = ["DEPRECATED", "FLAGS", "GROUPS", "OLD_SPELLINGS", "OTHER_SPELLINGS", "Flag"]
+__all__ = [
+    "BACKENDS",
+    "DEPRECATED",
+    "FLAGS",
+    "GROUPS",
+    "OLD_SPELLINGS",
+    "OTHER_SPELLINGS",
+    "TORCHRUN",
+    "Flag",
+]
 
 TORCHRUN = "torchrun"
+BACKENDS = ("c10d", "static")
 DEPRECATED = "deprecated"
 GROUPS = (TORCHRUN, *table.GROUPS, DEPRECATED)
 
@@ -80,9 +90,19 @@ _TORCHRUN_FLAGS = (
         "1",
         "Workers on this node: a number, the number of CPUs or GPUs, or auto (GPUs, else CPUs).",
     ),
-    _torchrun("rdzv-backend", v.choice("c10d"), "c10d", "Rendezvous backend."),
+    _torchrun(
+        "rdzv-backend",
+        v.choice(*BACKENDS),
+        "c10d",
+        "How nodes meet; static, torchrun's default, is another name for c10d.",
+    ),
     _torchrun("rdzv-endpoint", syntax.ENDPOINT, "", "Where nodes meet; not needed on one node."),
-    _torchrun("rdzv-id", v.TEXT, "none", "The job's name; the same on all nodes."),
+    _torchrun(
+        "rdzv-id",
+        v.TEXT,
+        "none",
+        "The job's name, the same on all nodes; a job of one node alone has a random one.",
+    ),
     _torchrun("rdzv-conf", syntax.CONFIGURATION, "", "Further settings of the rendezvous."),
     _torchrun("standalone", None, False, "One node: take a free endpoint and a random id."),
     _torchrun("max-restarts", v.COUNT, 0, "Restarts of the workers before the job fails."),
@@ -133,12 +153,17 @@ _TORCHRUN_FLAGS = (
         "local-ranks-filter", syntax.RANKS, "", "Local ranks whose streams the console shows."
     ),
     _torchrun("node-rank", v.COUNT, 0, "Order of this node where no scheduler gives one."),
-    _torchrun("master-addr", syntax.ADDRESS, "127.0.0.1", "Address of rank 0."),
+    _torchrun(
+        "master-addr",
+        syntax.ADDRESS,
+        "127.0.0.1",
+        "Address of rank 0; with several nodes, where they meet if there is no endpoint.",
+    ),
     _torchrun(
         "master-port",
         v.integer_in(0, 65535),
         29500,
-        "Port of rank 0; not given, every cycle has a fresh one.",
+        "Port of rank 0, or of the meeting at --master-addr; not given, each cycle has its own.",
     ),
     _torchrun("local-addr", v.TEXT, None, "Address of this node."),
     _torchrun(

@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._hosting.nodes import CycleNodes
@@ -52,7 +52,7 @@ from .loop import EventLoop, Timer
 from .monitor_link import MonitorPerRank, NoMonitor, SharedMonitor
 from .node_events import Signalled, StopRequested
 from .node_state import Assignment, Policy
-from .output import LOOK_INTERVAL_S, Tee, line_prefix, worker_output
+from .output import LOOK_INTERVAL_S, Tee, console_output, line_prefix, worker_output
 from .place import make_place
 from .plan import LaunchPlan
 from .records import FailureLog, hand_up_error_file
@@ -163,7 +163,7 @@ class Job:
         self._desk = self._build_desk()
         self._monitor = self._build_monitor()
         self._mailbox = stack.enter_context(Mailbox(self._place.launcher_socket))
-        self._tee = Tee()
+        self._tee = Tee(self._look_at_output)
         stack.callback(self._tee.close)
         self._agent = self._build_agent()
         self._desk.open(self._agent.post, self._monitor, self._running_pids)
@@ -302,6 +302,7 @@ class Job:
             omp_num_threads=plan.omp_num_threads,
             inprocess_store=None if meeting is None else meeting.address,
             virtual_devices=plan.virtual_devices,
+            signals_to_handle=",".join(signum.name for signum in plan.signals_to_handle),
         )
         inherited = {k: v for k, v in self._environ.items() if k not in OF_AN_OUTER_RANK}
         self._base_env = {
@@ -371,6 +372,7 @@ class Job:
             on_first_step=self._first_step,
             on_stuck=self._rank_stuck,
             on_save_known=self._desk.known,
+            on_ranks_seen=self._ranks_seen,
         )
         self._stack.callback(monitor.close)
         return monitor
@@ -466,6 +468,9 @@ class Job:
     def _rank_stuck(self, local_rank: int, why: str) -> None:
         self._agent.rank_stuck(local_rank, why)
 
+    def _ranks_seen(self, ranks: list[dict[str, Any]], report: dict[str, Any]) -> None:
+        self._agent.ranks_seen(ranks, report)
+
     def _lease_held(self, until: float) -> None:
         self._monitor.lease_held(until)
 
@@ -526,8 +531,9 @@ class Job:
         if self._plan.max_nodes == 1 and self._services is not None:
             self._services.begins(assignment.cycle, CycleNodes([self._place.host], [0]))
         stamp = CycleStamp(self._clock.wall(), cycle_start_time, self._infra_rank)
+        has_room = self._has_room(assignment.cycle)
         specs = [
-            self._spec(assignment, local_rank, stamp)
+            self._spec(assignment, local_rank, stamp, has_room=has_room)
             for local_rank in range(self._plan.nproc_per_node)
         ]
         if self._plan.output_specs is None:
@@ -540,11 +546,30 @@ class Job:
             for spec, (output, env) in zip(specs, decided, strict=True)
         ]
 
-    def _spec(self, assignment: Assignment, local_rank: int, stamp: CycleStamp) -> WorkerSpec:
+    def _has_room(self, cycle: int) -> bool:
+        """Return whether workers can write their files; a full disk must not end every cycle."""
+        place = self._place
+        if place.files is place.spare_files:
+            return True
+        problem = place.files.missing_room()
+        if problem:
+            logger.warning(
+                "cycle %d: %s: %s; workers write to the console instead of files there",
+                *(cycle, place.files.root, problem),
+            )
+        return not problem
+
+    def _spec(
+        self, assignment: Assignment, local_rank: int, stamp: CycleStamp, *, has_room: bool
+    ) -> WorkerSpec:
         plan, place = self._plan, self._place
         rank = assignment.rank_offset + local_rank
-        directory = place.files.worker_directory(assignment.cycle, local_rank)
-        output = self._cycles.output(worker_output(place.output, directory, local_rank), rank)
+        files = place.files if has_room else place.spare_files
+        directory = files.worker_directory(assignment.cycle, local_rank)
+        output = worker_output(place.output, directory, local_rank)
+        if place.output.writes_files and not has_room:
+            output = console_output(directory)
+        output = self._cycles.output(output, rank)
         variables = rank_variables(
             self._environment, assignment, local_rank, stamp, output.error_file
         )

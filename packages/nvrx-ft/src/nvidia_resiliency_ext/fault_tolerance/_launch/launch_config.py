@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import DEFAULT_NO_RESTART_EXIT_CODE
+
 from .syntax import parse_min_max_nnodes
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class LaunchConfig:
         run_id: The job's name.
         role: The workers' role.
         rdzv_endpoint: Where nodes meet; without effect on one node, as all of `rdzv_*`.
-        rdzv_backend: How they meet: `c10d`, where there are several.
+        rdzv_backend: How they meet: `c10d` or `static`, which are the same here.
         rdzv_configs: Settings of the rendezvous; those left out are filled in.
         rdzv_timeout: Seconds for a whole rendezvous; -1 takes it from `rdzv_configs`.
         max_restarts: Restarts before the job fails.
@@ -73,6 +75,14 @@ class LaunchConfig:
         duplicate_stdout_filters: Texts; lines of redirected stdout with one are also elsewhere.
         duplicate_stderr_filters: The same for stderr.
         virtual_local_rank: Whether every worker has LOCAL_RANK 0 and one visible device.
+        signals_to_handle: Signals that the launcher passes to the workers.
+        shutdown_timeout: torch's name for `workers_stop_timeout`; wins where it is given.
+        master_addr: Address of rank 0 on one node.
+        master_port: Port of rank 0 in every cycle; None takes a fresh one for each.
+        node_rank: The order of this node where no scheduler knows one.
+        node_health_check_endpoint: Socket of a service that judges this node's health.
+        no_restart_exit_code: Exit code of a job that must not be started again.
+        cycle_info_job_id: The job in the names of files about cycles.
     """
 
     min_nodes: int
@@ -101,6 +111,14 @@ class LaunchConfig:
     duplicate_stdout_filters: Sequence[str] | None = None
     duplicate_stderr_filters: Sequence[str] | None = None
     virtual_local_rank: bool = False
+    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    shutdown_timeout: float | None = None
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    node_rank: int | None = None
+    node_health_check_endpoint: str | None = None
+    no_restart_exit_code: int = DEFAULT_NO_RESTART_EXIT_CODE
+    cycle_info_job_id: str | None = None
 
     def __post_init__(self) -> None:
         defaults = dict(_RDZV_DEFAULTS)
@@ -134,10 +152,14 @@ class LogFunnelPorts:
 
     @classmethod
     def from_launcher_args(cls, args: argparse.Namespace) -> LogFunnelPorts:
-        """Return the ports that a parsed command line asks for."""
+        """Return the ports that a parsed command line asks for.
+
+        Raises:
+            ValueError: There are no such ports, or the number of servers is negative.
+        """
         _, max_nodes = parse_min_max_nnodes(args.nnodes)
         count = args.ft_log_aggregator_count or -(-max_nodes // _NODES_PER_LOG_SERVER)
-        return cls(args.ft_log_server_port, max(1, count))
+        return cls(args.ft_log_server_port, count)
 
     @property
     def uses_two_level(self) -> bool:

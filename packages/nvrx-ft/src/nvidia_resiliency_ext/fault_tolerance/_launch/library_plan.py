@@ -12,18 +12,20 @@ from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._attribution.settings import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import DEFAULT_NO_RESTART_EXIT_CODE
-from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
+from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
+    rdzv_config_get_as_bool,
+    rdzv_config_get_as_int,
+)
 
 from . import surroundings
 from .command import WorkerCommand
-from .flags import FLAGS
+from .flags import BACKENDS
 from .launch_config import RDZV_IMPL, USE_INFRA_GROUP_RANK, LaunchConfig
 from .local_world import MOST_WORKERS, devices_of_ranks
 from .log_plan import ORPHANS_NEED_NO_PIPES, LogPlan
 from .log_specs import OutputSpecs
 from .output import OutputSettings, Stream
-from .plan import LaunchPlan, missing_hook
+from .plan import LaunchPlan, check_job_id, fixed_port, missing_hook, random_id
 from .syntax import parse_signals
 from .torch_events import check_handler
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 POLICIES = ("any-failed", "min-healthy")
 IMPLEMENTATIONS = ("barrier", "legacy")
+HIGHEST_PORT = 65535
+HIGHEST_EXIT_CODE = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,13 @@ def config_from_plan(plan: LaunchPlan) -> LaunchConfig:
         duplicate_stdout_filters=plan.output.filters.get(Stream.STDOUT) or None,
         duplicate_stderr_filters=plan.output.filters.get(Stream.STDERR) or None,
         virtual_local_rank=plan.virtual_devices is not None,
+        signals_to_handle=",".join(signal.name for signal in plan.signals_to_handle),
+        master_addr=plan.master_addr,
+        master_port=plan.master_port,
+        node_rank=plan.node_rank,
+        node_health_check_endpoint=plan.node_health_check_endpoint,
+        no_restart_exit_code=plan.no_restart_exit_code,
+        cycle_info_job_id=plan.cycle_info_job_id,
     )
 
 
@@ -137,16 +148,20 @@ def plan_from_config(
         nproc_per_node=config.nproc_per_node,
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
-        run_id=config.run_id or "none",
+        run_id=config.run_id or ("none" if config.max_nodes > 1 else random_id()),
         role=config.role,
         max_restarts=config.max_restarts,
         restart_policy=config.restart_policy,
         term_timeout_s=config.term_timeout,
-        workers_stop_timeout_s=config.workers_stop_timeout,
+        workers_stop_timeout_s=(
+            config.workers_stop_timeout
+            if config.shutdown_timeout is None
+            else config.shutdown_timeout
+        ),
         monitor_interval_s=config.monitor_interval,
         start_method=config.start_method,
-        master_addr=_default_of("master-addr"),
-        master_port=None,
+        master_addr=config.master_addr,
+        master_port=fixed_port(config.master_port or None, config.rdzv_endpoint, config.max_nodes),
         local_addr=config.local_addr,
         rdzv_backend=config.rdzv_backend,
         rdzv_endpoint=config.rdzv_endpoint,
@@ -160,23 +175,31 @@ def plan_from_config(
             config.rdzv_configs, USE_INFRA_GROUP_RANK, True
         )
         is not False,
-        node_rank=None,
+        node_rank=_node_rank(config),
         log_dir=logs.log_dir,
         output=replace(logs.output, filters=filters),
         output_specs=logs.output_specs and replace(logs.output_specs, filters=filters),
         event_log_handler=config.event_log_handler,
         virtual_devices=devices,
         log_line_prefix_template=config.log_line_prefix_template,
-        signals_to_handle=parse_signals(_default_of("signals-to-handle")),
+        signals_to_handle=parse_signals(config.signals_to_handle),
         omp_num_threads=threads.omp_num_threads,
-        no_restart_exit_code=DEFAULT_NO_RESTART_EXIT_CODE,
+        no_restart_exit_code=config.no_restart_exit_code,
         monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
-        node_health_check_endpoint=None,
+        node_health_check_endpoint=config.node_health_check_endpoint,
+        cycle_info_job_id=config.cycle_info_job_id,
         fault_tolerance=fault_tolerance,
         logs=logs.logs,
         attribution=attribution,
         warnings=(threads.warning,) if threads.warning else (),
     )
+
+
+def _node_rank(config: LaunchConfig) -> int | None:
+    """Return the node's order: its field, or where torch's static backend has it."""
+    if config.node_rank is None and config.rdzv_backend == "static":
+        return rdzv_config_get_as_int(config.rdzv_configs, "rank")
+    return config.node_rank
 
 
 def _filters(config: LaunchConfig) -> dict[Stream, tuple[str, ...]]:
@@ -214,12 +237,25 @@ def _problems(config: LaunchConfig) -> list[str]:
         problems += _problems_of_meeting(config)
     if not 1 <= config.nproc_per_node <= MOST_WORKERS:
         problems.append(f"nproc_per_node={config.nproc_per_node}: is not from 1 to {MOST_WORKERS}")
-    for name in ("max_restarts", "term_timeout", "workers_stop_timeout"):
+    for name in ("max_restarts", "term_timeout", "workers_stop_timeout", "shutdown_timeout"):
         value = getattr(config, name)
-        if value < 0:
+        if value is not None and value < 0:
             problems.append(f"{name}={value}: must not be negative")
     if config.restart_policy not in POLICIES:
         problems.append(f"restart_policy={config.restart_policy!r}: use {' or '.join(POLICIES)}")
+    if config.master_port is not None and not 0 <= config.master_port <= HIGHEST_PORT:
+        problems.append(f"master_port={config.master_port}: is not from 0 to {HIGHEST_PORT}")
+    if not 1 <= config.no_restart_exit_code <= HIGHEST_EXIT_CODE:
+        code = config.no_restart_exit_code
+        problems.append(f"no_restart_exit_code={code}: is not from 1 to {HIGHEST_EXIT_CODE}")
+    try:
+        parse_signals(config.signals_to_handle)
+    except ValueError as error:
+        problems.append(f"signals_to_handle: {error}")
+    try:
+        check_job_id(config.cycle_info_job_id)
+    except ValueError as error:
+        problems.append(str(error))
     if config.rank_monitors:
         problems.append("rank_monitors: the launcher starts its own; leave it out")
     return problems
@@ -230,8 +266,8 @@ def _problems_of_meeting(config: LaunchConfig) -> list[str]:
     problems = []
     if not config.rdzv_endpoint:
         problems.append("rdzv_endpoint: say where the nodes meet, as host:port")
-    if config.rdzv_backend != "c10d":
-        problems.append(f"rdzv_backend={config.rdzv_backend!r}: nodes meet over 'c10d' only")
+    if config.rdzv_backend not in BACKENDS:
+        problems.append(f"rdzv_backend={config.rdzv_backend!r}: use {' or '.join(BACKENDS)}")
     implementation = config.rdzv_configs.get(RDZV_IMPL, IMPLEMENTATIONS[0])
     if implementation not in IMPLEMENTATIONS:
         problems.append(f"{RDZV_IMPL}={implementation!r}: use {' or '.join(IMPLEMENTATIONS)}")
@@ -240,7 +276,3 @@ def _problems_of_meeting(config: LaunchConfig) -> list[str]:
     except ValueError as error:
         problems.append(str(error))
     return problems
-
-
-def _default_of(name: str) -> str:
-    return next(str(flag.default) for flag in FLAGS if flag.name == name)

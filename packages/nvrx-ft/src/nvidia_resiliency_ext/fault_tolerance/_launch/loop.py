@@ -12,20 +12,26 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 
 # The kernel takes no more than 2**31 ms; waking once an hour costs nothing.
 LONGEST_WAIT_S = 3600.0
+MOST_CANCELLED = 8
 
 
 class Timer:
     """A call at a time of the clock; `cancel` makes it never happen."""
 
-    __slots__ = ("_callback", "at")
+    __slots__ = ("_callback", "_on_cancel", "at")
 
-    def __init__(self, at: float, callback: Callable[[], None]) -> None:
+    def __init__(
+        self, at: float, callback: Callable[[], None], on_cancel: Callable[[], None]
+    ) -> None:
         self.at = at
         self._callback: Callable[[], None] | None = callback
+        self._on_cancel = on_cancel
 
     def cancel(self) -> None:
         """Forget the call."""
-        self._callback = None
+        if self._callback is not None:
+            self._callback = None
+            self._on_cancel()
 
     def fire(self) -> None:
         """Call once."""
@@ -51,6 +57,7 @@ class EventLoop:
         self._selector = selectors.DefaultSelector()
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
+        self._cancelled = 0
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
         """Call `callback` whenever `fd` is readable or hung up."""
@@ -65,8 +72,21 @@ class EventLoop:
 
     def call_at(self, at: float, callback: Callable[[], None]) -> Timer:
         """Call `callback` once when the clock has reached `at`."""
-        timer = Timer(at, callback)
+        timer = Timer(at, callback, self._note_cancelled)
         heapq.heappush(self._timers, (at, next(self._order), timer))
+        return timer
+
+    def _note_cancelled(self) -> None:
+        """Drop cancelled timers when they are the larger part: each is dropped for O(log n)."""
+        self._cancelled += 1
+        if self._cancelled > MOST_CANCELLED and 2 * self._cancelled > len(self._timers):
+            self._timers = [entry for entry in self._timers if not entry[2].is_cancelled]
+            heapq.heapify(self._timers)
+            self._cancelled = 0
+
+    def _pop(self) -> Timer:
+        timer = heapq.heappop(self._timers)[2]
+        self._cancelled -= timer.is_cancelled
         return timer
 
     def run_once(self, *, until: float | None = None) -> None:
@@ -76,7 +96,7 @@ class EventLoop:
                 key.data()
         now = self._clock.monotonic()
         while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2].fire()
+            self._pop().fire()
 
     def _is_watched(self, key: selectors.SelectorKey) -> bool:
         current = self._selector.get_map().get(key.fd)
@@ -84,7 +104,7 @@ class EventLoop:
 
     def _timeout(self, until: float | None) -> float | None:
         while self._timers and self._timers[0][2].is_cancelled:
-            heapq.heappop(self._timers)
+            self._pop()
         ends = [until] if until is not None else []
         if self._timers:
             ends.append(self._timers[0][0])

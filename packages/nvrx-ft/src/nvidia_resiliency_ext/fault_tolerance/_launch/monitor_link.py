@@ -3,14 +3,17 @@
 
 It judges no rank; the monitor does. When the monitor process is gone, another is started at the
 same paths, and the ranks connect to it by themselves. One that does not answer when a cycle begins
-is killed, and so replaced likewise.
+is killed, and so replaced likewise. A launch begins with a monitor or not at all. Later no restart
+depends on one: where none can be started, ranks go unwatched, and it is tried again every second.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import signal
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._monitor import control
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
@@ -25,7 +28,8 @@ logger = logging.getLogger("nvrx")
 READY_TIMEOUT_S = 30.0
 LEAVE_TIMEOUT_S = 3.0
 MIN_RESTART_INTERVAL_S = 1.0
-RETRY_INTERVAL_S = 5.0
+# Ranks that start wait longer than that for a monitor to come.
+RETRY_INTERVAL_S = 1.0
 ANSWER_TIMEOUT_S = 2.0
 LATE_S = 0.5
 _UNKNOWN = -1
@@ -37,15 +41,21 @@ class NoMonitor:
     def prepare(self, cycle: int) -> None:
         """Nothing to prepare."""
 
-    def workers_changed(self, cycle: int, pgids: list[int]) -> None:
+    def workers_changed(self, workers: control.WorkersChanged) -> None:
         """Nobody to tell."""
 
     def lease_held(self, until: float) -> None:
         """Nobody to tell."""
 
-    def hang_report(self, _local_rank: int) -> dict[str, object]:
+    def hang_report(self) -> dict[str, Any]:
         """Nobody reports."""
         return {}
+
+    def examine(self) -> None:
+        """Nobody to ask."""
+
+    def sentence(self, local_ranks: list[int]) -> None:
+        """Nobody to tell."""
 
     def last_iteration(self) -> int | None:
         """Nobody knows."""
@@ -79,9 +89,11 @@ class SharedMonitor:
         on_first_step: Called with (local rank, monotonic s) at a rank's first sign of work.
         on_stuck: Called with (local rank, where in the kernel) for a rank that survived SIGKILL.
         on_save_known: Called when the slots hold the last word for `should_checkpoint`.
+        on_ranks_seen: Called with what each local rank does in a hang, as in `HangFound.ranks`, and
+            with the report when a limit was broken here: the nodes compare.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
         self,
         start: Callable[[int, int], MonitorHandle],
         loop: EventLoop,
@@ -90,6 +102,7 @@ class SharedMonitor:
         on_first_step: Callable[[int, float], None],
         on_stuck: Callable[[int, str], None],
         on_save_known: Callable[[], None] = lambda: None,
+        on_ranks_seen: Callable[[list[dict[str, Any]], dict[str, Any]], None] = lambda *_: None,
     ) -> None:
         self._start = start
         self._loop = loop
@@ -97,14 +110,17 @@ class SharedMonitor:
         self._on_first_step = on_first_step
         self._on_stuck = on_stuck
         self._on_save_known = on_save_known
+        self._on_ranks_seen = on_ranks_seen
         self._save_word = 0
         self._known_word = 0
         self._prepared_at = 0.0
         self._cycle = 0
-        self._pgids: list[int] = []
+        self._workers: control.WorkersChanged | None = None
         self._lease_until: float | None = None
-        self._hangs: dict[int, dict[str, object]] = {}
+        self._hang: dict[str, Any] = {}
         self._closing = False
+        self._has_listened = False
+        self._is_missed = False
         self._reopening: Timer | None = None
         self._unanswered: Timer | None = None
         self._handle = self._open()
@@ -121,36 +137,60 @@ class SharedMonitor:
         Whether the monitor is awake is found out later: the restart does not wait for it.
 
         Raises:
-            MonitorStartError: when they do not within `READY_TIMEOUT_S`.
+            MonitorStartError: when they never have, and do not within `READY_TIMEOUT_S`. A monitor
+                that takes the place of another one may fail: the cycle begins without it.
         """
         self._cycle = cycle
         self._prepared_at = self._clock.monotonic()
         self._receive()  # A monitor that died just now must not be taken for a ready one.
-        self._hangs.clear()
+        self._hang = {}
         if self._reopening is not None:
             self._reopening.cancel()
-            self._reopen()
-        self._handle.wait_ready(READY_TIMEOUT_S)
-        self._receive()  # What came together with "ready" does not wake the loop again.
-        if cycle > 0:
+            if self._has_listened:
+                self._retry()
+            else:
+                self._reopen()
+        if self._reopening is None and self._wait_ready() and cycle > 0:
             self._handle.send(control.CycleChanged(cycle))
             if self._unanswered is None:
                 self._expect_answer()
 
-    def workers_changed(self, cycle: int, pgids: list[int]) -> None:
-        """Tell the monitor what to sweep if this launcher dies."""
-        self._pgids = pgids
-        self._handle.send(control.WorkersChanged(cycle, pgids))
+    def _wait_ready(self) -> bool:
+        """Wait until the sockets listen; replace a monitor that fails to, once one has listened."""
+        try:
+            self._handle.wait_ready(READY_TIMEOUT_S)
+        except NvrxError as error:
+            if not self._has_listened:
+                raise
+            logger.warning("%s", error)
+            self._replace()
+            return False
+        self._has_listened = True
+        self._receive()  # What came together with "ready" does not wake the loop again.
+        return self._reopening is None
+
+    def workers_changed(self, workers: control.WorkersChanged) -> None:
+        """Tell the monitor what to sweep if this launcher dies, and what to look at in a hang."""
+        self._workers = workers
+        self._handle.send(workers)
 
     def lease_held(self, until: float) -> None:
         """Tell the monitor how long this node may train; it sees to that without us, too."""
         self._lease_until = until
         self._handle.send(control.LeaseHeld(until))
 
-    def hang_report(self, local_rank: int) -> dict[str, object]:
-        """Return the report on a rank killed in this cycle; it was sent before the kill."""
+    def hang_report(self) -> dict[str, Any]:
+        """Return the report of a hang in this cycle, or {}; it was sent before the kill."""
         self._receive()
-        return self._hangs.get(local_rank, {})
+        return self._hang
+
+    def examine(self) -> None:
+        """Ask what each rank does, for a hang on another node."""
+        self._handle.send(control.Examine())
+
+    def sentence(self, local_ranks: list[int]) -> None:
+        """Have the ranks ended that all nodes together have found to blame for a hang."""
+        self._handle.send(control.Sentence(local_ranks))
 
     def last_iteration(self) -> int | None:
         """Return the highest iteration that any local rank has told in this cycle."""
@@ -232,10 +272,9 @@ class SharedMonitor:
         if isinstance(message, control.FirstStep):
             self._on_first_step(message.local_rank, message.t)
         elif isinstance(message, control.HangFound):
-            local_rank = message.report.get("local_rank")
-            # One that was found while its cycle was being stopped says nothing of the next.
-            if isinstance(local_rank, int) and message.report.get("cycle") == self._cycle:
-                self._hangs[local_rank] = message.report
+            self._take_report(message.report)
+        elif isinstance(message, control.RanksSeen):
+            self._on_ranks_seen(message.ranks, {})
         elif isinstance(message, control.SaveKnown):
             self._known_word = message.word
             self._on_save_known()
@@ -246,6 +285,15 @@ class SharedMonitor:
             self._forget_answer()
             if message.cycle != self._cycle:
                 self._expect_answer()  # That was the answer for an earlier cycle.
+
+    def _take_report(self, report: dict[str, Any]) -> None:
+        # One that was found while its cycle was being stopped says nothing of the next.
+        if report["cycle"] != self._cycle:
+            return
+        if report.get("is_held"):
+            self._on_ranks_seen(report["ranks"], report)
+        elif not self._hang.get("culprits"):
+            self._hang = report
 
     def _replace(self) -> None:
         self._forget_answer()
@@ -266,15 +314,20 @@ class SharedMonitor:
         try:
             self._reopen()
         except (NvrxError, OSError) as error:
-            logger.warning("no rank monitor can be started, ranks go unwatched: %s", error)
+            if not self._is_missed:
+                self._is_missed = True
+                logger.warning(
+                    "no rank monitor can be started, ranks go unwatched until one can: %s", error
+                )
             again = self._clock.monotonic() + RETRY_INTERVAL_S
             self._reopening = self._loop.call_at(again, self._retry)
 
     def _reopen(self) -> None:
         self._reopening = None
         self._handle = self._open()
-        if self._pgids:
-            self._handle.send(control.WorkersChanged(self._cycle, self._pgids))
+        self._is_missed = False
+        if self._workers is not None:
+            self._handle.send(dataclasses.replace(self._workers, cycle=self._cycle))
         if self._lease_until is not None:
             self._handle.send(control.LeaseHeld(self._lease_until))
         if self._save_word:
@@ -308,19 +361,30 @@ class MonitorPerRank:
         for monitor in self._monitors:
             monitor.prepare(cycle)
 
-    def workers_changed(self, cycle: int, pgids: list[int]) -> None:
-        """Tell all: whichever sees the launcher die sweeps."""
+    def workers_changed(self, workers: control.WorkersChanged) -> None:
+        """Tell all: whichever sees the launcher die sweeps.
+
+        Each judges its own rank without the other nodes: it sees no stacks but that rank's.
+        """
+        alone = dataclasses.replace(workers, world_size=0)
         for monitor in self._monitors:
-            monitor.workers_changed(cycle, pgids)
+            monitor.workers_changed(alone)
+
+    def examine(self) -> None:
+        """No monitor here has more than one rank to compare."""
+
+    def sentence(self, local_ranks: list[int]) -> None:
+        """No monitor here waits for it."""
 
     def lease_held(self, until: float) -> None:
         """Tell all of them."""
         for monitor in self._monitors:
             monitor.lease_held(until)
 
-    def hang_report(self, local_rank: int) -> dict[str, object]:
-        """Return the report of the rank's own monitor."""
-        return self._monitors[local_rank].hang_report(local_rank)
+    def hang_report(self) -> dict[str, Any]:
+        """Return the report of a monitor that names a culprit, else of any that found a hang."""
+        reports = [report for monitor in self._monitors if (report := monitor.hang_report())]
+        return next((r for r in reports if r["culprits"]), reports[0] if reports else {})
 
     def last_iteration(self) -> int | None:
         """Return the highest iteration that any local rank has told in this cycle."""

@@ -86,6 +86,19 @@ class WorkerStuck:
 
 
 @dataclass(frozen=True, slots=True)
+class RanksAsked:
+    """The job hangs: the others want to know what the ranks of this node do."""
+
+
+@dataclass(frozen=True, slots=True)
+class HangJudged:
+    """All nodes together have found whom a hang is to be blamed on; see `WorkerExited`."""
+
+    cause: Cause
+    no_progress: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StartFailed:
     """The workers could not be started; the machine said why."""
 
@@ -139,6 +152,8 @@ Event = (
     | BarrierTimedOut
     | WorkerExited
     | WorkerStuck
+    | RanksAsked
+    | HangJudged
     | StartFailed
     | GroupStopped
     | Signalled

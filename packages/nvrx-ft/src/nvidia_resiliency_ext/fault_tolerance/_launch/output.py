@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import logging
 import os
 import time
@@ -25,6 +26,7 @@ from .filtered import FilteredFile
 logger = logging.getLogger("nvrx")
 
 READ_BYTES = 1 << 16
+PROBE_BYTES = 4096
 MAX_LINE_BYTES = 1 << 20
 MAX_READS = 16
 LAST_WORDS_S = 1.0
@@ -121,6 +123,16 @@ def worker_output(settings: OutputSettings, directory: str, local_rank: int) -> 
     )
 
 
+def console_output(directory: str) -> WorkerOutput:
+    """Return the streams of a worker whose files have no room: the launcher's own."""
+
+    def target(descriptor: int) -> Target:
+        # Named, and not inherited: a standby that was made for files would keep its placeholder.
+        return Target(open_pipe=lambda: os.dup(descriptor))
+
+    return WorkerOutput(target(1), target(2), os.path.join(directory, "error.json"))
+
+
 def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> str:
     """Return what stands before each line that is copied to the console."""
     if template is None:
@@ -149,7 +161,7 @@ class OutputFiles:
             os.makedirs(root, exist_ok=True)
             # An empty file can be made on a full disk; a block of data cannot.
             with open(probe, "wb") as file:
-                file.write(b"\0" * 4096)
+                file.write(b"\0" * PROBE_BYTES)
                 file.flush()
                 os.fsync(file.fileno())
             os.unlink(probe)
@@ -167,6 +179,22 @@ class OutputFiles:
         import tempfile
 
         return cls(tempfile.mkdtemp(prefix="nvrx-logs-"))
+
+    def missing_room(self) -> str:
+        """Return why workers cannot write here now, or an empty text.
+
+        It writes a block of data and does not wait for the disk: a restart must not.
+        """
+        probe = os.path.join(self.root, ".probe")
+        try:
+            with open(probe, "wb", buffering=0) as file:
+                written = file.write(b"\0" * PROBE_BYTES)
+            os.unlink(probe)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(probe)
+            return error.strerror or str(error)
+        return "" if written == PROBE_BYTES else os.strerror(errno.ENOSPC)
 
     def worker_directory(self, cycle: int, local_rank: int) -> str:
         """Make and return the folder of one worker in one cycle.
@@ -204,17 +232,19 @@ class _Followed:
     """One file that grows: what was read of it and is not shown yet.
 
     `offer` takes what it can of some bytes within a time, and returns how many; `wants` says which
-    lines it is offered.
+    lines it is offered. `sink` names where they go.
     """
 
     def __init__(
         self,
         path: str,
         prefix: bytes,
+        sink: str,
         offer: Callable[[bytes, float], int],
         wants: Callable[[bytes], bool],
     ) -> None:
         self.path = path
+        self.sink = sink
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.prefix = prefix
         self._offer = offer
@@ -259,10 +289,16 @@ class Tee:
     `fileno` is readable when a file grew; None where the kernel has no inotify, then `look`
     is due every `LOOK_INTERVAL_S`. A console that does not read holds up the copy and nothing
     else: what it did not take stays in the files. One thread only.
+
+    Args:
+        again: Called when `look` is due although no file grew.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, again: Callable[[], None] = lambda: None) -> None:
+        self._again = again
         self._followed: dict[int, _Followed] = {}
+        # Files of the cycle before, at which nobody writes any more, that are not copied yet.
+        self._ended: list[_Followed] = []
         self._next_key = -1
         self._copies: dict[str, FilteredFile] = {}
         self._inotify = _inotify_open()
@@ -273,23 +309,28 @@ class Tee:
 
     def follow(self, path: str, prefix: str, stream: Stream) -> None:
         """Begin to copy `path` to the console; each line gets `prefix`."""
-        self._follow(path, prefix, lambda data, wait_s: offer(stream.value, data, wait_s), _all)
+
+        def to_console(data: bytes, wait_s: float) -> int:
+            return offer(stream.value, data, wait_s)
+
+        self._follow(path, prefix, stream.value, to_console, _all)
 
     def filter(self, path: str, prefix: str, wanted: Filter) -> None:
         """Begin to copy the lines of `path` that are wanted, each with `prefix`."""
         copy = self._copies.get(wanted.path)
         if copy is None:
             copy = self._copies[wanted.path] = FilteredFile(wanted.path, wanted.texts)
-        self._follow(path, prefix, copy.write, copy.wants)
+        self._follow(path, prefix, wanted.path, copy.write, copy.wants)
 
     def _follow(
         self,
         path: str,
         prefix: str,
+        sink: str,
         offer: Callable[[bytes, float], int],
         wants: Callable[[bytes], bool],
     ) -> None:
-        followed = _Followed(path, prefix.encode(errors="surrogateescape"), offer, wants)
+        followed = _Followed(path, prefix.encode(errors="surrogateescape"), sink, offer, wants)
         key = _inotify_watch(self._inotify, path) if self._inotify is not None else None
         # A file has one watch, however often it is followed.
         if key is None or key in self._followed:
@@ -305,8 +346,27 @@ class Tee:
         if self._inotify is not None:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._inotify, READ_BYTES)
-        waits = [self._copy(followed) for followed in self._followed.values()]
+        waits = [self._copy_ended(followed) for followed in list(self._ended)]
+        # What ranks wrote before a restart comes before what they wrote after it.
+        held = {followed.sink for followed in self._ended}
+        waits += [self._copy(f) for f in self._followed.values() if f.sink not in held]
         return min((wait for wait in waits if wait is not None), default=None)
+
+    def _copy_ended(self, followed: _Followed) -> float | None:
+        wait_s = self._copy(followed)
+        if wait_s is None:
+            followed.end_line()
+            if not followed.show(0.0):
+                return LOOK_INTERVAL_S
+            self._forget(followed)
+        return wait_s
+
+    def _forget(self, followed: _Followed) -> None:
+        self._ended.remove(followed)
+        os.close(followed.fd)
+        sinks = {other.sink for other in (*self._ended, *self._followed.values())}
+        for path in self._copies.keys() - sinks:
+            self._copies.pop(path).close()
 
     def _copy(self, followed: _Followed) -> float | None:
         # Bounded, so that a worker that writes without end cannot keep the launcher here.
@@ -317,18 +377,38 @@ class Tee:
                 return None
         return 0.0
 
+    def end_cycle(self) -> None:
+        """Take the files for ended, without waiting; `look` copies what is left of them.
+
+        What the console has not taken of the cycle before stays in its files.
+        """
+        self._complete(time.monotonic())
+        self._take_for_ended()
+        if self._ended:
+            self._again()
+
     def finish(self) -> None:
-        """Copy the rest of every file, unfinished lines too, and stop following."""
+        """Copy the rest of every file, unfinished lines too, and stop following.
+
+        It waits `LAST_WORDS_S` for a console that does not read.
+        """
         deadline = time.monotonic() + LAST_WORDS_S
+        self._complete(deadline)
+        self._take_for_ended()
+        self._complete(deadline)
+
+    def _take_for_ended(self) -> None:
         for key, followed in self._followed.items():
-            self._copy_rest(followed, deadline)
-            os.close(followed.fd)
+            self._ended.append(followed)
             if self._inotify is not None and key >= 0:
                 _inotify_unwatch(self._inotify, key)
         self._followed.clear()
-        for copy in self._copies.values():
-            copy.close()
-        self._copies.clear()
+
+    def _complete(self, deadline: float) -> None:
+        """Copy what is left of ended files until the deadline, and let go of them."""
+        for followed in list(self._ended):
+            self._copy_rest(followed, deadline)
+            self._forget(followed)
 
     def _copy_rest(self, followed: _Followed, deadline: float) -> None:
         while followed.show(max(0.0, deadline - time.monotonic())) and followed.read():

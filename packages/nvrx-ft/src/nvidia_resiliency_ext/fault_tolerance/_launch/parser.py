@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nvidia_resiliency_ext.fault_tolerance._config import values
 from nvidia_resiliency_ext.shared_utils.console import write_err, write_out
 
-from .flags import FLAGS, GROUPS, OLD_SPELLINGS, OTHER_SPELLINGS, Flag
+from .flags import FLAGS, GROUPS, OLD_SPELLINGS, OTHER_SPELLINGS, TORCHRUN, Flag
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -241,8 +241,10 @@ class FlagParser(argparse.ArgumentParser):
             if name in OLD_SPELLINGS:
                 text = f"--{name} is deprecated; use --{OLD_SPELLINGS[name]}"
                 warnings += [text] if text not in warnings else []
-            if flag is None or flag.name == "version":
+            if flag is None:
                 words.append(word)
+            elif flag.name == "version":
+                words.append("--version")
             elif flag.kind is None:
                 if value is not None:
                     self.error(f"--{flag.name} takes no value, got {value!r}")
@@ -271,7 +273,17 @@ def _recognise(word: str) -> tuple[Flag | None, str, str | None]:
     name, equals, value = word[2:].partition("=")
     name = name.replace("_", "-")
     present = OLD_SPELLINGS.get(name) or OTHER_SPELLINGS.get(name, name)
-    return _BY_NAME.get(present), name, value if equals else None
+    flag = _BY_NAME.get(present) or _abbreviated(name)
+    return flag, name, value if equals else None
+
+
+def _abbreviated(name: str) -> Flag | None:
+    """Return the only flag that begins so: of torchrun's, where there is one, else of all."""
+    for flags in ([flag for flag in FLAGS if flag.group == TORCHRUN], FLAGS):
+        found = [flag for flag in flags if name and flag.name.startswith(name)]
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
 
 
 def _is_flag(word: str) -> bool:
@@ -285,8 +297,12 @@ def _unknown(word: str) -> str:
     from nvidia_resiliency_ext.fault_tolerance._config.errors import nearest
 
     name = word.partition("=")[0]
+    begun = name.replace("_", "-")
+    longer = sorted(f"--{flag.name}" for flag in FLAGS if f"--{flag.name}".startswith(begun))
+    if len(longer) > 1 and begun.startswith("--"):
+        return f"flag {values.describe(name)} is short for several: {', '.join(longer)}"
     known = [f"--{flag.name}" for flag in FLAGS] + [f"--{old}" for old in OLD_SPELLINGS]
-    hint = nearest(name.replace("_", "-"), known) or f"; see {PROGRAM} --help"
+    hint = nearest(begun, known) or f"; see {PROGRAM} --help"
     return f"unknown flag {values.describe(name)}{hint}"
 
 

@@ -32,6 +32,7 @@ class Place:
         record_is_temporary: Whether that is the run directory.
         output: What the user wants of the workers' output.
         files: The folders of workers.
+        spare_files: Those in the run directory, for cycles in which the others have no room.
         launcher_socket: The mailbox.
         monitor_sockets: One per local rank; empty without monitors.
     """
@@ -43,6 +44,7 @@ class Place:
     record_is_temporary: bool
     output: OutputSettings
     files: OutputFiles
+    spare_files: OutputFiles
     launcher_socket: str
     monitor_sockets: tuple[str, ...]
 
@@ -59,13 +61,14 @@ def make_place(plan: LaunchPlan, environ: Mapping[str, str], stack: contextlib.E
     run_id = os.urandom(8).hex()
     # What an object of the user's says about output takes the place of the flags, folders included.
     output = plan.output if plan.output_specs is None else OutputSettings({}, {}, None)
+    spare_files = OutputFiles(os.path.join(run_dir.path, "attempts"))
     if plan.log_dir is not None and plan.output_specs is None:
         files = OutputFiles.beneath(plan.log_dir, f"{_file_name(plan.run_id)}_{run_id[:8]}")
     elif output.writes_files:
         files = OutputFiles.in_new_folder()
         logger.info("logs of the workers: %s", files.root)
     else:
-        files = OutputFiles(os.path.join(run_dir.path, "attempts"))
+        files = spare_files
     record_dir = environ.get("NVRX_EVENT_DIR") or plan.log_dir
     watched = plan.nproc_per_node if plan.monitors_enabled else 0
     return Place(
@@ -76,6 +79,7 @@ def make_place(plan: LaunchPlan, environ: Mapping[str, str], stack: contextlib.E
         record_is_temporary=record_dir is None,
         output=output,
         files=files,
+        spare_files=spare_files,
         launcher_socket=run_dir.socket_path("launcher.sock"),
         monitor_sockets=tuple(run_dir.socket_path(f"rmon{rank}.sock") for rank in range(watched)),
     )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._attribution.settings import AttributionConfig
+from nvidia_resiliency_ext.fault_tolerance._config import values
 from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._config.sources import Layers, layers_from_args
 from nvidia_resiliency_ext.fault_tolerance._prewarm.imports import import_list
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["LaunchPlan", "PrewarmSettings", "log_warnings", "plan_from_args"]
 
 _DEFAULT_MASTER_PORT = next(flag.default for flag in FLAGS if flag.name == "master-port")
+_DEFAULT_ID = next(flag.default for flag in FLAGS if flag.name == "rdzv-id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ class LaunchPlan:
         monitor_interval_s: (describes) Between two looks at the workers; deaths are seen at once.
         start_method: (describes) How functions are started; each has a fresh interpreter.
         master_addr: Address of rank 0.
-        master_port: Port of rank 0 in every cycle; None takes a fresh one for each.
+        master_port: Port of rank 0 in every cycle; None takes a fresh one for each. Never that
+            of the endpoint.
         local_addr: Address of this node.
         rdzv_backend: (describes) How nodes meet.
         rdzv_endpoint: Where nodes meet.
@@ -211,21 +214,22 @@ def plan_from_args(
     ]
     policy = layers.restart_policy()
     output = _output(args, nproc)
+    stop_timeout_s = _workers_stop_timeout_s(args, environ)
     return LaunchPlan(
         command=command,
         nproc_per_node=nproc,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
-        run_id=_random_id() if args.standalone else args.rdzv_id,
+        run_id=random_id() if _meets_nobody(args, max_nodes) else args.rdzv_id,
         role=args.role,
         max_restarts=args.max_restarts,
         restart_policy=policy.value if policy else args.ft_restart_policy,
         term_timeout_s=args.term_timeout,
-        workers_stop_timeout_s=_workers_stop_timeout_s(args),
+        workers_stop_timeout_s=stop_timeout_s,
         monitor_interval_s=args.monitor_interval,
         start_method=args.start_method,
         master_addr=syntax.parse_endpoint(args.master_addr)[0],
-        master_port=_fixed_port(args),
+        master_port=fixed_port(_given_port(args), get_rdzv_endpoint(args), max_nodes),
         local_addr=args.local_addr,
         rdzv_backend=args.rdzv_backend,
         rdzv_endpoint="localhost:0" if args.standalone else get_rdzv_endpoint(args),
@@ -420,15 +424,46 @@ def missing_hook(command: str | None, environ: Mapping[str, str]) -> list[str]:
     return [f"--ft-bad-node-hook: {missing}"] if missing else []
 
 
-def _workers_stop_timeout_s(args: argparse.Namespace) -> float:
-    # torch's newer name for the same; ours wins when both are given.
-    if args.shutdown_timeout is not None and "workers_stop_timeout" not in _given(args):
+def _workers_stop_timeout_s(args: argparse.Namespace, environ: Mapping[str, str]) -> float:
+    """Return what our flag says, else torch's newer name for the same, else torch's variable.
+
+    Raises:
+        FaultToleranceConfigError: The variable holds no time.
+    """
+    given = environ.get(_env.SHUTDOWN_TIMEOUT)
+    if "workers_stop_timeout" in _given(args):
+        return float(args.workers_stop_timeout)
+    if args.shutdown_timeout is not None:
         return float(args.shutdown_timeout)
-    return float(args.workers_stop_timeout)
+    if not given:
+        return float(args.workers_stop_timeout)
+    try:
+        return float(values.read(values.SECONDS, given, _env.SHUTDOWN_TIMEOUT))
+    except ValueError as error:
+        raise FaultToleranceConfigError([str(error)]) from None
 
 
-def _fixed_port(args: argparse.Namespace) -> int | None:
-    """Return the port of all cycles, None for a fresh one each: the default fixes nothing."""
+def fixed_port(given: int | None, endpoint: str, max_nodes: int) -> int | None:
+    """Return rank 0's port in every cycle, or None for a fresh one in each.
+
+    Several nodes meet at the endpoint's port, where the job's store listens as long as the job
+    lasts; so that port is never rank 0's, though users of torchrun give both as one.
+
+    Args:
+        given: `--master-port`, if somebody gave it.
+        endpoint: Where nodes meet, as HOST:PORT.
+        max_nodes: Nodes that work at most.
+    """
+    if given is None or max_nodes == 1:
+        return given
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import DEFAULT_PORT
+
+    _, port = syntax.parse_endpoint(endpoint)
+    return None if given == (port or DEFAULT_PORT) else given
+
+
+def _given_port(args: argparse.Namespace) -> int | None:
+    """Return `--master-port` if it was given and is no 0: the default fixes nothing."""
     is_given = "master_port" in _given(args) or args.master_port != _DEFAULT_MASTER_PORT
     return int(args.master_port) if is_given and args.master_port else None
 
@@ -438,5 +473,14 @@ def _given(args: argparse.Namespace) -> Mapping[str, str]:
     return given
 
 
-def _random_id() -> str:
+def _meets_nobody(args: argparse.Namespace, max_nodes: int) -> bool:
+    """Return whether nobody named this job or where it meets: nothing must know its id."""
+    if args.standalone:
+        return True
+    is_named = "rdzv_id" in _given(args) or args.rdzv_id != _DEFAULT_ID
+    return max_nodes == 1 and not (is_named or args.rdzv_endpoint or _given_port(args))
+
+
+def random_id() -> str:
+    """Return a name for a job that nobody named."""
     return os.urandom(16).hex()

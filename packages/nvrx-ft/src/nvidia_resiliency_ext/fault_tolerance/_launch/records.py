@@ -15,10 +15,10 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from nvidia_resiliency_ext.fault_tolerance._process.error_file import MAX_ERROR_FILE_BYTES
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
 
 from .cause import Cause
-from .faults import MAX_ERROR_FILE_BYTES
 
 logger = logging.getLogger("nvrx")
 

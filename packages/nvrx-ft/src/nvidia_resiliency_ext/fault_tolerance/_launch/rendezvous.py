@@ -8,16 +8,20 @@ knows only the protocol. An implementation reports what happened through `poll`,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from nvidia_resiliency_ext.fault_tolerance._monitor.culprit import RankState
 from nvidia_resiliency_ext.fault_tolerance._preempt.agreement import agreed_call
 
 from .cause import Cause
 from .leaving import RoundLeaves, SaveAgreed
 from .node_events import (
+    HangJudged,
     JoinTimedOut,
     NextRoundOpened,
     NodeUnfit,
+    RanksAsked,
     RoundClosed,
     RoundReady,
     StoreLost,
@@ -34,6 +38,8 @@ RoundEvent = (
     | NodeUnfit
     | RoundLeaves
     | SaveAgreed
+    | RanksAsked
+    | HangJudged
 )
 
 
@@ -69,6 +75,9 @@ class Rendezvous(Protocol):
 
     def held(self, calls: int) -> None:
         """Tell how far this node's ranks are, which wait; `poll` tells at which call they save."""
+
+    def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
+        """Tell what this node's ranks do in a hang; `poll` tells whom all nodes blame."""
 
     @property
     def must_stay(self) -> bool:
@@ -161,6 +170,9 @@ class LocalRendezvous:
     def held(self, calls: int) -> None:
         """Nobody else is to be waited for."""
         self._events.append(SaveAgreed(agreed_call([calls])))
+
+    def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
+        """Nobody else has ranks: the monitor has judged alone."""
 
     @property
     def must_stay(self) -> bool:

@@ -39,10 +39,11 @@ from .idle_cores import IdleMeter
 from .loop import EventLoop, Timer
 from .output import worker_output
 from .plan import LaunchPlan
-from .workers import ColdStarter, Started, WorkerSpec
+from .workers import STILL_IMPORTING, ColdStarter, Started, WorkerSpec
 
 logger = logging.getLogger("nvrx")
 
+FILL_LOOK_INTERVAL_S = 1.0
 FIRST_LOOK_S = pools.FILL_DELAY_S
 LONGEST_LOOK_INTERVAL_S = 60.0
 HEAD_START_S = 0.015
@@ -90,6 +91,7 @@ class StandbyStarter:
         self._timer: Timer | None = None
         self._look_interval_s = FIRST_LOOK_S
         self._has_worked = False
+        self._is_announced = False
         self._why_cold = self._never_reason()
         if self._why_cold is not None:
             self._pool, _ = pools.step(self._pool, pools.Refused(self._why_cold), 0.0)
@@ -170,24 +172,26 @@ class StandbyStarter:
         self._timer = self._loop.call_at(self._clock.monotonic() + delay_s, self._tick)
 
     def _arm_for_fill(self) -> None:
-        """Look when the fill is due, and once before: what is idle is counted between two looks."""
+        """Count idle processors from now on: the job may wait for something else than them."""
         self._look_interval_s = FIRST_LOOK_S
-        left_s = self._until_fill_s()
-        self._arm(left_s - FIRST_LOOK_S if left_s > FIRST_LOOK_S else FIRST_LOOK_S)
-
-    def _until_fill_s(self) -> float:
-        return (self._pool.fill_at or 0.0) - self._clock.monotonic()
+        self._idle.idle_cores()
+        self._arm(FILL_LOOK_INTERVAL_S)
 
     def _tick(self) -> None:
-        """Look again, less and less often: a slow file system may take a minute to import."""
+        """Look again: often while standbys are missing, later less and less often."""
         self._look()
         self._step(pools.Tick())
-        left_s = self._until_fill_s()
-        if left_s > 0:
-            self._arm(left_s)
+        if self._pool.is_missing_some:
+            self._arm(FILL_LOOK_INTERVAL_S)
             return
         self._arm(self._look_interval_s)
         self._look_interval_s = min(2 * self._look_interval_s, LONGEST_LOOK_INTERVAL_S)
+
+    def _announce(self) -> None:
+        """Say once in a cycle that the next restart finds every standby ready."""
+        if not self._is_announced and len(self._ready) == len(self._pool.slots):
+            self._is_announced = True
+            logger.info("all %d standbys are ready", len(self._ready))
 
     # One standby ---------------------------------------------------------------------------
 
@@ -217,6 +221,7 @@ class StandbyStarter:
             self._ready[slot] = news
             self._chronicle.standby(slot, "ready", news.seconds, news.private_bytes)
             self._step(pools.StandbyReady(slot, news.private_bytes or 0))
+            self._announce()
         elif isinstance(news, Ready):
             self._end_standby(slot)
             self._why_cold = str(news.problem)
@@ -242,7 +247,7 @@ class StandbyStarter:
 
     def done(self) -> None:
         """All workers of the cycle are started: standbys for the next may follow."""
-        self._has_worked = False
+        self._has_worked = self._is_announced = False
         self._step(pools.RanksStarted())
         self._arm_for_fill()
 
@@ -308,8 +313,9 @@ class StandbyStarter:
         if ready is not None:
             at = self._clock.monotonic() + BEGIN_LIMIT_S
             self._loop.call_at(at, lambda: self._give_up(slot, standby))
-        saved_s = ready.seconds if ready is not None else 0.0
-        return Started(standby.child, warm=True, saved_s=saved_s), ""
+        if ready is None:
+            return Started(standby.child, warm=False, cold_reason=STILL_IMPORTING), ""
+        return Started(standby.child, warm=True, saved_s=ready.seconds), ""
 
     def _give_up(self, slot: int, standby: Standby) -> None:
         """Kill a standby that was ready and did not begin; its worker then starts cold."""

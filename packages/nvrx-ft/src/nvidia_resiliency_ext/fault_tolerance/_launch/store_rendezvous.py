@@ -16,10 +16,11 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from nvidia_resiliency_ext.fault_tolerance._monitor.culprit import RankState
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.lease import (
     FENCE_STOP_LEASES,
     LEASES_TO_FENCE,
@@ -27,11 +28,13 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.lease import (
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
+    HangStage,
     Kind,
     Phase,
     WorkerState,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
+    Hung,
     Leaves,
     Lost,
     News,
@@ -49,9 +52,11 @@ from .cause import Cause
 from .leaving import RoundLeaves, SaveAgreed
 from .loop import EventLoop, Timer
 from .node_events import (
+    HangJudged,
     JoinTimedOut,
     NextRoundOpened,
     NodeUnfit,
+    RanksAsked,
     RoundClosed,
     RoundReady,
     StoreLost,
@@ -246,6 +251,11 @@ class StoreRendezvous:
         """Say how far this node's ranks are, which wait."""
         self._threads.submit(lambda session: session.tell(Kind.HELD, calls=calls))
 
+    def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
+        """Say what this node's ranks do in a hang."""
+        round_, told = self._round, tuple(ranks)
+        self._threads.submit(lambda session: session.hung(round_, told, accusation))
+
     @property
     def must_stay(self) -> bool:
         """Whether the job goes on and its store is here."""
@@ -305,7 +315,9 @@ class StoreRendezvous:
             if not self._is_shut_down:
                 os.eventfd_write(self._wakeup, 1)
 
-    def _event(self, news: News | RoundEvent) -> RoundEvent | None:
+    def _event(  # noqa: PLR0911 - one for each kind
+        self, news: News | RoundEvent
+    ) -> RoundEvent | None:
         if isinstance(news, (Placed, Spare)):
             self._say_clocks(news.entry.clocks)
         if isinstance(news, Placed):
@@ -322,6 +334,9 @@ class StoreRendezvous:
             entry = news.entry
             cause = entry.cause or Cause("preempted", "a node must go")
             return SaveAgreed(entry.save_at) if entry.save_at else RoundLeaves(cause)
+        if isinstance(news, Hung):
+            judged = news.entry.cause if news.entry.hang == HangStage.JUDGED else None
+            return RanksAsked() if judged is None else HangJudged(judged)
         if isinstance(news, Over):
             self._is_over = True
             return RoundClosed(news.entry.reason, news.no_restart, news.entry.cause)

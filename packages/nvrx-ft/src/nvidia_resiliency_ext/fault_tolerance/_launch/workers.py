@@ -27,6 +27,8 @@ from .output import Stream, Target, Tee, WorkerOutput, open_target
 
 logger = logging.getLogger("nvrx")
 
+STILL_IMPORTING = "its standby was still importing"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
@@ -42,7 +44,11 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A process that is now a worker, and how it was started."""
+    """A process that is now a worker, and how it was started.
+
+    A standby that had not finished its imports is no warm start, though its worker gains time: then
+    `cold_reason` is `STILL_IMPORTING`.
+    """
 
     child: Child
     warm: bool
@@ -287,7 +293,7 @@ class WorkerGroup:
         for started in self._started.values():
             # Children that a worker left in its group would hold its memory and devices.
             started.child.signal_group(signal.SIGKILL)
-        self._tee.finish()
+        self._tee.end_cycle()
         self._listener.stopped(given_up)
 
     def _report_leftovers(self) -> None:

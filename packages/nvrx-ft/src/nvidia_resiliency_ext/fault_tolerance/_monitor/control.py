@@ -16,6 +16,7 @@ __all__ = [
     "LAUNCHER_MESSAGES",
     "CycleChanged",
     "CycleKnown",
+    "Examine",
     "FirstStep",
     "HangFound",
     "LeaseHeld",
@@ -24,9 +25,11 @@ __all__ = [
     "RankJoined",
     "RankLeft",
     "RankUnkillable",
+    "RanksSeen",
     "Ready",
     "Save",
     "SaveKnown",
+    "Sentence",
     "SlotReplaced",
     "Start",
     "WorkersChanged",
@@ -70,10 +73,32 @@ class CycleKnown:
 
 @dataclass(frozen=True, slots=True)
 class WorkersChanged:
-    """Launcher to monitor: the process groups of the workers, for the sweep."""
+    """Launcher to monitor: the process groups of the workers, for the sweep and for hangs.
+
+    The rest is for finding the culprit of a hang: where each worker writes why it failed, in the
+    order of `pgids`, which is that of local ranks; the local ranks that have left with exit code 0;
+    the global rank of local rank 0, and the number of ranks of the job. Where that is larger than
+    the number of workers here, a hang is not judged here alone: see `HangFound`.
+    """
 
     cycle: int
     pgids: list[int]
+    error_files: list[str] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    world_size: int = 0
+    rank_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Examine:
+    """Launcher to monitor: look at all ranks, for a hang on another node; see `RanksSeen`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """Launcher to monitor: the nodes have compared; these local ranks are to blame, others not."""
+
+    local_ranks: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +165,30 @@ class RankLeft:
 
 @dataclass(frozen=True, slots=True)
 class HangFound:
-    """Monitor to launcher, before the kill: who broke which rule, and where the evidence is.
+    """Monitor to launcher, before the kill: one hang of this node's ranks, and whom to blame.
 
-    When one rank hangs in a collective step, all ranks break the same rule within milliseconds and
-    each is reported. Two keys tell the culprit from its victims: `since`, when the violated stretch
-    began (monotonic s of the host; who waits entered later than who hung before them, or never
-    left), and `state`, the process state at that time (`T` or `t`: stopped, so it is no victim).
+    `finding` says it in a sentence, `culprits`, `candidates` and `waiting` are global ranks,
+    `confidence` is that of `culprit.Confidence`, `is_elsewhere` says that all ranks here wait for
+    one of another host. `ended` are the local ranks that the monitor is about to end. `ranks` has
+    what each rank did: rank, host, activity, words, place, is_late, has_moved, progress, stacks.
 
-    Further keys of `report`: rule, section, elapsed, limit, iteration, cycle, rank, local_rank,
-    pid, host, time (wall clock), late_s, stacks (path or None), wchan, rss_bytes, signal.
+    The remaining keys speak of the first culprit, or of the rank that broke the limit where there
+    is none: rank, local_rank, pid, state, wchan, rss_bytes, stacks (path or None), error_file (path
+    or None), signal, cycle, host, time (wall clock). `accuser` broke `rule`, with section, since
+    (monotonic s), elapsed, limit, iteration and late_s.
+
+    With `is_held` the job has ranks on other nodes: nobody is ended until `Sentence` comes, or
+    `inquiry.HOLD_S` have passed; then the report comes again without it.
     """
 
     report: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RanksSeen:
+    """Monitor to launcher, in answer to `Examine`: `ranks` as in `HangFound`."""
+
+    ranks: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +222,8 @@ LAUNCHER_MESSAGES = MessageSet(
     CycleChanged,
     CycleKnown,
     WorkersChanged,
+    Examine,
+    Sentence,
     LeaseHeld,
     Save,
     SaveKnown,
@@ -194,6 +233,7 @@ LAUNCHER_MESSAGES = MessageSet(
     RankJoined,
     RankLeft,
     HangFound,
+    RanksSeen,
     RankUnkillable,
     SlotReplaced,
     LogLine,

@@ -19,7 +19,6 @@ from .doorway import Doorway, Watcher
 from .evidence import Evidence, inspect_process, save_evidence
 from .limits import change_limits, policy_of
 from .node_watch import Unfit
-from .report import describe, hang_report
 from .slot import (
     SAVE_ASKED,
     W_SAVE,
@@ -29,7 +28,7 @@ from .slot import (
     SlotView,
     read_slot,
 )
-from .verdict import Verdict
+from .verdict import Verdict, judge
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,12 +36,14 @@ if TYPE_CHECKING:
     from .doorway import Connection
     from .restart_lines import RestartLines
 
-__all__ = ["PortHost", "RankPort"]
+__all__ = ["PortHost", "RankPort", "Testimony"]
 
 logger = logging.getLogger("nvrx")
 
 MAX_STACKS_BYTES = 1 << 20
 _NO_PIDFD_POLL_S = 0.1
+LATE_MARGIN_S = 0.5
+"""Ranks of a hang break their limits at nearly the same time: who is as close counts as well."""
 
 
 class PortHost(Watcher, Protocol):
@@ -57,8 +58,31 @@ class PortHost(Watcher, Protocol):
     def tell(self, message: object, fds: Sequence[int] = ()) -> None:
         """Send a message to the launcher, if there is one; never waits."""
 
-    def record_fault(self, report: Mapping[str, Any]) -> None:
-        """Put a hang into the record of events; never waits."""
+    def accuse(self, port: RankPort, verdict: Verdict) -> None:
+        """Look at all ranks of the node: this one broke a rule."""
+
+    def testify(self, port: RankPort) -> None:
+        """Take note that the evidence on a rank is complete, or that the rank is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Testimony:
+    """What is known of a rank that was looked at because a rank of the node broke a rule.
+
+    `before` and `after` are looks at its slot; `broken` is the limit that it broke, or is about to;
+    `has_gone_on` says that it broke one, and keeps it now.
+    """
+
+    rank: int
+    pid: int
+    evidence: Evidence
+    stacks: str
+    before: SlotView
+    after: SlotView
+    broken: Verdict | None
+    has_gone_on: bool
+    signalled_at: float | None
+    signal: int
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +95,7 @@ class _Holder:
     dump_fd: int = -1
     evidence: Evidence | None = None
     stacks: bytearray | None = None
+    seen: SlotView | None = None
     signalled_at: float | None = None
     has_told_life: bool = False
     has_told_step: bool = False
@@ -156,6 +181,51 @@ class RankPort:
             reason=unfit.reason,
         )
         self._feed(session.Condemned(verdict))
+
+    def summon(self) -> bool:
+        """Gather evidence on the rank, whatever it does; False when it has no session to ask."""
+        self._feed(session.Summoned())
+        return self.is_looked_into
+
+    def sentence(self) -> None:
+        """End the rank: it is to blame."""
+        self._feed(session.Sentenced())
+
+    def release(self) -> None:
+        """Leave the rank to the launcher: it is not to blame."""
+        self._feed(session.Released())
+
+    @property
+    def is_looked_into(self) -> bool:
+        """Whether evidence on the rank is being gathered, or is complete."""
+        return self._holder is not None and self._state.phase in session.LOOKED_INTO
+
+    def testimony(self) -> Testimony | None:
+        """Return what is known of the rank by now; None before it was looked at."""
+        holder = self._holder
+        if holder is None or holder.seen is None or not self.is_looked_into:
+            return None
+        assert holder.evidence is not None
+        now, timeouts = time.monotonic(), self._policy.timeouts
+        after, verdict = self._look(holder), self._state.verdict
+        broken = judge(after, timeouts, self._state.started, now + LATE_MARGIN_S)
+        has_gone_on = (
+            verdict is not None
+            and not verdict.reason
+            and (broken is None or broken.since != verdict.since)
+        )
+        return Testimony(
+            rank=holder.hello.rank,
+            pid=holder.process.pid,
+            evidence=holder.evidence,
+            stacks=bytes(holder.stacks or b"").decode("utf-8", "replace"),
+            before=holder.seen,
+            after=after,
+            broken=broken or verdict,
+            has_gone_on=has_gone_on,
+            signalled_at=holder.signalled_at,
+            signal=int(self._policy.termination_signal),
+        )
 
     def close(self) -> None:
         """End the session without touching the process, and stop listening."""
@@ -247,8 +317,10 @@ class RankPort:
                 self._feed(session.Looked(self._look()))
             case session.SaveEvidence():
                 self._save()
-            case session.Report(verdict):
-                self._report(verdict)
+            case session.Accuse(verdict):
+                self._host.accuse(self, verdict)
+            case session.Testify():
+                self._host.testify(self)
             case session.ReportUnkillable():
                 self._report_unkillable()
             case _:
@@ -339,6 +411,7 @@ class RankPort:
         self._close_dump(holder)
         self._host.tell(control.RankLeft(self.local_rank, view.iteration))
         self._lines.lost(time.monotonic())
+        self._host.testify(self)
 
     def _look_now(self) -> None:
         if self._state.phase is session.Phase.LIVE:
@@ -372,11 +445,13 @@ class RankPort:
         self._policy = policy_of(self._config, asked)
 
     def _inspect(self, holder: _Holder) -> None:
+        holder.seen = None
         if not holder.process.alive():
             self._feed(session.Died())
             return
         holder.stacks, holder.signalled_at = bytearray(), None
         holder.evidence = inspect_process(holder.process.pid, holder.hello.dump_signal)
+        holder.seen = self._look(holder)
         self._feed(session.Inspected(holder.evidence.can_dump))
 
     def _read_dump(self) -> None:
@@ -415,35 +490,17 @@ class RankPort:
 
         host.slow.submit(lambda: save_evidence(directory, name, pid, evidence, stacks), done)
 
-    def _report(self, verdict: Verdict) -> None:
-        holder, host = self._holder, self._host
-        assert holder is not None
-        assert holder.evidence is not None
-        identity = {
-            "cycle": host.cycle,
-            "rank": holder.hello.rank,
-            "local_rank": self.local_rank,
-            "pid": holder.process.pid,
-            "host": host.host,
-            "time": time.time(),
-            "signal": int(self._policy.termination_signal),
-        }
-        signalled_at = holder.signalled_at or time.monotonic()
-        report = hang_report(verdict, holder.evidence, signalled_at=signalled_at, identity=identity)
-        host.tell(control.HangFound(report))
-        logger.error("%s", describe(report))
-        host.record_fault(report)
-
     def _report_unkillable(self) -> None:
         holder = self._holder
         assert holder is not None
         rank, pid = holder.hello.rank, holder.process.pid
         look = inspect_process(pid, 0)
-        self._host.tell(control.RankUnkillable(self.local_rank, rank, pid, look.state, look.wchan))
+        state, wchan = look.kernel.state, look.kernel.wchan
+        self._host.tell(control.RankUnkillable(self.local_rank, rank, pid, state, wchan))
         logger.error(
             "rank %d (pid %d) survived SIGKILL: state %s, waits in %s; this node needs a look",
             rank,
             pid,
-            look.state,
-            look.wchan or "an unknown place",
+            state,
+            wchan or "an unknown place",
         )

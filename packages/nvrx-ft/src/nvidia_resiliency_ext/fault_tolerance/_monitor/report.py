@@ -3,16 +3,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from .activity import Activity, Kernel
+from .culprit import RankState
+from .culprit import describe as describe_finding
+from .evidence import Evidence
 
-    from .evidence import Evidence
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .culprit import Finding
     from .verdict import Verdict
 
-__all__ = ["HEALTH_RULES", "cause_kind", "describe", "fault_fields", "hang_report"]
+__all__ = [
+    "HEALTH_RULES",
+    "cause_kind",
+    "describe",
+    "describe_evidence",
+    "fault_fields",
+    "found_in_words",
+    "hang_report",
+    "limit_in_words",
+    "plain_states",
+    "states_of",
+]
 
 _RULES = {
     "initial_heartbeat": "sent no first heartbeat",
@@ -20,21 +37,32 @@ _RULES = {
     "section": "was in section {section!r}",
     "out_of_section": "was outside all sections",
 }
+MAX_RANKS = 16
+_NOT_OF_STATE = frozenset({"activity", "progress", "stacks"})
 HEALTH_RULES = frozenset({"gpu_health", "nic_health"})
 """Rules that a rank breaks through no fault of its own."""
 
 
 def hang_report(
-    verdict: Verdict, evidence: Evidence, *, signalled_at: float, identity: Mapping[str, Any]
+    verdict: Verdict,
+    finding: Finding,
+    states: Sequence[RankState],
+    *,
+    evidence: Mapping[int, Evidence],
+    signalled_at: float,
+    identity: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the machine-readable reason of a kill.
+    """Return a hang in machine-readable form: `control.HangFound` lists the keys.
 
     Args:
-        verdict: The rule that was broken.
-        evidence: What was learned of the process.
-        signalled_at: When it got its first signal, on the monotonic clock.
-        identity: cycle, rank, local_rank, pid, host, time, signal.
+        verdict: The limit that was broken.
+        finding: Whom the hang is blamed on.
+        states: What each rank was doing.
+        evidence: What was learned of each rank's process, by global rank.
+        signalled_at: When the first rank got its first signal, on the monotonic clock.
+        identity: cycle, rank, local_rank, pid, host, time, signal, accuser, ended, error_file.
     """
+    own = evidence.get(identity["rank"]) or Evidence(kernel=Kernel("?"), can_dump=False)
     return {
         "rule": verdict.rule,
         "section": verdict.section,
@@ -43,47 +71,102 @@ def hang_report(
         "limit": verdict.limit_s,
         "iteration": verdict.iteration,
         "late_s": signalled_at - verdict.deadline,
-        "stacks": evidence.stacks_path,
-        "state": evidence.state,
-        "wchan": evidence.wchan,
-        "rss_bytes": evidence.rss_bytes,
+        "stacks": own.stacks_path,
+        "state": own.kernel.state,
+        "wchan": own.kernel.wchan,
+        "rss_bytes": own.rss_bytes,
         "reason": verdict.reason,
+        "finding": describe_finding(finding),
+        "confidence": finding.confidence.value,
+        "culprits": [r.rank for r in finding.culprits],
+        "candidates": [r.rank for r in finding.candidates],
+        "waiting": [r.rank for r in finding.waiting],
+        "is_elsewhere": finding.is_elsewhere,
+        "ranks": plain_states(states, evidence),
         **identity,
     }
 
 
-def describe(report: Mapping[str, Any]) -> str:
-    """Return a report as one line for the log."""
-    if report["rule"] in HEALTH_RULES:
-        what = f"cannot go on: {report['reason']}; found within {report['limit']:g} s"
-    else:
-        rule = _RULES[report["rule"]].format(section=report["section"])
-        what = f"{rule} for {report['elapsed']:.2f} s, limit {report['limit']:.2f} s"
-    iteration = "" if report["iteration"] is None else f", iteration {report['iteration']}"
-    stacks = report["stacks"] or "none"
-    return (
-        f"rank {report['rank']} (pid {report['pid']} on {report['host']}) {what}"
-        f", cycle {report['cycle']}"
-        f"{iteration}; state {report['state']}, wchan {report['wchan'] or '-'}, stacks: {stacks}; "
-        f"ending it with {signal.Signals(report['signal']).name}"
+def plain_states(
+    states: Sequence[RankState], evidence: Mapping[int, Evidence]
+) -> list[dict[str, Any]]:
+    """Return what each rank was doing as plain values, with the path of its stacks or None."""
+    return [
+        {
+            **dataclasses.asdict(state),
+            "activity": state.activity.value,
+            "stacks": evidence[state.rank].stacks_path if state.rank in evidence else None,
+        }
+        for state in states
+    ]
+
+
+def states_of(plain: Sequence[Mapping[str, Any]]) -> tuple[RankState, ...]:
+    """Return what `plain_states` was made of, but for the stacks."""
+    return tuple(
+        RankState(
+            **{name: value for name, value in rank.items() if name not in _NOT_OF_STATE},
+            activity=Activity(rank["activity"]),
+            progress=None if rank["progress"] is None else tuple(rank["progress"]),
+        )
+        for rank in plain
     )
 
 
-def cause_kind(rule: str) -> str:
-    """Return what a fault is called in which a rank broke this rule."""
-    if rule in HEALTH_RULES:
+def found_in_words(report: Mapping[str, Any]) -> str:
+    """Return whom a hang is blamed on and how it was found, or why an unfit rank must end."""
+    if report["rule"] in HEALTH_RULES:
+        return f"rank {report['rank']} on host {report['host']} was ended: {report['reason']}"
+    return f"{report['finding']} ({limit_in_words(report)})"
+
+
+def limit_in_words(report: Mapping[str, Any]) -> str:
+    """Return which rank broke which limit."""
+    rule = _RULES[report["rule"]].format(section=report["section"])
+    limit = f"{rule} for {report['elapsed']:.2f} s, limit {report['limit']:.2f} s"
+    return f"rank {report['accuser']} {limit}"
+
+
+def describe(report: Mapping[str, Any]) -> str:
+    """Return a report as one line for the log."""
+    iteration = "" if report["iteration"] is None else f", iteration {report['iteration']}"
+    stacks = report["stacks"] or "none"
+    return (
+        f"{found_in_words(report)}; cycle {report['cycle']}{iteration}; ending rank"
+        f" {report['rank']} (pid {report['pid']}, state {report['state']}, wchan"
+        f" {report['wchan'] or '-'}, stacks: {stacks}) with"
+        f" {signal.Signals(report['signal']).name}"
+    )
+
+
+def cause_kind(report: Mapping[str, Any]) -> str:
+    """Return what the fault is called that a report speaks of."""
+    if report["rule"] in HEALTH_RULES:
         return "unhealthy"
-    return "hang_heartbeat" if "heartbeat" in rule else "hang_section"
+    if report["error_file"]:
+        return "exception"
+    return "hang_heartbeat" if "heartbeat" in report["rule"] else "hang_section"
 
 
 def fault_fields(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the `fault` event for a report."""
-    section = report["section"]
+    """Return the fields of the `fault` event for a report.
+
+    What each rank did is in the launcher's failure record: here it would be cut off.
+    """
     return {
-        "cause": cause_kind(report["rule"]),
-        "what": report["rule"] if section is None else f"{report['rule']} {section}",
-        "detail": describe(report),
+        "cause": cause_kind(report),
+        "what": found_in_words(report),
         "detected_by": "monitor",
         "deadline_s": report["limit"],
         "late_s": report["late_s"],
     }
+
+
+def describe_evidence(report: Mapping[str, Any]) -> str:
+    """Return what each rank did, and where its stacks are, a line for each of the first ranks."""
+    lines = [
+        f"rank {r['rank']} {r['words']}" + (f", stacks: {r['stacks']}" if r["stacks"] else "")
+        for r in report["ranks"][:MAX_RANKS]
+    ]
+    more = len(report["ranks"]) - MAX_RANKS
+    return "\n".join([*lines, f"and {more} more"] if more > 0 else lines)

@@ -16,9 +16,10 @@ from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThrea
 
 from . import control
 from .channel import Channel
+from .inquiry import Inquiries, Workers
 from .node_watch import NodeWatch, Unfit
 from .port import RankPort
-from .report import fault_fields
+from .report import HEALTH_RULES, fault_fields
 from .restart_lines import RestartLines
 from .sweep import sweep
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     )
 
     from .doorway import HasFileno
+    from .verdict import Verdict
 
 __all__ = ["MonitorServer"]
 
@@ -85,6 +87,8 @@ class MonitorServer:
         self._watched: dict[HasFileno | int, int] = {}
         self.slow = SlowThread()
         self.watch(self.slow, self.slow.collect)
+        self.workers = Workers()
+        self._inquiries = Inquiries(self)
         self._unfit: SimpleQueue[Unfit] = SimpleQueue()
         self._launcher = None if launcher is None else Channel(launcher, control.LAUNCHER_MESSAGES)
         local_ranks = start.local_ranks or list(range(len(start.socket_paths)))
@@ -120,6 +124,7 @@ class MonitorServer:
                         self._guard(key.data)
                 for port in self.ports:
                     self._guard(partial(port.tick, time.monotonic()))
+                self._guard(partial(self._inquiries.tick, time.monotonic()))
                 self._guard(self._judge_lease)
                 while not self._unfit.empty():
                     self._guard(partial(self._condemn, self._unfit.get()))
@@ -167,6 +172,14 @@ class MonitorServer:
             self._launcher.send(message, fds, is_droppable=isinstance(message, control.LogLine))
             self._watch_launcher()
 
+    def accuse(self, port: RankPort, verdict: Verdict) -> None:
+        """Look at all ranks of the node: this one broke a rule."""
+        self._inquiries.accuse(port, verdict)
+
+    def testify(self, port: RankPort) -> None:
+        """Take note that the evidence on a rank is complete, or that the rank is gone."""
+        self._inquiries.testify(port)
+
     def log_restarter_event(self, message: str) -> None:
         """Write a line of the layered-restart protocol."""
         logger.info("%s", message)
@@ -183,7 +196,9 @@ class MonitorServer:
 
             events = EventLog.join(src="monitor")
             fault = Fault(**fault_fields(report))
-            events.record(fault, cycle=report["cycle"], rank=report["rank"], t=wall, m=at)
+            is_told = report["culprits"] or report["rule"] in HEALTH_RULES
+            rank = report["rank"] if is_told else None
+            events.record(fault, cycle=report["cycle"], rank=rank, t=wall, m=at)
             events.close()
 
         self.slow.submit(job, lambda _: None)
@@ -202,6 +217,8 @@ class MonitorServer:
 
     def _pause(self) -> float | None:
         wakes = [at for port in self.ports if (at := port.next_wake()) is not None]
+        if (error_files_at := self._inquiries.next_wake()) is not None:
+            wakes.append(error_files_at)
         if self._lease_until is not None:
             wakes.append(self._lease_until)
         if not wakes:
@@ -250,10 +267,22 @@ class MonitorServer:
         match message:
             case control.CycleChanged(cycle):
                 self.cycle = cycle
+                self.workers = Workers()  # Their error files are those of the cycle before.
                 self.tell(control.CycleKnown(cycle))
-            case control.WorkersChanged(cycle, pgids):
-                self.cycle = cycle
-                self._pgids = set(pgids)
+            case control.WorkersChanged():
+                self.cycle = message.cycle
+                self._pgids = set(message.pgids)
+                self.workers = Workers(
+                    tuple(message.pgids),
+                    tuple(message.error_files),
+                    frozenset(message.left),
+                    message.world_size,
+                    message.rank_offset,
+                )
+            case control.Examine():
+                self._inquiries.examine()
+            case control.Sentence(local_ranks):
+                self._inquiries.sentence(local_ranks)
             case control.LeaseHeld(until):
                 self._lease_until = until
             case control.Save(word):

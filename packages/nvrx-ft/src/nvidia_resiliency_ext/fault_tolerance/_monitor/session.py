@@ -9,17 +9,21 @@
 | not IDLE | Joined, holder alive | same | Refuse |
 | not IDLE | Joined, holder dead | LIVE | End, Accept |
 | LIVE, SUSPECT | Woke | same | Look |
-| LIVE, SUSPECT | Condemned | ASKING | Inspect |
+| LIVE, SUSPECT | Condemned | ASKING | Inspect, Accuse |
+| LIVE, SUSPECT | Summoned (another rank broke a rule) | ASKING | Inspect |
 | LIVE | Looked, a rule is broken | SUSPECT | |
-| SUSPECT | Looked, the same rule still broken | ASKING | Inspect |
+| SUSPECT | Looked, the same rule still broken | ASKING | Inspect, Accuse |
 | SUSPECT | Looked, no rule broken | LIVE | |
 | ASKING | Inspected, can dump | DUMPING | AskStacks |
 | ASKING | Inspected, cannot dump | SAVING | SaveEvidence |
 | DUMPING | Woke (quiet, or out of time) | SAVING | SaveEvidence |
-| SAVING | Saved, or Woke (the disk is slow) | ENDING or KILLING | Report, Terminate |
+| SAVING | Saved, or Woke (the disk is slow) | HEARD | Testify |
+| ASKING to HEARD | Sentenced | ENDING or KILLING | Terminate |
+| HEARD | Released | FREE | |
+| FREE | Woke (nobody has ended the cycle) | LIVE | |
 | ENDING | Woke | KILLING | Kill |
 | KILLING | Woke | STUCK | ReportUnkillable |
-| LIVE to SAVING | Closed | IDLE | End |
+| LIVE to FREE | Closed | IDLE | End |
 | ENDING to STUCK | Closed | same | |
 | any | Died | IDLE | End |
 """
@@ -37,7 +41,9 @@ if TYPE_CHECKING:
     from .slot import SlotView
 
 __all__ = [
+    "LOOKED_INTO",
     "Accept",
+    "Accuse",
     "AskStacks",
     "Closed",
     "Condemned",
@@ -55,12 +61,15 @@ __all__ = [
     "Phase",
     "Policy",
     "Refuse",
-    "Report",
+    "Released",
     "ReportUnkillable",
     "SaveEvidence",
     "Saved",
+    "Sentenced",
     "SessionState",
+    "Summoned",
     "Terminate",
+    "Testify",
     "Woke",
     "step",
 ]
@@ -73,6 +82,8 @@ look then waits as long, so that thawing ranks can show that they live."""
 DUMP_QUIET_S = 0.025
 SAVE_LIMIT_S = 0.5
 ESCALATION_S = 5.0
+AFTERMATH_S = 10.0
+"""How long ranks that waited for the culprit are left to the launcher, which ends the cycle."""
 
 
 class Phase(Enum):
@@ -84,12 +95,16 @@ class Phase(Enum):
     ASKING = "asking"
     DUMPING = "dumping"
     SAVING = "saving"
+    HEARD = "heard"
+    FREE = "free"
     ENDING = "ending"
     KILLING = "killing"
     STUCK = "stuck"
 
 
 _CONDEMNED = frozenset({Phase.ENDING, Phase.KILLING, Phase.STUCK})
+LOOKED_INTO = frozenset({Phase.ASKING, Phase.DUMPING, Phase.SAVING, Phase.HEARD})
+"""Phases in which evidence on the rank is gathered or complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +171,21 @@ class Condemned:
 
 
 @dataclass(frozen=True, slots=True)
+class Summoned:
+    """Another rank of the node broke a rule: what this one does is evidence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sentenced:
+    """The rank is to blame, and must end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The rank is not to blame."""
+
+
+@dataclass(frozen=True, slots=True)
 class Inspected:
     """The kernel was asked about the process; whether it can dump its stacks."""
 
@@ -209,14 +239,17 @@ class AskStacks:
 class SaveEvidence:
     """Write the evidence without waiting for it; report `Saved` when done."""
 
+
+@dataclass(frozen=True, slots=True)
+class Accuse:
+    """Look at all ranks of the node: this one broke a rule."""
+
     verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Tell the launcher and the log."""
-
-    verdict: Verdict
+class Testify:
+    """Say that the evidence on this rank is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +272,20 @@ class End:
     """Close the session's connection and forget the rank."""
 
 
-Event: TypeAlias = Joined | Closed | Died | Woke | Looked | Condemned | Inspected | Dumped | Saved
+Event: TypeAlias = (
+    Joined
+    | Closed
+    | Died
+    | Woke
+    | Looked
+    | Condemned
+    | Summoned
+    | Inspected
+    | Dumped
+    | Saved
+    | Sentenced
+    | Released
+)
 Effect: TypeAlias = (
     Accept
     | Refuse
@@ -247,7 +293,8 @@ Effect: TypeAlias = (
     | Inspect
     | AskStacks
     | SaveEvidence
-    | Report
+    | Accuse
+    | Testify
     | Terminate
     | Kill
     | ReportUnkillable
@@ -256,7 +303,7 @@ Effect: TypeAlias = (
 Result: TypeAlias = tuple[SessionState, tuple[Effect, ...]]
 
 
-def step(  # noqa: PLR0911 - one return per row of the table
+def step(  # noqa: C901, PLR0911, PLR0912 - one branch per row of the table
     state: SessionState, event: Event, now: float, policy: Policy
 ) -> Result:
     """Return the next state and what to do; an event that does not fit the phase changes nothing.
@@ -275,11 +322,17 @@ def step(  # noqa: PLR0911 - one return per row of the table
         case Died():
             return _end(state) if state.phase is not Phase.IDLE else (state, ())
         case Woke():
-            return _wake(state, now, policy)
+            return _wake(state, now)
         case Looked(view):
             return _look(state, view, now, policy)
         case Condemned(verdict) if state.phase in (Phase.LIVE, Phase.SUSPECT):
-            return replace(state, phase=Phase.ASKING, verdict=verdict, wake_at=None), (Inspect(),)
+            return _accused(state, verdict)
+        case Summoned() if state.phase in (Phase.LIVE, Phase.SUSPECT):
+            return replace(state, phase=Phase.ASKING, verdict=None, wake_at=None), (Inspect(),)
+        case Sentenced() if state.phase in LOOKED_INTO:
+            return _condemn(state, now, policy)
+        case Released() if state.phase is Phase.HEARD:
+            return replace(state, phase=Phase.FREE, wake_at=now + AFTERMATH_S), ()
         case Inspected(can_dump) if state.phase is Phase.ASKING:
             if not can_dump or policy.evidence_timeout_s <= 0:
                 return _save(state, now)
@@ -290,7 +343,7 @@ def step(  # noqa: PLR0911 - one return per row of the table
             quiet_at = now + DUMP_QUIET_S if ends_line else state.give_up_at
             return replace(state, wake_at=min(quiet_at, state.give_up_at)), ()
         case Saved() if state.phase is Phase.SAVING:
-            return _condemn(state, now, policy)
+            return _heard(state)
         case _:
             return state, ()
 
@@ -324,7 +377,7 @@ def _end(state: SessionState) -> Result:
     return SessionState(session_id=state.session_id), (End(),)
 
 
-def _wake(state: SessionState, now: float, policy: Policy) -> Result:
+def _wake(state: SessionState, now: float) -> Result:
     match state.phase:
         case Phase.LIVE | Phase.SUSPECT:
             late = state.wake_at is not None and now - state.wake_at > FROZEN_S
@@ -332,7 +385,9 @@ def _wake(state: SessionState, now: float, policy: Policy) -> Result:
         case Phase.DUMPING:
             return _save(state, now)
         case Phase.SAVING:
-            return _condemn(state, now, policy)
+            return _heard(state)
+        case Phase.FREE:
+            return replace(state, phase=Phase.LIVE, verdict=None, wake_at=now), ()
         case Phase.ENDING:
             killing = replace(state, phase=Phase.KILLING, wake_at=now + ESCALATION_S)
             return killing, (Kill(),)
@@ -350,7 +405,7 @@ def _look(state: SessionState, view: SlotView, now: float, policy: Policy) -> Re
         at = next_look(view, policy.timeouts, state.started, now, policy.longest_pause_s)
         return replace(state, phase=Phase.LIVE, verdict=None, wake_at=at), ()
     if state.phase is Phase.SUSPECT and not state.woke_late and _is_same(verdict, state.verdict):
-        return replace(state, phase=Phase.ASKING, verdict=verdict, wake_at=None), (Inspect(),)
+        return _accused(state, verdict)
     pause = FROZEN_S if state.woke_late else SECOND_LOOK_S
     return replace(state, phase=Phase.SUSPECT, verdict=verdict, wake_at=now + pause), ()
 
@@ -363,17 +418,20 @@ def _is_same(verdict: Verdict, before: Verdict | None) -> bool:
     )
 
 
+def _accused(state: SessionState, verdict: Verdict) -> Result:
+    asking = replace(state, phase=Phase.ASKING, verdict=verdict, wake_at=None)
+    return asking, (Inspect(), Accuse(verdict))
+
+
 def _save(state: SessionState, now: float) -> Result:
-    assert state.verdict is not None
-    saving = replace(state, phase=Phase.SAVING, wake_at=now + SAVE_LIMIT_S)
-    return saving, (SaveEvidence(state.verdict),)
+    return replace(state, phase=Phase.SAVING, wake_at=now + SAVE_LIMIT_S), (SaveEvidence(),)
+
+
+def _heard(state: SessionState) -> Result:
+    return replace(state, phase=Phase.HEARD, wake_at=None), (Testify(),)
 
 
 def _condemn(state: SessionState, now: float, policy: Policy) -> Result:
-    assert state.verdict is not None
     is_final = policy.termination_signal == signal.SIGKILL
     phase = Phase.KILLING if is_final else Phase.ENDING
-    return (
-        replace(state, phase=phase, wake_at=now + ESCALATION_S),
-        (Report(state.verdict), Terminate()),
-    )
+    return replace(state, phase=phase, wake_at=now + ESCALATION_S), (Terminate(),)

@@ -20,8 +20,9 @@ but never while ranks start: between `RanksStarting` and `RanksStarted`, until e
 told to go while it imported has begun, and for `FIRST_STEP_FACTOR` times as long again; workers
 that started cold are given the time that the imports of such workers took. At most `width` warm up
 at a time, or as many as there are processors that nothing else uses; before the first cycle all are
-started at once. A second failure within `FAILURE_WINDOW_S`, or too little free memory, disables it;
-the next good step enables it.
+started at once. Where all workers of a cycle have their imports behind them, those processors are
+used at once: the job waits for something else. A second failure within `FAILURE_WINDOW_S`, or too
+little free memory, disables it; the next good step enables it.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Pool:
         importing: Slots that were told to go and import still; they need the processors, too.
         import_s: The longest that workers took to begin which were told to go while importing.
         went_at: When the last "go" was given.
+        is_warm: All workers of this cycle came from standbys; when these have begun, none imports.
         has_stepped: A rank of this cycle has shown a sign of a running step.
         fill_at: Earliest time of the next fill; None = not before a sign of a running step.
         last_failure: When a standby failed last.
@@ -85,6 +87,7 @@ class Pool:
     importing: frozenset[int] = frozenset()
     import_s: float = 0.0
     went_at: float = 0.0
+    is_warm: bool = False
     has_stepped: bool = False
     fill_at: float | None = None
     last_failure: float | None = None
@@ -95,6 +98,11 @@ class Pool:
     def of(cls, slots: int, cores: int) -> Pool:
         """Return the pool of a node before its first cycle."""
         return cls((SlotState.EMPTY,) * slots, max(1, cores // 2))
+
+    @property
+    def is_missing_some(self) -> bool:
+        """Whether standbys could be started that are not."""
+        return self.may_fill and bool(_unheld(self))
 
     @property
     def may_fill(self) -> bool:
@@ -268,7 +276,9 @@ def step(pool: Pool, event: Event, now: float) -> tuple[Pool, tuple[Effect, ...]
         case GoodStep():
             draft.change(disabled=None, fill_at=now, has_stepped=True)
         case RanksStarting():
-            draft.change(ranks_starting=True, importing=frozenset(), has_stepped=False)
+            draft.change(
+                ranks_starting=True, importing=frozenset(), has_stepped=False, idle_width=0
+            )
             for slot, state in enumerate(pool.slots):
                 if state is SlotState.WENT:
                     draft.set_slot(slot, SlotState.EMPTY)
@@ -276,7 +286,7 @@ def step(pool: Pool, event: Event, now: float) -> tuple[Pool, tuple[Effect, ...]
             is_warm = all(state is SlotState.WENT for state in pool.slots)
             import_s = 0.0 if is_warm else pool.import_s
             fill_at = now + import_s + _pause_s(import_s)
-            draft.change(ranks_starting=False, first=False, fill_at=fill_at)
+            draft.change(ranks_starting=False, first=False, is_warm=is_warm, fill_at=fill_at)
         case Memory() | Idle():
             return _with_machine(pool, event), ()
         case Prepare() | Tick():
@@ -346,8 +356,8 @@ def _check_memory(draft: _Draft) -> None:
         )
 
 
-def _next_slots(pool: Pool) -> Sequence[int]:
-    room = max(pool.width, pool.idle_width) - _warming(pool)
+def _next_slots(pool: Pool, width: int) -> Sequence[int]:
+    room = max(width, pool.idle_width) - _warming(pool)
     return _unheld(pool)[: max(0, room)]
 
 
@@ -365,10 +375,12 @@ def _fill(draft: _Draft, now: float, *, prepare: bool) -> None:
         return
     if prepare:
         chosen = _unheld(pool)
-    elif pool.first or pool.fill_at is None or now < pool.fill_at:
+    elif pool.first:
         return
+    elif pool.fill_at is not None and now >= pool.fill_at:
+        chosen = _next_slots(pool, pool.width)
     else:
-        chosen = _next_slots(pool)
+        chosen = _next_slots(pool, 0) if pool.is_warm else ()
     if not chosen:
         return
     _check_memory(draft)

@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 _TRACKER_GRACE_S = 1.0
+_LOOK_AGAIN_S = 3600.0
 _CLEANERS = (b"multiprocessing.resource_tracker", b"loky.backend.resource_tracker")
 
 
@@ -36,16 +37,29 @@ def is_process_alive(pid: int) -> bool:
     return procfs.is_running(pid)
 
 
-def wait_until_process_terminated(pid: int, timeout: float = 0) -> bool:
-    """Wait up to `timeout` seconds (0: only look) for a process to end; return whether it has."""
+def wait_until_process_terminated(pid: int, timeout: float = 0) -> None:
+    """Wait until a process has ended, reaped or not.
+
+    Args:
+        pid: The process; one that does not exist has ended.
+        timeout: How long to wait (s); 0 waits for ever.
+
+    Raises:
+        DeadlineExceededError: It runs still; it is a `TimeoutError`.
+
+    Example:
+        >>> wait_until_process_terminated(2**22 + 1, timeout=5)
+    """
     from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
     try:
         handle = PidHandle(pid)
     except ProcessLookupError:
-        return True
+        return
     with handle:
-        return handle.wait(timeout)
+        while not handle.wait(timeout or _LOOK_AGAIN_S):
+            if timeout:
+                raise DeadlineExceededError(f"process {pid} has not ended within {timeout} s")
 
 
 def wait_for_mp_events(events: Iterable[SettableEvent], timeout: float = 60) -> None:

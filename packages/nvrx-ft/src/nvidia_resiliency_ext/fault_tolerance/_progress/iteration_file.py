@@ -28,6 +28,7 @@ class IterationFile:
         self.path = path
         self.timeout_s = timeout_s
         self._thread: threading.Thread | None = None
+        self._is_missed = False
 
     def read(self) -> int | None:
         """Return the integer; None when the file is absent, unreadable, empty or too slow."""
@@ -58,6 +59,12 @@ class IterationFile:
         return not self._thread.is_alive()
 
     def _parse(self, answer: str | OSError) -> int | None:
+        if isinstance(answer, FileNotFoundError):
+            if not self._is_missed:
+                self._is_missed = True
+                logger.warning("%s does not exist (yet): it is read in each cycle", self.path)
+            return None
+        self._is_missed = False
         if isinstance(answer, OSError):
             logger.warning("%s: %s, skipped", self.path, answer)
             return None

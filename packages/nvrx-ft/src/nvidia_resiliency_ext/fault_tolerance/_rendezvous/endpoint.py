@@ -6,17 +6,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import os
 import random
 import socket
-import stat
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nvidia_resiliency_ext.shared_utils import credentials
 from nvidia_resiliency_ext.shared_utils.clock import Clock
-from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
-from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.store_sockets import listen_at, reach
 
 DEFAULT_PORT = 29400
@@ -134,14 +132,7 @@ def read_token(path: str) -> bytes:
     """Return the key of digests that follows from the job's token file.
 
     Raises:
-        ConfigError: the file cannot be read, is empty, or others can read it.
+        ConfigError: the file cannot be read, others can read it, or it holds no line of ASCII.
     """
-    try:
-        if stat.S_IMODE(os.stat(path).st_mode) & 0o077:
-            raise ConfigError(f"--ft-rdzv-token-file {path}: others can read it; give it mode 0600")
-        token = read_regular_file(path, 1 << 16).strip()
-    except OSError as error:
-        raise ConfigError(f"--ft-rdzv-token-file {path}: {error.strerror or error}") from None
-    if not token:
-        raise ConfigError(f"--ft-rdzv-token-file {path}: the file is empty")
+    token = credentials.read_token(path, "--ft-rdzv-token-file").encode()
     return hashlib.blake2b(token, digest_size=32, person=b"nvrx-rendezvous"[:16]).digest()

@@ -11,6 +11,8 @@ asked again whenever something may have changed, so no single event can be misse
     OPEN     more unhealthy nodes than may be missing          End(failure)
     CLOSED   every node with a place succeeded                 End(graceful)
     CLOSED   a node with a place is lost or has left           Open(cause), or End without budget
+    CLOSED   a limit was broken by a rank that may wait        AskRanks: what do the others do?
+    CLOSED   all have told what their ranks do, or 3 s passed  JudgeHang: whom to blame
     CLOSED   a node that must go                               Leave, and agree where ranks save
     CLOSED   all left, and enough without those that must go   Open(cause)
     CLOSED   min-healthy: too few nodes healthy or done        Open(cause), or End without budget
@@ -19,7 +21,7 @@ asked again whenever something may have changed, so no single event can be misse
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
@@ -27,6 +29,13 @@ from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_GRACEFUL,
 )
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._monitor.activity import Activity
+from nvidia_resiliency_ext.fault_tolerance._monitor.culprit import (
+    Confidence,
+    Finding,
+    describe,
+    find_culprit,
+)
 from nvidia_resiliency_ext.fault_tolerance._preempt.agreement import agreed_call
 
 from . import blame
@@ -42,11 +51,13 @@ from .placement import (
     PlacementRules,
     place,
 )
-from .records import Arrival, Entry, Kind, Note, Phase, WorkerState
+from .records import Arrival, Entry, HangStage, Kind, Note, Phase, WorkerState
 
 # A node that dies between its two writes delays a round by no more than this.
 LOOK_AGAIN_S = 1.0
 LAST_CALL_LOOK_S = 0.1
+HANG_ANSWERS_S = 3.0
+"""How long nodes are waited for that do not say what their ranks do."""
 _DONE = (WorkerState.SUCCEEDED,)
 _BROKEN = (WorkerState.UNHEALTHY, WorkerState.FAILED, WorkerState.UNKNOWN)
 
@@ -140,6 +151,18 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class AskRanks:
+    """A rank has broken a limit: all nodes look at what their ranks do."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeHang:
+    """All nodes have told what their ranks do: this is why the round ends."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """There is no further round."""
 
@@ -147,7 +170,7 @@ class End:
     cause: Cause | None = None
 
 
-Decision = Wait | Close | Open | Leave | End
+Decision = Wait | Close | Open | Leave | AskRanks | JudgeHang | End
 
 
 def candidate_of(arrival: Arrival) -> Candidate:
@@ -355,7 +378,8 @@ def _while_closed(rules: HostRules, memory: Memory, view: View, now: float) -> D
         return End(RDZV_SHUTDOWN_REASON_GRACEFUL)
     broken = [member for member in memory.active if states[member.candidate.node][0] in _BROKEN]
     if not broken:
-        return _leave(memory, view) or Wait(now + rules.lease_s / 4)
+        patience_s = min(rules.lease_s / 4, LAST_CALL_LOOK_S if view.entry.hang else rules.lease_s)
+        return _leave(memory, view) or _hang(memory, view) or Wait(now + patience_s)
     cause = _first_cause(view.notes, states) or _lost(broken[0])
     healthy = len(memory.active) - done - len(broken)
     if rules.min_healthy:
@@ -366,6 +390,49 @@ def _while_closed(rules: HostRules, memory: Memory, view: View, now: float) -> D
     if rules.budget.left(view.entry, view.entry_age_s) > 0:
         return Open(cause)
     return End(RDZV_SHUTDOWN_REASON_FAILURE, cause)
+
+
+def _hang(memory: Memory, view: View) -> AskRanks | JudgeHang | None:
+    """Return the next step towards the culprit of a hang: who broke a limit may only wait for it.
+
+    What is certain is not waited for: a stopped rank is to blame, whatever the others do.
+    """
+    told = {note.node: note for note in view.notes if note.kind is Kind.HUNG}
+    accusation = next((n.cause for n in view.notes if n.kind is Kind.HUNG and n.cause), None)
+    if accusation is None or view.entry.hang == HangStage.JUDGED:
+        return None
+    states = [state for note in told.values() for state in note.ranks]
+    finding = find_culprit(states, view.entry.world_size)
+    silent = [m.host for m in memory.active if m.candidate.node not in told]
+    is_over = view.entry.hang == HangStage.ASKED and view.entry_age_s >= HANG_ANSWERS_S
+    if silent and not is_over and finding.confidence is not Confidence.CERTAIN:
+        return None if view.entry.hang else AskRanks()
+    return JudgeHang(hang_cause(finding, accusation, silent))
+
+
+def hang_cause(finding: Finding, accusation: Cause, silent: Sequence[str]) -> Cause:
+    """Return why a round ends in which a rank broke a limit.
+
+    Args:
+        finding: Whom the nodes blame together.
+        accusation: What the node said whose rank broke the limit; `detail` has `limit_words`.
+        silent: Hosts that did not say what their ranks do.
+    """
+    what = f"{describe(finding)} ({accusation.detail.get('limit_words', accusation.what)})"
+    if silent and finding.confidence is not Confidence.CERTAIN:
+        what += f"; no answer from {', '.join(silent)}"
+    culprit = finding.culprits[0] if finding.culprits else None
+    has_failed = culprit is not None and culprit.activity is Activity.FAILED
+    detail = {**accusation.detail, "confidence": finding.confidence.value}
+    detail["culprits"] = ",".join(str(state.rank) for state in finding.culprits)
+    return Cause(
+        "exception" if has_failed else accusation.kind,
+        what,
+        None if culprit is None else culprit.rank,
+        host="" if culprit is None else culprit.host,
+        detected_by="monitor",
+        detail=detail,
+    )
 
 
 def may_have_more_nodes(rules: HostRules, memory: Memory, now: float) -> bool:

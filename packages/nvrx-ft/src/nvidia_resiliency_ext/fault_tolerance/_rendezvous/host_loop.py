@@ -19,13 +19,27 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 
 from . import blame, clocks, host, keys, marks
 from .exclusions import Exclusions, is_named
-from .host import Close, Decision, End, HostRules, Leave, Member, Memory, Open, View, Wait
+from .host import (
+    AskRanks,
+    Close,
+    Decision,
+    End,
+    HostRules,
+    JudgeHang,
+    Leave,
+    Member,
+    Memory,
+    Open,
+    View,
+    Wait,
+)
 from .log import DecisionLog
 from .placement import Placement, summary
 from .records import (
     Arrival,
     Entry,
     ForeignValueError,
+    HangStage,
     Kind,
     Marks,
     Note,
@@ -432,6 +446,11 @@ class Host:
             self._create(self._next(Phase.OPEN, self._entry.round + 1, cause=decision.cause))
         elif isinstance(decision, Leave):
             said = {"cause": decision.cause, "is_leaving": True, "save_at": decision.at}
+            self._create(self._entry.again(self._me, **said))
+        elif isinstance(decision, AskRanks):
+            self._create(self._entry.again(self._me, hang=HangStage.ASKED))
+        elif isinstance(decision, JudgeHang):
+            said = {"cause": decision.cause, "hang": HangStage.JUDGED}
             self._create(self._entry.again(self._me, **said))
         elif isinstance(decision, End):
             self._create(

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._monitor.activity import Activity
+from nvidia_resiliency_ext.fault_tolerance._monitor.culprit import RankState
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 MAX_VALUE_BYTES = 64 * 1024
@@ -63,6 +65,15 @@ class Kind(enum.Enum):
     GOODBYE = "goodbye"
     RESUMED = "resumed"
     KNOWS = "knows"
+    HUNG = "hung"
+
+
+class HangStage(enum.IntEnum):
+    """How far the nodes are in finding the culprit of a hang."""
+
+    NONE = 0
+    ASKED = 1
+    JUDGED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +133,8 @@ class Entry:
         is_controlled: Whether the store outlives the nodes: it is not in a launcher.
         clocks: Whose clock is off, in words for everybody's log.
         marks: What another host of the job has to know of hosts and nodes.
+        hang: How far the nodes are in finding the culprit of a hang (`HangStage`); `cause` says it
+            once that is judged.
     """
 
     seq: int
@@ -142,6 +155,7 @@ class Entry:
     save_at: int = 0
     clocks: str = ""
     marks: Marks | None = None
+    hang: int = 0
 
     def again(self, by: str, **fields: Any) -> Entry:
         """Return the decision after this one that says the same but for `fields`."""
@@ -156,7 +170,7 @@ class Entry:
         return self._says() != before._says()
 
     def _says(self) -> tuple[object, ...]:
-        return self.phase, self.round, self.is_leaving, self.save_at
+        return self.phase, self.round, self.is_leaving, self.save_at, self.hang
 
 
 _OF_ONE_DECISION: Mapping[str, Any] = {
@@ -168,6 +182,7 @@ _OF_ONE_DECISION: Mapping[str, Any] = {
     "master_port": 0,
     "is_leaving": False,
     "save_at": 0,
+    "hang": 0,
     "clocks": "",
 }
 
@@ -187,7 +202,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A line in the host's inbox of one round; `entry` and `place` are those of a lost store."""
+    """A line in the host's inbox of one round; `entry` and `place` are those of a lost store.
+
+    `ranks` is what the node's ranks do in a hang; with `cause` a limit was broken there.
+    """
 
     kind: Kind
     node: str
@@ -198,9 +216,10 @@ class Note:
     entry: Entry | None = None
     place: Place | None = None
     calls: int = 0
+    ranks: tuple[RankState, ...] = ()
 
 
-_Record = TypeVar("_Record", Arrival, Note, Entry, Place, Cause, Marks)
+_Record = TypeVar("_Record", Arrival, Note, Entry, Place, Cause, Marks, RankState)
 
 
 def encode(record: Arrival | Note | Entry | Place) -> str:
@@ -371,6 +390,18 @@ def _cause(value: Any) -> Cause:
     return _record(Cause, value)
 
 
+def _ranks(value: Any) -> tuple[RankState, ...]:
+    if not isinstance(value, list) or len(value) > _MAX_WORKERS:
+        raise TypeError("not a list of ranks")
+    return tuple(_record(RankState, rank) for rank in value)
+
+
+def _progress(value: Any) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != _PAIR:
+        raise TypeError("not a pair")
+    return _natural(value[0]), _natural(value[1])
+
+
 def _arrival(value: Any) -> Arrival:
     return _record(Arrival, value)
 
@@ -391,19 +422,23 @@ _READERS: Mapping[type, Mapping[str, Any]] = {
     },
     Note: {
         "kind": Kind, "node": _text, "arrival": _arrival, "state": WorkerState, "cause": _cause,
-        "text": _text, "entry": _entry, "place": _place, "calls": _whole,
+        "text": _text, "entry": _entry, "place": _place, "calls": _whole, "ranks": _ranks,
     },
     Entry: {
         "seq": _natural, "phase": Phase, "round": _natural, "epoch": _text, "by": _text,
         "cause": _cause, "reason": _text, "bell_from": _whole, "active": _natural,
         "world_size": _natural, "master_addr": _text, "master_port": _port,
         "restart_ages_s": _ages, "is_controlled": _flag, "is_leaving": _flag,
-        "save_at": _whole, "clocks": _text, "marks": _marks,
+        "save_at": _whole, "hang": _natural, "clocks": _text, "marks": _marks,
     },
     Marks: {"failures": _failures, "named": _named, "unhealthy": _texts},
     Place: {
         "round": _natural, "group_rank": _natural, "rank_offset": _natural,
         "clock_off_s": _seconds,
+    },
+    RankState: {
+        "rank": _natural, "activity": Activity, "host": _text, "words": _text, "place": _text,
+        "is_late": _flag, "has_moved": _flag, "progress": _progress,
     },
     Cause: {
         "kind": _text, "what": _text, "rank": _whole, "local_rank": _whole, "host": _text,

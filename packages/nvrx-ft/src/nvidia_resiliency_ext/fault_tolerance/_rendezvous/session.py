@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import RDZV_NO_RESTART_REASONS
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._monitor.culprit import RankState
 
 from . import keys
 from .log import DecisionLog
@@ -73,6 +74,13 @@ class Leaves:
 
 
 @dataclass(frozen=True, slots=True)
+class Hung:
+    """The nodes look for the culprit of a hang, or have found it: see `Entry.hang`."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
 class Over:
     """The job is over for everybody."""
 
@@ -92,7 +100,7 @@ class Lost:
     is_replaced: bool = False
 
 
-News = Placed | Spare | Opened | Leaves | Over | Lost
+News = Placed | Spare | Opened | Leaves | Hung | Over | Lost
 
 
 class NodeSession:
@@ -233,9 +241,11 @@ class NodeSession:
         if entry.phase is Phase.OPEN:
             self.acknowledge()
             return None if entry.round <= self._opened_round else Opened(entry)
+        if entry.hang and self._works_in(entry):
+            return Hung(entry)
         if entry.is_leaving:
             return self._leaves(entry)
-        return self._part_in(entry)
+        return None if entry.hang else self._part_in(entry)
 
     def _part_taken_up(self, entry: Entry, before: Entry) -> News | None:
         """Return what a closed round of another host means, after that closed one of the lost."""
@@ -317,6 +327,12 @@ class NodeSession:
         )
         self._send(note, self._present().round)
         self.ring()
+
+    def hung(self, round_: int, ranks: tuple[RankState, ...], accusation: Cause | None) -> None:
+        """Say what this node's ranks do in a hang, and which limit one of them broke, if any."""
+        if self._is_in(round_):
+            self._send(Note(Kind.HUNG, self.node, ranks=ranks, cause=accusation), round_)
+            self.ring()
 
     def broken(self, round_: int, state: WorkerState, cause: Cause) -> None:
         """Say that workers failed in `round_`; what a round before has left means nothing now."""

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups of this process and their backends; ends them. It decides no order."""
+"""The process groups of this process and their backends; aborts these. It decides no order."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from typing import Any
-
-from .gloo_sockets import end_gloo_connections
 
 __all__ = [
     "Backend",
@@ -15,21 +12,9 @@ __all__ = [
     "all_groups",
     "backend_of",
     "backends",
-    "destroy_all",
-    "forget_unfinished",
     "is_gloo",
+    "is_gloo_group",
 ]
-
-# Of torch's `_World`; later versions may have fewer.
-_REGISTERS = (
-    "pg_map",
-    "pg_names",
-    "pg_group_ranks",
-    "pg_backend_config",
-    "pg_to_tag",
-    "tags_to_pg",
-    "pg_coalesce_state",
-)
 
 logger = logging.getLogger("nvrx")
 
@@ -68,6 +53,14 @@ def backend_of(group: Any, device: Any) -> Backend | None:
     return getattr(backend, "wrapped_pg", backend)
 
 
+def is_gloo_group(group: Any) -> bool:
+    """Say whether a group uses gloo for any device."""
+    return any(
+        backend is not None and is_gloo(backend)
+        for backend in (backend_of(group, device) for device in _device_types(group))
+    )
+
+
 def abort_backend(backend: Backend) -> None:
     """End what it does: `abort()`, or what was in its place before torch 2.6.
 
@@ -87,43 +80,6 @@ def is_gloo(backend: Backend) -> bool:
     """Say whether it is gloo's."""
     name = getattr(backend, "name", None)
     return callable(name) and name() == "gloo"
-
-
-def destroy_all() -> None:
-    """Forget all groups; quick once their backends are aborted."""
-    from torch import distributed
-
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
-def forget_unfinished() -> None:
-    """Let a creation of groups that was cut short leave nothing behind; for the main thread.
-
-    torch counts groups, and the count stands in the keys by which ranks meet: a rank that had begun
-    would never meet one that had not. A group that was finished after the abort is destroyed.
-    """
-    from torch import distributed
-
-    if not distributed.is_available():
-        return
-    if distributed.is_initialized():
-        # To destroy them resets them, whatever is under way. They go though their connections
-        # cannot be found, as by a process that has no descriptor left.
-        with contextlib.suppress(OSError):
-            end_gloo_connections()
-        distributed.destroy_process_group()
-        return
-    c10d = distributed.distributed_c10d
-    world = c10d._world  # noqa: SLF001 - torch resets it only with a default group
-    for name in _REGISTERS:
-        register = getattr(world, name, None)
-        if register is not None:
-            register.clear()
-    unregister = getattr(c10d, "_unregister_all_process_groups", None)
-    if unregister is not None:
-        unregister()
-    world.group_count = 0
 
 
 def _device_types(group: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from nvidia_resiliency_ext.shared_utils.trace_collector import NoFlightRecorderE
 
 from . import groups
 from .base import Abort
+from .destroyed import destroyed_groups
 from .gloo_sockets import end_gloo_connections
 from .recorder import Recording, is_recording
 
@@ -74,13 +75,16 @@ class AbortTorchDistributed(Abort):
         deadline = Deadline.after(self.timeout.total_seconds())
         failures = _Failures()
         recording = failures.of("flight recorder", lambda: self._record(state))
+        # Before anything fails: the function may free its model at once, and destroy its groups.
+        destroyed_groups.hold(groups.all_groups())
         failures.of("gloo", end_gloo_connections)
         failures.of_all(_tasks(), deadline)
         # Again: a lazy one may have connected meanwhile.
         failures.of("gloo", end_gloo_connections)
         if deadline.remaining() < _DESTROY_AT_LEAST_S:
             deadline = Deadline.after(_DESTROY_AT_LEAST_S)
-        failures.of_all([("destroy_process_group", groups.destroy_all)], deadline)
+        failures.of_all([("destroy_process_group", destroyed_groups.destroy)], deadline)
+        failures.of("release", destroyed_groups.release)
         if recording is not None:
             recording.save()
         failures.raise_first()

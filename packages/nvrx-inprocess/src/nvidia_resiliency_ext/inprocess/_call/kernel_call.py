@@ -11,6 +11,7 @@ import platform
 __all__ = [
     "Wait",
     "is_in_futex",
+    "is_in_untimed_condition",
     "kernel_wait",
     "own_memory",
     "parse_call",
@@ -36,6 +37,8 @@ _RESTART = {"x86_64": 219, "aarch64": 128}
 # The second argument tells which one it was: poll's count of descriptors, or futex's operation
 # FUTEX_WAIT or FUTEX_WAIT_BITSET between threads of one process, by either clock.
 _RESTARTED = {0x1: Wait.POLL, **dict.fromkeys((0x80, 0x89, 0x180, 0x189), Wait.FUTEX)}
+# FUTEX_WAIT_BITSET between threads of one process, by either clock: glibc's wait for a condition.
+_CONDITION_WAITS = frozenset({0x89, 0x189})
 _FIELDS = 7  # of the line that the kernel shows of a call: its number, then its arguments
 
 
@@ -92,3 +95,12 @@ def own_memory(address: int, size: int) -> bytes:
 def is_in_futex(native_id: int) -> bool:
     """Say whether a thread waits for another one, as in a condition variable of C++."""
     return kernel_wait(native_id)[0] is Wait.FUTEX
+
+
+def is_in_untimed_condition(native_id: int | str) -> bool:
+    """Say whether a thread waits for a condition variable of C or C++, and without a limit."""
+    call = system_call(native_id)
+    if not call or _CALLS.get(platform.machine(), {}).get(call[0]) is not Wait.FUTEX:
+        return False
+    _, _, operation, _, timeout = call[:5]
+    return operation in _CONDITION_WAITS and timeout == 0

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nvidia_resiliency_ext.inprocess._abort.destroyed import forget_unfinished, patient_destruction
 from nvidia_resiliency_ext.inprocess._abort.gloo_sockets import let_go_of_gloo_connections
-from nvidia_resiliency_ext.inprocess._abort.groups import forget_unfinished
 from nvidia_resiliency_ext.inprocess._monitor.messages import (
     Completed,
     Decided,
@@ -38,7 +38,14 @@ from nvidia_resiliency_ext.inprocess.utils import log_exc
 from .collection import YoungGarbage
 from .newsbox import NewsBox
 from .rendezvous import patient_rendezvous
-from .report import Phase, RestartReport, Stopwatch, detection_s, recent_reports
+from .report import (
+    Phase,
+    RestartReport,
+    Stopwatch,
+    describe_interruption,
+    detection_s,
+    recent_reports,
+)
 from .termination import terminate
 
 if TYPE_CHECKING:
@@ -123,6 +130,7 @@ class CallLoop:
         self._participants = frozenset(range(state.world_size))
         self._is_run = False
         self._pending: RestartReport | None = None
+        self._what_happened = ""
         self.reports: deque[RestartReport] = recent_reports()
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -132,7 +140,7 @@ class CallLoop:
             BaseException: what this rank leaves with; the others go on without it.
         """
         self._is_run = True
-        with YoungGarbage() as garbage, patient_rendezvous():
+        with YoungGarbage() as garbage, patient_rendezvous(), patient_destruction():
             try:
                 self._assign(set())
                 while True:
@@ -148,6 +156,7 @@ class CallLoop:
                 raise
         if self._is_child:
             return done[0]
+        logger.debug("all ranks have completed iteration %d", self.state.iteration)
         self._parts.page.phase = ProgressPhase.IDLE
         self._parts.link.leave(is_lost=False)
         if self._settings.completion is not None:
@@ -162,6 +171,10 @@ class CallLoop:
         if not self._is_run:
             self._is_run = True
             self._parts.link.leave(is_lost=True)
+
+    def let_go(self) -> None:
+        """Refer to none of the parts any more, which the caller has closed."""
+        del self._parts
 
     def _log(self, error: Exception, where: str) -> None:
         # As text: a handler that keeps its records must not keep the function's frames.
@@ -200,6 +213,13 @@ class CallLoop:
         parts.page.rearm()
         self._reported_at = None
         assert state.rank is not None
+        logger.debug(
+            "iteration %d begins: rank %d of %d, %s",
+            state.iteration,
+            state.rank,
+            state.world_size,
+            state.mode.name,
+        )
         parts.link.begin(state.iteration, state.rank, state.world_size, self._participants)
 
     def _attempt(
@@ -300,6 +320,7 @@ class CallLoop:
         self._stopper.start()
 
     def _stop_function(self, iteration: int, news: Interrupted | StoreLost) -> None:
+        box = self._parts.box  # a late abort may end after the call
         try:
             if isinstance(news, Interrupted):
                 self._count_detection(news)
@@ -309,7 +330,7 @@ class CallLoop:
         except Exception as error:  # noqa: BLE001 - the main thread waits for this one's end
             self._log(error, "stopping the function")
         self._stopped_in = iteration
-        self._parts.box.wake()
+        box.wake()
 
     def _count_detection(self, news: Interrupted) -> None:
         unseen_s = detection_s(news.records, self._settings)
@@ -435,6 +456,7 @@ class CallLoop:
             for each in decision.participants
             if each.initial_rank not in decision.going_on
         )
+        self._what_happened = describe_interruption(decision.records, ended, self._settings)
         self._pending = RestartReport(
             iteration=state.iteration,
             cause=format_interruption_records(decision.records),
@@ -454,6 +476,14 @@ class CallLoop:
             return
         report = dataclasses.replace(pending, seconds=seconds)
         self.reports.append(report)
+        kept = len(report.kept)
+        logger.warning(
+            "%s; %d rank%s after %.2f s",
+            self._what_happened,
+            kept,
+            " goes on" if kept == 1 else "s go on",
+            sum(seconds.values()),
+        )
         logger.info("%s", report.line())
         if self.state.rank == 0:
             assert self.state.initial_rank is not None

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import inspect
-import itertools
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,10 @@ from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.store_side import CONNECT
 from nvidia_resiliency_ext.inprocess._protocol.board import Board
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
-from nvidia_resiliency_ext.inprocess._protocol.errors import StoreLostError
+from nvidia_resiliency_ext.inprocess._protocol.errors import ForeignValueError, StoreLostError
+from nvidia_resiliency_ext.inprocess._protocol.numbers import parse_number
+from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
+from nvidia_resiliency_ext.inprocess._store.barriers import pass_barrier
 from nvidia_resiliency_ext.inprocess._store.endpoint import (
     LAST_PORT,
     STORE_VARIABLE,
@@ -40,6 +43,7 @@ from nvidia_resiliency_ext.inprocess.store import (
     StoreMixin,
     TCPStore,
 )
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.inprocess.state import State
@@ -53,8 +57,11 @@ _LONGEST_NONCE = 64
 _HOSTED_LIMIT = timedelta(seconds=5)
 _LAST_WORD_LIMIT = timedelta(seconds=5)
 
-# Calls are collective, so all ranks count alike.
-_calls = itertools.count()
+_LATEST_CALL = "latest_call"
+_LOOK = timedelta(seconds=1)
+
+# The number of the next call; a rank that was given up in one goes on with that of the others.
+_next_call = 0
 # Endpoints that this process has seen served, so that later calls need not ask.
 _served: set[tuple[str, int]] = set()
 # Those of the environment of which it was said that they go before arguments.
@@ -73,6 +80,13 @@ def _wake_keepers() -> None:
 class CallStore(StoreMixin, TorchPrefixStore):
     """The keys of one call: made of what stands before them, and of where they are kept."""
 
+    def pass_initial_barrier(
+        self, rank: int, world_size: int, timeout: timedelta, look: Callable[[], bool]
+    ) -> None:
+        """Pass the barrier before the first iteration; what `look` raises ends the wait."""
+        access = StoreAccess(self)
+        pass_barrier(access, [rank], "initial_barrier", world_size, timeout, _LOOK, look=look)
+
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
@@ -82,11 +96,13 @@ class Meeting:
         store: This rank's connection, with the call's prefix.
         monitor_settings: What the node's monitor needs to take part.
         below: The connection without the prefix.
+        call: The call's number in its launch cycle.
     """
 
     store: Any
     monitor_settings: MonitorSettings
     below: Any
+    call: int
 
     def say_last_word(
         self, initial_rank: int, iteration: int, participants: frozenset[int]
@@ -172,27 +188,85 @@ def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.envir
         store = settings.store_factory(**kwargs)
         name, file = factory.name_of(settings.store_factory)
         text = factory.dump_kwargs(kwargs)
-    prefix = f"{cycle_prefix(environ)}{next(_calls)}"
-    call_store = CallStore(prefix, store)
-    assert state.rank is not None
-    if state.rank == 0:
-        # What was left behind in a store that outlives jobs must not be met again.
-        call_store.set(_NONCE, secrets.token_hex(8))
-    try:
-        call_store.initial_barrier([state.rank], state.world_size, settings.barrier_timeout)
-    except BarrierTimeout as error:
-        raise BarrierTimeout(
-            f"{error} (barrier_timeout): a rank has not called the wrapped function, or has"
-            f" another WORLD_SIZE than {state.world_size}"
-        ) from None
-    except BarrierOverflow as error:
-        raise BarrierOverflow(
-            f"{error}: another job has the same MASTER_ADDR and MASTER_PORT, or a rank has another"
-            f" WORLD_SIZE than {state.world_size}"
-        ) from None
+    number, call_store = _gather(store, cycle_prefix(environ), state, settings.barrier_timeout)
+    prefix = f"{cycle_prefix(environ)}{number}"
     nonce = call_store.get(_NONCE).decode("ascii", "replace")[:_LONGEST_NONCE]
     own = f"{prefix}/{nonce}/"
-    return Meeting(call_store, _monitor_settings(settings, own, name, file, text), store)
+    return Meeting(call_store, _monitor_settings(settings, own, name, file, text), store, number)
+
+
+def _gather(store: Any, prefix: str, state: State, limit: timedelta) -> tuple[int, CallStore]:
+    """Wait until all ranks are in the same call; return its number and its keys.
+
+    A rank that failed before, or was waited for in vain, has made another number of tries than the
+    others. So all come to the latest call that any of them has begun: the others have given up
+    those before it.
+
+    Raises:
+        BarrierTimeout: they have not come, within `limit`.
+    """
+    global _next_call  # noqa: PLW0603 - a process takes part in one call after the other
+    assert state.rank is not None
+    access = StoreAccess(store)
+    deadline = Deadline.after(limit.total_seconds())
+    while True:
+        number = _take_number(access, f"{prefix}{_LATEST_CALL}", _next_call)
+        _next_call = number + 1
+        call_store = CallStore(f"{prefix}{number}", store)
+        if state.rank == 0:
+            # What was left behind in a store that outlives jobs must not be met again.
+            call_store.set(_NONCE, secrets.token_hex(8))
+        try:
+            call_store.pass_initial_barrier(
+                state.rank,
+                state.world_size,
+                timedelta(seconds=deadline.remaining()),
+                look=functools.partial(_raise_if_later, access, prefix, number),
+            )
+        except _LaterCallError:
+            continue
+        except BarrierTimeout as error:
+            raise BarrierTimeout(
+                f"{error} (barrier_timeout): a rank has not called the wrapped function, or has"
+                f" another WORLD_SIZE than {state.world_size}"
+            ) from None
+        except BarrierOverflow as error:
+            raise BarrierOverflow(
+                f"{error}: another job has the same MASTER_ADDR and MASTER_PORT, or a rank has"
+                f" another WORLD_SIZE than {state.world_size}"
+            ) from None
+        return number, call_store
+
+
+class _LaterCallError(Exception):
+    """Others have given up this call, and wait in a later one."""
+
+
+def _take_number(access: StoreAccess, key: str, least: int) -> int:
+    """Return the number of the latest call, which is at least `least` from now on."""
+    standing = access.peek(key) or ""
+    while True:
+        latest = _number(key, standing)
+        if latest >= least:
+            return latest
+        wanted = str(least)
+        standing = access.swap(key, standing, wanted)
+        if standing == wanted:
+            return least
+
+
+def _raise_if_later(access: StoreAccess, prefix: str, number: int) -> bool:
+    key = f"{prefix}{_LATEST_CALL}"
+    if _number(key, access.peek(key) or "") > number:
+        raise _LaterCallError
+    return False
+
+
+def _number(key: str, text: str) -> int:
+    number = parse_number(text) if text else -1
+    if number is None:
+        raise ForeignValueError(key, text)
+    return number
 
 
 def _say_what_is_unused(endpoint: Endpoint, kwargs: Mapping[str, Any]) -> None:

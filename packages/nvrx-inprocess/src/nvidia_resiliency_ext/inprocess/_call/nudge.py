@@ -8,10 +8,11 @@ which the main thread waits ends with EINTR, whereupon Python calls the handler.
 from __future__ import annotations
 
 import _thread
-import contextlib
 import signal
 import threading
 from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,10 +20,7 @@ if TYPE_CHECKING:
 
     Handler = Callable[[int, FrameType | None], Any]
 
-__all__ = ["Nudge", "free_signal"]
-
-_STATUS = "/proc/thread-self/status"
-_TAKEN_FIELDS = ("SigIgn", "SigCgt")
+__all__ = ["Nudge"]
 
 
 class Nudge:
@@ -39,7 +37,7 @@ class Nudge:
     """
 
     def __init__(self, handler: Handler) -> None:
-        self.number = free_signal()
+        self.number = unused_realtime_signal()
         self._handler = handler
         self._main_ident = threading.get_ident()
         self._previous: Any = None
@@ -71,27 +69,3 @@ class Nudge:
         finally:
             if self.number not in self._blocked:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {self.number})
-
-
-def free_signal() -> int:
-    """Return a real-time signal that this process neither handles nor ignores.
-
-    Raises:
-        RuntimeError: There is none.
-    """
-    taken = _taken()
-    for number in range(int(signal.SIGRTMAX), int(signal.SIGRTMIN) - 1, -1):
-        if not taken >> (number - 1) & 1 and signal.getsignal(number) is signal.SIG_DFL:
-            return number
-    raise RuntimeError("every real-time signal of this process is in use")
-
-
-def _taken() -> int:
-    # Python knows only its own handlers; the kernel knows those of libraries, too.
-    taken = 0
-    with contextlib.suppress(OSError), open(_STATUS, encoding="ascii", errors="replace") as file:
-        for line in file:
-            name, _, value = line.partition(":")
-            if name in _TAKEN_FIELDS:
-                taken |= int(value, 16)
-    return taken

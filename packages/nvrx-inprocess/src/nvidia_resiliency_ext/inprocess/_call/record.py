@@ -10,20 +10,27 @@ from .report import RestartReport
 
 
 class RestartRecord:
-    """The record of one call; it writes nothing where no launcher keeps one."""
+    """The record of one call; it writes nothing where no launcher keeps one.
 
-    def __init__(self) -> None:
+    Args:
+        call: The call's number in its launch cycle.
+    """
+
+    def __init__(self, call: int) -> None:
+        self._call = call
         self._log = EventLog.join(src="wrapper")
         self._cycle = _env.launch_cycle()
 
     def add(self, report: RestartReport, rank: int) -> None:
         """Record a restart. One rank does it for all."""
         event = InprocRestart(
+            call=self._call,
             iteration=report.iteration,
             cause=report.cause,
             ranks=report.ranks,
             phases={name: seconds for name, seconds in report.seconds.items() if seconds},
             kept_ranks=report.kept,
+            lost_ranks=report.terminated,
         )
         self._log.record(event, cycle=self._cycle, rank=rank)
 

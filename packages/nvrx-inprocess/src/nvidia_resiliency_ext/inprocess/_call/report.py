@@ -7,19 +7,32 @@ import collections
 import dataclasses
 import enum
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+from nvidia_resiliency_ext.inprocess.utils import format_rank_set
 
 if TYPE_CHECKING:
     from .settings import Settings
 
 KEPT_REPORTS = 32
 _AT_ONCE = timedelta(0)
+# The gravest first: what it caused comes after it.
+_HAPPENED = {
+    Interruption.UNRESPONSIVE: "not heard of for {:g} s (heartbeat_timeout)",
+    Interruption.HARD_TIMEOUT: "no progress for {:g} s (hard_timeout), killed",
+    Interruption.TERMINATED: "process was killed or crashed",
+    Interruption.MONITOR_PROCESS_EXCEPTION: "found no monitor",
+    Interruption.BASE_EXCEPTION: "left the function for good",
+    Interruption.SOFT_TIMEOUT: (
+        "no progress for {:g} s (soft_timeout), or waited for a rank that made none"
+    ),
+    Interruption.EXCEPTION: "raised an exception, or asked for a restart",
+}
 
 
 class Phase(enum.Enum):
@@ -99,13 +112,50 @@ class Stopwatch:
 
 def detection_s(records: Iterable[InterruptionRecord], settings: Settings) -> float:
     """Return how long the fault had lasted when it was found: the limit that it passed."""
-    limits = {
+    limits = _limits(settings)
+    passed = (limits.get(record.interruption, _AT_ONCE) for record in records)
+    return max(passed, default=_AT_ONCE).total_seconds()
+
+
+def _limits(settings: Settings) -> dict[Interruption, timedelta]:
+    return {
         Interruption.SOFT_TIMEOUT: settings.soft_timeout,
         Interruption.HARD_TIMEOUT: settings.hard_timeout,
         Interruption.UNRESPONSIVE: settings.heartbeat_timeout,
     }
-    passed = (limits.get(record.interruption, _AT_ONCE) for record in records)
-    return max(passed, default=_AT_ONCE).total_seconds()
+
+
+def describe_interruption(
+    records: Iterable[InterruptionRecord], lost: Iterable[int], settings: Settings
+) -> str:
+    """Return in words what happened to which ranks, and who takes no further part.
+
+    Args:
+        records: What was reported.
+        lost: Initial ranks that do not go on.
+        settings: The limits that were passed.
+
+    Example: `rank 1: no progress for 90 s (hard_timeout), killed; rank 1 is lost`.
+    """
+    ranks: dict[Interruption, set[int]] = {}
+    for record in records:
+        ranks.setdefault(record.interruption, set()).add(record.rank)
+    killed = ranks.get(Interruption.HARD_TIMEOUT, set())
+    # Who was killed had been given a soft timeout before.
+    ranks[Interruption.SOFT_TIMEOUT] = ranks.get(Interruption.SOFT_TIMEOUT, set()) - killed
+    limits = _limits(settings)
+    words = [
+        f"{_name_ranks(of_kind)}: {text.format(limits.get(kind, _AT_ONCE).total_seconds())}"
+        for kind, text in _HAPPENED.items()
+        if (of_kind := ranks.get(kind))
+    ]
+    if gone := set(lost):
+        words.append(f"{_name_ranks(gone)} {'is' if len(gone) == 1 else 'are'} lost")
+    return "; ".join(words)
+
+
+def _name_ranks(ranks: Collection[int]) -> str:
+    return f"rank {min(ranks)}" if len(ranks) == 1 else f"ranks {format_rank_set(ranks)}"
 
 
 def recent_reports() -> collections.deque[RestartReport]:

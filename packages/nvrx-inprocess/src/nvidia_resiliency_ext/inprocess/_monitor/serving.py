@@ -42,6 +42,7 @@ logger = logging.getLogger("nvrx")
 
 # Of the time after which the store is given up: then it is seen to that it is not stopped.
 _PATIENCE = 1 / 3
+_LAST_OPERATIONS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,9 @@ class Serving:
             return False
         if self._nobody_since_s is None:
             self._nobody_since_s = now
-        is_settled = self._roster.is_settled and self._desk.pending == 0
+        # When all have completed, an operation may still have to tell the others so.
+        is_late = self._roster.is_over and now >= self._nobody_since_s + _LAST_OPERATIONS_S
+        is_settled = self._roster.is_settled and (self._desk.pending == 0 or is_late)
         return is_settled or self._lost_text is not None or now >= self._owed_until_s
 
     def close(self) -> None:

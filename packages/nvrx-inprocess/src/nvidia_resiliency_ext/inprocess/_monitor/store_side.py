@@ -104,6 +104,7 @@ class Desk:
         self._waiting: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._started_s: float | None = time.monotonic()
         self._pending = 0  # operations not done; written by the loop's thread only
+        self._has_failed = False
         self._board: Board | None = None
         self._thread = threading.Thread(target=self._run, name="nvrx-store", daemon=True)
         self._thread.start()
@@ -115,8 +116,8 @@ class Desk:
 
     @property
     def pending(self) -> int:
-        """How many operations are not done."""
-        return self._pending
+        """How many operations are not done, and will be."""
+        return 0 if self._has_failed else self._pending
 
     def busy_s(self, now: float) -> float:
         """Return for how long the operation of this moment has been running."""
@@ -151,6 +152,7 @@ class Desk:
         except Exception as error:
             logger.debug("monitor_process: the store is lost", exc_info=True)
             text = f"{type(error).__name__}: {error}"
+            self._has_failed = True
             self._post(lambda: self._lost(text))
         finally:
             self._started_s = None

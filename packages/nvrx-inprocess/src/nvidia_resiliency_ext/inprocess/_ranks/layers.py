@@ -26,9 +26,11 @@ class LayerFlag(enum.Flag):
     BACKFILL = enum.auto()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Layer:
     """One layer of the tree; ranks with the same key, below the same branch, are a branch.
+
+    It may be changed until a `Tree` is made of it, which checks it again.
 
     Args:
         min_ranks: A branch with fewer living ranks is given up as a whole.
@@ -48,6 +50,13 @@ class Layer:
     flag: LayerFlag | None = None
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuse values that make no layer.
+
+        Raises: as the class.
+        """
         check_integer("min_ranks", self.min_ranks, least=0)
         if self.max_ranks is not None:
             check_integer("max_ranks", self.max_ranks, least=0)

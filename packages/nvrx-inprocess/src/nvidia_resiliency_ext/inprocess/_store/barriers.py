@@ -45,15 +45,20 @@ class _Place:
         self.done = f"{base}:last_worker_arrived"
 
 
-def pass_barrier(
+def pass_barrier(  # noqa: PLR0913 - as the mixin has them
     access: StoreAccess,
     ranks: Collection[int],
     group_name: str,
     rendezvous_count: int,
     timeout: timedelta | None,
     timeout_chunk: timedelta | None,
+    *,
+    look: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Arrive for `ranks` and wait until so many have arrived; once per store and name."""
+    """Arrive for `ranks` and wait until so many have arrived; once per store and name.
+
+    `look` is called once per slice of the wait; True ends it, as if all had arrived.
+    """
     place = _Place("barrier", group_name)
     count = access.add(place.arrived, len(ranks))
     if count > rendezvous_count:
@@ -62,7 +67,7 @@ def pass_barrier(
         access.set(place.done, _DONE)
     elif _is_no_wait(timeout):
         raise _too_late(group_name, count, rendezvous_count, timeout)
-    elif not _wait(access, place, timeout, timeout_chunk, lambda: False):
+    elif not _wait(access, place, timeout, timeout_chunk, look):
         raise _too_late(group_name, access.add(place.arrived, 0), rendezvous_count, timeout)
 
 

@@ -1,4 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find slow GPUs and slow ranks; this version has no names yet."""
+"""Find slow GPUs and slow ranks of a training job from the times of sections and kernels."""
 
-__all__: list[str] = []
+from __future__ import annotations
+
+from . import (
+    cupti,
+    dist_utils,
+    interval_tracker,
+    name_mapper,
+    reporting,
+    statistics,
+    straggler,
+)
+from .reporting import Report, StragglerId
+from .statistics import Statistic
+from .straggler import CallableId, Detector
+
+__all__ = [
+    "CallableId",
+    "Detector",
+    "Report",
+    "Statistic",
+    "StragglerId",
+    "cupti",
+    "dist_utils",
+    "interval_tracker",
+    "name_mapper",
+    "reporting",
+    "statistics",
+    "straggler",
+]

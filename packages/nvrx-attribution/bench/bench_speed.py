@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print how fast logs and traces are read, one JSON line per figure.
+
+`python packages/nvrx-attribution/bench/bench_speed.py [--mb 200] [--ranks 1024,4096]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HELPERS = Path(__file__).parents[1] / "tests" / "helpers"
+REPEATS = 3
+STEP = (
+    "{r}: [2026-01-02 10:{m:02d}:{s:02d}.{ms:03d}] iteration {i}/ 500000 | consumed samples: {i} |"
+    " elapsed time per iteration (ms): {ms}.1 | lm loss: 2.{ms}E+00 | grad norm: 1.{s} |\n"
+)
+INFO = (
+    "{r}: 2026-01-02 10:{m:02d}:{s:02d},{ms:03d} INFO loader.py:{s} rank {r} read shard {i} of"
+    " part-{ms:05d} in 0.{ms} s\n"
+)
+FAILURE = (
+    "[rank{r}]: Traceback (most recent call last):\n"
+    '[rank{r}]:   File "/app/train.py", line {s}, in main\n[rank{r}]:     step(batch)\n'
+    '[rank{r}]:   File "/app/model.py", line {m}, in step\n[rank{r}]:     return a @ b\n'
+    "[rank{r}]: RuntimeError: mat1 and mat2 shapes cannot be multiplied ({i}x8 and 16x4)\n"
+)
+SCAN = """
+import sys, time, resource
+from nvidia_resiliency_ext.attribution import engine
+engine.load_registry().anchors
+base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+start = time.process_time()
+verdict = engine.analyze(sys.argv[1])
+used = time.process_time() - start
+print(used, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) / 1024, verdict.reason_code)
+"""
+TRACES = """
+import sys, time, resource
+from nvidia_resiliency_ext.attribution._traces.loading import load_traces
+from nvidia_resiliency_ext.attribution._traces.analysis import analyze_dumps
+start = time.perf_counter()
+loaded = load_traces(sys.argv[1])
+middle = time.perf_counter()
+found = analyze_dumps(loaded)
+end = time.perf_counter()
+own, workers = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+peak = max(resource.getrusage(who).ru_maxrss for who in (own, workers))
+print(middle - start, end - middle, peak / 1024, found.kind, *found.guilty_ranks)
+"""
+
+
+def write_log(path: Path, size: int, texts: tuple[str, ...], ending: str = "") -> None:
+    """Write a log of 64 ranks of about `size` bytes."""
+    lines = []
+    for i in range(20_000):
+        values = {"r": i % 64, "i": i, "m": i % 60, "s": i % 59, "ms": i * 7 % 1000}
+        lines.append(texts[i % len(texts)].format(**values))
+    part = "".join(lines).encode()
+    with path.open("wb") as file:
+        while file.tell() < size:
+            file.write(part)
+        file.write(ending.encode())
+
+
+def measure(python: str, code: str, argument: str) -> list[list[str]]:
+    """Return the words that a program prints, of each repeat."""
+    command = [python, "-c", code, argument]
+    return [
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        for _ in range(REPEATS)
+    ]
+
+
+def report(figure: str, **values: object) -> None:
+    """Print one figure with the machine's load."""
+    print(
+        json.dumps({"figure": figure, **values, "load": round(os.getloadavg()[0], 1)}), flush=True
+    )
+
+
+def main() -> None:
+    """Measure scan, traces and import."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--python", default=sys.executable, help="interpreter to measure")
+    parser.add_argument("--mb", type=int, default=200, help="size of the logs (%(default)s)")
+    parser.add_argument("--ranks", default="1024,4096", help="sizes of the traces (%(default)s)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "job.log"
+        for name, texts, share in (("plain", (STEP, INFO, INFO), 1.0), ("dense", (FAILURE,), 0.2)):
+            write_log(log, int(args.mb * 1e6 * share), texts, "[rank3]: CUDA out of memory.\n")
+            runs = measure(args.python, SCAN, str(log))
+            seconds = statistics.median(float(run[0]) for run in runs)
+            size = log.stat().st_size / 1e6
+            mib = max(float(run[1]) for run in runs)
+            report(
+                f"scan_{name}", mb=round(size), mb_per_cpu_s=round(size / seconds), mib=round(mib)
+            )
+        log.unlink()
+        measure_traces(args.python, args.ranks, Path(folder))
+    starts = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        subprocess.run([args.python, "-c", "pass"], check=True)
+        empty = time.perf_counter() - begin
+        begin = time.perf_counter()
+        code = "import nvidia_resiliency_ext.attribution.trace_analyzer"
+        subprocess.run([args.python, "-c", code], check=True)
+        starts.append(time.perf_counter() - begin - empty)
+    report("import", ms=round(1000 * statistics.median(starts)))
+
+
+def measure_traces(python: str, sizes: str, folder: Path) -> None:
+    """Measure loading and analysis of dumps of 40 entries."""
+    sys.path.insert(0, str(HELPERS))
+    import attribution_traces
+
+    for size in map(int, sizes.split(",")):
+        job = attribution_traces.make_job("host_stuck", size, 3, steps=6)
+        for dump in job.dumps.values():
+            dump["entries"] = dump["entries"][-40:]
+        target = attribution_traces.write(job, folder / str(size))
+        runs = measure(python, TRACES, str(target))
+        load, analyse = (statistics.median(float(run[at]) for run in runs) for at in (0, 1))
+        peak = max(float(run[2]) for run in runs)
+        right = [int(rank) for rank in runs[0][4:]] == job.guilty
+        report(
+            "traces",
+            ranks=size,
+            load_s=round(load, 2),
+            analyse_s=round(analyse, 2),
+            mib=round(peak),
+            right=right,
+        )
+
+
+if __name__ == "__main__":
+    main()

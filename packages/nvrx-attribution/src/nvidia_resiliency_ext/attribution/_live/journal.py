@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accepted submissions in a file, so that a killed service knows them when it starts again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["SubmissionJournal"]
+
+logger = logging.getLogger("nvrx")
+
+_LIMIT_BYTES = 64 << 20
+_MOST_KEPT = 3000
+
+
+class SubmissionJournal:
+    """Append each submission before it is answered; what ended is left out at the next start.
+
+    Args:
+        path: JSON-lines file; its directory must exist.
+
+    Raises:
+        OSError: It cannot be read or written.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.open_submissions = self._read()
+        kept = [{"submitted": value} for value in self.open_submissions]
+        atomic_write(path, "".join(json.dumps(value) + "\n" for value in kept).encode())
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.open(path, flags)
+
+    def add(self, submission: Mapping[str, Any]) -> None:
+        """Write a submission; `log_path` names it."""
+        self._append({"submitted": dict(submission)})
+
+    def end(self, log_path: str) -> None:
+        """Write that a log's analysis has ended."""
+        self._append({"ended": log_path})
+
+    def close(self) -> None:
+        """Close the file; harmless when repeated."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _append(self, value: dict[str, Any]) -> None:
+        # One call: a kill between two would leave half a line.
+        os.write(self._file, json.dumps(value).encode() + b"\n")
+
+    def _read(self) -> list[dict[str, Any]]:
+        if not os.path.exists(self._path):
+            return []
+        found: dict[str, dict[str, Any]] = {}
+        for line in read_regular_file(self._path, _LIMIT_BYTES).splitlines():
+            try:
+                value = json.loads(line)
+                if "ended" in value:
+                    found.pop(value["ended"], None)
+                else:
+                    found[value["submitted"]["log_path"]] = value["submitted"]
+            except (ValueError, TypeError, KeyError):
+                logger.warning("a line of the journal %s is damaged and left out", self._path)
+        return list(found.values())[-_MOST_KEPT:]

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One log that is read while it grows, until it is complete or silent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.attribution import engine
+from nvidia_resiliency_ext.attribution.orchestration.utils import open_log
+from nvidia_resiliency_ext.attribution.trace_analyzer.fr_support import extract_fr_dump_path
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from nvidia_resiliency_ext.attribution._live.history import JobHistory
+
+__all__ = ["LogSession", "SessionTimes"]
+
+_CHUNK_BYTES = 1 << 20
+_CHUNKS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class SessionTimes:
+    """How a log is waited for; all in seconds.
+
+    Attributes:
+        quiet_s: An ended log is complete when it has not grown for so long.
+        max_wait_s: ... or when it still grows after so long.
+        poll_s: Between two looks at an ended log.
+        growing_poll_s: Between two looks at a log of a job that runs.
+        idle_s: A log of a running job that has not grown for so long is let go.
+    """
+
+    quiet_s: float = 5.0
+    max_wait_s: float = 40.0
+    poll_s: float = 0.25
+    growing_poll_s: float = 180.0
+    idle_s: float = 900.0
+
+
+class LogSession:
+    """Read one log into a scanner.
+
+    `run` belongs to one event loop; reading happens in `pool`.
+
+    Args:
+        path: The log, resolved; it may come later.
+        allowed_root: The log must lie below it when it is opened.
+        job: Key of the job's attempts.
+        cycle_id: Which attempt.
+        history: Attempts of all jobs.
+        times: How to wait.
+        pool: Where to read.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts of a service meet here
+        self,
+        path: str,
+        allowed_root: str,
+        *,
+        job: str,
+        cycle_id: int | None,
+        history: JobHistory,
+        times: SessionTimes,
+        pool: Executor,
+    ) -> None:
+        self.path = path
+        self.job = job
+        self.dump_path: str | None = None
+        self._root = allowed_root
+        self._history = history
+        self._times = times
+        self._pool = pool
+        self._scanner = engine.LogScanner(job_id=job, cycle_id=cycle_id)
+        self._lock = threading.Lock()  # the scanner has none
+        self._file = -1
+        self._offset = 0
+        self._last_growth_s = time.monotonic()
+        self._terminal_s: float | None = None
+        self._is_complete = False
+        self._changed = asyncio.Event()
+        self.has_ended = asyncio.Event()
+        self._is_closed = False
+
+    def end(self, *, is_complete: bool) -> None:
+        """Take note that the job has ended.
+
+        Args:
+            is_complete: Nothing more will be written.
+        """
+        if self._terminal_s is None:
+            self._terminal_s = time.monotonic()
+        self._is_complete = self._is_complete or is_complete
+        self.has_ended.set()
+        self._changed.set()
+
+    async def run(self) -> engine.Verdict | None:
+        """Read until the log is complete, and return the verdict.
+
+        Returns:
+            None when the job has not ended and the log was idle for too long.
+
+        Raises:
+            LogAnalyzerError: The log is no regular file, or leads outside of the root.
+            OSError: It cannot be read.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                self._changed.clear()
+                is_complete = self._is_complete
+                grew = await loop.run_in_executor(self._pool, self._read)
+                if grew:
+                    continue
+                now = time.monotonic()
+                if self._terminal_s is not None and (is_complete or self._is_silent(now)):
+                    return await loop.run_in_executor(self._pool, self._finish)
+                if self._terminal_s is None and now - self._last_growth_s > self._times.idle_s:
+                    return None
+                await self._wait()
+        finally:
+            self.has_ended.set()
+            self._close()
+
+    async def candidate(self) -> engine.Verdict:
+        """Return the verdict about the log so far."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._look)
+
+    def _look(self) -> engine.Verdict:
+        self._read()
+        with self._lock:
+            self._scanner.set_history(self._history.before(self.path, self.job))
+            return self._scanner.snapshot()
+
+    async def _wait(self) -> None:
+        ended = self._terminal_s is not None
+        seconds = self._times.poll_s if ended else self._times.growing_poll_s
+        try:
+            await asyncio.wait_for(self._changed.wait(), seconds)
+        except (asyncio.TimeoutError, TimeoutError):
+            return
+
+    def _is_silent(self, now: float) -> bool:
+        assert self._terminal_s is not None
+        waited = now - self._terminal_s
+        if self._file < 0 and waited < self._times.quiet_s:
+            return False
+        return now - self._last_growth_s >= self._times.quiet_s or waited >= self._times.max_wait_s
+
+    def _read(self) -> bool:
+        """Feed what is new, up to 8 MiB, and return whether there was anything."""
+        with self._lock:
+            if self._is_closed or (self._file < 0 and not self._open()):
+                return False
+            grew = False
+            for _ in range(_CHUNKS_AT_ONCE):
+                data = os.read(self._file, _CHUNK_BYTES)
+                if not data:
+                    if os.fstat(self._file).st_size < self._offset:
+                        # Truncated: what stands there now is new.
+                        self._offset = os.lseek(self._file, 0, os.SEEK_SET)
+                    break
+                self._offset += len(data)
+                self._scanner.feed(data)
+                grew = True
+            if grew:
+                # A log that was written long ago need not be watched for silence.
+                age_s = max(0.0, time.time() - os.fstat(self._file).st_mtime)
+                self._last_growth_s = time.monotonic() - age_s
+            return grew
+
+    def _open(self) -> bool:
+        try:
+            self._file = open_log(self.path, self._root)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _finish(self) -> engine.Verdict:
+        self.dump_path = extract_fr_dump_path(self.path, self._root)
+        report = engine.fr_report_of(self.dump_path)
+        with self._lock:
+            self._scanner.fr_report = report
+            self._scanner.set_history(self._history.before(self.path, self.job))
+            verdict = self._scanner.finish()
+        self._history.add(self.path, self.job, verdict)
+        return verdict
+
+    def _close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501 - texts of logs, and patterns for them, stay on one line
+"""Prefixes of log lines: strip them, and take rank, node and time from them.
+
+A line may have several, one inside the other: `12: [rank12]:[E1120 07:51:56.123 x.cpp:632] text`.
+Times are seconds since 1970 as if all clocks ran in UTC; only their order and distance count. Some
+dialects have no year: they get that of the last line that had one.
+"""
+
+from __future__ import annotations
+
+import calendar
+import json
+import re
+from dataclasses import dataclass
+
+__all__ = ["NO_YEAR", "Line", "LineReader", "plain_text"]
+
+NO_YEAR = 2000
+_LAYERS = 6
+_MOST_RANK = 1 << 20
+_LONGEST = 4096
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+
+_ISO = r"(?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)[T ](?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)(?:[.,](?P<frac>\d{1,9}))?(?P<zone>Z|[+-]\d\d:?\d\d)?"
+# Each strips from the start. Named groups: rank, local, node, gpu and the parts of a time.
+_PREFIXES = tuple(
+    (classes, re.compile(pattern))
+    for classes, pattern in (
+        ("[ ", r"\s*\[rank\s?(?P<rank>\d{1,7})\]:?\s?"),
+        ("[ ", r"\s*\[Rank (?P<rank>\d{1,7})\]:?\s?"),
+        ("0", r"(?P<rank>\d{1,7}): ?"),
+        ("[ ", r"\s*\[default(?P<local>\d{1,3})\]:\s?"),
+        ("[", r"\[(?P<node>[A-Za-z][\w.-]{0,62}):(?P<local>\d{1,3})\]:?\s?"),
+        (
+            "[ ",
+            r"\s*\[[EWIF](?P<month>\d\d)(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)\.(?P<frac>\d{1,9})(?: \d+)? [^\]\s]{1,80}\]\s?",
+        ),
+        (
+            "E",
+            r"[EWIF](?P<month>\d\d)(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)\.(?P<frac>\d{1,9})\s+(?:\d+\s+)?[^\]\s]{1,80}\]\s?",
+        ),
+        ("[ 0", r"\s*\[?" + _ISO + r"\]?:?\s?"),
+        (
+            "A",
+            r"(?P<mon>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\s+(?P<day>\d{1,2}) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d) (?P<node>[A-Za-z][\w.-]{0,62}) kernel: (?:\[ *\d+\.\d+\] )?",
+        ),
+        ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}) kernel: (?:\[ *\d+\.\d+\] )?"),
+        ("A", r"kernel: (?:\[ *\d+\.\d+\] )?"),
+        ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}):\d+:\d+ \[(?P<gpu>\d{1,3})\] (?=NCCL )"),
+        (
+            "[ A",
+            r"\s*\[?(?:DEBUG|INFO|NOTICE|WARNING|WARN|ERROR|CRITICAL|FATAL)\]?\s*(?:-\s+|:\s*|\s+)(?=\S)",
+        ),
+        ("A", r"(?:stdout|stderr) [FP] "),
+        ("[", r"\[(?P<node>[A-Za-z][\w.-]{0,62})\]:?\s(?=\S)"),
+        ("[", r"\[(?:rank|RANK|Rank)[ =:](?P<rank>\d{1,7})\]\s*:?\s?"),
+        ("A", r"(?:rank|Rank) ?(?P<rank>\d{1,7})\s?[:|]\s"),
+        ("-", r"- (?=\S)"),
+    )
+)
+
+
+def _kind_of(first: str) -> str:
+    """Return the class of a line's first character, as the table above has them."""
+    if first.isdigit():
+        return "0"
+    if first.isalpha():
+        return "A"
+    return " " if first.isspace() else first
+
+
+_BY_CLASS = {
+    kind: tuple(
+        p for classes, p in _PREFIXES if kind in classes or (kind == "A" and "E" in classes)
+    )
+    for kind in "[ 0A-"
+}
+_SLURM = re.compile(
+    r"(?:srun|slurmstepd)(?:-[\w.-]+)?: error: (?P<node>[A-Za-z][\w.-]*): tasks? (?P<rank>\d{1,7}):"
+)
+_SLURM_NODE = re.compile(r"\b(?:ON|on) (?P<node>[A-Za-z][\w.-]*) CANCELLED AT ")
+_IN_TEXT = re.compile(
+    r"\[Rank (?P<rank>\d{1,7})\]|\bon rank (?P<on>\d{1,7})\b|\b[Rr]ank[ =:]+(?P<bare>\d{1,7})\b"
+)
+_GLOBAL_RANK = re.compile(r"\[(?:[A-Z_]+ )?(?:PG\b[^\]]*|Global )Rank (?P<rank>\d{1,7})\]")
+_JSON_TEXT = ("message", "log", "msg", "line", "text")
+_JSON_TIME = ("time", "timestamp", "ts", "@timestamp")
+_JSON_NODE = ("host", "node", "hostname", "node_name", "nodename")
+_MONTHS = {
+    name: number
+    for number, name in enumerate(
+        ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"], 1
+    )
+}
+
+
+@dataclass(slots=True)
+class Line:
+    """One line: its text without prefixes, and what they said.
+
+    Attributes:
+        text: Without prefixes, control characters and spaces at its end.
+        rank: Rank that wrote it, or None.
+        local_rank: Rank on its node, or None.
+        node: Host name, or None.
+        gpu: Number of a device on the node, or None.
+        time_s: Seconds, or None.
+        is_kernel: It came from the kernel's log.
+        indented: The text begins with spaces.
+    """
+
+    text: str
+    rank: int | None = None
+    local_rank: int | None = None
+    node: str | None = None
+    gpu: str | None = None
+    time_s: float | None = None
+    is_kernel: bool = False
+    indented: bool = False
+
+
+class LineReader:
+    """Read lines; it keeps the year for dialects that have none."""
+
+    def __init__(self) -> None:
+        self.year = NO_YEAR
+
+    def read(self, raw: bytes) -> Line:
+        """Return the parts of one line."""
+        text = raw[:_LONGEST].decode("utf-8", "replace")
+        line = Line("")
+        if text.startswith("{"):
+            text = self._from_json(text, line)
+        text = plain_text(text)
+        for _ in range(_LAYERS):
+            for prefix in _BY_CLASS.get(_kind_of(text[:1]), ()):
+                match = prefix.match(text)
+                if match is not None and match.end():
+                    break
+            else:
+                break
+            self._take(match, line)
+            text = text[match.end() :]
+        found = _SLURM.match(text) or _SLURM_NODE.search(text)
+        if found is not None:
+            self._take(found, line)
+        line.indented = text[:1] in (" ", "\t")
+        line.text = text.strip()
+        if line.rank is None:
+            line.rank = _rank_in(line.text)
+        return line
+
+    def _take(self, match: re.Match[str], line: Line) -> None:
+        parts = match.groupdict()
+        if parts.get("rank") is not None and line.rank is None:
+            rank = int(parts["rank"])
+            line.rank = rank if rank < _MOST_RANK else None
+        if parts.get("local") is not None:
+            line.local_rank = int(parts["local"])
+        if parts.get("node") is not None and line.node is None:
+            line.node = parts["node"]
+        if parts.get("gpu") is not None:
+            line.gpu = parts["gpu"]
+        if parts.get("hour") is not None and line.time_s is None:
+            line.time_s = self._seconds(parts)
+        if "kernel:" in match[0]:
+            line.is_kernel = True
+
+    def _seconds(self, parts: dict[str, str | None]) -> float | None:
+        if parts.get("year"):
+            self.year = int(parts["year"] or 0)
+        month = _MONTHS.get(parts.get("mon") or "") or int(parts.get("month") or 0)
+        numbers = (
+            *(self.year, month, int(parts["day"] or 0), int(parts["hour"] or 0)),
+            *(int(parts["minute"] or 0), int(parts["second"] or 0)),
+        )
+        if not (1 <= month <= 12 and 1 <= numbers[2] <= 31 and numbers[3] < 24):  # noqa: PLR2004
+            return None
+        frac = parts.get("frac")
+        seconds = calendar.timegm(numbers) + (float(f"0.{frac}") if frac else 0.0)
+        zone = parts.get("zone")
+        if zone and zone != "Z":
+            hours, minutes = int(zone[1:3]), int(zone[-2:])
+            seconds -= (1 if zone[0] == "+" else -1) * (hours * 3600 + minutes * 60)
+        return seconds
+
+    def _from_json(self, text: str, line: Line) -> str:
+        """Take the message out of a line that is a JSON object of a log collector."""
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+        if "schema" in value:
+            return text  # a record of a program, such as an earlier verdict: it quotes
+        message = next((value[k] for k in _JSON_TEXT if isinstance(value.get(k), str)), None)
+        if message is None:
+            return text
+        labels = value.get("labels") or value.get("kubernetes") or {}
+        for source in (value, labels if isinstance(labels, dict) else {}):
+            node = next((source[k] for k in _JSON_NODE if isinstance(source.get(k), str)), None)
+            line.node = line.node or node
+            rank = source.get("rank")
+            if line.rank is None and isinstance(rank, int | str) and str(rank).isdigit():
+                line.rank = int(rank)
+        stamp = next((value[k] for k in _JSON_TIME if isinstance(value.get(k), str)), "")
+        match = re.match(_ISO, stamp)
+        if match is not None:
+            line.time_s = self._seconds(match.groupdict())
+        return str(message).rstrip("\n")
+
+
+def plain_text(text: str) -> str:
+    """Return a line without control characters and colour sequences."""
+    return _CONTROL.sub("", text)
+
+
+def _rank_in(text: str) -> int | None:
+    """Return the rank that a text names as its own: the outermost and global one."""
+    match = _GLOBAL_RANK.search(text) or _IN_TEXT.search(text)
+    if match is None:
+        return None
+    rank = int(next(value for value in match.groups() if value is not None))
+    return rank if rank < _MOST_RANK else None

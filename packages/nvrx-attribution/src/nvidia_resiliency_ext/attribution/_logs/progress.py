@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps, checkpoints and phase of a training job, from the lines that frameworks print."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+__all__ = ["NOTE_ANCHORS", "STEP_ANCHORS", "Progress", "step_in"]
+
+# Reduced as templates are. A line with one of these may be that of a completed step.
+STEP_ANCHORS = (
+    b"consumedsamples",
+    b"globalstep",
+    b"lmloss",
+    b"trainstep",
+    b"trainingstep",
+    b"loss",
+    b"steptime",
+    b"epoch",
+    b"stepdone",
+    b"finishedstep",
+    b"completedstep",
+)
+# A line with one of these changes the phase, or tells the size of the job.
+NOTE_ANCHORS = (
+    b"savingcheckpoint",
+    b"savedcheckpoint",
+    b"loadingcheckpoint",
+    b"loadedcheckpoint",
+    b"checkpointsaved",
+    b"checkpointloaded",
+    b"savecheckpoint",
+    b"loadcheckpoint",
+    b"worldsize",
+    b"nranks",
+)
+_STEP = re.compile(
+    rb"\biteration\s+(\d{1,12})\s*/\s*\d+"
+    rb"|\bglobal[_ ]step[ =:]+(\d{1,12})"
+    rb"|['\"]?\bstep['\"]?\s*[=:]\s*(\d{1,12})"
+    rb"|\b(?:train(?:ing)?|finished|completed)[ _]step[ =:#]*(\d{1,12})"
+    rb"|\bstep (\d{1,12})\b"
+    rb"|\biter(?:ation)?[ =:]+(\d{1,12})\b",
+    re.IGNORECASE,
+)
+_EPOCH = re.compile(rb"['\"]epoch['\"]\s*:\s*(\d{1,6}(?:\.\d{1,6})?)")
+_LOSS = re.compile(
+    rb"loss|consumed|elapsed|tokens|grad|time|epoch|completed|finished|done", re.IGNORECASE
+)
+_NOT_DONE = re.compile(
+    rb"\b(?:starting|begin(?:ning)?|entering|error|failed|nan in)\b", re.IGNORECASE
+)
+_SAVED = re.compile(
+    r"successfully saved checkpoint (?:from|at) iteration\s+(\d+)"
+    r"|(?:saved checkpoint|checkpoint saved)\b.{0,60}?(?:iteration|step)[ =:_]*(\d+)"
+    r"|saved checkpoint\b.{0,80}?(\d{1,12})\b",
+    re.IGNORECASE,
+)
+_SAVING = re.compile(r"\b(?:saving|save)[ _]checkpoint\b|saving checkpoint", re.IGNORECASE)
+_LOADING = re.compile(r"\b(?:loading|load)[ _](?:\w+ )?checkpoint\b", re.IGNORECASE)
+_LOADED = re.compile(
+    r"(?:successfully )?loaded (?:\w+ )?checkpoint|checkpoint loaded", re.IGNORECASE
+)
+_ROLLED_BACK = 3
+_LEAST_ADVANCE = 2
+
+
+def step_in(raw: bytes) -> int | None:
+    """Return the completed step that a line reports, or None."""
+    raw = raw[:2000]
+    match = _STEP.search(raw)
+    if match is None:
+        epoch = _EPOCH.search(raw)
+        return None if epoch is None else int(float(epoch[1]) * 10_000)
+    if not _LOSS.search(raw) or _NOT_DONE.search(raw):
+        return None
+    return int(next(group for group in match.groups() if group is not None))
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the job has come.
+
+    A step number that goes back begins a new segment: the job was started again from a checkpoint.
+    """
+
+    first_step: int | None = None
+    last_step: int | None = None
+    last_step_time_s: float | None = None
+    first_step_time_s: float | None = None
+    last_checkpoint: int | None = None
+    segment: int = 0
+    segment_first: int = -1
+    phase: str = "startup"
+    version: int = 0
+
+    def add_step(self, step: int, time_s: float | None) -> None:
+        """Take in a completed step."""
+        self.version += 1
+        if self.first_step is None:
+            self.first_step, self.first_step_time_s = step, time_s
+            self.segment_first = step
+        elif self.last_step is not None and step < self.last_step - _ROLLED_BACK:
+            self.segment += 1
+            self.segment_first = step
+        if self.last_step is None or step > self.last_step or step < self.last_step - _ROLLED_BACK:
+            self.last_step = step
+        self.last_step_time_s = time_s if time_s is not None else self.last_step_time_s
+        if self.phase in {"startup", "checkpoint_load"}:
+            self.phase = "training"
+
+    def take_note(self, text: str) -> None:
+        """Take in a line about checkpoints."""
+        self.version += 1
+        saved = _SAVED.search(text)
+        if saved is not None:
+            step = int(next(group for group in saved.groups() if group is not None))
+            self.last_checkpoint = max(step, self.last_checkpoint or 0)
+            self.phase = "training"
+        elif _LOADED.search(text):
+            self.phase = "training" if self.first_step is not None else "startup"
+        elif _SAVING.search(text):
+            self.phase = "checkpoint_save"
+        elif _LOADING.search(text):
+            self.phase = "checkpoint_load"
+
+    def mark(self) -> tuple[int, int, int]:
+        """Return (segment, step, checkpoint) to compare with later."""
+        step = self.last_step if self.last_step is not None else -1
+        checkpoint = self.last_checkpoint if self.last_checkpoint is not None else -1
+        return self.segment, step, checkpoint
+
+    def has_gone_on(self, mark: tuple[int, int, int]) -> bool:
+        """Tell whether at least two steps, or a newer checkpoint, came after a mark."""
+        segment, step, checkpoint = mark
+        if self.last_checkpoint is not None and self.last_checkpoint > max(checkpoint, step):
+            return True
+        if self.last_step is None:
+            return False
+        if self.segment != segment:
+            return self.last_step > self.segment_first
+        if step < 0:
+            return self.last_step > (self.first_step or 0)
+        return self.last_step >= step + _LEAST_ADVANCE

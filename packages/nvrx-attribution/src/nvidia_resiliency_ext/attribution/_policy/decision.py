@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide what is done: action, budget, nodes to exclude. Pure; history comes as counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.attribution._core.verdict import RetryState
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.attribution._logs.diagnosis import Diagnosis
+    from nvidia_resiliency_ext.attribution._logs.registry import Code
+    from nvidia_resiliency_ext.attribution._policy.history import Repeats
+
+__all__ = ["Decision", "RetryPolicy", "decide"]
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """What a site may set.
+
+    Attributes:
+        general_ceiling: Repeats of any one fault without progress before STOP.
+    """
+
+    general_ceiling: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is done, why, and which nodes the next attempt should not use."""
+
+    action: str
+    retry: RetryState
+    exclude_nodes: tuple[str, ...]
+    explanation: str
+
+
+def decide(
+    found: Diagnosis,
+    code: Code,
+    repeats: Repeats,
+    policy: RetryPolicy,
+    *,
+    had_steps: bool,
+    is_single: bool,
+) -> Decision:
+    """Return the decision about one attempt.
+
+    Args:
+        found: What failed and where.
+        code: Meaning of its code.
+        repeats: How often it came back.
+        policy: Of the site.
+        had_steps: This attempt had completed a step before the fault.
+        is_single: The job has one rank, or the log names none.
+    """
+    scope = "root_and_entity" if code.per_entity else "root"
+    used = repeats.entity if code.per_entity and found.entity else repeats.root
+    # Preemption and lost nodes come back without being anybody's fault: their budget is larger.
+    ceiling = max(policy.general_ceiling, code.budget)
+    rule = "confirmation_retry" if code.per_entity else "general_retry"
+    exclude = _excluded(found, code, repeats)
+    if code.action == "CONTINUE":
+        return Decision("CONTINUE", RetryState(rule, 0, 0, scope), (), "the job ended well")
+    if code.action == "STOP":
+        text = f"{code.name}: another start meets the same"
+        state = RetryState("workload_unrecoverable", 0, repeats.root, scope)
+        return Decision("STOP", state, (), text)
+    is_early = not had_steps and not repeats.had_steps
+    if code.stop_first and is_early and (not code.most_ranks or found.is_mass or is_single):
+        text = f"{code.name} before any step was completed: another start meets the same"
+        state = RetryState("workload_unrecoverable", code.budget, repeats.root, scope)
+        return Decision("STOP", state, (), text)
+    budget = min(code.budget, ceiling)
+    state = RetryState(rule, budget, used, scope)
+    if used >= budget > 0 or repeats.root >= ceiling:
+        if code.domain == "infrastructure" and exclude and repeats.on_node >= budget:
+            text = f"{code.name} again on the same node: start without it"
+            return Decision("RESTART", state, exclude, text)
+        state = RetryState(rule, budget, used, scope, exhausted=True)
+        text = (
+            f"retry_budget_exhausted: {code.name} came back {repeats.root} times without progress"
+        )
+        return Decision("STOP", state, exclude, text)
+    return Decision("RESTART", state, exclude, f"{code.name}: a restart may help")
+
+
+def _excluded(found: Diagnosis, code: Code, repeats: Repeats) -> tuple[str, ...]:
+    if found.contained or found.is_mass:
+        return ()
+    nodes = found.suspect_nodes or ((found.node,) if found.node else ())
+    if code.exclude:
+        return nodes
+    # Twice on one node, while the others are fine, is the node's.
+    is_again = repeats.on_node >= 1 and code.domain != "workload"
+    return nodes if is_again else ()

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the dumps of a job and read them, many at a time; a bad file becomes a finding.
+
+Few small files are read in this process. Many are read by worker processes with limited memory,
+which answer with plain JSON in a memory file.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.attribution._core.errors import NoTraceError
+from nvidia_resiliency_ext.attribution._traces.dumps import Dump, decode_dump
+from nvidia_resiliency_ext.attribution._traces.exchange import dump_from_row
+from nvidia_resiliency_ext.attribution._traces.pickles import UnsafePickleError, load_plain
+from nvidia_resiliency_ext.shared_utils.children import start_child
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+__all__ = [
+    "DEFAULT_PATTERN",
+    "FILE_LIMIT_BYTES",
+    "Finding",
+    "LoadedTraces",
+    "find_dump_files",
+    "load_traces",
+    "read_dump",
+]
+
+DEFAULT_PATTERN = "_dump_*"
+FILE_LIMIT_BYTES = 256 << 20
+_FILE_LIMIT = 65_536
+_SMALL_BYTES = 3 << 20
+_MOST_WORKERS = 8
+_LOAD_TIMEOUT_S = 300.0
+_WORKER = "nvidia_resiliency_ext.attribution._traces.load_worker"
+_RANK = re.compile(r"(\d{1,7})(?:\.(?:json|pkl|pickle))?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something about one file, or about the whole, that is worth saying.
+
+    Attributes:
+        kind: Such as `unsafe_pickle`, `unreadable`, `no_rank`, `duplicate`, `entries_dropped`.
+        file: Name of the file; empty for the whole.
+        text: What was found.
+    """
+
+    kind: str
+    file: str
+    text: str
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the JSON object of a report."""
+        return {"kind": self.kind, "file": self.file, "text": self.text}
+
+
+@dataclass(slots=True)
+class LoadedTraces:
+    """All dumps that could be read, by rank, and what was found on the way."""
+
+    dumps: dict[int, Dump] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+
+def find_dump_files(path: str, pattern: str = DEFAULT_PATTERN) -> list[str]:
+    """Return the files of a directory, a prefix, or the one file given; sorted, not opened."""
+    path = os.fspath(path)
+    if os.path.isdir(path):
+        found = glob.glob(os.path.join(glob.escape(path), pattern))
+        if not found:
+            found = [
+                entry.path
+                for entry in os.scandir(path)
+                if _RANK.search(entry.name) and entry.is_file()
+            ]
+    elif os.path.isfile(path):
+        found = [path]
+    else:
+        found = glob.glob(glob.escape(path) + "*")
+    return sorted(file for file in found if os.path.isfile(file))[:_FILE_LIMIT]
+
+
+def load_traces(
+    path: str,
+    pattern: str = DEFAULT_PATTERN,
+    *,
+    rank_regex: str | None = None,
+    file_limit_bytes: int = FILE_LIMIT_BYTES,
+) -> LoadedTraces:
+    """Read every dump of a job.
+
+    Args:
+        path: Directory, prefix or single file.
+        pattern: Which files of a directory.
+        rank_regex: Finds the rank in a file's name, as its first group; default: the digits at
+            the end of the name.
+        file_limit_bytes: Larger files are findings and are not read.
+
+    Raises:
+        NoTraceError: There is no such file, or none of them is a dump.
+    """
+    files = find_dump_files(path, pattern)
+    if not files:
+        raise NoTraceError(path, f"no dump of the flight recorder is there ({pattern})")
+    loaded = LoadedTraces()
+    jobs = _jobs(files, rank_regex, file_limit_bytes, loaded.findings)
+    total_bytes = sum(os.path.getsize(file) for file, _ in jobs)
+    results: Iterable[Dump | Finding]
+    if total_bytes <= _SMALL_BYTES:
+        results = (_read_here(file, rank) for file, rank in jobs)
+    else:
+        results = _read_by_workers(jobs, file_limit_bytes)
+    for result in results:
+        if isinstance(result, Finding):
+            loaded.findings.append(result)
+            continue
+        loaded.dumps[result.rank] = result
+        if result.dropped_entries:
+            text = f"{result.dropped_entries} older entries were not read"
+            loaded.findings.append(Finding("entries_dropped", result.file, text))
+    if not loaded.dumps:
+        reasons = "; ".join(f"{finding.file}: {finding.text}" for finding in loaded.findings[:3])
+        raise NoTraceError(path, f"none of {len(files)} files is a readable dump ({reasons})")
+    return loaded
+
+
+def read_dump(
+    file: str,
+    rank: int,
+    limit_bytes: int = FILE_LIMIT_BYTES,
+    unpickle: Callable[[bytes], object] = load_plain,
+) -> Dump:
+    """Read one file, JSON or pickle.
+
+    Raises:
+        UnsafePickleError: The pickle names more than plain containers.
+        ValueError: It is no dump.
+        OSError: It cannot be read.
+    """
+    data = read_regular_file(file, limit_bytes + 1, follows_symlink=True)
+    if len(data) > limit_bytes:
+        raise ValueError(f"larger than {limit_bytes} bytes")
+    name = os.path.basename(file)
+    if data[:64].lstrip()[:1] in (b"{", b"["):
+        try:
+            return decode_dump(json.loads(data), rank, name)
+        except (RecursionError, UnicodeDecodeError) as error:
+            raise ValueError(f"not JSON: {error}") from None
+    return decode_dump(unpickle(data), rank, name)
+
+
+def _jobs(
+    files: Sequence[str], rank_regex: str | None, limit_bytes: int, findings: list[Finding]
+) -> list[tuple[str, int]]:
+    """Return (file, rank) once per rank; the newest file of a rank counts."""
+    try:
+        expression = _RANK if rank_regex is None else re.compile(rank_regex)
+    except re.error as error:
+        raise NoTraceError(rank_regex or "", f"not a regular expression: {error}") from None
+    by_rank: dict[int, str] = {}
+    for file in files:
+        name = os.path.basename(file)
+        match = expression.search(name)
+        digits = match[match.re.groups and 1] if match is not None else ""
+        if not digits or not digits.isdigit():
+            findings.append(Finding("no_rank", name, "its name holds no rank"))
+            continue
+        if os.path.getsize(file) > limit_bytes:
+            findings.append(Finding("too_large", name, f"larger than {limit_bytes} bytes"))
+            continue
+        rank = int(digits)
+        earlier = by_rank.get(rank)
+        if earlier is not None:
+            older, file = sorted((earlier, file), key=os.path.getmtime)  # noqa: PLW2901
+            text = f"rank {rank} has a newer dump, {os.path.basename(file)}"
+            findings.append(Finding("duplicate", os.path.basename(older), text))
+        by_rank[rank] = file
+    return [(file, rank) for rank, file in sorted(by_rank.items())]
+
+
+def _read_here(file: str, rank: int) -> Dump | Finding:
+    try:
+        return read_dump(file, rank)
+    except UnsafePickleError as error:
+        return Finding("unsafe_pickle", os.path.basename(file), str(error))
+    except (OSError, ValueError) as error:
+        return Finding("unreadable", os.path.basename(file), str(error))
+
+
+def _read_by_workers(jobs: list[tuple[str, int]], limit_bytes: int) -> Iterable[Dump | Finding]:
+    count = min(_MOST_WORKERS, len(os.sched_getaffinity(0)), len(jobs))
+    shares = [jobs[index::count] for index in range(count)]
+    deadline = Deadline.after(_LOAD_TIMEOUT_S)
+    workers = [_Worker(share, limit_bytes) for share in shares]
+    try:
+        for worker in workers:
+            yield from worker.results(deadline)
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+class _Worker:
+    """One process that reads its share of the files into a memory file."""
+
+    def __init__(self, jobs: list[tuple[str, int]], limit_bytes: int) -> None:
+        self._left = jobs
+        self._limit_bytes = limit_bytes
+        self._start()
+
+    def _start(self) -> None:
+        self._answers = os.memfd_create("nvrx-dumps")
+        self._orders = os.memfd_create("nvrx-orders")
+        with open(os.dup(self._orders), "wb") as file:
+            file.write(json.dumps([self._limit_bytes, self._left]).encode())
+        os.lseek(self._orders, 0, os.SEEK_SET)
+        self._child = start_child(
+            [sys.executable, "-E", "-m", _WORKER],
+            stdin=self._orders,
+            stdout=self._answers,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+        )
+
+    def results(self, deadline: Deadline) -> Iterable[Dump | Finding]:
+        """Yield a dump or a finding for each file."""
+        while self._left:
+            status = self._child.wait(deadline.timeout())
+            self._child.close()
+            os.lseek(self._answers, 0, os.SEEK_SET)
+            with open(os.dup(self._answers), "rb") as answers:
+                for line in answers:
+                    file, _ = self._left.pop(0)
+                    yield _answer(json.loads(line), os.path.basename(file))
+            if not self._left:
+                return
+            # The first file without an answer is the one at which the process ended.
+            file, _ = self._left.pop(0)
+            how = "is over time" if status is None else status.describe()
+            yield Finding("unreadable", os.path.basename(file), f"its reader {how}")
+            if self._left:
+                self.close()
+                self._start()
+
+    def close(self) -> None:
+        """Kill the process if it still runs, and give the descriptors back."""
+        self._child.close()
+        for descriptor in (self._answers, self._orders):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._answers = self._orders = -1
+
+
+def _answer(answer: dict[str, Any], file: str) -> Dump | Finding:
+    if "finding" in answer:
+        return Finding(answer["finding"], file, answer["text"])
+    return dump_from_row(answer)

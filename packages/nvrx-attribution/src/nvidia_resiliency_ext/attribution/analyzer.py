@@ -1,0 +1,584 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logs that clients submit: accept them, read them, and hand out one result each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from nvidia_resiliency_ext.attribution import engine
+from nvidia_resiliency_ext.attribution._live.history import JobHistory
+from nvidia_resiliency_ext.attribution._live.journal import SubmissionJournal
+from nvidia_resiliency_ext.attribution._live.sessions import LogSession, SessionTimes
+from nvidia_resiliency_ext.attribution.coalescing.coalescer import RequestCoalescer
+from nvidia_resiliency_ext.attribution.orchestration.config import (
+    DEFAULT_COMPUTE_TIMEOUT_SECONDS,
+    MAX_JOBS,
+    ErrorCode,
+)
+from nvidia_resiliency_ext.attribution.orchestration.job import Job, JobMode
+from nvidia_resiliency_ext.attribution.orchestration.log_path_metadata import (
+    CYCLE_NUM_PATTERN,
+    extract_job_metadata,
+)
+from nvidia_resiliency_ext.attribution.orchestration.progressive import (
+    ANALYSIS_INTENT_PROGRESSIVE,
+    ANALYSIS_INTENT_TERMINAL,
+    normalize_analysis_intent,
+)
+from nvidia_resiliency_ext.attribution.orchestration.slurm_parser import (
+    SlurmParser,
+    SplitlogTracker,
+)
+from nvidia_resiliency_ext.attribution.orchestration.types import (
+    LogAnalysisCycleResult,
+    LogAnalysisSplitlogResult,
+    LogAnalyzerConfig,
+    LogAnalyzerError,
+    LogAnalyzerFilePreview,
+    LogAnalyzerSubmitResult,
+)
+from nvidia_resiliency_ext.attribution.orchestration.utils import (
+    log_analyzer_result_payload,
+    open_log,
+    validate_log_path,
+)
+from nvidia_resiliency_ext.attribution.trace_analyzer.fr_support import TraceAnalyzer
+
+__all__ = ["Analyzer", "CompletedAnalysis"]
+
+logger = logging.getLogger("nvrx")
+
+_SOURCE = "rules"
+_PREVIEW_BYTES = 4096
+_HEAD_BYTES = 1 << 20
+_READERS = 2
+_MOST_GROWING = 64
+_GRACE_S = 600.0
+_LONGEST_NAME = 256
+_LISTS = ("groups", "suspects", "findings")
+_MOST_LISTED = 256
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+Result = LogAnalysisCycleResult | LogAnalysisSplitlogResult
+
+
+@dataclass(frozen=True)
+class CompletedAnalysis:
+    """One analysis that has ended, for whoever posts it on.
+
+    Attributes:
+        job: Its job.
+        verdict: What was found.
+        payload: The reply that clients get.
+        duration_s: Seconds from the end of the job, or the first request, to the verdict.
+    """
+
+    job: Job
+    verdict: engine.Verdict
+    payload: dict[str, Any]
+    duration_s: float
+
+
+class Analyzer:
+    """Accept logs, read them while they grow, and answer for them; for one event loop.
+
+    Args:
+        allowed_root: Absolute path; nothing outside of it is read.
+        use_lib_log_analysis: Results are `restart_agent_response.v1`; else the items of old.
+        log_sage: Function (verdict) -> verdict in place of None, such as a model's refinement; it
+            is awaited before a result is handed out, and its failure leaves the verdict as it is.
+        compute_timeout: Seconds from the end of a job to its result.
+        grace_period_seconds: How long a result counts without a look at the file.
+        coalescer: Shares computations; default: a new one.
+        trace_analyzer: Finds dumps; default: one for the same root.
+        times: How growing logs are waited for.
+        history: Attempts of jobs; default: in memory.
+        journal: Where submissions are written before they are answered; None: nowhere.
+        max_growing: Logs of running jobs that are read at the same time.
+        on_complete: Called in the event loop with each analysis that has ended; must not block.
+
+    Raises:
+        ConfigError: The root is no absolute path.
+
+    Example:
+        >>> async def ask(path: str) -> str:
+        ...     analyzer = Analyzer("/logs", use_lib_log_analysis=True)
+        ...     await analyzer.submit(path, analysis_intent="terminal", log_complete=True)
+        ...     return (await analyzer.analyze(path)).recommendation["action"]
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the public signature
+        self,
+        allowed_root: str,
+        use_lib_log_analysis: bool = False,
+        log_sage: Callable[[engine.Verdict], Awaitable[engine.Verdict]] | None = None,
+        compute_timeout: float = DEFAULT_COMPUTE_TIMEOUT_SECONDS,
+        grace_period_seconds: float = _GRACE_S,
+        coalescer: RequestCoalescer | None = None,
+        trace_analyzer: TraceAnalyzer | None = None,
+        *,
+        times: SessionTimes | None = None,
+        history: JobHistory | None = None,
+        journal: SubmissionJournal | None = None,
+        max_growing: int = _MOST_GROWING,
+        on_complete: Callable[[CompletedAnalysis], None] | None = None,
+    ) -> None:
+        LogAnalyzerConfig(allowed_root)
+        self.allowed_root = os.path.realpath(allowed_root)
+        self.coalescer = coalescer or RequestCoalescer(compute_timeout, grace_period_seconds)
+        self._compute_timeout_s = compute_timeout
+        self._is_lib = use_lib_log_analysis
+        self._refine = log_sage
+        self._traces = trace_analyzer or TraceAnalyzer(self.allowed_root)
+        self._times = times or SessionTimes()
+        self._history = history or JobHistory()
+        self._journal = journal
+        self._max_growing = max_growing
+        self._on_complete = on_complete
+        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="nvrx-log-reader")
+        self._jobs: dict[str, Job] = {}
+        self._paths: dict[tuple[str, int], str] = {}
+        self._sessions: dict[str, LogSession] = {}
+        self._tasks: dict[str, asyncio.Task[engine.Verdict | None]] = {}
+        self._ended: set[str] = set()
+        self._complete: set[str] = set()
+        self._failures: dict[str, str] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+
+    async def submit(
+        self,
+        path: str,
+        user: str = "unknown",
+        job_id: str | None = None,
+        cycle_id: int | None = None,
+        analysis_intent: str | None = None,
+        *,
+        log_complete: bool = False,
+    ) -> LogAnalyzerSubmitResult:
+        """Accept a log; the same submission again changes nothing.
+
+        Args:
+            path: Absolute path; the file may come later, its directory must exist.
+            user: Whose job it is.
+            job_id: The job.
+            cycle_id: Which run of its workers.
+            analysis_intent: `track_only` (default), `progressive` or `terminal`.
+            log_complete: Nothing more will be written to the log.
+
+        Raises:
+            LogAnalyzerError: The path or the intent is refused, or the path has another job or
+                cycle, or the job's cycle another path.
+        """
+        try:
+            intent = normalize_analysis_intent(analysis_intent)
+        except ValueError as error:
+            raise LogAnalyzerError(ErrorCode.INVALID_PARAMETER, str(error)) from None
+        for value in (user, job_id or ""):
+            if len(value) > _LONGEST_NAME or not value.isprintable():
+                raise LogAnalyzerError(ErrorCode.INVALID_PARAMETER, "user or job_id is no name")
+        resolved = validate_log_path(path, self.allowed_root, must_exist=False)
+        job = self._register(resolved, user, job_id, cycle_id)
+        if self._journal is not None:
+            self._journal.add(
+                {
+                    "log_path": resolved,
+                    "user": user,
+                    "job_id": job_id,
+                    "cycle_id": cycle_id,
+                    "analysis_intent": intent,
+                    "log_complete": log_complete,
+                }
+            )
+        self.coalescer.track_submission(resolved)
+        self._look_for_split_log(job)
+        keys = [info.path for info in job.files[-1:]] or [resolved]
+        for key in keys:
+            if intent == ANALYSIS_INTENT_TERMINAL:
+                self._end(key, job, is_complete=log_complete)
+            elif intent == ANALYSIS_INTENT_PROGRESSIVE:
+                self._grow(key, job)
+        return LogAnalyzerSubmitResult(
+            submitted=True,
+            normalized_path=resolved,
+            mode=job.mode.value,
+            logs_dir=job.logs_dir,
+            sched_restarts=job.sched_restarts,
+            files_analyzed=sum(info.is_analyzed for info in job.files),
+        )
+
+    async def analyze(
+        self,
+        path: str,
+        file: str | None = None,
+        wl_restart: int | None = None,
+        wait: bool = True,
+    ) -> Result:
+        """Return what is known of a submitted log.
+
+        Args:
+            path: As it was submitted.
+            file: Name of one file of a split log.
+            wl_restart: Which of the files, counted from 0; default: the newest.
+            wait: Return only when the analysis has ended; a log that was only submitted is then
+                taken as that of an ended job.
+
+        Raises:
+            LogAnalyzerError: The log was never submitted, or there is no such file.
+        """
+        resolved = validate_log_path(path, self.allowed_root, must_exist=False)
+        job = self._jobs.get(resolved)
+        if job is None:
+            raise LogAnalyzerError(ErrorCode.NOT_FOUND, f"never submitted: {path}")
+        self._look_for_split_log(job)
+        key, number = self._choose(job, file, wl_restart)
+        kept = self.coalescer.peek(key)
+        if kept is not None:
+            return self._result(job, key, number, kept.value)
+        if key in self._failures and not self.coalescer.is_running(key):
+            return self._result(job, key, number, _failed(self._failures[key]))
+        session = self._sessions.get(key)
+        if not wait:
+            if session is None:
+                status = "in_flight" if key in self._ended else "pending"
+                return self._result(job, key, number, {"result": None, "status": status})
+            candidate = _recommendation(await session.candidate())
+            value = {"result": None, "status": "in_flight", "candidate_recommendation": candidate}
+            return self._result(job, key, number, value)
+        if session is not None and key not in self._ended and not await self._wait_for_end(session):
+            candidate = _recommendation(await session.candidate())
+            value = {"result": None, "status": "in_flight", "candidate_recommendation": candidate}
+            return self._result(job, key, number, value)
+        self._ended.add(key)
+        try:
+            done = await self.coalescer.get_or_compute(key, lambda: self._converge(key, job))
+        except TimeoutError as error:
+            return self._result(job, key, number, _failed(str(error), "TIMEOUT"))
+        except (OSError, LogAnalyzerError) as error:
+            return self._result(job, key, number, _failed(str(error)))
+        return self._result(job, key, number, done.value)
+
+    def read_file_preview(self, path: str) -> LogAnalyzerFilePreview:
+        """Return the first 4 KiB of a log as text without control characters.
+
+        Raises:
+            LogAnalyzerError: The path is refused.
+        """
+        resolved = validate_log_path(path, self.allowed_root)
+        try:
+            descriptor = open_log(resolved, self.allowed_root)
+        except OSError as error:
+            raise LogAnalyzerError(ErrorCode.NOT_READABLE, f"{path}: {error.strerror}") from None
+        with open(descriptor, "rb") as log:
+            text = log.read(_PREVIEW_BYTES).decode("utf-8", "replace")
+        return LogAnalyzerFilePreview(_CONTROL.sub("?", text), resolved)
+
+    def get_stats(self) -> dict[str, Any]:
+        """Return counts as a JSON object."""
+        found = self.coalescer.get_stats()
+        return {
+            "jobs": len(self._jobs),
+            "growing": len(self._sessions),
+            "failed": len(self._failures),
+            "cached": found.cached,
+            "inflight": found.inflight,
+            "submitted": found.submitted,
+            "hits": found.stats.hits,
+            "misses": found.stats.misses,
+            "coalesced": found.stats.coalesced,
+            "failures": found.stats.failures,
+            "timeouts": found.stats.timeouts,
+        }
+
+    def get_all_jobs(self) -> list[dict[str, Any]]:
+        """Return each submitted log with its state, the newest last."""
+        found = []
+        for path, job in self._jobs.items():
+            key = job.files[-1].path if job.files else path
+            kept = self.coalescer.peek(key)
+            status = "pending"
+            if kept is not None:
+                status = kept.value.get("status", "completed")
+            elif key in self._failures:
+                status = "failed"
+            elif key in self._sessions:
+                status = "in_flight"
+            recommendation = kept.value.get("recommendation") if kept is not None else None
+            found.append(
+                {
+                    "log_path": path,
+                    "user": job.user,
+                    "job_id": job.job_id,
+                    "cycle_id": job.cycle_id,
+                    "mode": job.mode.value,
+                    "status": status,
+                    "recommendation": recommendation,
+                }
+            )
+        return found
+
+    async def shutdown_async(self) -> None:
+        """End all reading; submissions that have no result stay in the journal."""
+        tasks = [*self._background, *self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        await self.coalescer.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Close what belongs to no event loop."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._journal is not None:
+            self._journal.close()
+
+    async def resume(self) -> int:
+        """Submit what the journal has without an end, and return how many."""
+        left = list(self._journal.open_submissions) if self._journal is not None else []
+        count = 0
+        for value in left:
+            try:
+                await self.submit(
+                    value["log_path"],
+                    value["user"],
+                    value["job_id"],
+                    value["cycle_id"],
+                    value["analysis_intent"],
+                    log_complete=value["log_complete"],
+                )
+                count += 1
+            except (LogAnalyzerError, KeyError, TypeError) as error:
+                logger.warning("a submission of the journal is left out: %s", error)
+        return count
+
+    def _register(self, resolved: str, user: str, job_id: str | None, cycle_id: int | None) -> Job:
+        job = self._jobs.get(resolved)
+        if job is not None:
+            if (job.job_id, job.cycle_id) != (job_id, cycle_id):
+                message = f"{resolved} was submitted for job {job.job_id}, cycle {job.cycle_id}"
+                raise LogAnalyzerError(ErrorCode.INVALID_PARAMETER, message)
+            return job
+        if job_id is not None and cycle_id is not None:
+            other = self._paths.get((job_id, cycle_id))
+            if other is not None:
+                message = f"cycle {cycle_id} of job {job_id} has the log {other}"
+                raise LogAnalyzerError(ErrorCode.INVALID_PARAMETER, message)
+        if len(self._jobs) >= MAX_JOBS:
+            raise LogAnalyzerError(ErrorCode.JOB_LIMIT_REACHED, f"{MAX_JOBS} jobs are known")
+        if job_id is not None and cycle_id is not None:
+            self._paths[job_id, cycle_id] = resolved
+        job = self._jobs[resolved] = Job(resolved, user, job_id, cycle_id)
+        return job
+
+    def _look_for_split_log(self, job: Job) -> None:
+        """Read the head of a log that exists, once, and list the files that it names."""
+        if job.mode is JobMode.PENDING and os.path.exists(job.path):
+            try:
+                descriptor = open_log(job.path, self.allowed_root)
+            except (OSError, LogAnalyzerError):
+                return  # the analysis says so
+            with open(descriptor, "rb") as log:
+                head = log.read(_HEAD_BYTES).decode("utf-8", "replace")
+            found = SlurmParser.parse(head)
+            job.sched_restarts = found.restart_count
+            if not head:
+                return
+            job.mode = JobMode.SINGLE
+            if found.logs_dir is not None and self._is_inside(found.logs_dir):
+                job.mode, job.logs_dir = JobMode.SPLITLOG, os.path.realpath(found.logs_dir)
+        if job.mode is JobMode.SPLITLOG and job.logs_dir is not None:
+            try:
+                job.files = SplitlogTracker(job.logs_dir, job.job_id).files()
+            except OSError as error:
+                message = f"{job.logs_dir}: {error.strerror}"
+                raise LogAnalyzerError(ErrorCode.LOGS_DIR_NOT_READABLE, message) from None
+            for info in job.files:
+                info.is_analyzed = self.coalescer.peek(info.path) is not None
+
+    def _is_inside(self, path: str) -> bool:
+        real = os.path.realpath(path)
+        return os.path.isabs(path) and os.path.commonpath([self.allowed_root, real]) == (
+            self.allowed_root
+        )
+
+    def _choose(self, job: Job, file: str | None, wl_restart: int | None) -> tuple[str, int]:
+        if job.mode is not JobMode.SPLITLOG or not job.files:
+            if file is not None and file not in {job.path, os.path.basename(job.path)}:
+                raise LogAnalyzerError(ErrorCode.NOT_FOUND, f"no file {file!r:.200} of this job")
+            return job.path, wl_restart or 0
+        if file is not None:
+            for number, info in enumerate(job.files):
+                if file in {info.path, os.path.basename(info.path)}:
+                    return info.path, number
+            raise LogAnalyzerError(ErrorCode.NOT_FOUND, f"no file {file!r:.200} of this job")
+        number = len(job.files) - 1 if wl_restart is None else wl_restart
+        if not 0 <= number < len(job.files):
+            raise LogAnalyzerError(ErrorCode.NOT_FOUND, f"no restart {number} of this job")
+        return job.files[number].path, number
+
+    def _end(self, key: str, job: Job, *, is_complete: bool) -> None:
+        self._ended.add(key)
+        if is_complete:
+            self._complete.add(key)
+        if self._is_outdated(key):
+            self.coalescer.forget(key)
+        self._failures.pop(key, None)
+        session = self._sessions.get(key)
+        if session is not None:
+            session.end(is_complete=is_complete)
+        if not self.coalescer.is_running(key) and self.coalescer.peek(key) is None:
+            self._in_background(self._compute(key, job))
+
+    def _is_outdated(self, key: str) -> bool:
+        kept = self.coalescer.peek(key)
+        if kept is None:
+            return False
+        try:
+            return os.stat(key).st_size != kept.size
+        except OSError:
+            return False
+
+    def _grow(self, key: str, job: Job) -> None:
+        if key in self._sessions or self.coalescer.peek(key) is not None or key in self._ended:
+            return
+        if len(self._sessions) >= self._max_growing:
+            logger.warning("%d logs are being read; %s waits for its end", len(self._sessions), key)
+            return
+        self._in_background(self._follow(key, self._session_task(key, job)))
+
+    async def _compute(self, key: str, job: Job) -> None:
+        try:
+            await self.coalescer.get_or_compute(key, lambda: self._converge(key, job))
+        except (OSError, TimeoutError, LogAnalyzerError) as error:
+            logger.warning("no verdict about %s: %s", key, error)
+
+    async def _follow(self, key: str, task: asyncio.Task[engine.Verdict | None]) -> None:
+        try:
+            await asyncio.shield(task)
+        except (OSError, LogAnalyzerError) as error:
+            self._failures[key] = str(error)
+            logger.warning("%s cannot be read: %s", key, error)
+
+    def _session_task(self, key: str, job: Job) -> asyncio.Task[engine.Verdict | None]:
+        """Return the task that reads a log; there is one per log."""
+        task = self._tasks.get(key)
+        if task is not None:
+            return task
+        name, cycle_id = _attempt_key(key, job)
+        session = LogSession(
+            key,
+            self.allowed_root,
+            job=name,
+            cycle_id=cycle_id,
+            history=self._history,
+            times=self._times,
+            pool=self._pool,
+        )
+        if key in self._ended:
+            session.end(is_complete=key in self._complete)
+        self._sessions[key] = session
+        task = self._tasks[key] = asyncio.ensure_future(session.run())
+
+        def forget(_: object) -> None:
+            self._sessions.pop(key, None)
+            self._tasks.pop(key, None)
+
+        task.add_done_callback(forget)
+        return task
+
+    async def _converge(self, key: str, job: Job) -> dict[str, Any]:
+        """Read a log to its end and return the reply; failures are remembered."""
+        started_s = time.monotonic()
+        try:
+            verdict = None
+            while verdict is None:  # a session that was idle gives way to a new one
+                task = self._session_task(key, job)
+                session = self._sessions[key]
+                if key in self._ended:
+                    session.end(is_complete=key in self._complete)
+                verdict = await asyncio.shield(task)
+        except (OSError, LogAnalyzerError) as error:
+            self._failures[key] = str(error)
+            raise
+        finally:
+            self._complete.discard(key)
+        if self._refine is not None:
+            verdict = await self._refine(verdict)
+        payload = self._payload(verdict, session.dump_path)
+        if self._journal is not None:
+            self._journal.end(job.path)
+        if self._on_complete is not None:
+            elapsed_s = time.monotonic() - started_s
+            self._on_complete(CompletedAnalysis(job, verdict, payload, elapsed_s))
+        return payload
+
+    def _payload(self, verdict: engine.Verdict, dump_path: str | None) -> dict[str, Any]:
+        if self._is_lib:
+            result = verdict.to_restart_agent_response()
+        else:
+            result = log_analyzer_result_payload([verdict.to_item()])
+        return {
+            "result": result,
+            "status": "completed",
+            "fr_dump_path": dump_path,
+            "fr_analysis": None if verdict.fr is None else _ranks_text(verdict.fr),
+            "recommendation": _recommendation(verdict),
+            "candidate_recommendation": _recommendation(verdict),
+            "attribution": {**verdict.to_dict(), "fr": _bounded(verdict.fr)},
+        }
+
+    def _result(self, job: Job, key: str, number: int, value: dict[str, Any]) -> Result:
+        if job.mode is JobMode.SPLITLOG and job.files:
+            return LogAnalysisSplitlogResult(
+                **value, sched_restarts=job.sched_restarts, log_file=key, wl_restart=number
+            )
+        return LogAnalysisCycleResult(**value, wl_restart=number)
+
+    async def _wait_for_end(self, session: LogSession) -> bool:
+        try:
+            await asyncio.wait_for(session.has_ended.wait(), self._compute_timeout_s)
+        except (asyncio.TimeoutError, TimeoutError):
+            return False
+        return True
+
+    def _in_background(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _attempt_key(key: str, job: Job) -> tuple[str, int | None]:
+    """Return the name under which attempts of a job are compared, and which attempt this is."""
+    named = extract_job_metadata(key, warn_on_missing_job_id=False)
+    cycle_id = job.cycle_id if key == job.path and job.cycle_id is not None else named.cycle_id
+    name = job.job_id or named.job_id or CYCLE_NUM_PATTERN.sub("", key)
+    return name, cycle_id
+
+
+def _recommendation(verdict: engine.Verdict) -> dict[str, str]:
+    reason = f"{verdict.reason_code}: {verdict.explanation}"
+    return {"action": verdict.action, "reason": reason, "source": _SOURCE}
+
+
+def _bounded(report: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a report whose long lists are cut: clients refuse replies over 1 MiB."""
+    if report is None:
+        return None
+    cut = {name: report[name][:_MOST_LISTED] for name in _LISTS if name in report}
+    return {**report, **cut}
+
+
+def _failed(reason: str, action: str = "UNKNOWN") -> dict[str, Any]:
+    recommendation = {"action": action, "reason": reason, "source": _SOURCE}
+    return {"result": None, "status": "failed", "recommendation": recommendation}
+
+
+def _ranks_text(report: dict[str, Any]) -> str:
+    return f"{report['kind']}: hanging ranks: {report['guilty_ranks']}"

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The deterministic engine: a log, and traces if there are some, in; a verdict out.
+
+It needs no network, no key and no model. The same bytes, rules and history give the same verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from nvidia_resiliency_ext.attribution._core.errors import NoTraceError, UnreadableInputError
+from nvidia_resiliency_ext.attribution._core.redact import redact
+from nvidia_resiliency_ext.attribution._core.verdict import (
+    FirstFault,
+    ReportedEvent,
+    RetryState,
+    Verdict,
+    VerdictProgress,
+)
+from nvidia_resiliency_ext.attribution._logs.diagnosis import Diagnosis, diagnose, role_of
+from nvidia_resiliency_ext.attribution._logs.events import Event, ScanResult
+from nvidia_resiliency_ext.attribution._logs.registry import Registry, load_registry
+from nvidia_resiliency_ext.attribution._logs.scanner import Scanner
+from nvidia_resiliency_ext.attribution._policy.decision import RetryPolicy, decide
+from nvidia_resiliency_ext.attribution._policy.fusion import fuse
+from nvidia_resiliency_ext.attribution._policy.history import (
+    Attempt,
+    attempt_of,
+    count_repeats,
+    load_history,
+    save_attempt,
+)
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "FirstFault",
+    "LogScanner",
+    "Registry",
+    "RetryPolicy",
+    "Verdict",
+    "analyze",
+    "fr_report_of",
+    "load_registry",
+]
+
+_CHUNK_BYTES = 1 << 20
+_MOST_REPORTED = 50
+_SAMPLE = 200
+_HANG_INTERVALS = 10
+_UNKNOWN_CONFIDENCE = 0.3
+_RANK_MAP_BYTES = 64 << 20
+
+History = str | os.PathLike[str] | Sequence[Mapping[str, Any]] | None
+RankMap = Mapping[Any, str] | str | os.PathLike[str] | None
+
+
+class LogScanner:
+    r"""Scan a log that grows; a verdict can be taken at any time.
+
+    Args:
+        rank_map: Rank -> node, as a mapping or a JSON file; default: as the log says.
+        history: Earlier attempts: a JSON-lines or SQLite file, verdicts as JSON objects, or None.
+        job_id: The job.
+        cycle_id: Which attempt of it.
+        registry: The rules; default: the bundled ones.
+        policy: What a site may set.
+        fr_report: Report of the flight recorder, `nvrx_fr_report.v1`, or None.
+
+    Raises:
+        UnreadableInputError: The rank map or the history cannot be read.
+
+    Example:
+        >>> scanner = LogScanner()
+        >>> scanner.feed(b"[rank3]: torch.cuda.OutOfMemoryError: CUDA out of memory.\n")
+        >>> scanner.finish().reason_code
+        'gpu.oom'
+    """
+
+    def __init__(  # noqa: PLR0913 - the public signature
+        self,
+        *,
+        rank_map: RankMap = None,
+        history: History = None,
+        job_id: str | None = None,
+        cycle_id: int | None = None,
+        registry: Registry | None = None,
+        policy: RetryPolicy | None = None,
+        fr_report: dict[str, Any] | None = None,
+    ) -> None:
+        self._registry = registry or load_registry()
+        self._policy = policy or RetryPolicy()
+        self._scanner = Scanner(self._registry)
+        self._scanner.result.node_map.given = _rank_map(rank_map)
+        self._earlier = load_history(history, job_id, cycle_id)
+        self._job_id = job_id
+        self._cycle_id = cycle_id
+        self._started_s = time.perf_counter()
+        self.fr_report = fr_report
+
+    def feed(self, data: bytes) -> None:
+        """Scan more bytes of the log."""
+        self._scanner.feed(data)
+
+    def set_history(self, history: History) -> None:
+        """Replace the earlier attempts: those that ended while this log was growing count, too.
+
+        Raises:
+            UnreadableInputError: The history cannot be read.
+        """
+        self._earlier = load_history(history, self._job_id, self._cycle_id)
+
+    def snapshot(self) -> Verdict:
+        """Return the verdict about what came so far; cheap, whatever the size of the log."""
+        return self._verdict()
+
+    def finish(self) -> Verdict:
+        """Look at a last line without an end, too, and return the verdict."""
+        self._scanner.finish()
+        return self._verdict()
+
+    def mark_truncated(self) -> None:
+        """Say that not all of the log was read."""
+        self._scanner.result.truncated = True
+
+    def _verdict(self) -> Verdict:
+        scan = self._scanner.result
+        if scan.bytes == 0 and self.fr_report is None:
+            return self._empty(scan)
+        log = diagnose(scan, self._registry)
+        if log.code == "unknown" and _is_silent(scan):
+            log.code, log.confidence = "hang.no_output", 0.4
+        found = fuse(log, self.fr_report, scan.node_map)
+        code = self._registry.code(found.code)
+        progress = scan.progress
+        now = Attempt(
+            *(self._job_id, self._cycle_id, found.fingerprint, found.entity, found.rank),
+            *(found.node, _or_minus(progress.last_step), _or_minus(progress.last_checkpoint)),
+        )
+        had_steps = found.fault.steps_before if found.fault else progress.last_step is not None
+        decision = decide(
+            found,
+            code,
+            count_repeats(now, self._earlier),
+            self._policy,
+            had_steps=had_steps,
+            is_single=len(scan.ranks) <= 1 and (scan.world_size or 1) <= 1,
+        )
+        confidence = found.confidence
+        if found.code == "unknown":
+            confidence = min(confidence, _UNKNOWN_CONFIDENCE)
+        return Verdict(
+            action=decision.action,
+            reason_code=found.code,
+            domain=code.domain,
+            confidence=confidence,
+            retry=decision.retry,
+            first_fault=_first_fault(found),
+            suspect_ranks=found.suspects,
+            suspect_nodes=found.suspect_nodes,
+            exclude_nodes=decision.exclude_nodes,
+            entity={"kind": "artifact", "id": found.entity} if found.entity else None,
+            phase=found.fault.phase if found.fault is not None else progress.phase,
+            progress=VerdictProgress(
+                progress.first_step, progress.last_step, progress.last_checkpoint
+            ),
+            events=_reported(scan, found),
+            fr=self.fr_report,
+            evidence=_evidence(found),
+            fingerprint=found.fingerprint,
+            registry_version=self._registry.version,
+            coverage=_coverage(scan),
+            elapsed_s=time.perf_counter() - self._started_s,
+            job_id=self._job_id,
+            cycle_id=self._cycle_id,
+            explanation=decision.explanation,
+        )
+
+    def _empty(self, scan: ScanResult) -> Verdict:
+        return Verdict(
+            *("UNKNOWN", "unknown", "unknown", 0.0),
+            retry=RetryState(),
+            registry_version=self._registry.version,
+            coverage=_coverage(scan),
+            job_id=self._job_id,
+            cycle_id=self._cycle_id,
+            explanation="the log is empty",
+        )
+
+
+def analyze(  # noqa: PLR0913 - the public signature
+    log: str | os.PathLike[str] | BinaryIO | Sequence[str | os.PathLike[str]],
+    *,
+    fr_path: str | None = None,
+    rank_map: RankMap = None,
+    history: History = None,
+    job_id: str | None = None,
+    cycle_id: int | None = None,
+    registry: Registry | None = None,
+    policy: RetryPolicy | None = None,
+    max_bytes: int | None = None,
+    deadline_s: float | None = None,
+) -> Verdict:
+    """Say what failed, where, and whether a restart helps.
+
+    Args:
+        log: A file, several files in their order, or an open binary file.
+        fr_path: Directory or prefix of flight-recorder dumps, or None. Dumps that cannot be read
+            leave the verdict to the log.
+        rank_map: Rank -> node, as a mapping or a JSON file.
+        history: Earlier attempts. A file is read, and this attempt added when `job_id` is given.
+        job_id: The job.
+        cycle_id: Which attempt of it.
+        registry: The rules; default: the bundled ones.
+        policy: What a site may set.
+        max_bytes: Read no more than this; the verdict says so.
+        deadline_s: Seconds to read for; the verdict is then about what was read.
+
+    Raises:
+        UnreadableInputError: A log, the rank map or the history cannot be read.
+    """
+    scanner = LogScanner(
+        rank_map=rank_map,
+        history=history,
+        job_id=job_id,
+        cycle_id=cycle_id,
+        registry=registry,
+        policy=policy,
+        fr_report=fr_report_of(fr_path),
+    )
+    deadline = Deadline.after(deadline_s)
+    left = max_bytes
+    for data in _chunks(log):
+        if deadline.expired() or (left is not None and left <= 0):
+            scanner.mark_truncated()
+            break
+        scanner.feed(data if left is None else data[:left])
+        if left is not None:
+            left -= len(data)
+            if left < 0:
+                scanner.mark_truncated()
+    verdict = scanner.finish()
+    if job_id is not None and isinstance(history, str | os.PathLike):
+        save_attempt(os.fspath(history), attempt_of(verdict))
+    return verdict
+
+
+def _chunks(log: Any) -> Iterator[bytes]:
+    if hasattr(log, "read"):
+        while data := log.read(_CHUNK_BYTES):
+            yield data
+        return
+    paths = [log] if isinstance(log, str | os.PathLike) else list(log)
+    for path in paths:
+        name = os.fspath(path)
+        try:
+            with open(name, "rb", buffering=0) as file:
+                while data := file.read(_CHUNK_BYTES):
+                    yield data
+        except OSError as error:
+            raise UnreadableInputError(name, error.strerror or str(error)) from None
+
+
+def fr_report_of(path: str | None) -> dict[str, Any] | None:
+    """Return the report of the dumps at a path; None without a path or a readable dump."""
+    if path is None:
+        return None
+    from nvidia_resiliency_ext.attribution._traces.analysis import analyze_traces
+
+    try:
+        return analyze_traces(os.fspath(path)).to_dict()
+    except NoTraceError:
+        return None
+
+
+def _rank_map(value: RankMap) -> dict[int, str]:
+    if value is None:
+        return {}
+    if isinstance(value, str | os.PathLike):
+        name = os.fspath(value)
+        try:
+            with open(name, "rb") as file:
+                value = json.loads(file.read(_RANK_MAP_BYTES))
+        except (OSError, ValueError) as error:
+            raise UnreadableInputError(name, f"not a rank map: {error}") from None
+    try:
+        return {int(rank): str(node) for rank, node in value.items()}  # type: ignore[union-attr]
+    except (AttributeError, TypeError, ValueError):
+        raise UnreadableInputError("rank_map", 'not an object {"<rank>": "<node>"}') from None
+
+
+def _first_fault(found: Diagnosis) -> FirstFault | None:
+    fault = found.fault
+    if fault is None:
+        return None
+    first = fault.first
+    return FirstFault(
+        *(first.line, first.byte, _iso(first.time_s), found.rank, first.local_rank),
+        *(found.node, first.gpu, redact(first.text)),
+    )
+
+
+def _reported(scan: ScanResult, found: Diagnosis) -> tuple[ReportedEvent, ...]:
+    def weight(event: Event) -> tuple[bool, bool, int]:
+        return (event is not found.fault, event.role not in {"root", "either"}, event.first.line)
+
+    return tuple(
+        ReportedEvent(
+            *(event.code, role_of(event, found), event.count, event.first.line),
+            *(format_ranks(event.ranks), redact(event.first.text[:_SAMPLE])),
+        )
+        for event in sorted(scan.events, key=weight)[:_MOST_REPORTED]
+    )
+
+
+def _evidence(found: Diagnosis) -> tuple[dict[str, Any], ...]:
+    if found.fault is None:
+        return ()
+    return tuple({"line": line, "quote": redact(text)} for line, text in found.fault.evidence)
+
+
+def _coverage(scan: ScanResult) -> dict[str, Any]:
+    truncated = scan.truncated or scan.dropped_events > 0
+    return {"bytes": scan.bytes, "lines": scan.lines, "truncated": truncated}
+
+
+def _is_silent(scan: ScanResult) -> bool:
+    """Tell whether lines came long after the last step, measured by the steps before."""
+    progress = scan.progress
+    times = (progress.first_step_time_s, progress.last_step_time_s, scan.last_time_s)
+    if None in times or progress.last_step is None or progress.first_step is None:
+        return False
+    first, last, end = (float(value or 0.0) for value in times)
+    steps = max(1, progress.last_step - progress.first_step)
+    interval = (last - first) / steps
+    return interval > 0 and end - last > _HANG_INTERVALS * interval
+
+
+def _iso(time_s: float | None) -> str | None:
+    if time_s is None:
+        return None
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time_s))
+    return f"{whole}.{int(time_s * 1000) % 1000:03d}Z"
+
+
+def _or_minus(value: int | None) -> int:
+    return -1 if value is None else value

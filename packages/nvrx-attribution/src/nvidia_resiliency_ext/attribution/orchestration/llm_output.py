@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From result items to one recommendation, and its forms for replies and exported records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from nvidia_resiliency_ext.attribution._core.results import RawAnalysisResultItem
+from nvidia_resiliency_ext.attribution.orchestration.types import (
+    AttributionRecommendation,
+    normalize_recommendation_action,
+)
+
+__all__ = [
+    "log_fields_for_dataflow_record",
+    "logsage_recommendation",
+    "recommendation_payload",
+]
+
+_PRIORITY = ("STOP", "RESTART", "TIMEOUT", "UNKNOWN", "CONTINUE")
+
+
+def logsage_recommendation(
+    items: Iterable[RawAnalysisResultItem], *, source: str = ""
+) -> AttributionRecommendation:
+    """Return the most severe action: STOP, RESTART, TIMEOUT, UNKNOWN, CONTINUE; UNKNOWN of none."""
+    found = {normalize_recommendation_action(item.action): item for item in reversed(list(items))}
+    for action in _PRIORITY:
+        if action in found:
+            return AttributionRecommendation(action, found[action].auto_resume_explanation, source)
+    return AttributionRecommendation(source=source)
+
+
+def recommendation_payload(recommendation: AttributionRecommendation) -> dict[str, str]:
+    """Return `{"action", "source"}`."""
+    return {"action": recommendation.action, "source": recommendation.source}
+
+
+def log_fields_for_dataflow_record(
+    items: Iterable[RawAnalysisResultItem],
+) -> dict[str, Any]:
+    """Return the fields of an exported record that speak of the log, from the newest item."""
+    last = list(items)[-1:]
+    item = last[0] if last else None
+    return {
+        "s_auto_resume": item.auto_resume if item else "",
+        "s_auto_resume_explanation": item.auto_resume_explanation if item else "",
+        "s_primary_issues": ", ".join(item.primary_issues) if item else "",
+    }

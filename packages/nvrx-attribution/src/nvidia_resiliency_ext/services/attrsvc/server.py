@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program `nvrx-attrsvc`: bind, serve, end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from nvidia_resiliency_ext.services.attrsvc.app import create_app
+from nvidia_resiliency_ext.services.attrsvc.settings import ServiceEndpoint, Settings
+from nvidia_resiliency_ext.shared_utils.console import plain, write_err
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+
+__all__ = ["main", "setup"]
+
+logger = logging.getLogger("nvrx")
+
+_EXIT_USAGE = 2
+_BACKLOG = 512
+_GRACE_S = 2
+_PROBE_S = 1.0
+
+
+def setup(environ: Mapping[str, str] | None = None) -> Settings:
+    """Return the settings of the environment, and set the log up.
+
+    Raises:
+        ConfigError: A setting is wrong.
+    """
+    settings = Settings.from_environ(os.environ if environ is None else environ)
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    return settings
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT.
+
+    Returns:
+        0 at the end, 2 when a setting is wrong or the address cannot be used.
+    """
+    parser = argparse.ArgumentParser(
+        prog="nvrx-attrsvc",
+        description="Serve verdicts about logs over HTTP. Settings are environment variables:"
+        " NVRX_ATTRSVC_ALLOWED_ROOT (required), NVRX_ATTRSVC_ENDPOINT and others.",
+    )
+    parser.parse_args(argv)
+    try:
+        settings = setup()
+        app = create_app(settings)
+        with _bound(settings.service_endpoint) as listener:
+            return _serve(app, listener, settings)
+    except (NvrxError, OSError) as error:
+        write_err(plain(f"nvrx-attrsvc: {error}") + "\n")
+        return _EXIT_USAGE
+
+
+def _serve(app: Any, listener: socket.socket, settings: Settings) -> int:
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level=settings.log_level.lower(),
+        access_log=False,
+        timeout_graceful_shutdown=_GRACE_S,
+        server_header=False,
+    )
+    logger.info("listening at %s; logs below %s", settings.service_endpoint, settings.allowed_root)
+    server = uvicorn.Server(config)
+
+    def end(*_: object) -> None:
+        server.should_exit = True
+
+    # uvicorn raises a signal again after its own end: without these the process would then die
+    # before it has removed its socket.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    server.run(sockets=[listener])
+    return 0 if server.started else _EXIT_USAGE
+
+
+@contextlib.contextmanager
+def _bound(where: ServiceEndpoint) -> Any:
+    """Give a listening socket; the path of a Unix socket is removed at the end.
+
+    Raises:
+        ConfigError: The address is in use or cannot be bound.
+    """
+    if where.path is None:
+        family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
+        # With the protocol named, asyncio switches off the delay of small packets: 40 ms a reply.
+        with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _bind(listener, (where.host, where.port), where)
+            yield listener
+        return
+    _remove_stale(where.path)
+    with socket.socket(socket.AF_UNIX) as listener:
+        mask = os.umask(0o177)  # only the same user may connect
+        try:
+            _bind(listener, where.path, where)
+        finally:
+            os.umask(mask)
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(where.path)
+
+
+def _bind(listener: socket.socket, address: Any, where: ServiceEndpoint) -> None:
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {where}: {error.strerror or error}") from None
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket at which nobody listens any more; leave anything else.
+
+    Raises:
+        ConfigError: Something else is there, or somebody listens.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{path} is there and is no socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_PROBE_S)
+        code = probe.connect_ex(path)
+    if code != errno.ECONNREFUSED:
+        raise ConfigError(f"somebody listens at {path} already")
+    os.unlink(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service over HTTP, as a process of its own."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from urllib.parse import urlencode
+
+import ports
+import pytest
+
+from nvidia_resiliency_ext.services.attrsvc import Settings, parse_service_endpoint
+from nvidia_resiliency_ext.services.attrsvc.limits import RateLimiter, parse_rate
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory.\n"
+READY_S = 50
+
+
+class Unix(http.client.HTTPConnection):
+    """A connection to a Unix socket."""
+
+    def __init__(self, path):
+        super().__init__("localhost", timeout=30)
+        self.path = path
+
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(30)
+        self.sock.connect(self.path)
+
+
+class Service:
+    """A running service.
+
+    Attributes:
+        process: Its process.
+    """
+
+    def __init__(self, endpoint, process):
+        self.endpoint = endpoint
+        self.process = process
+
+    def request(self, method, target, body=None, **headers):
+        where = parse_service_endpoint(self.endpoint)
+        if where.path is not None:
+            connection = Unix(where.path)
+        else:
+            connection = http.client.HTTPConnection(where.host, where.port, timeout=30)
+        with contextlib.closing(connection):
+            data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+            if data is not None:
+                headers.setdefault("Content-Type", "application/json")
+            connection.request(method, target, data, headers)
+            response = connection.getresponse()
+            text = response.read()
+        is_json = response.headers.get_content_type() == "application/json"
+        return response.status, json.loads(text) if is_json else text.decode()
+
+    def post(self, path, **fields):
+        return self.request("POST", "/logs", {"log_path": str(path), **fields})
+
+    def get(self, path, **params):
+        query = urlencode({"log_path": str(path), **params})
+        return self.request("GET", f"/logs?{query}")
+
+
+@contextlib.contextmanager
+def running(root, endpoint, **settings):
+    """Run the service until the end of the block."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("NVRX_", "LLM_"))}
+    given = {"ALLOWED_ROOT": root, "ENDPOINT": endpoint, **settings}
+    environ |= {f"NVRX_ATTRSVC_{name}": str(value) for name, value in given.items()}
+    argv = [sys.executable, "-m", "nvidia_resiliency_ext.services.attrsvc"]
+    with subprocess.Popen(argv, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        service = Service(endpoint, process)
+        try:
+            deadline = time.monotonic() + READY_S
+            while True:
+                assert process.poll() is None, process.stderr.read()
+                assert time.monotonic() < deadline
+                with contextlib.suppress(OSError):
+                    if service.request("GET", "/healthz")[0] == 200:
+                        break
+                time.sleep(0.05)  # a process that starts has no event to wait for
+            yield service
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """One service on TCP for tests that change nothing of it."""
+    root = tmp_path_factory.mktemp("logs")
+    with ports.claimed() as port, running(root, f"http://127.0.0.1:{port}") as found:
+        found.root = root
+        yield found
+
+
+def test_life_of_a_log(service):
+    """Submitted, growing with a candidate, ended with a verdict; the same again changes nothing."""
+    log = service.root / "life_cycle0.log"
+    assert service.get(log)[0] == 404
+    status, reply = service.post(log, job_id="life", cycle_id=0, analysis_intent="progressive")
+    assert (status, reply["submitted"], reply["normalized_path"]) == (200, True, str(log))
+    log.write_text(OOM)
+    reply = service.get(log, wait="false")[1]
+    assert reply["status"] == "in_flight"
+    assert reply["candidate_recommendation"]["action"] == "STOP"
+    fields = {"job_id": "life", "cycle_id": 0, "analysis_intent": "terminal"}
+    started = time.monotonic()
+    assert service.post(log, **fields, log_complete=True)[0] == 200
+    reply = service.get(log)[1]
+    assert time.monotonic() - started < 10
+    assert (reply["status"], reply["recommendation"]["action"]) == ("completed", "STOP")
+    assert reply["recommendation"]["reason"].startswith("gpu.oom")
+    assert reply["attribution"]["schema"] == "nvrx_attribution.v1"
+    assert reply["result"]["schema_version"] == "restart_agent_response.v1"
+    assert service.post(log, **fields)[0] == 200
+    assert service.get(log)[1] == reply
+    jobs = service.request("GET", "/jobs")[1]["jobs"]
+    assert [j["status"] for j in jobs if j["log_path"] == str(log)] == ["completed"]
+
+
+def test_bad_requests(service):
+    """Each wrong request gets its status and error code, and none gets a server error."""
+    inside = service.root / "bad.log"
+    (service.root / "out").symlink_to("/etc/passwd")
+    cases = [
+        (service.post("relative"), 400, "invalid_path"),
+        (service.post("/etc/passwd"), 403, "outside_root"),
+        (service.post(service.root / "out"), 403, "outside_root"),
+        (service.post(service.root / "no" / "dir.log"), 404, "not_found"),
+        (service.post(inside, cycle_id="1"), 400, "invalid_parameter"),
+        (service.post(inside, cycle_id=True), 400, "invalid_parameter"),
+        (service.post(inside, analysis_intent="soon"), 400, "invalid_parameter"),
+        (service.post(inside, user="a\nb"), 400, "invalid_parameter"),
+        (service.request("POST", "/logs", b"{"), 400, "invalid_parameter"),
+        (service.request("POST", "/logs", b"[" * 60000), 400, "invalid_parameter"),
+        (service.request("POST", "/logs", b"x" * 70000), 413, "too_large"),
+        (service.request("GET", "/logs"), 400, "invalid_parameter"),
+        (service.get(inside, wl_restart=-1), 400, "invalid_parameter"),
+        (service.get(inside), 404, "not_found"),
+        (service.request("GET", "/none"), 404, "not_found"),
+        (service.request("DELETE", "/logs"), 405, "method_not_allowed"),
+        (service.request("GET", "/print?log_path=/etc/passwd"), 403, "outside_root"),
+    ]
+    for (status, reply), wanted, code in cases:
+        assert (status, reply["error_code"]) == (wanted, code)
+        assert set(reply) == {"error_code", "message", "details"}
+
+
+def test_conflicting_submissions(service):
+    """A path keeps its job and cycle, and a cycle of a job its path."""
+    log, other = service.root / "one.log", service.root / "two.log"
+    assert service.post(log, job_id="c", cycle_id=1)[0] == 200
+    assert service.post(log, job_id="c", cycle_id=2)[0] == 400
+    assert service.post(other, job_id="c", cycle_id=1)[0] == 400
+    assert service.post(log, job_id="c", cycle_id=1)[0] == 200
+
+
+def test_other_routes(service):
+    """Preview, counts, indentation and the page are there; the page runs no foreign script."""
+    log = service.root / "preview.log"
+    log.write_text("a\x1b[31m" + "x" * 9000)
+    status, text = service.request("GET", "/print?" + urlencode({"log_path": str(log)}))
+    assert (status, len(text), "\x1b" in text) == (200, 4096, False)
+    assert "jobs" in service.request("GET", "/stats?pretty")[1]
+    assert service.request("GET", "/inflight")[1]["count"] >= 0
+    status, page = service.request("GET", "/")
+    assert (status, "innerHTML" in page, "<script>" in page) == (200, False, True)
+
+
+def test_many_submissions(service):
+    """A thousand submissions are accepted, and their logs answered for."""
+    with contextlib.closing(http.client.HTTPConnection(*_address(service), timeout=30)) as client:
+        for number in range(1000):
+            body = json.dumps({"log_path": str(service.root / f"many{number}.log")})
+            client.request("POST", "/logs", body, {"Content-Type": "application/json"})
+            response = client.getresponse()
+            response.read()
+            assert response.status == 200
+    (service.root / "many999.log").write_text(OOM)
+    log = service.root / "many999.log"
+    assert service.post(log, analysis_intent="terminal", log_complete=True)[0] == 200
+    assert service.get(log)[1]["recommendation"]["action"] == "STOP"
+
+
+def _address(service):
+    where = parse_service_endpoint(service.endpoint)
+    return where.host, where.port
+
+
+def test_socket_token_and_limits(tmp_path):
+    """On a Unix socket, too, a wrong token and too many requests are refused."""
+    root = tmp_path / "logs"
+    root.mkdir()
+    token = tmp_path / "token"
+    token.write_text("secret-token\n")
+    token.chmod(0o600)
+    path = tmp_path / "s"
+    with running(root, f"unix://{path}", TOKEN_FILE=token, RATE_LIMIT_PREVIEW="2/hour") as service:
+        assert path.stat().st_mode & 0o077 == 0
+        assert service.request("GET", "/jobs")[0] == 401
+        assert service.request("GET", "/jobs", Authorization="Bearer wrong")[0] == 401
+        good = {"Authorization": "Bearer secret-token"}
+        assert service.request("GET", "/jobs", **good)[0] == 200
+        statuses = [service.request("GET", "/print?log_path=x", **good)[0] for _ in range(3)]
+        assert statuses == [400, 400, 429]
+    assert not path.exists()
+
+
+def test_killed_service_knows_its_submissions(tmp_path):
+    """After SIGKILL a new service answers for a log that was submitted before."""
+    root = tmp_path / "logs"
+    root.mkdir()
+    log = root / "a.log"
+    state = tmp_path / "state"
+    with ports.claimed() as port:
+        endpoint = f"127.0.0.1:{port}"
+        with contextlib.suppress(AssertionError), running(root, endpoint, STATE_DIR=state) as first:
+            assert first.post(log, job_id="k", cycle_id=0)[0] == 200
+            first.process.kill()
+            first.process.wait()
+        log.write_text(OOM)
+        with running(root, endpoint, STATE_DIR=state) as second:
+            assert second.get(log)[1]["recommendation"]["action"] == "STOP"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "ALLOWED_ROOT"),
+        ({"ALLOWED_ROOT": "relative"}, "absolute"),
+        ({"ALLOWED_ROOT": "/x", "PORT": "0"}, "PORT"),
+        ({"ALLOWED_ROOT": "/x", "ENDPOINT": "http://0.0.0.0:80"}, "TOKEN_FILE"),
+        ({"ALLOWED_ROOT": "/x", "ENDPOINT": "nonsense"}, "endpoint"),
+        ({"ALLOWED_ROOT": "/x", "RATE_LIMIT_SUBMIT": "many"}, "rate"),
+        ({"ALLOWED_ROOT": "/x", "COMPUTE_TIMEOUT": "nan"}, "seconds"),
+        ({"ALLOWED_ROOT": "/x", "ANALYSIS_BACKEND": "other"}, "lib, mcp"),
+        ({"ALLOWED_ROOT": "/x", "EXPORT_URL": "ftp://x"}, "export"),
+    ],
+)
+def test_wrong_settings(settings, message):
+    """A wrong setting is one line that names it."""
+    environ = {f"NVRX_ATTRSVC_{name}": value for name, value in settings.items()}
+    with pytest.raises(ConfigError, match=message) as caught:
+        Settings.from_environ(environ)
+    assert "\n" not in str(caught.value)
+
+
+def test_endpoints_and_rates():
+    """Endpoints and rates have the documented forms; permits come back evenly."""
+    assert str(parse_service_endpoint("/run/x")) == "unix:///run/x"
+    assert str(parse_service_endpoint("http://[::1]:80/")) == "http://[::1]:80"
+    for wrong in ("x", ":80", "http://h:99999", "https://h:1", "unix://relative", "h:1/path"):
+        with pytest.raises(ConfigError):
+            parse_service_endpoint(wrong)
+    limiter = RateLimiter(parse_rate("2/minute"))
+    assert [limiter.wait_s("a", 0.0) for _ in range(3)] == [0.0, 0.0, 30.0]
+    assert limiter.wait_s("b", 0.0) == 0.0
+    assert limiter.wait_s("a", 31.0) == 0.0
+    insecure = {"NVRX_ATTRSVC_ALLOWED_ROOT": "/x", "NVRX_ATTRSVC_HOST": "0.0.0.0"}
+    assert Settings.from_environ({**insecure, "NVRX_ATTRSVC_INSECURE": "1"}).port == 8000
+
+
+def test_address_in_use(tmp_path):
+    """An address that cannot be had ends the program with one line and exit code 2."""
+    path = tmp_path / "file"
+    path.write_text("keep")
+    environ = {**os.environ, "NVRX_ATTRSVC_ALLOWED_ROOT": str(tmp_path)}
+    argv = [sys.executable, "-m", "nvidia_resiliency_ext.services.attrsvc"]
+    environ["NVRX_ATTRSVC_ENDPOINT"] = f"unix://{path}"
+    found = subprocess.run(
+        argv, env=environ, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (found.returncode, found.stderr.count("\n")) == (2, 1)
+    assert "no socket" in found.stderr
+    assert path.read_text() == "keep"

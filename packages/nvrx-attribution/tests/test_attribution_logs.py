@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501 - texts of logs, and patterns for them, stay on one line
+"""Logs: which fault was first, who had it, where it was, and what is done about it."""
+
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import attribution_logs
+import attribution_traces
+import attribution_write_registry
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from nvidia_resiliency_ext.attribution import cli, engine
+from nvidia_resiliency_ext.attribution._core.errors import RegistryError, UnreadableInputError
+
+STEP = (
+    "iteration {}/ 500 | consumed samples: 64 | lm loss: 2.1E+00 | number of nan iterations: 0 |\n"
+)
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+REAL = Path(__file__).with_name("recorded_logs")
+
+
+def verdict_of(text, **kwargs):
+    """Analyse a text."""
+    data = text if isinstance(text, bytes) else text.encode()
+    return engine.analyze(io.BytesIO(data), **kwargs)
+
+
+@pytest.mark.parametrize("kind", [*attribution_logs.FAULTS, *attribution_logs.HEALTHY])
+def test_generated_logs(kind):
+    """Code, action, rank, node and line of every kind of fault are right, in any dialect."""
+    for seed in range(1000, 1003):
+        case = attribution_logs.make_case(kind, seed)
+        found = verdict_of(case.text)
+        assert (found.reason_code, found.action in case.actions) == (case.code, True), seed
+        if case.line is not None:
+            assert abs(found.first_fault.line - case.line) <= 5, seed
+        if case.rank is not None:
+            assert found.first_fault.rank in {case.rank, None}, seed
+        if case.has_node:
+            assert found.first_fault.node == case.node, seed
+
+
+@pytest.mark.parametrize("path", sorted(REAL.glob("*.log")), ids=lambda path: path.stem)
+def test_logs_of_real_jobs(path):
+    """What real torch jobs on CPU printed when they failed is understood."""
+    label = json.loads(path.with_suffix(".json").read_text())
+    found = engine.analyze(path)
+    assert (found.reason_code, found.action) == (label["code"], label["action"])
+    assert found.first_fault.rank in {label["rank"], None}
+
+
+def test_bundled_registry():
+    """The rules' own examples hold, no pattern is slow, and JSON and TOML say the same."""
+    registry = engine.load_registry()
+    assert registry.check() == []
+    bundled = attribution_write_registry.FOLDER / "bundled.json"
+    assert bundled.read_text() == attribution_write_registry.bundled()
+
+
+def write_rules(path, *rules):
+    """Write an overlay file."""
+    path.write_text(json.dumps({"version": "site.1", "rule": list(rules)}))
+    return path
+
+
+SITE = {
+    "id": "site.gremlin",
+    "code": "storage.io_error",
+    "role": "root",
+    "anchors": ["gremlin"],
+    "pattern": r"gremlin in bay (?P<bay>\w+)",
+    "examples": ["a gremlin in bay 7", "E: gremlin in bay X"],
+    "counterexamples": ["gremlins", "no gremlin here"],
+}
+
+
+def test_overlay(tmp_path):
+    """A site's file adds a rule and disables another; a wrong one is named with file and rule."""
+    registry = engine.load_registry(write_rules(tmp_path / "site.json", SITE))
+    assert verdict_of("a gremlin in bay 7\n", registry=registry).reason_code == "storage.io_error"
+    assert registry.version.endswith("+site.1")
+    off = write_rules(tmp_path / "off.json", {"id": "gpu.oom", "disable": True})
+    assert verdict_of(OOM, registry=engine.load_registry(off)).reason_code != "gpu.oom"
+    for change, message in (
+        ({"code": "gpu.gremlin"}, "not a known reason code"),
+        ({"pattern": "(a+)+b"}, "repeats what repeats"),
+        ({"pattern": "("}, "site.gremlin"),
+        ({"role": "boss"}, "none of root"),
+        ({"examples": ["nothing", "here"]}, "does not match"),
+        ({"counterexamples": ["one"]}, "at least two"),
+        ({"anchors": ["abc"], "examples": ["abc"]}, "under 4 letters"),
+        ({"patern": "x"}, "unknown key 'patern'"),
+    ):
+        with pytest.raises(RegistryError, match=message):
+            engine.load_registry(write_rules(tmp_path / "bad.json", {**SITE, **change}))
+
+
+def test_root_beats_cascade_whatever_the_order():
+    """A root that is flushed after its cascade is still first, by time."""
+    text = (
+        "3: 2026-01-02 10:00:05,000 ERROR recvValue failed on SocketImpl: Connection was closed\n"
+        "2: 2026-01-02 10:00:06,000 ERROR OSError: [Errno 5] Input/output error: '/a/b'\n"
+        "1: 2026-01-02 10:00:01,000 ERROR RuntimeError: CUDA error: uncorrectable ECC error\n"
+    )
+    found = verdict_of(text)
+    assert (found.reason_code, found.first_fault.rank, found.first_fault.line) == (
+        ("gpu.ecc_uncorrectable", 1, 3)
+    )
+    assert [event.role for event in found.events if event.code == "net.store_lost"] == ["cascade"]
+
+
+def test_recovered_fault_is_none():
+    """A fault after which the job made two steps is reported as recovered, not as the cause."""
+    error = "[rank1]: OSError: [Errno 5] Input/output error: '/a/b'\n"
+    text = STEP.format(1) + error + STEP.format(2) + STEP.format(3) + STEP.format(4)
+    found = verdict_of(text)
+    assert found.first_fault is None
+    assert [event.role for event in found.events] == ["recovered"]
+    again = verdict_of(text + error)
+    assert again.reason_code == "storage.io_error"
+    assert again.first_fault.line == 6
+
+
+def test_symptom_is_confirmed_by_the_kernel():
+    """The kernel's line about a killed process explains the bare exit by signal 9."""
+    exit_line = "failed (exitcode: -9) local_rank: 2 (pid: 4242) of binary: /usr/bin/python\n"
+    assert verdict_of(exit_line).reason_code == "host.sigkill"
+    kernel = (
+        "Jan  2 10:00:00 n7 kernel: Memory cgroup out of memory: Killed process 4242 (python)\n"
+    )
+    found = verdict_of(exit_line + kernel)
+    assert (found.reason_code, found.first_fault.node) == ("host.oom", "n7")
+
+
+def test_silent_rank():
+    """The rank that does not report the timeout of all others is the suspect, with its node."""
+    line = "[rank{0}]:[E0102 10:00:00.1 a.cpp:1] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5) ran for 600001 milliseconds before timing out.\n"
+    text = "".join(line.format(rank) for rank in range(8) if rank != 5) + "world size: 8\n"
+    found = verdict_of(text, rank_map={5: "n1"})
+    assert (found.suspect_ranks, found.first_fault.rank, found.suspect_nodes) == ((5,), 5, ("n1",))
+
+
+def test_mass_failure_blames_no_node():
+    """A fault of most ranks is the program's: it stops the job and excludes nothing."""
+    text = "world size: 8\n" + "".join(
+        f"[n{rank // 4}:{rank % 4}] Traceback (most recent call last):\n"
+        f'[n{rank // 4}:{rank % 4}]   File "/app/t.py", line 3, in f\n'
+        f"[n{rank // 4}:{rank % 4}] KeyError: 'x'\n"
+        for rank in range(8)
+    )
+    found = verdict_of(text)
+    assert (found.reason_code, found.action, found.exclude_nodes) == ("user.code_error", "STOP", ())
+
+
+def test_advice_is_no_fault():
+    """Advice, zero counters, retries and quoted verdicts are never a cause."""
+    text = (
+        "CUDA kernel errors might be asynchronously reported at some other API call\n"
+        "check: 0 errors, nan_count=0\n"
+        "Connection timed out, retrying in 5 s after ReadTimeout\n"
+        '{"schema": "nvrx_attribution.v1", "reason_code": "gpu.oom", "text": "CUDA out of memory"}\n'
+    )
+    assert verdict_of(text).first_fault is None
+
+
+def test_repeats_and_budgets(tmp_path):
+    """The same fault without progress stops at its budget; progress resets; another does not count."""
+    error = STEP.format(7) + "[rank1]: RuntimeError: CUDA error: an illegal memory access was\n"
+    error = error.replace("was", "was encountered")
+    path = tmp_path / "history.jsonl"
+    actions = [
+        verdict_of(error, history=path, job_id="j", cycle_id=cycle).action for cycle in range(3)
+    ]
+    assert actions == ["RESTART", "STOP", "STOP"]
+    same = verdict_of(error, history=path, job_id="j", cycle_id=1)
+    assert (same.action, same.retry.used, same.retry.exhausted) == ("STOP", 1, True)
+    assert same.to_restart_agent_response()["decision_basis"] == "retry_budget_exhausted"
+    assert verdict_of(error, history=path, job_id="other", cycle_id=1).action == "RESTART"
+    further = error.replace("iteration 7/", "iteration 9/")
+    assert verdict_of(further, history=path, job_id="j", cycle_id=3).action == "RESTART"
+    database = tmp_path / "history.db"
+    for cycle in range(2):
+        last = verdict_of(error, history=database, job_id="j", cycle_id=cycle)
+    assert last.action == "STOP"
+    earlier = [verdict_of(error).to_dict()]
+    assert verdict_of(error, history=earlier).action == "STOP"
+    path.write_text("nonsense\n" + path.read_text() + '{"half')
+    assert verdict_of(error, history=path, job_id="j", cycle_id=9).retry.used >= 1
+
+
+def test_first_occurrences():
+    """What the table says of a first occurrence holds, before and after the first step."""
+    assert verdict_of(OOM).action == "STOP"
+    assert verdict_of(STEP.format(1) + OOM).action == "RESTART"
+    xid = "Jan  2 10:00:00 n7 kernel: NVRM: Xid (PCI:0000:3b:00): {}, pid=1, text\n"
+    found = verdict_of(xid.format(79))
+    assert (found.action, found.exclude_nodes) == ("RESTART", ("n7",))
+    assert verdict_of(xid.format(94)).exclude_nodes == ()
+    assert verdict_of(xid.format(63)).first_fault is None
+    assert verdict_of("hello\n").confidence <= 0.3
+    assert verdict_of("").action == "UNKNOWN"
+    assert verdict_of("[after training is done] x\n").action == "CONTINUE"
+
+
+def test_log_and_traces_together(tmp_path):
+    """Traces name the rank of a log that has only timeouts; their agreement raises confidence."""
+    job = attribution_traces.make_job("host_stuck", 16, 1)
+    folder = str(attribution_traces.write(job, tmp_path / "fr"))
+    timeout = (
+        "Watchdog caught collective operation timeout: ran for 6 milliseconds before timing out"
+    )
+    found = verdict_of(f"[rank1]: {timeout}\n", fr_path=folder)
+    assert (found.reason_code, list(found.suspect_ranks)) == ("nccl.timeout", job.guilty)
+    assert found.fr["kind"] == "host"
+    cause = f"[rank{job.guilty[0]}]: RuntimeError: CUDA error: uncorrectable ECC error\n"
+    assert verdict_of(cause, fr_path=folder).confidence > verdict_of(cause).confidence
+    job = attribution_traces.make_job("wrong_size", 16, 1)
+    folder = str(attribution_traces.write(job, tmp_path / "mismatch"))
+    found = verdict_of(f"[rank1]: {timeout}\n", fr_path=folder)
+    assert (found.reason_code, found.action) == ("user.collective_mismatch", "STOP")
+    assert verdict_of(OOM, fr_path=str(tmp_path)).fr is None
+
+
+def test_secrets_are_removed():
+    """Keys, tokens and credentials of a quoted line are taken out."""
+    text = "requests.exceptions.ConnectionError: https://me:pw123@host/x token=abcdefgh12345678\n"
+    quoted = json.dumps(verdict_of(text).to_dict())
+    assert "pw123" not in quoted
+    assert "abcdefgh1234" not in quoted
+
+
+def test_same_input_same_verdict():
+    """The verdict depends on the bytes and not on how they come in."""
+    case = attribution_logs.make_case("ib", 5)
+    whole = verdict_of(case.text).to_dict()
+    for size in (1, 7, 4096):
+        scanner = engine.LogScanner()
+        data = case.text.encode()[:20_000] if size == 1 else case.text.encode()
+        expected = verdict_of(data).to_dict() if size == 1 else whole
+        for start in range(0, len(data), size):
+            scanner.feed(data[start : start + size])
+        assert {**scanner.finish().to_dict(), "elapsed_s": 0} == {**expected, "elapsed_s": 0}
+
+
+BAD = {
+    "binary": bytes(range(256)) * 4000,
+    "nul": b"\0" * 3_000_000,
+    "one_line": b"error " * 2_000_000,
+    "no_newline": b"[rank3]: CUDA out of memory",
+    "invalid_utf8": b"[rank3]: \xff\xfe RuntimeError: CUDA out of memory \xc3\n" * 100,
+    "identical": b'Traceback (most recent call last):\n  File "a.py", line 1, in f\nKeyError: 1\n'
+    * 30_000,
+    "carriage": b"step 1 error\r" * 300_000,
+    "many_groups": b"".join(
+        b"RuntimeError: %s broke\n" % bytes(97 + (n // 26**k) % 26 for k in range(5))
+        for n in range(40_000)
+    ),
+    "braces": b'{"log": ' * 200_000,
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", BAD)
+def test_hostile_logs(name):
+    """Binary, endless, repeated and many-faced logs end in bounded time and memory."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.process_time()
+    found = verdict_of(BAD[name])
+    assert time.process_time() - started < 60
+    assert found.coverage["bytes"] == len(BAD[name])
+    grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert grown_mib < 160
+    assert len(json.dumps(found.to_dict())) < 100_000
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=200),
+            st.sampled_from([OOM.encode(), STEP.encode(), b"  exitcode  : -9 (pid: 1)\n"]),
+            st.text(max_size=80).map(lambda text: f"[rank3]: {text}Error: x\n".encode()),
+        ),
+        max_size=30,
+    )
+)
+def test_any_bytes_give_a_verdict(pieces):
+    """No bytes make the engine fail, and every verdict has all its forms."""
+    found = verdict_of(b"".join(pieces))
+    assert found.action in {"STOP", "RESTART", "CONTINUE", "UNKNOWN"}
+    json.dumps(found.to_dict())
+    json.dumps(found.to_restart_agent_response())
+    assert found.to_item().raw_text.count("\n") == 4
+
+
+def test_limits(tmp_path):
+    """A log can be cut by size or time; what cannot be read is named."""
+    text = STEP.format(1) * 100 + OOM
+    assert verdict_of(text, max_bytes=200).coverage["truncated"]
+    assert verdict_of(text, deadline_s=0.0).coverage["truncated"]
+    with pytest.raises(UnreadableInputError, match="No such file"):
+        engine.analyze(tmp_path / "none")
+    with pytest.raises(UnreadableInputError, match="rank map"):
+        verdict_of(text, rank_map=tmp_path / "none")
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.write_text(STEP.format(1))
+    second.write_text(OOM)
+    assert engine.analyze([first, second]).first_fault.line == 2
+
+
+def test_program(tmp_path, capsys):
+    """The program prints verdicts, rules and reasons; its exit codes are those documented."""
+    log = tmp_path / "job.log"
+    log.write_text("hello\n" + OOM)
+    assert cli.main(["analyze", str(log)]) == 0
+    assert capsys.readouterr().out.startswith("STOP: gpu.oom")
+    assert cli.main(["analyze", str(log), "--json", "--exit-code-by-action"]) == 10
+    assert json.loads(capsys.readouterr().out)["schema"] == "nvrx_attribution.v1"
+    assert cli.main(["analyze", str(tmp_path / "none")]) == 3
+    bad = tmp_path / "bad.json"
+    bad.write_text("[]")
+    assert cli.main(["analyze", str(log), "--registry", str(bad)]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+    assert cli.main(["registry", "list"]) == 0
+    assert cli.main(["registry", "check"]) == 0
+    assert cli.main(["registry", "explain", "gpu.oom"]) == 0
+    assert cli.main(["registry", "test", str(log)]) == 0
+    assert "2: gpu.oom" in capsys.readouterr().out
+    assert cli.main(["registry", "explain", "gpu.om"]) == 2
+    assert "did you mean gpu.oom" in capsys.readouterr().err
+    assert cli.main(["explain", f"{log}:2"]) == 0
+    assert "rule gpu.oom -> gpu.oom (root)" in capsys.readouterr().out
+    assert cli.main(["explain", str(log)]) == 2
+    assert cli.main(["explain", f"{log}:99"]) == 3
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["analyse"])
+
+
+@pytest.mark.parametrize("notices", ["1", "0"])
+def test_following(tmp_path, notices):
+    """A verdict comes soon after the last byte, over a truncation and a rotation of the log."""
+    log = tmp_path / "job.log"
+    command = [sys.executable, "-m", "nvidia_resiliency_ext.attribution", "analyze", str(log)]
+    env = {**os.environ, "NVRX_FORCE_NO_INOTIFY": "0" if notices == "1" else "1"}
+    with subprocess.Popen(
+        [*command, "--follow", "--json", "--quiet-s", "8"], stdout=subprocess.PIPE, env=env
+    ) as program:
+        timer = threading.Timer(50, program.kill)
+        timer.start()
+        assert json.loads(program.stdout.readline())["action"] == "UNKNOWN"
+        log.write_text(STEP.format(1))
+        assert json.loads(program.stdout.readline())["reason_code"] == "unknown"
+        with log.open("a") as file:
+            file.write("[rank2]: OSError: [Errno 28] No space left on device\n")
+        assert json.loads(program.stdout.readline())["reason_code"] == "storage.no_space"
+        log.rename(tmp_path / "job.log.1")
+        lines = [STEP.format(step) for step in range(2, 6)]
+        log.write_text(
+            "".join(lines) + "[rank1]: RuntimeError: CUDA error: uncorrectable ECC error\n"
+        )
+        assert json.loads(program.stdout.readline())["reason_code"] == "gpu.ecc_uncorrectable"
+        program.stdout.read()
+        timer.cancel()
+    assert program.returncode == 0

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flight-recorder dumps: what is read of them, and who is accused."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import attribution_traces as simulated
+import pytest
+
+from nvidia_resiliency_ext.attribution import cli
+from nvidia_resiliency_ext.attribution._core.errors import NoTraceError
+from nvidia_resiliency_ext.attribution._traces.analysis import analyze_dumps, analyze_traces
+from nvidia_resiliency_ext.attribution._traces.dumps import decode_dump
+from nvidia_resiliency_ext.attribution._traces.loading import LoadedTraces, load_traces
+from nvidia_resiliency_ext.attribution._traces.pickles import UnsafePickleError, load_plain
+
+RECORDED = Path(__file__).with_name("recorded_traces")
+
+
+def analyzed(job):
+    """Analyse generated dumps without files."""
+    dumps = {rank: decode_dump(dump, rank, str(rank)) for rank, dump in job.dumps.items()}
+    return analyze_dumps(LoadedTraces(dumps))
+
+
+@pytest.mark.parametrize("kind", [*simulated.KINDS, "healthy"])
+@pytest.mark.parametrize("size", [16, 64])
+def test_generated_faults_are_found(kind, size):
+    """The guilty ranks and the kind of nearly every simulated fault are exact; health is none."""
+    seeds = range(6)
+    found = [(job := simulated.make_job(kind, size, seed), analyzed(job)) for seed in seeds]
+    right = [
+        analysis.guilty_ranks == job.guilty and analysis.kind == simulated.EXPECTED_KIND[kind]
+        for job, analysis in found
+    ]
+    assert sum(right) >= (len(right) if kind == "healthy" else 0.8 * len(right))
+
+
+@pytest.mark.parametrize("folder", sorted(RECORDED.iterdir()), ids=lambda folder: folder.name)
+def test_recorded_jobs(folder):
+    """All guilty ranks of dumps that real 16-rank jobs left are named, and nobody else."""
+    label = json.loads((folder / "label.json").read_text())
+    analysis = analyze_traces(str(folder))
+    assert (analysis.guilty_ranks, analysis.kind) == (label["guilty"], label["kind"])
+
+
+def test_order_of_two_groups():
+    """Ranks that wait for each other because one calls two groups in the other order are named."""
+    groups = {"0": [0, 1, 2, 3], "1": [0, 1, 2, 3]}
+
+    def dump(order):
+        entries = [
+            {
+                "record_id": position,
+                "pg_id": int(name),
+                "process_group": (name, f"GROUP{name}"),
+                "collective_seq_id": 1,
+                "profiling_name": "nccl:all_reduce",
+                "input_sizes": [[8]],
+                "input_dtypes": ["Float"],
+                "state": "scheduled",
+            }
+            for position, name in enumerate(order)
+        ]
+        config = {n: {"name": n, "desc": f"GROUP{n}", "ranks": str(m)} for n, m in groups.items()}
+        return {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
+
+    orders = {0: "01", 1: "01", 2: "10", 3: "01"}
+    dumps = {rank: decode_dump(dump(order), rank, "x") for rank, order in orders.items()}
+    analysis = analyze_dumps(LoadedTraces(dumps))
+    assert (analysis.kind, analysis.guilty_ranks) == ("deadlock", [2])
+    assert any(finding.kind == "cycle" for finding in analysis.findings)
+
+
+class Evil:
+    """A value whose pickle runs a command when it is read carelessly."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.mark}",)
+
+
+def test_hostile_pickle_runs_nothing(tmp_path):
+    """A dump that would run a command becomes a finding; the other ranks are analysed."""
+    job = simulated.make_job("host_stuck", 16, 1)
+    folder = simulated.write(job, tmp_path / "dumps")
+    victim = next(rank for rank in range(16) if rank not in job.guilty)
+    mark = tmp_path / "mark"
+    (folder / f"_dump_{victim}").write_bytes(pickle.dumps({"entries": [Evil(mark)]}))
+    analysis = analyze_traces(str(folder))
+    assert not mark.exists()
+    assert [f.kind for f in analysis.findings] == ["unsafe_pickle"]
+    assert analysis.guilty_ranks == job.guilty
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80\x02",
+        b"\x80\x02}r\xff\xff\xff\x7f.",  # an index that would take 16 GiB
+        b"\x80\x02cbuiltins\neval\n(X\x01\x00\x00\x001tR.",
+        b"\x80\x02" + b"(" * 100_000,
+        b"\x80\x02}q\x00U\x07entriesh\x00s.",
+        b"{" * 100_000,
+        b"[1, 2]",
+        b"\xff\xfe\x00",
+    ],
+)
+def test_bad_files_are_refused(data, tmp_path):
+    """No bytes of a dump file make reading do more than refuse them."""
+    (tmp_path / "_dump_0").write_bytes(data)
+    with pytest.raises(NoTraceError):
+        load_traces(str(tmp_path))
+
+
+def test_functions_are_refused():
+    """A pickle may name plain containers and nothing else."""
+    assert load_plain(pickle.dumps({"a": [1, (2, {3})]}, protocol=2)) == {"a": [1, (2, {3})]}
+    with pytest.raises(UnsafePickleError, match="getattr"):
+        load_plain(pickle.dumps(getattr))
+
+
+def test_workers_read_the_same(tmp_path):
+    """Dumps that worker processes read are the same as those read here; a hostile one is found."""
+    job = simulated.make_job("device_stuck", 64, 2, steps=30)
+    simulated.write(job, tmp_path)
+    mark = tmp_path / "mark"
+    (tmp_path / "_dump_64").write_bytes(pickle.dumps({"entries": [Evil(mark)]}))
+    loaded = load_traces(str(tmp_path))
+    assert not mark.exists()
+    assert [finding.kind for finding in loaded.findings] == ["unsafe_pickle"]
+    expected = {rank: decode_dump(d, rank, f"_dump_{rank}") for rank, d in job.dumps.items()}
+    assert loaded.dumps == expected
+
+
+def test_json_and_pickle_agree(tmp_path):
+    """The report is the same whether dumps are JSON or pickles, mixed or not."""
+    job = simulated.make_job("p2p_host", 16, 5)
+    as_json = analyze_traces(str(simulated.write(job, tmp_path / "json", as_json=True))).to_dict()
+    folder = simulated.write(job, tmp_path / "mixed")
+    (folder / "_dump_3").unlink()
+    (folder / "_dump_3.json").write_text(json.dumps(job.dumps[3]))
+    mixed = analyze_traces(str(folder)).to_dict()
+    assert {**as_json, "elapsed_s": 0} == {**mixed, "elapsed_s": 0}
+
+
+def test_names_with_hosts(tmp_path):
+    """Ranks are found in other names of files, also with an expression of the user's."""
+    job = simulated.make_job("host_stuck", 16, 4)
+    for rank, dump in job.dumps.items():
+        (tmp_path / f"nccl_trace_rank_node7_{rank}").write_bytes(pickle.dumps(dump))
+    assert analyze_traces(str(tmp_path)).guilty_ranks == job.guilty
+    assert analyze_traces(str(tmp_path / "nccl_trace_rank_")).guilty_ranks == job.guilty
+    for path in list(tmp_path.iterdir()):
+        path.rename(tmp_path / f"r{path.name.rpartition('_')[2]}.node7")
+    found = analyze_traces(str(tmp_path), "r*", rank_regex=r"^r(\d+)\.")
+    assert found.guilty_ranks == job.guilty
+
+
+def test_some_dumps_are_missing(tmp_path):
+    """Ranks without a dump are not accused when one with a dump holds the same operation up."""
+    job = simulated.make_job("host_stuck", 64, 7)
+    others = [rank for rank in job.dumps if rank not in job.guilty]
+    for rank in others[::5]:
+        del job.dumps[rank]
+    analysis = analyzed(job)
+    assert set(job.guilty) <= set(analysis.guilty_ranks)
+    assert analysis.to_dict()["ranks_missing"]
+
+
+@pytest.mark.slow
+def test_time_is_linear(tmp_path):
+    """Four times as many ranks take about four times as long, not nine."""
+    seconds = {}
+    for size in (256, 1024):
+        job = simulated.make_job("host_stuck", size, 1)
+        dumps = {rank: decode_dump(dump, rank, "x") for rank, dump in job.dumps.items()}
+        times = []
+        for _ in range(3):
+            started = time.process_time()
+            analyze_dumps(LoadedTraces(dumps))
+            times.append(time.process_time() - started)
+        seconds[size] = min(times)
+    assert seconds[1024] < 9 * seconds[256]
+
+
+def test_program(tmp_path, capsys):
+    """The program prints a report as text or JSON, and one line for a directory without dumps."""
+    job = simulated.make_job("wrong_size", 16, 3)
+    folder = str(simulated.write(job, tmp_path / "dumps"))
+    assert cli.main(["fr", folder]) == 0
+    assert f"guilty ranks: {job.guilty[0]}" in capsys.readouterr().out
+    assert cli.main(["fr", folder, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["schema"], report["guilty_ranks"]) == ("nvrx_fr_report.v1", job.guilty)
+    assert report["suspects"][0]["note"]
+    assert cli.main(["fr", str(tmp_path)]) == 3
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_import_is_light():
+    """Neither the package nor the program's parser imports torch or a library of an extra."""
+    code = (
+        "import sys, nvidia_resiliency_ext.attribution.cli as c, nvidia_resiliency_ext.attribution"
+        ".trace_analyzer; c.build_parser(); bad = {'torch', 'numpy', 'openai', 'mcp', 'fastapi',"
+        " 'httpx', 'pydantic', 'asyncio'} & set(sys.modules); sys.exit(bad and str(bad) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local checkpoints against the machine's own limits, in one run: save, load, 2-way replication.
+
+    python bench_local.py --mb 512 --root /dev/shm/bench-local [--python OTHER_PYTHON]
+
+Prints one JSON line per figure, with the load average. Limits are measured by two processes at the
+same time: a plain write and read of the same bytes, and plain TCP in both directions at once.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+MIB = 1 << 20
+CHUNK = 8 * MIB
+WORLD = 2
+
+
+def emit(**fields: Any) -> None:
+    """Print one figure."""
+    print(json.dumps({**fields, "load_average": round(os.getloadavg()[0], 1)}), flush=True)
+
+
+def memory() -> int:
+    """Return the memory of this process and its children, pages that are shared counted once."""
+    pids, total = [os.getpid()], 0
+    while pids:
+        pid = pids.pop()
+        try:
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children") as file:
+                    pids += map(int, file.read().split())
+            with open(f"/proc/{pid}/smaps_rollup") as file:
+                total += sum(int(x.split()[1]) * 1024 for x in file if x.startswith("Pss:"))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return total
+
+
+class Peak(threading.Thread):
+    """The largest memory while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.base = self.peak = memory()
+        self.over = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Look until told to stop."""
+        while not self.over.wait(0.05):
+            self.peak = max(self.peak, memory())
+
+    def stop(self) -> int:
+        """Return how much more there was than at the start."""
+        self.over.set()
+        self.join()
+        return self.peak - self.base
+
+
+def join(rank: int, port: int) -> Any:
+    """Become a rank."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE="1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    return torch, dist
+
+
+def timed(dist: Any, function: Callable[[], None]) -> float:
+    """Return how long the slowest rank took."""
+    dist.barrier()
+    begin = time.perf_counter()
+    function()
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+def limits(rank: int, options: argparse.Namespace) -> dict[str, float]:
+    """Measure plain write, read and TCP on all ranks at once; return seconds."""
+    torch, dist = join(rank, options.port)
+    data = torch.rand(options.mb * MIB // 4).view(torch.uint8).numpy()
+    target = bytearray(len(data))
+    path = os.path.join(options.root, f"limit-{rank}")
+
+    def write() -> None:
+        with open(path, "wb", buffering=0) as file:
+            file.writelines(data[start : start + CHUNK] for start in range(0, len(data), CHUNK))
+            os.fsync(file.fileno())
+
+    def read() -> None:
+        fresh = memoryview(target)
+        with open(path, "rb", buffering=0) as file:
+            for start in range(0, len(fresh), CHUNK):
+                file.readinto(fresh[start : start + CHUNK])
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    ports = [None] * WORLD
+    dist.all_gather_object(ports, listener.getsockname()[1])
+    out = socket.create_connection(("127.0.0.1", ports[1 - rank]))
+    inward, _ = listener.accept()
+
+    def transport() -> None:
+        def receive() -> None:
+            view, left = memoryview(bytearray(MIB)), len(data)
+            while left:
+                left -= inward.recv_into(view[: min(left, MIB)])
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        for start in range(0, len(data), CHUNK):
+            out.sendall(data[start : start + CHUNK])
+        thread.join()
+
+    found = {}
+    for name, function in (("write", write), ("read", read), ("transport", transport)):
+        function()
+        times = []
+        for _ in range(options.repeats):
+            if name == "write":
+                os.unlink(path)
+            times.append(timed(dist, function))
+        found[name] = statistics.median(times)
+    os.unlink(path)
+    return found
+
+
+def saves(
+    rank: int, options: argparse.Namespace, repl: bool, asynchronous: bool
+) -> dict[str, float]:
+    """Measure saves and loads; return medians."""
+    torch, dist = join(rank, options.port)
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+    from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import (
+        BasicTensorAwareStateDict,
+    )
+    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
+        LocalCheckpointManager,
+    )
+    from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
+        CliqueReplicationStrategy,
+    )
+
+    each = options.mb * MIB // 4 // 64
+    state = {f"layer{i}": torch.rand(each) for i in range(64)}
+    strategy = CliqueReplicationStrategy.from_replication_params(1, 2) if repl else None
+    manager = LocalCheckpointManager(options.root, repl_strategy=strategy)
+    queue = AsyncCallsQueue() if asynchronous else None
+    whole, stall = [], []
+    peak = None
+    for iteration in range(1, options.repeats + 3):
+        if iteration == 3:
+            peak = Peak()  # the first saves allocate buffers that stay
+        dist.barrier()
+        begin = time.perf_counter()
+        request = manager.save(BasicTensorAwareStateDict(state), iteration, is_async=asynchronous)
+        if queue is not None:
+            queue.schedule_async_request(request)
+            stall.append(time.perf_counter() - begin)
+            queue.maybe_finalize_async_calls(blocking=True)
+        dist.barrier()
+        whole.append(time.perf_counter() - begin)
+        if hasattr(manager, "wait_for_cleanup"):
+            manager.wait_for_cleanup()
+        time.sleep(0.2)
+    extra = peak.stop() / (options.mb * MIB)
+    loads = []
+    for _ in range(options.repeats):
+        manager = LocalCheckpointManager(options.root, repl_strategy=strategy)
+        assert manager.find_latest() == options.repeats + 2
+        dist.barrier()
+        begin = time.perf_counter()
+        loaded, _ = manager.load()
+        dist.barrier()
+        loads.append(time.perf_counter() - begin)
+        assert all(torch.equal(loaded.state_dict[name], state[name]) for name in state)
+        del loaded
+    if queue is not None:
+        queue.close()
+    middle = statistics.median
+    return {
+        "save": middle(whole[2:]),
+        "first_save": whole[0],
+        "stall": middle(stall[2:]) if stall else middle(whole[2:]),
+        "load": middle(loads),
+        "extra_memory": extra,
+    }
+
+
+def _entry(function: Any, rank: int, options: Any, args: Any, connection: Any) -> None:
+    connection.send(function(rank, options, *args))
+    os._exit(0)
+
+
+def on_all(function: Any, options: argparse.Namespace, *args: Any) -> dict[str, float]:
+    """Run a function on all ranks and return the worst of each figure."""
+    shutil.rmtree(options.root, ignore_errors=True)
+    os.makedirs(options.root, mode=0o700)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        options.port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ends = [context.Pipe() for _ in range(WORLD)]
+    ranks = [
+        context.Process(target=_entry, args=(function, rank, options, args, ends[rank][1]))
+        for rank in range(WORLD)
+    ]
+    for process in ranks:
+        process.start()
+    found = []
+    for ours, _ in ends:
+        if not ours.poll(options.timeout):
+            raise SystemExit("a rank gave no answer")
+        found.append(ours.recv())
+    for process in ranks:
+        process.join()
+    shutil.rmtree(options.root)
+    return {name: max(one[name] for one in found) for name in found[0]}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=int, default=512, help="MiB per rank")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--root", default="/dev/shm/bench-local")  # noqa: S108
+    parser.add_argument("--timeout", type=float, default=600.0)
+    parser.add_argument("--python", help="another interpreter with the same import names")
+    options = parser.parse_args()
+    if options.python:
+        arguments = [a for a in sys.argv if a not in ("--python", options.python)]
+        os.execv(options.python, [options.python, *arguments])  # noqa: S606 - the user named it
+    gib = options.mb / 1024 * WORLD
+    limit = on_all(limits, options)
+    for name, seconds in limit.items():
+        emit(what=f"limit: {name}", s=round(seconds, 3), gib_per_s=round(gib / seconds, 2))
+    stalls = {}
+    for repl in (False, True):
+        for asynchronous in (False, True):
+            found = on_all(saves, options, repl, asynchronous)
+            stalls[repl, asynchronous] = found["stall"]
+            # With copies each byte is written twice, and crosses the transport once.
+            writing = limit["write"] * (2 if repl else 1)
+            emit(
+                what="local checkpoint",
+                replicas=repl,
+                asynchronous=asynchronous,
+                mb=options.mb,
+                ranks=WORLD,
+                **{name: round(value, 3) for name, value in found.items()},
+                save_of_write_limit=round(writing / found["save"], 2),
+                load_of_read_limit=round(limit["read"] / found["load"], 2),
+                replication_of_transport=round(limit["transport"] / found["save"], 2)
+                if repl
+                else None,
+            )
+    emit(
+        what="stall with replicas / without",
+        ratio=round(stalls[True, True] / stalls[False, True], 2),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Staging: tensors and objects become the bytes that `torch.save` would write, by one copy.
+
+What surrounds the data of a tensor in such a file depends on dtype, shape and strides only. It is
+made once by `torch.save` itself, without data, and kept; a save then copies the data between.
+Checksums stay open: the writer fills them in (`ZipShape`), away from the training thread.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ._write_plan import ZipShape
+from ._zip_layout import shape_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "TensorFrame",
+    "frame_of",
+    "is_plain",
+    "save_into",
+    "saved_size",
+    "saved_stride",
+    "storage_bytes",
+]
+
+_MAX_FRAMES = 16384
+
+
+@dataclass(frozen=True)
+class TensorFrame:
+    """What `torch.save` writes around the data of one tensor.
+
+    Attributes:
+        head: Bytes in front of the data.
+        nbytes: Length of the data.
+        tail: Bytes behind it; those of `shape` are to be filled in.
+        shape: Where checksums go.
+    """
+
+    head: bytes
+    nbytes: int
+    tail: bytes
+    shape: ZipShape
+
+    @property
+    def length(self) -> int:
+        """Length of the whole."""
+        return len(self.head) + self.nbytes + len(self.tail)
+
+
+_frames: OrderedDict[tuple[object, ...], TensorFrame] = OrderedDict()
+_options_lock = threading.Lock()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is nothing but dense numbers, so that frame and copy suffice."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.device.type in ("cpu", "cuda")
+    )
+
+
+def frame_of(tensor: torch.Tensor) -> TensorFrame | None:
+    """Return the frame of a plain tensor as it is saved: on the CPU, with a storage of its own.
+
+    Returns:
+        None where this version of torch cannot save without data (before 2.6), and for a tensor
+        without elements.
+    """
+    if not hasattr(torch.serialization, "skip_data") or tensor.numel() == 0:
+        return None
+    if _covers_storage(tensor) and tensor.storage_offset():
+        return None  # elements that overlap
+    stride = saved_stride(tensor)
+    options = _options()
+    key = (tensor.dtype, tensor.shape, stride, options)
+    frame = _frames.get(key)
+    if frame is None:
+        frame = _make_frame(tensor.dtype, tensor.shape, stride)
+        if frame is None:
+            return None
+        _frames[key] = frame
+        if len(_frames) > _MAX_FRAMES:
+            _frames.popitem(last=False)
+    return frame if frame.nbytes == tensor.numel() * tensor.element_size() else None
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes that are saved for a plain tensor: uint8, shape (nbytes,), same device.
+
+    They are a view where the tensor fills its storage or is contiguous, otherwise a copy.
+    """
+    tensor = tensor.detach()
+    if _covers_storage(tensor):
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return flat.set_(tensor.untyped_storage())  # type: ignore[call-overload,no-any-return,unused-ignore]
+    if not tensor.is_contiguous():
+        return storage_bytes(tensor.clone())
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    first = tensor.storage_offset() * tensor.element_size()
+    return flat.set_(tensor.untyped_storage(), first, (tensor.nbytes,))  # type: ignore[call-overload,no-any-return]
+
+
+def saved_size(value: Any, save: Callable[..., None] = torch.save) -> int:
+    """Return how many bytes `save(value, stream)` writes, without moving data where possible."""
+    sizes = _Counter()
+    if hasattr(torch.serialization, "skip_data"):
+        with torch.serialization.skip_data():
+            save(value, sizes)
+    else:
+        save(value, sizes)
+    return sizes.length
+
+
+def save_into(
+    image: memoryview, value: Any, save: Callable[..., None] = torch.save
+) -> ZipShape | None:
+    """Write `save(value, stream)` into staging memory, with one copy of tensors on the CPU.
+
+    Args:
+        image: Memory of exactly the size that `saved_size` said.
+        value: What to save.
+        save: Function like `torch.save`.
+
+    Returns:
+        Where the checksums go; None if the bytes are complete.
+
+    Raises:
+        ValueError: It has another size now: something changed the value meanwhile.
+    """
+    stream = _ImageStream(image)
+    with _options_lock:
+        computes = _computes_checksums()
+        if computes:
+            torch.serialization.set_crc32_options(False)
+        try:
+            save(value, stream)
+        finally:
+            if computes:
+                torch.serialization.set_crc32_options(True)
+    if stream.position != len(image):
+        raise ValueError(f"it took {stream.position} bytes, {len(image)} had been counted")
+    return shape_of(_FullImage(image)) if computes else None
+
+
+def _computes_checksums() -> bool:
+    """Return whether torch is to write checksums and can be told to leave that to us."""
+    return hasattr(torch.serialization, "get_crc32_options") and bool(
+        torch.serialization.get_crc32_options()
+    )
+
+
+def _options() -> tuple[object, ...]:
+    from torch.utils.serialization import config
+
+    return (_computes_checksums(), getattr(config.save, "storage_alignment", 64))
+
+
+def _covers_storage(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def saved_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a plain tensor in what `storage_bytes` returns for it."""
+    if tensor.is_contiguous() or _covers_storage(tensor):
+        return tensor.stride()
+    return torch.empty_like(tensor.detach(), device="meta").stride()
+
+
+class _Counter:
+    """Counts what is written into it; data that is left out is announced by `seek`."""
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self.length += size
+        return size
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        # torch moves to the end of the data of a record, from where its header began.
+        self.length = offset if whence == io.SEEK_SET else self.length + offset
+        return self.length
+
+    def tell(self) -> int:
+        return self.length
+
+    def flush(self) -> None:
+        pass
+
+
+class _FrameRecorder(_Counter):
+    """Keeps the bytes before and after the data of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [bytearray()]
+        self.gaps: list[int] = []
+
+    def write(self, data: Any) -> int:
+        self.parts[-1] += data
+        return super().write(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        before = self.length
+        after = super().seek(offset, whence)
+        self.gaps.append(after - before)
+        self.parts.append(bytearray())
+        return after
+
+
+class _ImageStream:
+    """Copies what is written into it into memory."""
+
+    def __init__(self, image: memoryview) -> None:
+        self._image = image
+        self.position = 0
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        end = self.position + size
+        if end > len(self._image):
+            raise ValueError(f"more than the {len(self._image)} bytes that had been counted")
+        self._image[self.position : end] = memoryview(data).cast("B")
+        self.position = end
+        return size
+
+    def flush(self) -> None:
+        pass
+
+
+def _make_frame(
+    dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
+) -> TensorFrame | None:
+    like = torch.empty_strided(size, stride, dtype=dtype)
+    recorder = _FrameRecorder()
+    with torch.serialization.skip_data():
+        torch.save(like, recorder)  # type: ignore[arg-type]
+    if len(recorder.gaps) != 1 or recorder.gaps[0] != like.untyped_storage().nbytes():
+        return None
+    head, tail = map(bytes, recorder.parts)
+    nbytes = recorder.gaps[0]
+    image = _FrameImage(head, nbytes, tail)
+    shape = shape_of(image) if _computes_checksums() else ZipShape([])
+    if shape is None:
+        return None
+    return TensorFrame(bytes(image.head), nbytes, bytes(image.tail), shape)
+
+
+class _FullImage:
+    """A zip file that is all there."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self.length = len(view)
+
+    def get(self, start: int, count: int) -> bytes:
+        return bytes(self._view[start : start + count])
+
+    def put(self, start: int, data: bytes) -> None:
+        self._view[start : start + len(data)] = data
+
+    def is_absent(self, start: int) -> bool:  # noqa: ARG002 - part of the protocol
+        return False
+
+
+class _FrameImage:
+    """A zip file whose only tensor is left out."""
+
+    def __init__(self, head: bytes, nbytes: int, tail: bytes) -> None:
+        self.head = bytearray(head)
+        self.tail = bytearray(tail)
+        self._tail_at = len(head) + nbytes
+        self.length = self._tail_at + len(tail)
+
+    def get(self, start: int, count: int) -> bytes:
+        part, start = self._part(start)
+        return bytes(part[start : start + count])
+
+    def put(self, start: int, data: bytes) -> None:
+        part, start = self._part(start)
+        part[start : start + len(data)] = data
+
+    def is_absent(self, start: int) -> bool:
+        return start == len(self.head)
+
+    def _part(self, start: int) -> tuple[bytearray, int]:
+        if start < self._tail_at:
+            return self.head, start
+        return self.tail, start - self._tail_at

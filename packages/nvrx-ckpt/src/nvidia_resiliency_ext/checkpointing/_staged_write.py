@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves that only write bytes: what a queue can hand to a worker process without torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from ._durable import FileSaver
+from ._errors import AsyncSaveError
+from ._manifest import write_rank_manifest
+from ._staging import StagingBuffer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ._write_plan import FileResult, WritePlan
+
+__all__ = ["StagedWrite"]
+
+
+class StagedWrite(ABC):
+    """A save whose files are bytes that the trainer stages; used as `AsyncRequest.async_fn`.
+
+    The queue asks for the size, lends a buffer, lets the trainer stage into it, and hands the plan
+    to a worker process. One object is one save; called like a function, it saves at once.
+    """
+
+    opener: Callable[[str, str], Any] | None = None
+    """Replaces the opening of files, as `opener(path, "wb")`; the worker then imports user code."""
+
+    renames: bool = True
+    """Whether files get a temporary name first; False for object stores."""
+
+    pinned: bool = False
+    """Whether data comes from a CUDA device, so that the buffer should be registered with it."""
+
+    @abstractmethod
+    def staging_bytes(self) -> int:
+        """Return how large the staging buffer must be; each file begins on a page of its own."""
+
+    @abstractmethod
+    def stage(self, buffer: StagingBuffer) -> WritePlan:
+        """Copy everything into the buffer, wait for copies from devices, and return the plan."""
+
+    @abstractmethod
+    def written(self, results: Sequence[FileResult], manifest: FileResult | None) -> None:
+        """Receive the files that are durable now; called on the trainer.
+
+        Args:
+            results: One for each file of the plan, in order.
+            manifest: The manifest of this rank, where the plan has one.
+        """
+
+    def error(self, call_idx: int, rank: int, cause: str) -> AsyncSaveError:
+        """Return what the trainers raise when nothing was written on some rank."""
+        return AsyncSaveError(call_idx, rank, cause)
+
+    def __call__(self, *_args: object, **_kwargs: object) -> None:
+        """Stage and write in this thread.
+
+        Raises:
+            CheckpointWriteError: A file cannot be written.
+        """
+        buffer = StagingBuffer(self.staging_bytes(), pinned=self.pinned)
+        try:
+            plan = self.stage(buffer)
+            saver = FileSaver(plan, buffer.view, opener=self.opener, renames=self.renames)
+            results = saver.run()
+            manifest = write_rank_manifest(plan, results)
+        finally:
+            buffer.close()
+        self.written(results, manifest)

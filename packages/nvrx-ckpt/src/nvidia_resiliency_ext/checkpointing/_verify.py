@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is a checkpoint whole? Reads manifests and checksums; it unpickles nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ._checksum import combine, crc32
+from ._errors import DamagedCheckpointError
+from ._manifest import MANIFEST, read_manifest
+from .local._shard.layout import Manifest as ShardManifest
+from .local._shard.read import FileSource, damage_of
+from .local._shard.read import read_manifest as read_shard_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = [
+    "CheckpointItem",
+    "VerifyReport",
+    "checkpoint_items",
+    "require_whole",
+    "verify_checkpoint",
+]
+
+_METADATA = ".metadata"
+_SHARD = re.compile(r"iter_\d{7,}_\d+_local\.pt")
+_READ_BYTES = 4 << 20
+_MAX_DEPTH = 3
+
+
+@dataclass
+class VerifyReport:
+    """What was found out about a checkpoint.
+
+    Attributes:
+        path: Its directory.
+        has_manifest: Whether it says what it must consist of; without one nothing can be told.
+        problems: What is wrong, one line each, naming file and tensor.
+        files: How many files were read.
+        nbytes: How many bytes.
+        items: How many tensors and objects are in them.
+    """
+
+    path: str
+    has_manifest: bool = True
+    problems: list[str] = field(default_factory=list)
+    files: int = 0
+    nbytes: int = 0
+    items: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is known to be complete and unchanged."""
+        return self.has_manifest and not self.problems
+
+
+def verify_checkpoint(
+    path: str | os.PathLike[str], *, on_progress: Callable[[int, int], None] = lambda *_: None
+) -> VerifyReport:
+    """Compare each file of a checkpoint with its checksums.
+
+    Args:
+        path: Directory of a DCP checkpoint that was saved asynchronously, or one with shards of
+            local checkpoints in it or below it.
+        on_progress: Called with the bytes read so far and their total.
+
+    Returns:
+        What was found.
+
+    Raises:
+        NotADirectoryError: There is no such directory.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     verify_checkpoint(folder).has_manifest
+        False
+    """
+    folder = os.fspath(path)
+    if not os.path.isdir(folder):
+        raise NotADirectoryError(f"there is no directory {folder}")
+    report = VerifyReport(folder)
+    shards = _shards(folder)
+    if shards:
+        _check_shards(report, shards, on_progress)
+        return report
+    if not os.path.lexists(os.path.join(folder, MANIFEST)):
+        return _without_manifest(report)
+    try:
+        files = _files(folder)
+    except (DamagedCheckpointError, OSError) as error:
+        report.problems.append(str(error))
+        return report
+    _check_files(report, files, on_progress)
+    return report
+
+
+@dataclass(frozen=True)
+class CheckpointItem:
+    """A tensor or object in a checkpoint.
+
+    Attributes:
+        name: Its name, with offsets where it is a part of a larger tensor.
+        file: The file that it is in.
+        start: Offset in the file, in bytes.
+        length: Its length in bytes.
+        crc32: Checksum of these bytes.
+    """
+
+    name: str
+    file: str
+    start: int
+    length: int
+    crc32: int
+
+
+def checkpoint_items(path: str | os.PathLike[str]) -> list[CheckpointItem] | None:
+    """Return what is in a checkpoint according to its manifests; the data is not read.
+
+    Returns:
+        The items by file; None without a manifest.
+
+    Raises:
+        NotADirectoryError: There is no such directory.
+        DamagedCheckpointError: A manifest is damaged.
+        OSError: A manifest cannot be read.
+    """
+    folder = os.fspath(path)
+    if not os.path.isdir(folder):
+        raise NotADirectoryError(f"there is no directory {folder}")
+    found = []
+    for file in _shards(folder):
+        with _shard(os.path.join(folder, file)) as (_, manifest):
+            found += [
+                CheckpointItem(r.tensor or r.name, file, r.offset, r.nbytes, r.crc32)
+                for r in manifest.records
+            ]
+    if found:
+        return found
+    if not os.path.lexists(os.path.join(folder, MANIFEST)):
+        return None
+    for file, about in _files(folder):
+        found += [CheckpointItem(item[0], file, *item[1:]) for item in about.get("items", ())]
+    return found
+
+
+def require_whole(path: str) -> None:
+    """Raise unless a checkpoint is whole, or has no manifest to tell.
+
+    Raises:
+        DamagedCheckpointError: It is not whole; all problems are named.
+    """
+    report = verify_checkpoint(path)
+    if report.problems:
+        raise DamagedCheckpointError(path, "; ".join(report.problems))
+
+
+def _files(folder: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the files that a checkpoint must have, with what must be in them."""
+    try:
+        manifest = read_manifest(os.path.join(folder, MANIFEST))
+        files: list[tuple[str, dict[str, Any]]] = [(_METADATA, manifest["metadata"])]
+        for rank in manifest["ranks"]:
+            files.append((rank["name"], rank))
+            files += read_manifest(_inside(folder, rank["name"]))["files"].items()
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(folder, f"a field of a manifest is wrong: {error}") from None
+    return files
+
+
+def _shards(folder: str) -> list[str]:
+    """Return the shards of local checkpoints in a directory, or in directories in it."""
+    found = []
+    for path, folders, names in os.walk(folder):
+        shards = [os.path.join(path, name) for name in names if _SHARD.fullmatch(name)]
+        found += [os.path.relpath(shard, folder) for shard in shards]
+        if path.count(os.sep) - folder.rstrip(os.sep).count(os.sep) >= _MAX_DEPTH:
+            folders.clear()
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def _shard(path: str) -> Iterator[tuple[FileSource, ShardManifest]]:
+    source = FileSource(path)
+    try:
+        yield source, read_shard_manifest(source)
+    finally:
+        source.close()
+
+
+def _check_shards(
+    report: VerifyReport, shards: Sequence[str], on_progress: Callable[[int, int], None]
+) -> None:
+    total = sum(os.stat(os.path.join(report.path, name)).st_size for name in shards)
+    for name in shards:
+        try:
+            with _shard(os.path.join(report.path, name)) as (source, manifest):
+                report.problems += [f"{name}: {damage}" for damage in damage_of(source, manifest)]
+                report.items += len(manifest.records)
+                report.nbytes += source.nbytes
+        except (OSError, DamagedCheckpointError) as error:
+            report.problems.append(f"{name}: {error}")
+        report.files += 1
+        on_progress(report.nbytes, total)
+
+
+def _without_manifest(report: VerifyReport) -> VerifyReport:
+    report.has_manifest = False
+    names = os.listdir(report.path)
+    if any(name.startswith(".nvrx_manifest.") for name in names) and _METADATA in names:
+        report.has_manifest = True
+        report.problems.append(f"{MANIFEST}: it is missing")
+    return report
+
+
+def _inside(folder: str, name: str) -> str:
+    if os.path.basename(name) != name or name in ("", ".", ".."):
+        raise DamagedCheckpointError(folder, f"{name!r} is no name of a file in it")
+    return os.path.join(folder, name)
+
+
+def _check_files(
+    report: VerifyReport,
+    files: Sequence[tuple[str, dict[str, Any]]],
+    on_progress: Callable[[int, int], None],
+) -> None:
+    total = sum(int(about["bytes"]) for _, about in files)
+    for name, about in files:
+        try:
+            for nbytes in _check_file(report, name, about):
+                report.nbytes += nbytes
+                on_progress(report.nbytes, total)
+        except (OSError, DamagedCheckpointError) as error:
+            report.problems.append(f"{name}: {error}")
+        report.files += 1
+
+
+def _check_file(report: VerifyReport, name: str, about: dict[str, Any]) -> Iterator[int]:
+    path = _inside(report.path, name)
+    items = about.get("items") or [[name, 0, about["bytes"], about["crc32"]]]
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        size = os.fstat(fd).st_size
+        if size != about["bytes"]:
+            report.problems.append(f"{name}: {size} bytes instead of {about['bytes']}")
+        total = end = 0
+        for item, start, length, expected in items:
+            crc, position = 0, start
+            while position < start + length:
+                data = os.pread(fd, min(_READ_BYTES, start + length - position), position)
+                if not data:
+                    break
+                crc = crc32(data, crc)
+                position += len(data)
+                yield len(data)
+            report.items += 1
+            if crc != expected or position != start + length:
+                report.problems.append(f"{name}: {item!r} is not what was written")
+            total, end = combine(total, crc, length), start + length
+        if end == about["bytes"] and total != about["crc32"]:
+            report.problems.append(f"{name}: the checksum of the file is wrong")
+    finally:
+        os.close(fd)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small agreements between ranks on the CPU, apart from the traffic of training."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["ControlGroup", "control_group"]
+
+logger = logging.getLogger("nvrx")
+
+_TEXT_BYTES = 8192
+
+
+class ControlGroup:
+    """The ranks that agree: a gloo group over all of them, or over those of a given group.
+
+    It is made when first needed, by a call that all ranks make, and made anew when the process
+    group under it was replaced. Without torch.distributed there is one rank.
+
+    Args:
+        parent: Group whose ranks agree; None for all.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup | None = None) -> None:
+        self._parent = parent
+        self._world: object | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._device = torch.device("cpu")
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process; 0 without torch.distributed."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def size(self) -> int:
+        """How many ranks agree."""
+        return dist.get_world_size(self._parent) if dist.is_initialized() else 1
+
+    def minimum(self, values: Sequence[int]) -> list[int]:
+        """Return the smallest of each value over all ranks; all of them must call it."""
+        if self.size == 1:
+            return list(values)
+        group = self._ready()
+        tensor = torch.tensor(values, dtype=torch.int64, device=self._device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
+        return [int(value) for value in tensor.tolist()]
+
+    def gather_numbers(self, values: Sequence[int]) -> list[list[int]]:
+        """Return the values of all ranks, by rank in the group; all of them must call it."""
+        if self.size == 1:
+            return [list(values)]
+        group = self._ready()
+        mine = torch.tensor(values, dtype=torch.int64, device=self._device)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine, group=group)
+        return [[int(value) for value in part.tolist()] for part in parts]
+
+    def gather_texts(self, value: Any) -> list[Any]:
+        """Return a small JSON value of each rank; all of them must call it.
+
+        A value over 8 KiB arrives as None.
+        """
+        if self.size == 1:
+            return [value]
+        group = self._ready()
+        data = json.dumps(value).encode()
+        data = data if len(data) <= _TEXT_BYTES else b"null"
+        mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        mine = mine.to(self._device)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine, group=group)
+        return [json.loads(bytes(part.cpu().numpy()).rstrip(b"\0")) for part in parts]
+
+    def _ready(self) -> dist.ProcessGroup | None:
+        world = dist.group.WORLD
+        if self._world is not world:
+            self._world = world
+            self._group = self._choose()
+        return self._group
+
+    def _choose(self) -> Any:
+        config = str(dist.get_backend_config(self._parent))
+        if "cpu:gloo" in config or config == "gloo":
+            return self._parent
+        if dist.is_gloo_available():
+            ranks = None if self._parent is None else dist.get_process_group_ranks(self._parent)
+            return dist.new_group(
+                ranks, backend="gloo", use_local_synchronization=ranks is not None
+            )
+        logger.warning("torch has no gloo: saves are agreed upon over the backend of training")
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        return self._parent
+
+
+_groups: dict[dist.ProcessGroup | None, ControlGroup] = {}
+
+
+def control_group(parent: dist.ProcessGroup | None = None) -> ControlGroup:
+    """Return the control group beside a process group; the same one for the same group."""
+    if parent is not None and parent is dist.group.WORLD:
+        parent = None
+    if parent not in _groups:
+        _groups[parent] = ControlGroup(parent)
+    return _groups[parent]

@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carrying out requests: staging on the trainer, a worker process, and what became of each call."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import secrets
+import threading
+import time
+import traceback
+import weakref
+from abc import ABC
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.checkpointing._staged_write import StagedWrite
+from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer, StagingPool
+from nvidia_resiliency_ext.checkpointing._write_plan import FileResult
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+from ._agreement import control_group
+from ._messages import Job, Run
+from ._payload import FunctionPayload, dump_code
+from ._priority import check_priorities
+from ._requests import AsyncRequest, converted
+from ._worker import Worker, WorkerLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ._worker import WorkerResult
+
+__all__ = ["AsyncCaller", "Call", "CallState", "PersistentAsyncCaller", "TemporalAsyncCaller"]
+
+logger = logging.getLogger("nvrx")
+
+
+class CallState(enum.Enum):
+    """How far a call is on this rank."""
+
+    RUNNING = "running"
+    WRITTEN = "written"
+    FAILED = "failed"
+
+
+@dataclass
+class Call:
+    """One scheduled request on this rank.
+
+    Attributes:
+        request: The frozen request.
+        idx: Its index in the queue.
+        state: How far it is.
+        cause: Why it failed.
+        started: Monotonic time at which it was scheduled.
+        stage_s: Seconds that staging took.
+        write_s: Seconds that writing took.
+        nbytes: Bytes staged.
+        attempts: How often writing was tried.
+        given_up: Nobody waits for it any more.
+    """
+
+    request: AsyncRequest
+    idx: int
+    state: CallState = CallState.RUNNING
+    cause: str = ""
+    started: float = field(default_factory=time.monotonic)
+    stage_s: float = 0.0
+    write_s: float = 0.0
+    nbytes: int = 0
+    attempts: int = 1
+    given_up: bool = False
+    buffer: StagingBuffer | None = None
+    run: Run | None = None
+    plan: bytes = b""
+    code: bytes = b""
+    thread: threading.Thread | None = None
+    thread_errors: list[str] = field(default_factory=list)
+
+    def fail(self, cause: str) -> None:
+        """Mark it as failed."""
+        self.state, self.cause = CallState.FAILED, cause
+
+    @property
+    def staged(self) -> StagedWrite | None:
+        """The save, if it only writes bytes."""
+        fn = self.request.async_fn
+        return fn if isinstance(fn, StagedWrite) else None
+
+
+class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as it is
+    """Carries out requests one after the other, away from the training thread.
+
+    Args:
+        is_daemon: Accepted for compatibility: the worker never outlives the trainer.
+        cpu_priority: Niceness of the worker, 0 to 19.
+        io_priority: Class of disk priority, 0 to 3 (3 = idle); None keeps it.
+        sigterm_timeout: Seconds between SIGTERM and SIGKILL when the worker is stopped.
+        cpu_shm_mode: Accepted for compatibility: the worker never has a CUDA context.
+        max_pending: How many calls may hold a staging buffer.
+        retries: How often the worker tries again after an error of the file system.
+        retry_delay: Seconds before the first new attempt.
+    """
+
+    _keeps_worker = True
+    _may_use_thread = False
+
+    def __init__(  # noqa: PLR0913 - given
+        self,
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = 30.0,
+        cpu_shm_mode: bool = False,
+        *,
+        max_pending: int = 1,
+        retries: int = 0,
+        retry_delay: float = 1.0,
+    ) -> None:
+        self.is_daemon = is_daemon
+        self.cpu_shm_mode = cpu_shm_mode
+        self.cpu_priority = cpu_priority
+        self.io_priority = check_priorities(cpu_priority, io_priority)
+        self.sigterm_timeout = sigterm_timeout
+        self.start_time: float | None = None
+        self._retries, self._retry_delay = retries, retry_delay
+        self._identity = secrets.token_hex(8)
+        self._generation = 0
+        self._worker: Worker | None = None
+        self._end_worker: weakref.finalize[Any, Any] | None = None
+        self._pool = StagingPool(max_pending)
+        self._calls: dict[Job, Call] = {}
+        self._threads: list[Call] = []
+        self._restart_callbacks: list[Callable[[], None]] = []
+        self._closing = threading.Lock()
+        self._control = control_group()
+        self._current: Call | None = None
+
+    @property
+    def process(self) -> Worker | None:
+        """The worker process, or None while there is none."""
+        return self._worker
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process; 0 without torch.distributed."""
+        return self._control.rank
+
+    def start(self) -> None:
+        """Start the worker process if it does not run."""
+        if self._worker is None:
+            self._generation += 1
+            self._worker = Worker(self.cpu_priority, self.io_priority, self._pool.limit)
+            # A caller that is forgotten ends its worker. At the interpreter's end queues do that.
+            self._end_worker = weakref.finalize(self, self._worker.stop, 0.0)
+            self._end_worker.atexit = False
+            for callback in self._restart_callbacks if self._generation > 1 else ():
+                callback()
+
+    def schedule(self, call: Call) -> None:
+        """Stage a call and hand it to the worker; a failure is noted in the call."""
+        begin = time.perf_counter()
+        self.start_time = time.time()
+        try:
+            self._stage(call)
+        except Exception:  # noqa: BLE001 - whatever the user's functions raise is the call's failure
+            call.fail(f"it could not be staged:\n{traceback.format_exc()}")
+            self._release(call)
+        call.stage_s = time.perf_counter() - begin
+
+    def wait(self, call: Call, timeout_s: float | None) -> bool:
+        """Wait until a call is no longer running; return whether that is so."""
+        deadline = Deadline.after(timeout_s)
+        while call.state is CallState.RUNNING:
+            if call.thread is not None:
+                call.thread.join(deadline.timeout())
+                self._collect_threads()
+            else:
+                self._take_results(deadline.timeout())
+            if deadline.expired():
+                break
+        return call.state is not CallState.RUNNING
+
+    def give_up(self, call: Call) -> None:
+        """Let a running call end soon; its result is dropped."""
+        call.given_up = True
+        if call.run is not None and self._worker is not None:
+            self._worker.cancel(call.run.job)
+
+    def progress(self, call: Call) -> int:
+        """Return how many bytes of a running call are written."""
+        if call.run is None or self._worker is None:
+            return 0
+        return self._worker.progress(call.run.job)
+
+    def schedule_async_call(self, async_req: AsyncRequest) -> None:
+        """Carry out one request; `is_current_async_call_done` tells when it is over."""
+        request = converted(async_req)
+        self._current = Call(request, request.call_idx)
+        self.schedule(self._current)
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """Return whether the last call is over, on all ranks unless `no_dist`."""
+        if self._current is None:
+            return True
+        over = self.wait(self._current, None if blocking else 0.0)
+        if not no_dist:
+            over = not self.sync_all_async_calls(int(not over))
+        if over:
+            self._current = None
+        return over
+
+    def sync_all_async_calls(self, is_alive: int) -> bool:
+        """Return whether a call is still running on any rank; all ranks call it.
+
+        Args:
+            is_alive: 1 if it still runs on this rank, else 0.
+        """
+        return self._control.minimum([-is_alive])[0] != 0
+
+    def close(self, abort: bool = False) -> None:
+        """Stop the worker; with `abort` at once, else after the calls that run.
+
+        Callable from another thread while this one waits for a call.
+        """
+        if not abort:
+            for call in list(self._calls.values()):
+                self.wait(call, None)
+            for call in self._threads:
+                self.wait(call, None)
+        with self._closing:
+            worker, self._worker = self._worker, None
+            if worker is not None:
+                worker.stop(self.sigterm_timeout if self._calls else 0.0)
+            if self._end_worker is not None:
+                self._end_worker.detach()
+            for call in list(self._calls.values()):
+                call.fail("it was aborted")
+                self._release(call)
+            self._calls.clear()
+        self._threads.clear()
+        self._current = None
+        self._pool.close()
+
+    def _debug_is_async_process_running(self) -> bool:
+        return self._worker is not None and self._worker.is_alive()
+
+    def _stage(self, call: Call) -> None:
+        request, staged = call.request, call.staged
+        if request.async_fn is None:
+            call.state = CallState.WRITTEN
+        elif staged is not None:
+            size = staged.staging_bytes()
+            call.buffer = self._take_buffer(size, staged.pinned)
+            plan = staged.stage(call.buffer)
+            call.nbytes = plan.nbytes
+            call.plan = plan.to_json()
+            call.code = b"" if staged.opener is None else dump_code(staged.opener)
+            self._submit(call, "write", staged.renames)
+        else:
+            self._stage_function(call)
+
+    def _stage_function(self, call: Call) -> None:
+        request = call.request
+        args, kwargs = request.loaded_args(), request.async_fn_kwargs or {}
+        try:
+            payload = FunctionPayload(request.async_fn, args, kwargs)
+        except Exception as error:
+            if not self._may_use_thread:
+                raise
+            logger.warning("save %d cannot be pickled (%s): a thread does it", call.idx, error)
+            self._start_thread(call, args, kwargs)
+            return
+        call.buffer = self._take_buffer(payload.nbytes, payload.pinned)
+        payload.stage(call.buffer)
+        call.nbytes, call.plan = payload.nbytes, payload.code
+        self._submit(call, "bytes" if payload.takes_bytes else "call", renames=False)
+
+    def _take_buffer(self, nbytes: int, pinned: bool) -> StagingBuffer:
+        while self._pool.full:
+            self._take_results(None)
+        return self._pool.take(nbytes, pinned=pinned)
+
+    def _submit(self, call: Call, kind: str, renames: bool) -> None:
+        for attempt in range(2):
+            self.start()
+            worker = self._worker
+            if worker is None or call.buffer is None:
+                raise WorkerLostError("the queue was closed meanwhile")
+            job = Job(self._identity, call.idx, self._generation)
+            call.run = Run(job, kind, len(call.plan), len(call.code), renames,
+                           self._retries, self._retry_delay)  # fmt: skip
+            try:
+                worker.submit(call.run, call.buffer, call.plan, call.code)
+            except WorkerLostError:
+                # It died while it had nothing to do; what it had to do before is settled first.
+                self._lose_worker(worker, worker.describe_end())
+                if attempt:
+                    raise
+            else:
+                self._calls[job] = call
+                return
+
+    def _take_results(self, timeout_s: float | None) -> None:
+        worker = self._worker
+        self._collect_threads()
+        if worker is None:
+            with self._closing:  # another thread aborts: it settles the calls
+                return
+        if not self._calls:
+            return
+        try:
+            results = worker.wait(timeout_s)
+        except WorkerLostError as error:
+            self._lose_worker(worker, str(error))
+            return
+        for result in results:
+            self._settle(result)
+        if not self._calls and not self._keeps_worker:
+            self._drop_worker(worker)
+
+    def _settle(self, result: WorkerResult) -> None:
+        if result.released:
+            if result.job in self._calls:
+                self._release(self._calls[result.job])
+            return
+        call = self._calls.pop(result.job, None)
+        if call is None:
+            return  # of a worker or a queue before
+        call.write_s = result.seconds
+        staged = call.staged
+        if result.ok:
+            call.attempts = result.value["attempts"] if result.value else 1
+            if staged is not None:
+                manifest = result.value["manifest"]
+                staged.written(
+                    [FileResult(**file) for file in result.value["files"]],
+                    None if manifest is None else FileResult(**manifest),
+                )
+            call.state = CallState.WRITTEN
+        else:
+            call.fail(str(result.value["traceback"]))
+        self._release(call)
+
+    def _lose_worker(self, worker: Worker, cause: str = "") -> None:
+        """Settle the calls of a worker that ended: one failed, later ones go to the next worker."""
+        if self._worker is not worker:
+            return
+        self._drop_worker(worker)
+        lost, self._calls = list(self._calls.values()), {}
+        for number, call in enumerate(lost):
+            if number == 0 or call.given_up or call.run is None or call.buffer is None:
+                call.fail(cause)
+                self._release(call)
+                continue
+            try:
+                self._submit(call, call.run.kind, call.run.renames)
+            except (WorkerLostError, NvrxError, OSError) as error:
+                call.fail(str(error))
+                self._release(call)
+
+    def _drop_worker(self, worker: Worker) -> None:
+        self._worker = None
+        if self._end_worker is not None:
+            self._end_worker.detach()
+        worker.stop(self.sigterm_timeout)
+
+    def _release(self, call: Call) -> None:
+        buffer, call.buffer = call.buffer, None
+        call.plan = call.code = b""
+        if buffer is not None:
+            self._pool.give_back(buffer)
+
+    def _start_thread(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        import torch
+        from torch.utils import _pytree
+
+        def copy(value: Any) -> Any:
+            return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+        args, kwargs = _pytree.tree_map(copy, (args, kwargs))
+        outcome = call.thread_errors
+
+        def run() -> None:
+            try:
+                call.request.async_fn(*args, **kwargs)  # type: ignore[misc]
+            except BaseException:  # noqa: BLE001 - it is the call's failure
+                outcome.append(traceback.format_exc())
+
+        call.thread = threading.Thread(target=run, name="nvrx-save", daemon=True)
+        self._threads.append(call)
+        call.thread.start()
+
+    def _collect_threads(self) -> None:
+        for call in [call for call in self._threads if call.thread and not call.thread.is_alive()]:
+            self._threads.remove(call)
+            if call.thread_errors:
+                call.fail(call.thread_errors[0])
+            else:
+                call.state = CallState.WRITTEN
+
+
+class PersistentAsyncCaller(AsyncCaller):
+    """Keeps one worker process between calls; what it is to run must be picklable."""
+
+    def register_worker_restart_callback(self, fn: Callable[[], None]) -> None:
+        """Call a function each time a worker replaces one that ended."""
+        self._restart_callbacks.append(fn)
+
+    def cleanup_worker_data_cache(self) -> None:
+        """Do nothing: the worker keeps no data of earlier calls."""
+
+
+class TemporalAsyncCaller(AsyncCaller):
+    """Has a worker process only while there are calls.
+
+    A function or argument that cannot be pickled is run by a thread of the trainer, with copies of
+    the tensors in its arguments; nothing is forked.
+    """
+
+    _keeps_worker = False
+    _may_use_thread = True

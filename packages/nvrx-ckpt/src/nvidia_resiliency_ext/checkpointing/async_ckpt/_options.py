@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of queues and writers: arguments first, then the environment, then defaults."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["IO_MODES", "QueueOptions", "io_mode_option", "staging_dir_option"]
+
+IO_MODES = ("auto", "buffered", "direct")
+_ON_ERROR = ("raise", "warn")
+_ON_FULL = ("wait", "skip", "error")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class QueueOptions:
+    """How a queue deals with failures and with too many saves.
+
+    Attributes:
+        save_timeout: Seconds after which a save that is not written has failed; None for never.
+        max_pending: How many saves may hold a staging buffer.
+        on_full: "wait" for the oldest one, "skip" the new save, or "error".
+        on_error: "raise" a failed save, or "warn" and go on.
+        retries: How often the worker tries again to write after an error of the file system.
+        retry_delay: Seconds before the first new attempt; doubled each time, 60 at most.
+        max_failures: With "warn": raise after this many failures in a row; None for never.
+    """
+
+    save_timeout: float | None
+    max_pending: int
+    on_full: str
+    on_error: str
+    retries: int
+    retry_delay: float
+    max_failures: int | None
+
+    @classmethod
+    def resolve(  # noqa: PLR0913 - one for each option
+        cls,
+        *,
+        save_timeout: float | None,
+        max_pending: int | None,
+        on_full: str,
+        on_error: str | None,
+        retries: int | None,
+        retry_delay: float,
+        max_failures: int | None,
+    ) -> QueueOptions:
+        """Fill in what was not given.
+
+        Raises:
+            ValueError: An argument or a variable has a value that is not allowed.
+        """
+        timeout = _given(save_timeout, "NVRX_CKPT_SAVE_TIMEOUT", _positive, None)
+        pending = _given(max_pending, "NVRX_CKPT_MAX_PENDING", _count, 1)
+        error = _given(on_error, "NVRX_CKPT_ON_ERROR", str, "raise")
+        _check("on_error (NVRX_CKPT_ON_ERROR)", error, _ON_ERROR)
+        _check("on_full", on_full, _ON_FULL)
+        at_least_one = {
+            "max_pending (NVRX_CKPT_MAX_PENDING)": pending,
+            "max_failures": 1 if max_failures is None else max_failures,
+        }
+        for name, value in at_least_one.items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}; at least 1 is needed")
+        if retries is None:
+            retries = 3 if error == "warn" else 0
+        return cls(timeout, pending, on_full, error, retries, retry_delay, max_failures)
+
+
+def io_mode_option(given: str | None) -> str:
+    """Return how files are written: "auto", "buffered" or "direct".
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    mode = _given(given, "NVRX_CKPT_IO_MODE", str, "auto")
+    _check("io_mode (NVRX_CKPT_IO_MODE)", mode, IO_MODES)
+    return mode
+
+
+def staging_dir_option(given: str | os.PathLike[str] | None) -> str | None:
+    """Return the node-local directory that files are written to first, or None."""
+    text = os.fspath(given) if given is not None else os.environ.get("NVRX_CKPT_STAGING_DIR")
+    return os.path.abspath(text) if text else None
+
+
+def _given(value: _T | None, variable: str, parse: Callable[[str], _T], default: _T) -> _T:
+    if value is not None:
+        return value
+    text = os.environ.get(variable)
+    if not text:
+        return default
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{variable}={text!r}: {error}") from None
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError("a number of seconds above 0 is needed")
+    return value
+
+
+def _count(text: str) -> int:
+    return int(text)
+
+
+def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed are {', '.join(allowed)}")

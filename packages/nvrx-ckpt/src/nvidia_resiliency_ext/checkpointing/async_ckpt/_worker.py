@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's end of a worker process: start, jobs, results, and its end in any way."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.shared_utils.children import Child, ExitStatus, start_child
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.errors import WireError
+from nvidia_resiliency_ext.shared_utils.wire import FrameReader, send_message, send_with_fds
+
+from ._messages import MESSAGES, Cancel, Finished, Job, JobMemory, Released, Run, Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
+
+__all__ = ["Worker", "WorkerLostError", "WorkerResult"]
+
+_BOOT = """\
+import json, os, sys
+sys.path[:] = json.loads(os.read(int(sys.argv[2]), 1 << 20)); os.close(int(sys.argv[2]))
+from nvidia_resiliency_ext.checkpointing.async_ckpt._worker_main import main
+main(int(sys.argv[1]))
+"""
+_SEND_S = 30.0
+_READ_BYTES = 1 << 16
+
+
+class WorkerLostError(Exception):
+    """The worker process ended before it had done what it was asked to."""
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """What became of a job.
+
+    Attributes:
+        job: Which job.
+        ok: Whether it succeeded.
+        value: Its result, or what describes the error.
+        seconds: How long it took.
+        released: Only its staging buffer is free; the job goes on.
+    """
+
+    job: Job
+    ok: bool
+    value: Any
+    seconds: float
+    released: bool = False
+
+
+class Worker:
+    """One worker process, from its start to its end.
+
+    Args:
+        cpu_priority: Niceness from 0 to 19.
+        io_priority: Class of `ionice`, or None.
+        max_buffers: How many staging buffers its jobs come from at a time.
+
+    Raises:
+        ChildStartError: It cannot be started.
+        OSError: No descriptors are left.
+    """
+
+    def __init__(self, cpu_priority: int, io_priority: int | None, max_buffers: int) -> None:
+        self._lock = threading.RLock()
+        self._reader = FrameReader()
+        self._memories: dict[Job, JobMemory] = {}
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._child = _start(theirs)
+        except BaseException:
+            self._sock.close()
+            raise
+        finally:
+            theirs.close()
+        self._send(Settings(cpu_priority, io_priority, max_buffers))
+
+    @property
+    def pid(self) -> int:
+        """Its process number."""
+        return self._child.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        status: ExitStatus | None = self._child.poll()
+        return None if status is None else status.returncode
+
+    def is_alive(self) -> bool:
+        """Return whether it runs."""
+        return self._child.poll() is None
+
+    def submit(self, run: Run, staging: StagingBuffer, plan: bytes, code: bytes = b"") -> None:
+        """Give it a job; jobs are carried out in order.
+
+        Raises:
+            WorkerLostError: It has ended.
+        """
+        memory = JobMemory.create(plan, code)
+        with self._lock:
+            self._memories[run.job] = memory
+            try:
+                send_with_fds(
+                    self._sock, MESSAGES.encode(run), [staging.fd, memory.fd], timeout_s=_SEND_S
+                )
+            except (OSError, WireError) as error:
+                raise WorkerLostError(self.describe_end()) from error
+
+    def cancel(self, job: Job) -> None:
+        """Ask it to give a job up; its result then says so."""
+        self._send(Cancel(job))
+
+    def progress(self, job: Job) -> int:
+        """Return how many bytes of a job have been written."""
+        memory = self._memories.get(job)
+        return 0 if memory is None else memory.progress
+
+    def wait(self, timeout_s: float | None) -> list[WorkerResult]:
+        """Return the results that are there; wait for the first one, or for the worker's end.
+
+        Raises:
+            WorkerLostError: It has ended, and all its results have been returned.
+        """
+        deadline = Deadline.after(timeout_s)
+        with self._lock:
+            poller = select.poll()
+            poller.register(self._sock, select.POLLIN)
+            poller.register(self._child.fileno(), select.POLLIN)
+            while True:
+                left = deadline.timeout()
+                ready = poller.poll(None if left is None else -(-left * 1000 // 1))
+                if not ready:
+                    return []
+                results = self._receive()
+                if results:
+                    return results
+                if self._child.poll() is not None:
+                    raise WorkerLostError(self.describe_end())
+
+    def describe_end(self) -> str:
+        """Return how it ended, in words."""
+        status = self._child.wait(1.0) or ExitStatus(None, lost=True)
+        return f"the worker process {self.pid} is gone: {status.describe()}"
+
+    def stop(self, grace_s: float) -> None:
+        """End it: SIGTERM, after `grace_s` seconds SIGKILL; from any thread, harmless twice."""
+        if self._child.poll() is None:
+            self._child.stop(grace_s, first=signal.SIGTERM)
+        with self._lock:  # whoever waits for it has seen its end
+            self._sock.close()
+            self._child.close()
+            for memory in self._memories.values():
+                memory.close()
+            self._memories.clear()
+
+    def _send(self, message: object) -> None:
+        try:
+            with self._lock:
+                send_message(self._sock, MESSAGES, message, _SEND_S)
+        except (OSError, WireError):
+            return  # its end is seen by whoever waits for a result
+
+    def _receive(self) -> list[WorkerResult]:
+        try:
+            data = self._sock.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+        except (BlockingIOError, ConnectionResetError):
+            return []
+        results = []
+        for payload in self._reader.feed(data):
+            message = MESSAGES.decode(payload)
+            if isinstance(message, Released):
+                results.append(WorkerResult(message.job, True, None, 0.0, released=True))
+            if isinstance(message, Finished) and message.job in self._memories:
+                memory = self._memories.pop(message.job)
+                text = memory.read(message.result_at, message.result_bytes)
+                memory.close()
+                value = json.loads(text)
+                results.append(WorkerResult(message.job, message.ok, value, message.seconds))
+        return results
+
+
+def _start(theirs: socket.socket) -> Child:
+    if not sys.executable:
+        raise OSError("this interpreter does not know its own path, to start another one")
+    paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, json.dumps(paths).encode())
+        os.close(writer)
+        # Without site and user settings: nothing but what the trainer's path has is imported.
+        argv = [sys.executable, "-I", "-S", "-c", _BOOT, str(theirs.fileno()), str(reader)]
+        return start_child(
+            argv, env=_environment(), pass_fds=[theirs.fileno(), reader], new_session=True
+        )
+    finally:
+        os.close(reader)
+
+
+def _environment() -> Mapping[str, str]:
+    # One thread of numpy and OpenMP each is enough to move bytes.
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

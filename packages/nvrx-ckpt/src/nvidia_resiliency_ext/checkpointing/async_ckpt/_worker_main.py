@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker process: writes staged bytes, or calls a function, one job after the other.
+
+It imports torch only when a job brings a function. It ends when its trainer does, in any way: the
+trainer's end of the socket closes, or the kernel reports the end of the process, whichever is seen
+first (forked children of the trainer may keep the socket open).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.checkpointing import _checksum
+from nvidia_resiliency_ext.checkpointing._durable import FileSaver
+from nvidia_resiliency_ext.checkpointing._flush import LocalCopy
+from nvidia_resiliency_ext.checkpointing._manifest import write_rank_manifest
+from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
+from nvidia_resiliency_ext.checkpointing._write_plan import WritePlan
+from nvidia_resiliency_ext.shared_utils.wire import (
+    FrameReader,
+    receive_with_fds,
+    send_message,
+)
+
+from ._messages import MESSAGES, Cancel, Finished, Job, JobMemory, Released, Run, Settings
+from ._priority import apply_priorities
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nvidia_resiliency_ext.checkpointing._write_plan import FileResult
+
+__all__ = ["main"]
+
+_READ_BYTES = 1 << 16
+_MAX_FDS = 8
+_PARENT_LOOK_MS = 500
+_CLEAN_UP_S = 1.0
+_MAX_DELAY_S = 60.0
+_FLUSH_RETRIES = 8
+_PR_SET_PDEATHSIG = 1
+
+
+def main(socket_fd: int) -> None:
+    """Serve the trainer at the other end of a socket until it is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _stop)
+    server = _Server(socket.socket(fileno=socket_fd))
+    try:
+        server.serve()
+    except SystemExit:
+        pass
+    finally:
+        server.remove_unfinished()
+        os._exit(0)
+
+
+def _stop(_signal: int, _frame: object) -> None:
+    raise SystemExit
+
+
+class _Server:
+    """Receives messages in the main thread; a second thread carries out the jobs."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._reader = FrameReader()
+        self._jobs: queue.Queue[tuple[Run, StagingBuffer, JobMemory]] = queue.Queue()
+        self._flushes: queue.Queue[tuple[Run, JobMemory, float, LocalCopy]] = queue.Queue()
+        self._active: dict[Job, FileSaver | LocalCopy] = {}
+        self._send_lock = threading.Lock()
+        self._cancelled: set[Job] = set()
+        self._buffers: dict[int, StagingBuffer] = {}
+        self._max_buffers = 1
+        self._fds: list[int] = []
+
+    def serve(self) -> None:
+        threading.Thread(target=self._work, name="nvrx-job", daemon=True).start()
+        threading.Thread(target=self._flush, name="nvrx-flush", daemon=True).start()
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        parent = _watch_parent()
+        if parent is not None:
+            poller.register(parent, select.POLLIN)
+        pid = os.getppid()
+        while os.getppid() == pid:
+            for fd, _ in poller.poll(_PARENT_LOOK_MS if parent is None else None):
+                if fd != self._sock.fileno() or not self._receive():
+                    return
+
+    def _receive(self) -> bool:
+        try:
+            data, fds = receive_with_fds(self._sock, _READ_BYTES, _MAX_FDS)
+        except OSError:
+            return False
+        self._fds += fds
+        for payload in self._reader.feed(data):
+            self._dispatch(MESSAGES.decode(payload))
+        return bool(data)
+
+    def _dispatch(self, message: object) -> None:
+        if isinstance(message, Settings):
+            apply_priorities(message.cpu_priority, message.io_priority)
+            self._max_buffers = message.max_buffers
+        elif isinstance(message, Run):
+            staging, memory = self._fds.pop(0), self._fds.pop(0)
+            self._jobs.put((message, self._attach(staging), JobMemory(memory)))
+        elif isinstance(message, Cancel):
+            self._cancelled.add(message.job)
+            active = self._active.get(message.job)
+            if active is not None:
+                active.cancel()
+
+    def _attach(self, fd: int) -> StagingBuffer:
+        # A mapping is kept: mapping the same memory again costs a page fault for each page.
+        inode = os.fstat(fd).st_ino
+        if inode in self._buffers:
+            os.close(fd)
+            self._buffers[inode] = self._buffers.pop(inode)  # the newest is the last
+            return self._buffers[inode]
+        # The trainer has no more than that: the oldest one was replaced, and its jobs are over.
+        while len(self._buffers) >= self._max_buffers:
+            self._buffers.pop(next(iter(self._buffers))).close()
+        self._buffers[inode] = StagingBuffer.attach(fd)
+        return self._buffers[inode]
+
+    def remove_unfinished(self) -> None:
+        """Remove temporary files if that is quick."""
+        active = list(self._active.values())
+        for one in active:
+            one.cancel()
+        for one in active:
+            if isinstance(one, LocalCopy):
+                one.remove()
+            else:
+                one.ended.wait(_CLEAN_UP_S)
+
+    def _work(self) -> None:
+        _checksum.crc32(bytes(4 << 20))  # imports numpy before the first save
+        while True:
+            run, buffer, memory = self._jobs.get()
+            begin = time.monotonic()
+            try:
+                plan_text = memory.part(0, run.plan_bytes)
+                if run.kind in {"call", "bytes"}:
+                    from ._function import call_payload, call_with_bytes
+
+                    call = call_payload if run.kind == "call" else call_with_bytes
+                    call(plan_text, buffer)
+                    self._finish(run, memory, begin, None)
+                    continue
+                plan = WritePlan.from_json(plan_text)
+                if plan.staging_dir is None:
+                    result = self._write(run, plan, buffer, memory)
+                    self._finish(run, memory, begin, result)
+                else:
+                    local = self._write_local(run, plan, buffer, memory)
+                    self._flushes.put((run, memory, begin, local))
+            except BaseException as error:  # noqa: BLE001 - the trainer reports it
+                self._finish(run, memory, begin, error)
+
+    def _flush(self) -> None:
+        while True:
+            run, memory, begin, local = self._flushes.get()
+            result: Any
+            try:
+                files, attempts = self._retry(run, local, local.flush, _FLUSH_RETRIES)
+                result = _describe_files(local.plan, files, attempts)
+            except BaseException as error:  # noqa: BLE001 - the trainer reports it
+                result = error
+            local.remove()
+            self._finish(run, memory, begin, result)
+
+    def _write(self, run: Run, plan: WritePlan, buffer: StagingBuffer, memory: JobMemory) -> Any:
+        opener = None
+        if run.code_bytes:
+            from ._function import load_code
+
+            opener = load_code(memory.part(run.plan_bytes, run.code_bytes))
+
+        def attempt() -> list[FileResult]:
+            counter = _ProgressCounter(memory)
+            saver = FileSaver(
+                plan, buffer.view, opener=opener, renames=run.renames, on_progress=counter.add
+            )
+            self._start(run, saver)
+            return saver.run()
+
+        files, attempts = self._retry(run, None, attempt, 0)
+        return _describe_files(plan, files, attempts)
+
+    def _write_local(
+        self, run: Run, plan: WritePlan, buffer: StagingBuffer, memory: JobMemory
+    ) -> LocalCopy:
+        local = LocalCopy(plan, buffer.view, _ProgressCounter(memory).add)
+        self._start(run, local)
+        local.write()
+        self._send(Released(run.job))
+        return local
+
+    def _retry(
+        self,
+        run: Run,
+        local: LocalCopy | None,
+        attempt: Callable[[], list[FileResult]],
+        least: int,
+    ) -> tuple[list[FileResult], int]:
+        """Return what an attempt returned, and how many it took."""
+        retries, delay = max(run.retries, least), run.retry_delay
+        for number in range(retries + 1):
+            try:
+                return attempt(), number + 1
+            except OSError:
+                active = local or self._active.get(run.job)
+                if number == retries or active is None or active.stopped.wait(delay):
+                    raise
+                delay = min(2 * delay, _MAX_DELAY_S)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _start(self, run: Run, active: FileSaver | LocalCopy) -> None:
+        self._active[run.job] = active
+        if run.job in self._cancelled:
+            active.cancel()
+
+    def _finish(self, run: Run, memory: JobMemory, begin: float, result: Any) -> None:
+        ok = not isinstance(result, BaseException)
+        value = result if ok else _describe(result)
+        text = json.dumps(value, separators=(",", ":")).encode()
+        position = memory.append(text)
+        memory.close()
+        self._active.pop(run.job, None)
+        self._cancelled.discard(run.job)
+        self._send(Finished(run.job, ok, position, len(text), time.monotonic() - begin))
+
+    def _send(self, message: object) -> None:
+        with self._send_lock:
+            send_message(self._sock, MESSAGES, message, None)
+
+
+def _describe_files(plan: WritePlan, files: list[FileResult], attempts: int) -> dict[str, Any]:
+    manifest = write_rank_manifest(plan, files)
+    return {
+        "attempts": attempts,
+        "files": [asdict(file) for file in files],
+        "manifest": None if manifest is None else asdict(manifest),
+    }
+
+
+class _ProgressCounter:
+    """Adds up what several threads have written."""
+
+    def __init__(self, memory: JobMemory) -> None:
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._total = 0
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._total += nbytes
+            self._memory.progress = self._total
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    return {
+        "type": type(error).__name__,
+        "text": str(error),
+        "errno": error.errno if isinstance(error, OSError) else None,
+        "path": error.filename if isinstance(error, OSError) else None,
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def _watch_parent() -> int | None:
+    """Return a descriptor that is readable when the trainer has ended; None on old kernels."""
+    _continue_when_orphaned()
+    try:
+        return os.pidfd_open(os.getppid())
+    except (OSError, AttributeError):
+        return None
+
+
+def _continue_when_orphaned() -> None:
+    """Let the kernel continue this process, should it be stopped, when the trainer ends."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A DCP reader that reads the metadata of a checkpoint once, and can check it before it is used."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+__all__ = ["CachedMetadataFileSystemReader"]
+
+_MAX_ENTRIES = 4
+_Key = tuple[str, int, int, int]
+
+
+class CachedMetadataFileSystemReader(FileSystemReader):
+    """Reads checkpoints; metadata that was read once is kept for all readers of the process.
+
+    The metadata of a DCP checkpoint is a pickle: reading it can run code of whoever wrote it.
+
+    Args:
+        path: Directory of the checkpoint.
+        cache_metadata: Keep metadata; otherwise it is read each time.
+        verify: Check all files against the manifest when the metadata is read. Default
+            `NVRX_CKPT_VERIFY_ON_LOAD` (0 or 1), else no. A checkpoint without manifest passes.
+
+    Raises:
+        ValueError: `NVRX_CKPT_VERIFY_ON_LOAD` is neither 0 nor 1.
+    """
+
+    _metadata_cache: ClassVar[OrderedDict[_Key, Metadata]] = OrderedDict()
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        cache_metadata: bool = True,
+        *,
+        verify: bool | None = None,
+    ) -> None:
+        super().__init__(path)
+        self._cache_metadata = cache_metadata
+        self._verify = _verify_option() if verify is None else verify
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata; read again when the file is another one than before.
+
+        Raises:
+            DamagedCheckpointError: It was to be checked, and is not whole.
+        """
+        if self._verify:
+            from nvidia_resiliency_ext.checkpointing._verify import require_whole
+
+            require_whole(os.fspath(self.path))
+        if not self._cache_metadata:
+            return super().read_metadata(*args, **kwargs)
+        path = os.path.abspath(os.path.join(self.path, ".metadata"))
+        status = os.stat(path)
+        key = (path, status.st_ino, status.st_mtime_ns, status.st_size)
+        cache = self._metadata_cache
+        if key not in cache:
+            for old in [old for old in cache if old[0] == path]:
+                del cache[old]
+            cache[key] = super().read_metadata(*args, **kwargs)
+            if len(cache) > _MAX_ENTRIES:
+                cache.popitem(last=False)
+        cache.move_to_end(key)
+        return cache[key]
+
+    @classmethod
+    def clear_metadata_cache(cls, path: str | os.PathLike[str] | None = None) -> None:
+        """Forget the metadata of one checkpoint, or of all."""
+        if path is None:
+            cls._metadata_cache.clear()
+            return
+        file = os.path.abspath(os.path.join(path, ".metadata"))
+        for key in [key for key in cls._metadata_cache if key[0] == file]:
+            del cls._metadata_cache[key]
+
+
+def _verify_option() -> bool:
+    text = os.environ.get("NVRX_CKPT_VERIFY_ON_LOAD", "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"NVRX_CKPT_VERIFY_ON_LOAD={text!r}: allowed are 0 and 1")
+    return text == "1"

@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queues of asynchronous saves: schedule on the trainer, write elsewhere, finalise on all ranks.
+
+A save is staged when it is scheduled, so the trainer may change its tensors at once. A worker
+process writes. `maybe_finalize_async_calls` learns over all ranks what became of the oldest save.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from nvidia_resiliency_ext.checkpointing._errors import AsyncSaveError
+from nvidia_resiliency_ext.shared_utils.abort_hooks import register_abort_hook
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+
+from ._agreement import control_group
+from ._callers import (
+    AsyncCaller,
+    Call,
+    CallState,
+    PersistentAsyncCaller,
+    TemporalAsyncCaller,
+)
+from ._options import QueueOptions
+from ._record import SaveRecorder
+from ._requests import AsyncRequest, converted
+
+__all__ = [
+    "AsyncCaller",
+    "AsyncCallsQueue",
+    "AsyncRequest",
+    "AsyncSaveError",
+    "ObjectTracker",
+    "PersistentAsyncCaller",
+    "QueueFullError",
+    "QueueStats",
+    "TemporalAsyncCaller",
+    "abort_nvrx_checkpoint",
+]
+
+logger = logging.getLogger("nvrx")
+
+_LOOK_S = 0.25  # while this rank waits for its own writer, it hears this often of others' failures
+SKIPPED = -1
+
+
+class QueueFullError(AsyncSaveError):
+    """`on_full="error"`: a save was scheduled while as many as allowed were pending."""
+
+
+class ObjectTracker(type):
+    """Metaclass that knows the living instances of a class, without keeping them alive."""
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
+        super().__init__(name, bases, namespace)
+        cls._instances: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an instance and remember it."""
+        instance = super().__call__(*args, **kwargs)
+        cls._instances.add(instance)
+        return instance
+
+    def get_instances(cls) -> list[Any]:
+        """Return the instances that are alive."""
+        return list(cls._instances)
+
+
+@dataclass
+class QueueStats:
+    """What a queue has done so far, on this rank.
+
+    Attributes:
+        scheduled: Saves scheduled.
+        finalized: Saves finalised.
+        failed: Saves that failed.
+        failed_in_a_row: Of these, since the last one that did not.
+        skipped: Saves skipped because the queue was full.
+        stage_s: Seconds that staging the last one took; training stood still.
+        write_s: Seconds that writing the last one took.
+        finalize_s: Seconds that its finalize functions took; training stood still.
+        nbytes: Bytes of the last one on this rank.
+        durable_lag_s: Seconds between scheduling the last one and its being durable everywhere.
+    """
+
+    scheduled: int = 0
+    finalized: int = 0
+    failed: int = 0
+    failed_in_a_row: int = 0
+    skipped: int = 0
+    stage_s: float = 0.0
+    write_s: float = 0.0
+    finalize_s: float = 0.0
+    nbytes: int = 0
+    durable_lag_s: float = 0.0
+
+
+class AsyncCallsQueue(metaclass=ObjectTracker):
+    """Saves that are under way, finalised in the order in which they were scheduled.
+
+    Example:
+        >>> from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
+        ...     AsyncCallsQueue, AsyncRequest)
+        >>> queue = AsyncCallsQueue()
+        >>> request = AsyncRequest(print, ("saved",), [lambda: None])
+        >>> queue.schedule_async_request(request)
+        0
+        >>> queue.maybe_finalize_async_calls(blocking=True)
+        [0]
+        >>> queue.close()
+
+    Args:
+        persistent: Keep one worker process. Otherwise there is one while saves are under way, and
+            a function that cannot be pickled is run by a thread.
+        is_daemon: Accepted for compatibility; the worker never outlives the trainer.
+        cpu_priority: Niceness of the worker, 0 to 19.
+        io_priority: Class of disk priority, 0 to 3 (3 = idle); None keeps it.
+        sigterm_timeout: Seconds between SIGTERM and SIGKILL when the worker is stopped.
+        cpu_shm_mode: Accepted for compatibility; the worker never has a CUDA context.
+        save_timeout: Seconds after which a save that is not written has failed. Default
+            `NVRX_CKPT_SAVE_TIMEOUT`, else never.
+        max_pending: How many saves may hold a staging buffer, each as large as the state. Default
+            `NVRX_CKPT_MAX_PENDING`, else 1.
+        on_full: What a further save does: "wait" for the oldest to be written, "skip" (the index
+            is then -1 and nothing is saved), or "error" (`QueueFullError`).
+        on_error: "raise" a failed save in `maybe_finalize_async_calls`, or "warn": log and count it
+            and go on. Default `NVRX_CKPT_ON_ERROR`, else "raise".
+        retries: How often the worker tries again after an error of the file system. Default 3 with
+            "warn", else 0.
+        retry_delay: Seconds before the first new attempt; doubled each time, 60 at most.
+        max_failures: With "warn": raise after so many failures in a row. Default: never.
+
+    Raises:
+        ValueError: An argument, or a variable of the environment, has a value that is not allowed.
+
+    Attributes:
+        persistent: As given.
+        async_calls: The calls under way, oldest first.
+    """
+
+    _warm: ClassVar[PersistentAsyncCaller | None] = None
+
+    def __init__(  # noqa: PLR0913 - given
+        self,
+        persistent: bool = True,
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = 30.0,
+        cpu_shm_mode: bool = False,
+        *,
+        save_timeout: float | None = None,
+        max_pending: int | None = None,
+        on_full: str = "wait",
+        on_error: str | None = None,
+        retries: int | None = None,
+        retry_delay: float = 1.0,
+        max_failures: int | None = None,
+    ) -> None:
+        self.persistent = persistent
+        self.is_daemon = is_daemon
+        self.cpu_priority = cpu_priority
+        self.io_priority = io_priority
+        self.sigterm_timeout = sigterm_timeout
+        self.cpu_shm_mode = cpu_shm_mode
+        self.options = QueueOptions.resolve(
+            save_timeout=save_timeout,
+            max_pending=max_pending,
+            on_full=on_full,
+            on_error=on_error,
+            retries=retries,
+            retry_delay=retry_delay,
+            max_failures=max_failures,
+        )
+        self.async_calls: deque[Call] = deque()
+        self._caller: AsyncCaller | None = None
+        self._next_idx = 0
+        self._stats = QueueStats()
+        self._control = control_group()
+        self._recorder = SaveRecorder()
+        register_abort_hook("nvrx-ckpt", abort_nvrx_checkpoint)
+        if persistent:
+            self._get_async_caller().start()
+
+    @classmethod
+    def warmup_persistent_caller(
+        cls,
+        rank: int,  # noqa: ARG003 - given; the worker needs no device
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = 30.0,
+        cpu_shm_mode: bool = False,
+    ) -> None:
+        """Start a worker process now, for the next persistent queue; the second call does nothing.
+
+        A queue that exists already has started its own.
+        """
+        running = any(queue.persistent_caller for queue in cls.get_instances())
+        if cls._warm is None and not running:
+            cls._warm = PersistentAsyncCaller(
+                is_daemon, cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode
+            )
+            cls._warm.start()
+
+    def schedule_async_request(self, async_request: AsyncRequest) -> int:
+        """Stage a save and have it written; all ranks that finalise it must call this.
+
+        When it returns the trainer may change everything that the request refers to. What fails is
+        reported by `maybe_finalize_async_calls`.
+
+        Returns:
+            The index of the call: 0, 1, 2, ...; -1 if it was skipped.
+
+        Raises:
+            QueueFullError: As many as allowed are pending, and `on_full` is "error".
+            TypeError: It is no request.
+        """
+        request = converted(async_request)
+        # Counted in calls that all ranks have, so that all of them decide alike.
+        if self.options.on_full != "wait" and len(self.async_calls) >= self.options.max_pending:
+            if self.options.on_full == "error":
+                cause = f"{len(self.async_calls)} are pending, {self.options.max_pending} allowed"
+                raise QueueFullError(self._next_idx, self._control.rank, cause)
+            self._stats.skipped += 1
+            logger.warning("a save is skipped: %d are pending", len(self.async_calls))
+            return SKIPPED
+        idx = self._next_idx
+        self._next_idx += 1
+        call = Call(request._replace(call_idx=idx).freeze(), idx)
+        self.async_calls.append(call)
+        self._get_async_caller().schedule(call)
+        self._stats.scheduled += 1
+        self._stats.stage_s = call.stage_s
+        return idx
+
+    def maybe_finalize_async_calls(
+        self, blocking: bool = False, no_dist: bool = False
+    ) -> list[int]:
+        """Finalise the saves that are written on all ranks, oldest first.
+
+        Args:
+            blocking: Wait for all that are scheduled.
+            no_dist: Look at this rank only; otherwise all ranks must call this.
+
+        Returns:
+            The indices of the calls finalised now.
+
+        Raises:
+            AsyncSaveError: A save failed on some rank; on all ranks alike. It is dropped, later
+                ones are not. Not with `on_error="warn"`.
+            Exception: What a finalize function raised.
+        """
+        done = []
+        while self.async_calls:
+            call = self.async_calls[0]
+            state, failure = self._outcome(call, blocking, no_dist)
+            if state is CallState.RUNNING:
+                break
+            if self.async_calls and self.async_calls[0] is call:
+                self.async_calls.popleft()
+            if failure is None:
+                failure = self._finalize(call)
+            if failure is None:
+                done.append(call.idx)
+            else:
+                self._fail(call, failure)
+        return done
+
+    def get_num_unfinalized_calls(self) -> int:
+        """Return how many calls are under way."""
+        return len(self.async_calls)
+
+    def stats(self) -> QueueStats:
+        """Return what this queue has done so far; not a copy."""
+        return self._stats
+
+    def close(self, abort: bool = False) -> None:
+        """Finalise everything and stop the worker; the queue can be used again afterwards.
+
+        Args:
+            abort: Forget what is under way instead: no finalize function runs, nothing waits for
+                other ranks. From any thread.
+        """
+        try:
+            if not abort:
+                self.maybe_finalize_async_calls(blocking=True)
+        finally:
+            self._stop(abort=abort)
+
+    def _get_async_caller(self) -> AsyncCaller:
+        if self._caller is None:
+            warm = AsyncCallsQueue._warm
+            usable = warm is not None and self.options.max_pending == 1 and not self.options.retries
+            if self.persistent and usable and warm is not None:
+                self._caller, AsyncCallsQueue._warm = warm, None
+                return self._caller
+            kind = PersistentAsyncCaller if self.persistent else TemporalAsyncCaller
+            self._caller = kind(
+                self.is_daemon,
+                self.cpu_priority,
+                self.io_priority,
+                self.sigterm_timeout,
+                self.cpu_shm_mode,
+                max_pending=self.options.max_pending,
+                retries=self.options.retries,
+                retry_delay=self.options.retry_delay,
+            )
+        return self._caller
+
+    @property
+    def persistent_caller(self) -> PersistentAsyncCaller | None:
+        """The caller that keeps the worker process, or None."""
+        return self._caller if isinstance(self._caller, PersistentAsyncCaller) else None
+
+    def _outcome(
+        self, call: Call, blocking: bool, no_dist: bool
+    ) -> tuple[CallState, BaseException | None]:
+        """Return how far a call is, on all ranks unless `no_dist`, and why it failed."""
+        while True:
+            self._wait_here(call, blocking, alone=no_dist or self._control.size == 1)
+            if no_dist or self._control.size == 1:
+                failed = call.state is CallState.FAILED
+                return call.state, self._error(call, call.cause) if failed else None
+            state, same = self._agree(call)
+            if not same:
+                raise AssertionError("ranks finalise different calls: all must schedule the same")
+            if state is CallState.FAILED:
+                return state, self._shared_error(call)
+            if state is CallState.WRITTEN or not blocking:
+                return state, None
+
+    def _wait_here(self, call: Call, blocking: bool, *, alone: bool) -> None:
+        caller = self._get_async_caller()
+        limit = self.options.save_timeout
+        left = None if limit is None else max(0.0, call.started + limit - time.monotonic())
+        if not blocking:
+            wait_s: float | None = 0.0
+        elif alone:
+            wait_s = left
+        else:
+            wait_s = _LOOK_S if left is None else min(left, _LOOK_S)
+        over = caller.wait(call, wait_s)
+        self._recorder.progress(call, caller)
+        if not over and left is not None and call.started + (limit or 0.0) <= time.monotonic():
+            caller.give_up(call)
+            call.fail(f"it was not written within {limit} s")
+
+    def _agree(self, call: Call) -> tuple[CallState, bool]:
+        written = int(call.state is CallState.WRITTEN)
+        ok = int(call.state is not CallState.FAILED)
+        values = self._control.minimum([written, ok, call.idx, -call.idx])
+        if not values[1]:
+            state = CallState.FAILED
+        else:
+            state = CallState.WRITTEN if values[0] else CallState.RUNNING
+        return state, values[2] == -values[3]
+
+    def _error(self, call: Call, cause: str, rank: int | None = None) -> BaseException:
+        rank = self._control.rank if rank is None else rank
+        staged = call.staged
+        if staged is not None:
+            return staged.error(call.idx, rank, cause)
+        return AsyncSaveError(call.idx, rank, cause)
+
+    def _shared_error(self, call: Call) -> BaseException:
+        """Return the error of a call that failed on some rank, the same on all of them."""
+        if call.state is CallState.RUNNING:
+            self._get_async_caller().give_up(call)
+        mine = call.cause if call.state is CallState.FAILED else ""
+        causes = self._control.gather_texts(mine[-600:] if not mine.isascii() else mine[-4000:])
+        told = ((rank, cause) for rank, cause in enumerate(causes) if cause)
+        rank, cause = next(told, (None, "the rank that failed did not say why"))
+        return self._error(call, str(cause), rank)
+
+    def _finalize(self, call: Call) -> BaseException | None:
+        begin = time.perf_counter()
+        try:
+            call.request.execute_finalize_fns(validate_matching_call_idx=False)
+        except (Exception, CheckpointException) as error:
+            if self.options.on_error == "raise":
+                self._count_failure(call, error)
+                raise
+            return error
+        stats = self._stats
+        stats.finalize_s = time.perf_counter() - begin
+        stats.write_s, stats.nbytes = call.write_s, call.nbytes
+        stats.durable_lag_s = time.monotonic() - call.started
+        stats.finalized += 1
+        stats.failed_in_a_row = 0
+        if call.attempts > 1:
+            logger.warning("save %d was written at attempt %d", call.idx, call.attempts)
+        self._recorder.ended(call, stats.finalize_s, None)
+        return None
+
+    def _fail(self, call: Call, error: BaseException) -> None:
+        self._count_failure(call, error)
+        options, stats = self.options, self._stats
+        if options.on_error == "raise":
+            raise error
+        logger.error("training goes on without save %d: %s", call.idx, error)
+        if options.max_failures is not None and stats.failed_in_a_row >= options.max_failures:
+            logger.error("%d saves in a row have failed", stats.failed_in_a_row)
+            raise error
+
+    def _count_failure(self, call: Call, error: BaseException) -> None:
+        self._stats.failed += 1
+        self._stats.failed_in_a_row += 1
+        self._recorder.ended(call, 0.0, error)
+
+    def _stop(self, *, abort: bool) -> None:
+        caller, self._caller = self._caller, None
+        self.async_calls.clear()
+        self._next_idx = 0
+        if caller is not None:
+            caller.close(abort=abort)
+
+    def _leave(self, deadline: Deadline) -> None:
+        """Let the worker finish what it writes, for a while; at the interpreter's end."""
+        caller = self._caller
+        if caller is not None and self.async_calls:
+            for call in self.async_calls:
+                caller.wait(call, deadline.remaining())
+            numbers = ", ".join(str(call.idx) for call in self.async_calls)
+            logger.warning("the program ends while saves were not finalised: %s", numbers)
+        self._stop(abort=True)
+
+
+def abort_nvrx_checkpoint() -> None:
+    """Stop all queues of this process and forget their saves; from any thread."""
+    for queue in AsyncCallsQueue.get_instances():
+        queue.close(abort=True)
+
+
+def _leave_all() -> None:
+    for queue in AsyncCallsQueue.get_instances():
+        queue._leave(Deadline.after(queue.sigterm_timeout))  # noqa: SLF001 - our own class
+    if AsyncCallsQueue._warm is not None:  # noqa: SLF001 - our own class
+        AsyncCallsQueue._warm.close(abort=True)  # noqa: SLF001 - our own class
+
+
+atexit.register(_leave_all)

@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan and finalise an asynchronous DCP save; the write between them belongs to a queue."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import inspect
+import pickle
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import (
+    CheckpointException,
+    _is_wrapped_exception,
+    _wrap_exception,
+)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from ._agreement import control_group
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    from .filesystem_async import FileSystemWriterAsync
+
+__all__ = [
+    "CheckpointMetadataCache",
+    "get_metadata_caching_status",
+    "init_checkpoint_metadata_cache",
+    "save_state_dict_async_finalize",
+    "save_state_dict_async_plan",
+    "verify_global_md_reuse",
+]
+
+_cache: CheckpointMetadataCache | None = None
+
+
+class CheckpointMetadataCache:
+    """Keeps the plan of a save for later saves of a state with the same structure.
+
+    The third save in a row with the same structure is the first that needs no planning.
+
+    Attributes:
+        cached_central_plan: This rank's part of the plan.
+        cached_local_plan: What this rank had proposed.
+        cached_global_metadata: Metadata of the last save (coordinator), or of the one loaded.
+        validated_cache_reuse: Whether two saves in a row had the same plan.
+        validated_loaded_metadata_reuse: Whether loaded metadata fits on all ranks.
+        loaded_all_plans: The plans of all ranks in loaded metadata, or None.
+        signature: Structure of the last state.
+    """
+
+    def __init__(self) -> None:
+        self.cached_central_plan: SavePlan | None = None
+        self.cached_local_plan: SavePlan | None = None
+        self.cached_global_metadata: Metadata | None = None
+        self.validated_cache_reuse = False
+        self.validated_loaded_metadata_reuse = False
+        self.loaded_all_plans: list[SavePlan] | None = None
+        self.signature: bytes | None = None
+
+    def set_cached_global_metadata(self, cached_global_metadata: Metadata) -> None:
+        """Begin with the metadata of a checkpoint that was loaded."""
+        self.cached_global_metadata = cached_global_metadata
+        self.loaded_all_plans = getattr(cached_global_metadata, "all_local_plans", None)
+
+    def set_cache_metadata(
+        self, central_plan: SavePlan, local_plan: SavePlan, global_md_verify_reuse: bool = False
+    ) -> None:
+        """Keep the plan of a save, and note whether it equals the one before."""
+        self.validated_loaded_metadata_reuse = global_md_verify_reuse
+        self.validated_cache_reuse = self.cached_central_plan is not None and bool(
+            _compare_dataclasses(self.cached_central_plan, central_plan) == []
+        )
+        self.cached_central_plan = central_plan
+        self.cached_local_plan = local_plan
+
+    def prepare_save_state_dict_ret(
+        self, rank: int, coordinator: int, ret: tuple[Any, Metadata | None, Any]
+    ) -> tuple[Any, Metadata | None, Any]:
+        """Return what planning returned with the coordinator's metadata filled in or kept."""
+        writer, metadata, wrapper = ret
+        if rank == coordinator:
+            if metadata is None:
+                metadata = copy.copy(self.cached_global_metadata)
+            else:
+                self.cached_global_metadata = metadata
+        return writer, metadata, wrapper
+
+    def get_cache_metadata(
+        self,
+    ) -> tuple[SavePlan | None, SavePlan | None, bool, list[SavePlan] | None]:
+        """Return central plan, local plan, whether they may be reused, and loaded plans."""
+        return (
+            self.cached_central_plan,
+            self.cached_local_plan,
+            self.validated_cache_reuse,
+            self.loaded_all_plans,
+        )
+
+    def get_metadata_caching_status(self) -> tuple[bool, bool]:
+        """Return whether the plan, and whether loaded metadata, is reused."""
+        return self.validated_cache_reuse, self.validated_loaded_metadata_reuse
+
+
+def init_checkpoint_metadata_cache(cached_global_metadata: Metadata | None = None) -> None:
+    """Make the cache that saves of this process use when none is passed.
+
+    Args:
+        cached_global_metadata: Metadata of the checkpoint that was loaded.
+    """
+    global _cache  # noqa: PLW0603 - given
+    _cache = CheckpointMetadataCache()
+    if cached_global_metadata is not None:
+        _cache.set_cached_global_metadata(cached_global_metadata)
+
+
+def get_metadata_caching_status() -> tuple[bool, bool] | None:
+    """Return the status of the cache of this process; None without one."""
+    return None if _cache is None else _cache.get_metadata_caching_status()
+
+
+def save_state_dict_async_plan(  # noqa: PLR0913, PLR0917 - given
+    state_dict: dict[str, Any],
+    storage_writer: FileSystemWriterAsync,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    planner: SavePlanner | None = None,
+    enable_cache: bool = False,
+    metadata_cache: CheckpointMetadataCache | None = None,
+) -> tuple[FileSystemWriterAsync, Metadata | None, _DistWrapper]:
+    """Plan a save on all ranks and let the writer prepare its part.
+
+    Args:
+        state_dict: What to save.
+        storage_writer: A new writer for this checkpoint.
+        process_group: Ranks that save; None for all.
+        coordinator_rank: Rank in the group that writes the metadata.
+        planner: Default `DefaultSavePlanner()`.
+        enable_cache: Skip planning when the structure did not change, on all ranks.
+        metadata_cache: Where plans are kept; default the one of this process.
+
+    Returns:
+        The arguments of `save_state_dict_async_finalize`.
+
+    Raises:
+        CheckpointException: Planning failed on some rank; on all ranks alike.
+    """
+    wrapper = _DistWrapper(process_group, dist.is_initialized(), coordinator_rank)
+    save = _Planning(state_dict, storage_writer, planner or DefaultSavePlanner(), wrapper)
+    cache = None
+    if enable_cache:
+        cache = metadata_cache if metadata_cache is not None else _cache
+        cache = cache if cache is not None else CheckpointMetadataCache()
+    central, metadata = save.plan(cache)
+    final = save.planner.finish_plan(central)
+    storage_writer.prepare_write_data(final, save.planner)
+    ret = (storage_writer, metadata, wrapper)
+    if cache is not None:
+        ret = cache.prepare_save_state_dict_ret(wrapper.rank, coordinator_rank, ret)
+    return ret
+
+
+class _Planning:
+    """One save while it is planned."""
+
+    def __init__(
+        self,
+        state_dict: dict[str, Any],
+        writer: FileSystemWriterAsync,
+        planner: SavePlanner,
+        wrapper: _DistWrapper,
+    ) -> None:
+        self._state_dict = state_dict
+        self._writer = writer
+        self.planner = planner
+        self._wrapper = wrapper
+        self._local: SavePlan | None = None
+
+    def plan(self, cache: CheckpointMetadataCache | None) -> tuple[SavePlan, Metadata | None]:
+        """Return this rank's part of the plan, and the metadata on the coordinator."""
+        if cache is None:
+            central, metadata, _ = self._new_plan(None)
+            return central, metadata
+        # Whatever fails here on one rank is seen by all of them in the full planning.
+        signature = self._signature()
+        usable = signature is not None and cache.validated_cache_reuse
+        same = int(usable and cache.signature == signature)
+        reuse = control_group(self._wrapper.group).minimum([same])[0]
+        if reuse and cache.cached_central_plan is not None:
+            self._set_up_writer()
+            self._writer.prepare_local_plan(cache.cached_central_plan)
+            return cache.cached_central_plan, None
+        central, metadata, verified = self._new_plan(cache)
+        cache.set_cache_metadata(central, self._local or central, verified)
+        cache.signature = signature
+        return central, metadata
+
+    def _new_plan(
+        self, cache: CheckpointMetadataCache | None
+    ) -> tuple[SavePlan, Metadata | None, bool]:
+        planner, writer = self.planner, self._writer
+        decentralized = getattr(planner, "can_run_decentralized_global_plan", False) and getattr(
+            writer, "can_run_decentralized_global_plan", False
+        )
+        if decentralized:
+            return self._decentralized_plan(cache)
+        metadata: Metadata | None = None
+
+        def global_step(plans: list[SavePlan]) -> list[SavePlan]:
+            nonlocal metadata
+            plans, metadata = planner.create_global_plan(plans)
+            return list(writer.prepare_global_plan(plans))
+
+        central: SavePlan = self._wrapper.reduce_scatter("plan", self._local_step, global_step)
+        return central, metadata, False
+
+    def _decentralized_plan(
+        self, cache: CheckpointMetadataCache | None
+    ) -> tuple[SavePlan, Metadata | None, bool]:
+        planner: Any = self.planner
+        local = self._local_step()
+        loaded = None if cache is None else cache.loaded_all_plans
+        verified = bool(
+            loaded and verify_global_md_reuse(loaded, local, self._wrapper.rank, self._wrapper)
+        )
+        metadata: Any = None
+        if verified and cache is not None:
+            metadata = copy.copy(cache.cached_global_metadata)
+        else:
+            plans = self._wrapper.gather_object(local)
+            if self._wrapper.is_coordinator and plans is not None:
+                _, metadata = planner.create_global_plan(plans)
+                metadata.all_local_plans = plans
+        central = planner.create_decentralized_global_plan(local)
+        central = self._writer.prepare_decentralized_global_plan(central)
+        return central, metadata if self._wrapper.is_coordinator else None, verified
+
+    def _local_step(self) -> SavePlan:
+        self._set_up_planner()
+        self._set_up_writer()
+        local = self.planner.create_local_plan()
+        self._local = self._writer.prepare_local_plan(local)
+        return self._local
+
+    def _set_up_planner(self) -> None:
+        if "storage_meta" in inspect.signature(self.planner.set_up_planner).parameters:
+            self.planner.set_up_planner(
+                state_dict=self._state_dict,
+                storage_meta=self._writer.storage_meta(),
+                is_coordinator=self._wrapper.is_coordinator,
+            )
+        else:
+            set_up: Any = self.planner.set_up_planner  # of an older form
+            set_up(self._state_dict, self._wrapper.is_coordinator)
+
+    def _set_up_writer(self) -> None:
+        self._writer.set_up_storage_writer(self._wrapper.is_coordinator)
+
+    def _signature(self) -> bytes | None:
+        """Return a digest of the structure of the state; None where planning fails."""
+        try:
+            self._set_up_planner()
+            # A plan holds for these ranks only: fewer ranks save what others have saved before.
+            ranks = repr((self._wrapper.rank, _ranks_of(self._wrapper))).encode()
+            if type(self.planner) is DefaultSavePlanner:
+                return ranks + _state_signature(self.planner.state_dict)
+            return ranks + _plan_signature(self.planner.create_local_plan())
+        except Exception:  # noqa: BLE001 - it fails again in the full planning, which reports it
+            return None
+
+
+def _ranks_of(wrapper: _DistWrapper) -> list[int]:
+    return dist.get_process_group_ranks(wrapper.group) if dist.is_initialized() else [0]
+
+
+def save_state_dict_async_finalize(
+    storage_writer: FileSystemWriterAsync,
+    global_metadata: Metadata | None,
+    dist_wrapper: _DistWrapper,
+) -> None:
+    """Publish a checkpoint whose files are written on all ranks; all ranks call it.
+
+    Raises:
+        CheckpointException: A rank could not write, or the coordinator could not publish; on all
+            ranks, with the details on the coordinator.
+    """
+    control = control_group(dist_wrapper.group)
+    results = storage_writer.retrieve_write_results()
+    failed = _is_wrapped_exception(results)
+    manifest = storage_writer.rank_manifest() if hasattr(storage_writer, "rank_manifest") else None
+    exchange = _exchange_of(dist_wrapper)
+    digest = 0 if failed else _results_digest(results)
+    known = not failed and exchange.knows(digest, dist_wrapper)
+    numbers = control.gather_numbers([
+        int(failed), int(known), digest,
+        *((manifest["crc32"], manifest["bytes"]) if manifest else (0, -1)),
+    ])  # fmt: skip
+    if all(row[1] for row in numbers):
+        all_results = exchange.results_of(numbers) if dist_wrapper.is_coordinator else None
+    else:
+        all_results = dist_wrapper.gather_object(results)
+        if not any(row[0] for row in numbers):
+            exchange.keep(digest, all_results, numbers)
+    failures: dict[int, Any] = {}
+    if dist_wrapper.is_coordinator and all_results is not None:
+        failures = {r: v for r, v in enumerate(all_results) if _is_wrapped_exception(v)}
+        if not failures and global_metadata is None:
+            unplanned = ValueError("the coordinator has no metadata of this save: plan it anew")
+            failures = {dist_wrapper.rank: _wrap_exception(unplanned)}
+        elif not failures and global_metadata is not None:
+            storage_writer.rank_manifests = _rank_manifests(numbers)
+            try:
+                storage_writer.finish(global_metadata, all_results)
+            except Exception as error:  # noqa: BLE001 - all ranks must hear of it
+                failures = {dist_wrapper.rank: _wrap_exception(error)}
+    if not control.minimum([int(not failures)])[0]:
+        raise CheckpointException("write", failures)
+
+
+def verify_global_md_reuse(
+    loaded_all_plans: Sequence[SavePlan],
+    local_plan: SavePlan,
+    rank: int,
+    dist_wrapper: _DistWrapper,
+) -> bool:
+    """Return whether the plans in loaded metadata are those of this save, on all ranks."""
+    same = rank < len(loaded_all_plans) and not _compare_dataclasses(
+        local_plan, loaded_all_plans[rank]
+    )
+    return bool(control_group(dist_wrapper.group).minimum([int(same)])[0])
+
+
+class _ResultsExchange:
+    """Results that the coordinator has already, so that only their digest must travel."""
+
+    def __init__(self) -> None:
+        self._sent: int | None = None
+        self._kept: dict[int, tuple[int, list[WriteResult]]] = {}
+
+    def knows(self, digest: int, wrapper: _DistWrapper) -> bool:
+        """Return whether this rank has sent these results before."""
+        complete = not wrapper.is_coordinator or len(self._kept) == wrapper.get_world_size()
+        return complete and self._sent == digest
+
+    def keep(
+        self, digest: int, results: list[Any] | None, numbers: Sequence[Sequence[int]]
+    ) -> None:
+        """Keep what has travelled."""
+        self._sent = digest
+        if results is not None:
+            rows = zip(numbers, results, strict=True)
+            self._kept = {rank: (row[2], part) for rank, (row, part) in enumerate(rows)}
+
+    def results_of(self, numbers: Sequence[Sequence[int]]) -> list[Any]:
+        """Return the results of all ranks; an error in place of those that are not the same."""
+        found: list[Any] = []
+        for rank, row in enumerate(numbers):
+            digest, part = self._kept[rank]
+            error = RuntimeError(f"rank {rank} has other results than it says")
+            found.append(part if digest == row[2] else _wrap_exception(error))
+        return found
+
+
+_exchanges: dict[tuple[int, ...], _ResultsExchange] = {}
+
+
+def _exchange_of(wrapper: _DistWrapper) -> _ResultsExchange:
+    ranks: tuple[int, ...] = (0,)
+    if wrapper.use_dist:
+        group = wrapper.group
+        ranks = tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
+    return _exchanges.setdefault((*ranks, wrapper.coordinator_rank), _ResultsExchange())
+
+
+def _results_digest(results: Any) -> int:
+    return zlib.crc32(pickle.dumps([(r.index, r.size_in_bytes, r.storage_data) for r in results]))
+
+
+def _rank_manifests(numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    from nvidia_resiliency_ext.checkpointing._manifest import rank_manifest_name
+
+    return [
+        {"name": rank_manifest_name(str(rank)), "crc32": row[3], "bytes": row[4]}
+        for rank, row in enumerate(numbers)
+        if row[4] >= 0
+    ]
+
+
+def _state_signature(state: dict[str, Any]) -> bytes:
+    """Return a digest of the names, types, shapes and dtypes in a flat state."""
+    parts: list[Any] = []
+    for name, value in state.items():
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            parts.append((name, value.shape, value.dtype, value.requires_grad))
+        elif isinstance(value, torch.Tensor):
+            placements = getattr(value, "placements", None)
+            parts.append((name, type(value).__qualname__, value.shape, value.dtype, placements))
+        else:
+            parts.append((name, type(value).__qualname__))
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
+
+def _plan_signature(plan: SavePlan) -> bytes:
+    items = [(item.index, item.index.index, item.type, item.tensor_data) for item in plan.items]
+    return hashlib.blake2b(repr(items).encode(), digest_size=16).digest()
+
+
+def _compare_dataclasses(left: Any, right: Any) -> list[str]:
+    """Return the names of the fields in which two plans differ; empty when they are equal."""
+    if type(left) is not type(right):
+        return ["type"]
+    different = []
+    for part in dataclasses.fields(left):
+        a, b = getattr(left, part.name), getattr(right, part.name)
+        if part.name == "items":
+            same = len(a) == len(b) and all(
+                x == y and x.index.index == y.index.index for x, y in zip(a, b, strict=True)
+            )
+        else:
+            same = a == b
+        if not same:
+            different.append(part.name)
+    return different

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface between a training framework's state and local checkpoints."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence, ValuesView
+from typing import Any
+
+import torch
+
+__all__ = ["TensorAwareStateDict"]
+
+
+class TensorAwareStateDict(ABC):
+    """A state that can be taken apart into tensors and a hollow rest.
+
+    Subclass it to save a framework's own state with `LocalCheckpointManager`; plain nested
+    dicts and lists need no subclass, see `BasicTensorAwareStateDict`. Subclasses may be plain
+    classes or dataclasses.
+    """
+
+    @abstractmethod
+    def pop_tensors(self) -> Sequence[torch.Tensor]:
+        """Take the tensors out and return them; the state is hollow afterwards.
+
+        Raises:
+            Exception: The state is hollow already.
+        """
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Yield the tensors in the order of `pop_tensors`, and leave them in."""
+
+    @property
+    @abstractmethod
+    def is_hollow(self) -> bool:
+        """Tell whether the tensors have been taken out."""
+
+    @abstractmethod
+    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
+        """Put tensors into a hollow state, in the order of `pop_tensors`."""
+
+    @abstractmethod
+    def init_tensors(self) -> None:
+        """Fill a hollow state with empty tensors of the recorded shapes, types and devices."""
+
+    @abstractmethod
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
+        """Move the tensors to the CPU and remember the devices that they came from."""
+
+    @abstractmethod
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:
+        """Move the tensors back to the devices that `copy_tensors_to_cpu` remembered."""
+
+    def values(self) -> ValuesView[Any]:
+        """Return the values of the object's attributes."""
+        return vars(self).values()

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of one clique find each other: addresses, token, and the server of this rank."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from nvidia_resiliency_ext.checkpointing.local._shard.directory import RankDirectory, ShardName
+from nvidia_resiliency_ext.checkpointing.local._shard.layout import Manifest
+from nvidia_resiliency_ext.checkpointing.local._shard.peer import Peer, PeerServer
+from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import GroupWrapper
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+
+__all__ = ["meet_peers"]
+
+_SIOCGIFADDR = 0x8915
+_TOKEN_BYTES = 32
+
+
+def meet_peers(
+    group: GroupWrapper,
+    directory: RankDirectory,
+    may_keep: Callable[[ShardName, Manifest], str],
+    timeout_s: float,
+) -> tuple[PeerServer, tuple[Peer, ...]]:
+    """Start the server of this rank and return it with the other ranks of the group.
+
+    All ranks of the group call this together.
+
+    Raises:
+        ConfigError: The address of this rank cannot be reached by ranks on other hosts.
+    """
+    host = own_address()
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    server = PeerServer(directory, host, token, may_keep, timeout_s)
+    mine = (host, server.port, token.hex(), _boot_id())
+    everybody = group.all_gather_object(mine)
+    hosts = {boot_id for _, _, _, boot_id in everybody}
+    loopback = [h for h, _, _, _ in everybody if h.startswith("127.") or h == "::1"]
+    if len(hosts) > 1 and loopback:
+        server.close()
+        raise ConfigError(
+            f"a rank would listen for copies at {loopback[0]}, which other hosts cannot reach; "
+            "set GLOO_SOCKET_IFNAME to the network interface that ranks use"
+        )
+    peers = tuple(
+        Peer(rank, host, port, bytes.fromhex(text), timeout_s)
+        for rank, (host, port, text, _) in zip(group.ranks, everybody, strict=True)
+        if rank != group.my_global_rank
+    )
+    return server, peers
+
+
+def own_address() -> str:
+    """Return the address at which other ranks reach this host.
+
+    It is that of the interface which `GLOO_SOCKET_IFNAME` names, else the one from which
+    `MASTER_ADDR` is reached, else that of the host's name.
+    """
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if interfaces:
+        return _interface_address(interfaces[0])
+    master = os.environ.get("MASTER_ADDR")
+    if not master:
+        return socket.gethostbyname(socket.gethostname())
+    family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Sends nothing: the kernel only chooses the route.
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _interface_address(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", os.fsencode(name)[:15])
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+        except OSError as error:
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME names {name!r}, which has no IPv4 address: {error}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

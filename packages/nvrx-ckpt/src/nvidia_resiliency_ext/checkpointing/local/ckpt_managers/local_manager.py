@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local checkpoints in files of the node's own file system."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from nvidia_resiliency_ext.checkpointing._errors import DamagedCheckpointError
+from nvidia_resiliency_ext.checkpointing.local._shard.directory import (
+    DAMAGED,
+    DIRTY,
+    RankDirectory,
+    ShardName,
+    shard_file_name,
+)
+from nvidia_resiliency_ext.checkpointing.local._shard.job import SaveJob, run_save_job
+from nvidia_resiliency_ext.checkpointing.local._shard.layout import Manifest, ShardIdentity
+from nvidia_resiliency_ext.checkpointing.local._shard.load import load_state
+from nvidia_resiliency_ext.checkpointing.local._shard.peer import Peer, PeerServer, PeerSource
+from nvidia_resiliency_ext.checkpointing.local._shard.pickling import split_state
+from nvidia_resiliency_ext.checkpointing.local._shard.read import read_manifest
+from nvidia_resiliency_ext.checkpointing.local._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers._clique import meet_peers
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
+    BaseCheckpointManager,
+    CheckpointingException,
+    CkptID,
+    SaveCall,
+)
+from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
+    CliqueReplicationStrategy,
+    LazyReplicationStrategyBuilder,
+    ReplicationStrategy,
+)
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+
+__all__ = ["LocalCheckpointManager"]
+
+logger = logging.getLogger(__name__)
+
+_LOAD_POLICIES = ("auto", "strict")
+
+
+class LocalCheckpointManager(BaseCheckpointManager):
+    """Keeps each rank's checkpoints in `<root>/<session_id>/<rank>` on the node's own disks.
+
+    Args:
+        root_local_ckpt_dir: Directory of all sessions, on a RAM disk or NVMe; created on demand.
+        session_id: Checkpoints of other sessions are not looked at.
+        repl_strategy: Who keeps copies of whose checkpoints; None for no copies.
+        keep_last: How many complete iterations to keep.
+        load_policy: "auto" loads any class of state, from files and directories that only this
+            user can write to; "strict" loads only `BasicTensorAwareStateDict`, which runs no code.
+        peer_timeout_s: Seconds after which a rank that keeps copies and does not answer is lost.
+
+    Raises:
+        ConfigError: A value is not allowed.
+
+    Example:
+        >>> import tempfile, torch, warnings
+        >>> from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import (
+        ...     BasicTensorAwareStateDict,
+        ... )
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     manager = LocalCheckpointManager(folder)
+        ...     manager.save(BasicTensorAwareStateDict({"w": torch.ones(2)}), iteration=1)
+        ...     latest = LocalCheckpointManager(folder)
+        ...     latest.find_latest()
+        ...     state, ckpt_id = latest.load()
+        1
+        >>> ckpt_id, state.state_dict
+        ((1, 0, ''), {'w': tensor([1., 1.])})
+    """
+
+    def __init__(
+        self,
+        root_local_ckpt_dir: str | Path,
+        session_id: str = "",
+        repl_strategy: ReplicationStrategy | None = None,
+        *,
+        keep_last: int = 1,
+        load_policy: str = "auto",
+        peer_timeout_s: float = 30.0,
+    ) -> None:
+        super().__init__(session_id, repl_strategy)
+        if keep_last < 1:
+            raise ConfigError(f"keep_last is {keep_last}; it must be 1 or more")
+        if load_policy not in _LOAD_POLICIES:
+            raise ConfigError(f"load_policy is {load_policy!r}; it must be 'auto' or 'strict'")
+        self.root_local_ckpt_dir = Path(root_local_ckpt_dir)
+        self._keep_last = keep_last
+        self._load_policy = load_policy
+        self._peer_timeout_s = peer_timeout_s
+        self._server: PeerServer | None = None
+        self._peers: tuple[Peer, ...] = ()
+        self._cleanup_thread: threading.Thread | None = None
+        self._complained: set[str] = set()
+        self._complete: set[int] = set()
+
+    @property
+    def local_ckpt_dir(self) -> Path:
+        """Return this rank's directory."""
+        return Path(self._directory().path)
+
+    def _directory(self) -> RankDirectory:
+        root = os.fspath(self.root_local_ckpt_dir)
+        return RankDirectory(root, str(self.session_id), self._agreement.rank)
+
+    def _filename_from_template(
+        self, iteration: int | str, rank: int | str, extra_suffix: str = ""
+    ) -> str:
+        """Return the name of a shard's file; texts such as `*` take the place of numbers."""
+        return shard_file_name(iteration, rank, extra_suffix)
+
+    def _filename_to_id(self, filename: str) -> CkptID:
+        """Return the id of the shard with that file name.
+
+        Raises:
+            CheckpointingException: It is no name of a shard.
+        """
+        name = ShardName.parse(os.path.basename(filename))
+        if name is None or name.suffix:
+            raise CheckpointingException(f"{filename!r} is not the name of a shard's file")
+        return (name.iteration, name.owner, self.session_id)
+
+    def _local_ckpt_path_from_id(self, ckpt_id: CkptID, is_dirty: bool = False) -> Path:
+        """Return the path of a shard in this rank's directory, or of the file in progress."""
+        iteration, owner, _ = ckpt_id
+        return self.local_ckpt_dir / shard_file_name(iteration, owner, DIRTY if is_dirty else "")
+
+    def _identity(self, ckpt_id: CkptID) -> ShardIdentity:
+        iteration, owner, session_id = ckpt_id
+        world_size = self._agreement.world_size
+        clique = self._clique_strategy()
+        jump, factor = 0, 1
+        if clique is not None:
+            jump, factor = clique.replication_jump, clique.replication_factor
+        return ShardIdentity(iteration, owner, str(session_id), world_size, jump, factor)
+
+    def _my_ckpt_ids(self) -> Iterable[CkptID]:
+        """Return the shards in this rank's directory that are whole as far as their end says."""
+        directory = self._directory()
+        found = []
+        for name in directory.names():
+            if name.suffix:
+                continue
+            try:
+                self._read_manifest(directory, name)
+            except (DamagedCheckpointError, OSError) as error:
+                self._complain(str(error))
+                continue
+            found.append((name.iteration, name.owner, self.session_id))
+        return found
+
+    def _read_manifest(self, directory: RankDirectory, name: ShardName) -> Manifest:
+        source = directory.source(name)
+        try:
+            manifest = read_manifest(source)
+        finally:
+            source.close()
+        self._check_identity(source.name, manifest.identity, name)
+        return manifest
+
+    def _check_identity(self, path: str, found: ShardIdentity, name: ShardName) -> None:
+        expected = self._identity((name.iteration, name.owner, self.session_id))
+        for field in ("iteration", "owner", "session_id", "world_size"):
+            mine, its = getattr(expected, field), getattr(found, field)
+            if mine != its:
+                problem = f"saved with {field} {its!r}, here it is {mine!r}; not used"
+                raise DamagedCheckpointError(path, problem)
+        if (found.jump, found.factor) != (expected.jump, expected.factor):
+            self._complain(
+                f"{path} was saved with replication jump {found.jump} and factor {found.factor}, "
+                f"here they are {expected.jump} and {expected.factor}; it is used all the same"
+            )
+
+    def _complain(self, problem: str) -> None:
+        if problem not in self._complained:
+            self._complained.add(problem)
+            logger.warning("local checkpoints: %s", problem)
+
+    def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict:
+        """Return a shard's state; every byte is checked on the way."""
+        iteration, owner, _ = ckpt_id
+        name = ShardName(iteration, owner)
+        source = self._directory().source(name)
+        try:
+            manifest = read_manifest(source)
+            self._check_identity(source.name, manifest.identity, name)
+            state: TensorAwareStateDict = load_state(manifest, [source], strict=self._is_strict())
+        finally:
+            source.close()
+        return state
+
+    def _set_aside(self, ckpt_id: CkptID) -> None:
+        iteration, owner, _ = ckpt_id
+        try:
+            self._directory().set_aside(ShardName(iteration, owner))
+        except OSError as error:
+            logger.warning("a damaged shard cannot be set aside: %s", error)
+
+    def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
+        """Write a state into this rank's directory.
+
+        Raises:
+            CheckpointingException: It cannot be written.
+        """
+        call = self._file_call(state_dict, ckpt_id)
+        assert call.function is not None
+        problem = call.function(*call.args)
+        if problem:
+            raise CheckpointingException(problem)
+
+    def _save_call(
+        self, state_dict: TensorAwareStateDict, ckpt_id: CkptID, *, is_async: bool
+    ) -> SaveCall:
+        clique = self._clique_strategy()
+        if self._save_is_replaced() or (self.repl_strategy is not None and clique is None):
+            return super()._save_call(state_dict, ckpt_id, is_async=is_async)
+        state_dict.copy_tensors_to_cpu()
+        call = self._file_call(state_dict, ckpt_id, self._peers)
+        iteration, _, session_id = ckpt_id
+        call.expected += [(iteration, peer.rank, session_id) for peer in self._peers]
+        return call
+
+    def _save_is_replaced(self) -> bool:
+        return type(self)._save is not _OWN_SAVE  # noqa: SLF001 - ours
+
+    def _clique_strategy(self) -> CliqueReplicationStrategy | None:
+        """Return the strategy if its copies can be sent from file to file."""
+        strategy = self.repl_strategy
+        if isinstance(strategy, LazyReplicationStrategyBuilder):
+            strategy = strategy.replication_strategy
+        return strategy if type(strategy) is CliqueReplicationStrategy else None
+
+    def _meet_peers(self) -> None:
+        """Exchange addresses with the ranks of the clique, once; all ranks call this together."""
+        clique = self._clique_strategy()
+        if clique is None or self._server is not None:
+            return
+        # The server must not keep the manager alive, which closes it at its end.
+        reference = weakref.ref(self)
+
+        def may_keep(name: ShardName, manifest: Manifest) -> str:
+            manager = reference()
+            if manager is None:
+                return "the manager of the copies is gone"
+            try:
+                manager._check_identity(str(name), manifest.identity, name)  # noqa: SLF001 - ours
+            except DamagedCheckpointError as error:
+                return str(error)
+            return ""
+
+        group = clique.local_group
+        self._server, self._peers = meet_peers(
+            group, self._directory(), may_keep, self._peer_timeout_s
+        )
+        self._end = weakref.finalize(self, self._server.close)
+
+    def close(self) -> None:
+        """Wait for the removal of old shards and stop keeping copies for other ranks.
+
+        Call it when no rank saves or loads any more; a manager that is forgotten does the same.
+        """
+        self.wait_for_cleanup()
+        if self._server is not None:
+            self._server.close()
+            self._server, self._peers = None, ()
+
+    def _clique(self) -> int:
+        clique = self._clique_strategy()
+        return super()._clique() if clique is None else min(clique.local_group.ranks)
+
+    def _look_for_latest(self, below: int | None = None) -> int:
+        self._meet_peers()
+        found = super()._look_for_latest(below)
+        if found != -1:
+            self._complete.add(found)
+        return found
+
+    def _retrieve(
+        self, ckpt_id: CkptID, state: TensorAwareStateDict | None
+    ) -> TensorAwareStateDict | None:
+        if self._clique_strategy() is None:
+            return super()._retrieve(ckpt_id, state)
+        # Whoever has its shard answers the others, in threads.
+        return state if state is not None else self._load_from_peers(ckpt_id)
+
+    def _load_from_peers(self, ckpt_id: CkptID) -> TensorAwareStateDict | None:
+        name = ShardName(ckpt_id[0], ckpt_id[1])
+        sources: list[PeerSource] = []
+        manifests: list[Manifest] = []
+        try:
+            for peer in self._peers:
+                try:
+                    sources.append(PeerSource(peer, name))
+                    manifests.append(read_manifest(sources[-1]))
+                    self._check_identity(sources[-1].name, manifests[-1].identity, name)
+                except (OSError, DamagedCheckpointError) as error:
+                    logger.warning("no copy of shard %s to be had: %s", ckpt_id, error)
+                    if len(sources) > len(manifests):
+                        manifests.append(Manifest(self._identity(ckpt_id), ""))
+            usable = [manifest for manifest in manifests if manifest.records]
+            if not usable:
+                return None
+            same = [s for s, m in zip(sources, manifests, strict=True) if m == usable[0]]
+            state: TensorAwareStateDict = load_state(usable[0], same, strict=self._is_strict())
+        # As for an own shard: a damaged copy can raise anything while it is put together.
+        except Exception as error:  # noqa: BLE001
+            logger.warning("the copies of shard %s are not usable: %s", ckpt_id, error)
+            return None
+        finally:
+            for source in sources:
+                source.close()
+        return state
+
+    def _is_strict(self) -> bool:
+        return self._load_policy == "strict"
+
+    def _file_call(
+        self, state_dict: TensorAwareStateDict, ckpt_id: CkptID, peers: tuple[Peer, ...] = ()
+    ) -> SaveCall:
+        parts = split_state(state_dict)
+        lengths = [storage.nbytes for storage in parts.storages]
+        content = ShardContent(
+            self._identity(ckpt_id),
+            parts.state_class,
+            parts.skeleton,
+            tuple(zip(lengths, parts.names, strict=True)),
+        )
+        root = os.fspath(self.root_local_ckpt_dir)
+        job = SaveJob(root, str(self.session_id), self._agreement.rank, content, peers)
+        return SaveCall(run_save_job, (job, parts.storages), [ckpt_id], nbytes=sum(lengths))
+
+    def _prepare(
+        self, state_dict: TensorAwareStateDict, iteration: int, *, is_async: bool
+    ) -> SaveCall:
+        self._meet_peers()
+        return super()._prepare(state_dict, iteration, is_async=is_async)
+
+    def _begin_save(self, iteration: int) -> None:
+        self.wait_for_cleanup()
+        directory = self._directory()
+        directory.ensure()
+        directory.remove_leftovers()
+        stale = [name for name in directory.names() if name.iteration == iteration]
+        directory.remove([name for name in stale if name.suffix != DIRTY])
+
+    def _finish_save(self, iteration: int, call: SaveCall, begin: float, *, is_async: bool) -> None:
+        for ckpt_id in set(call.expected) & self._held():
+            logger.info("saved %s", self._local_ckpt_path_from_id(ckpt_id))
+        super()._finish_save(iteration, call, begin, is_async=is_async)
+
+    def _finish_cleanup(self, iteration: int, *, in_background: bool) -> None:
+        thread = threading.Thread(
+            target=self._cleanup_safely, args=(iteration,), name="nvrx-local-cleanup", daemon=True
+        )
+        self._cleanup_thread = thread
+        thread.start()
+        if not in_background:
+            self.wait_for_cleanup()
+
+    def wait_for_cleanup(self) -> None:
+        """Wait until shards that are no longer needed have been removed."""
+        thread, self._cleanup_thread = self._cleanup_thread, None
+        if thread is not None:
+            thread.join()
+
+    def _cleanup_safely(self, iteration: int) -> None:
+        try:
+            self._cleanup(iteration)
+        # A file that cannot be removed costs space; the checkpoint itself is saved.
+        except OSError as error:
+            logger.warning("shards before iteration %d cannot be removed: %s", iteration, error)
+
+    def _cleanup(self, iteration: int) -> None:
+        directory = self._directory()
+        names = [name for name in directory.names() if name.suffix != DIRTY]
+        # What is older than all that this manager knows was kept by one before, as it was whole.
+        # What lies between is left of saves that not all ranks could finish.
+        first = min(self._complete, default=iteration)
+        older = {n.iteration for n in names if n.iteration < iteration and not n.suffix}
+        whole = sorted(number for number in older if number in self._complete or number < first)
+        kept = {*whole[max(0, len(whole) - self._keep_last + 1) :], iteration}
+        self._complete = {number for number in self._complete if number in kept} | {iteration}
+        gone = [n for n in names if n.iteration <= iteration and n.iteration not in kept]
+        directory.remove(gone + [n for n in names if n.suffix == DAMAGED])
+
+    def _cleanup_failed_save(self, iteration: int) -> None:
+        if self._server is not None:
+            self._server.wait_for_stores(self._peer_timeout_s)
+        directory = self._directory()
+        try:
+            directory.remove_leftovers()
+            directory.remove([n for n in directory.names() if n.iteration == iteration])
+        except OSError as error:
+            logger.warning("shards of iteration %d cannot be removed: %s", iteration, error)
+
+    def _failure_note(self) -> str:
+        try:
+            return "; ".join(self._directory().remove_leftovers())
+        except OSError as error:
+            return str(error)
+
+
+_OWN_SAVE: Any = LocalCheckpointManager._save  # noqa: SLF001 - to notice a replaced `_save`

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A `zip` that insists on equal lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+__all__ = ["zip_strict"]
+
+
+def zip_strict(*args: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Zip sequences of equal length.
+
+    Raises:
+        AssertionError: The lengths differ; the message names all of them.
+    """
+    lengths = [len(arg) for arg in args]
+    if len(set(lengths)) > 1:
+        raise AssertionError(f"sequences of different lengths: {lengths}")
+    return zip(*args, strict=True)

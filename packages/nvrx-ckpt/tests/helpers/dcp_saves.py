@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves and loads of small states, as users write them."""
+
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import ports
+import torch
+import torch.distributed.checkpoint as dcp
+
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
+from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+DEADLINE_S = 280
+
+
+def state_of(value, count=5, prefix=""):
+    """Return a state with tensors of several kinds, all of one value."""
+    state = {f"{prefix}layer{i}": torch.full((17, 100 + i), float(value)) for i in range(count)}
+    state[f"{prefix}half"] = torch.full((5,), value, dtype=torch.bfloat16)
+    state[f"{prefix}view"] = torch.full((40, 3), float(value)).t()[1]
+    state[f"{prefix}step"] = value
+    return state
+
+
+def request_for(state, folder, finalize=(), *, writer=None, **plan):
+    """Return the request of a DCP save."""
+    writer = writer or FileSystemWriterAsync(folder, thread_count=1)
+    ret = save_state_dict_async_plan(state, writer, None, 0, **plan)
+    function, preload, args = writer.get_save_function_and_args()
+    functions = [lambda: save_state_dict_async_finalize(*ret), *finalize]
+    return AsyncRequest(function, args, functions, {}, preload)
+
+
+def load_like(state, folder):
+    """Return the checkpoint that stock DCP reads for the keys of a state."""
+    into = {
+        key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
+        for key, value in state.items()
+    }
+    dcp.load(into, checkpoint_id=folder)
+    return into
+
+
+def assert_same(left, right):
+    """Compare two flat states bit for bit."""
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        same = torch.equal(value, right[key]) if torch.is_tensor(value) else value == right[key]
+        assert same, key
+
+
+def run_ranks(folder, world, program, *words):
+    """Run a program of `programs` as ranks of one node; return what each printed."""
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "NVRX", "TORCH"))}
+    with ExitStack() as stack:
+        port = stack.enter_context(ports.claimed())
+        base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+        started = []
+        for rank in range(world):
+            file = stack.enter_context((folder / f"rank{rank}.log").open("w"))
+            command = [sys.executable, str(PROGRAMS / program), str(folder), *words]
+            process = subprocess.Popen(
+                command, env={**base, "RANK": str(rank)}, stdout=file, stderr=file
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            started.append(process)
+        codes = [process.wait(DEADLINE_S) for process in started]
+    texts = [(folder / f"rank{rank}.log").read_text() for rank in range(world)]
+    return list(zip(codes, texts, strict=True))

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions for a worker process: openers that fail, and saves that end badly."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+
+def refuse_to_open(path, mode):
+    """Raise, as a broken file system does."""
+    raise OSError(f"refuse_to_open {os.path.basename(path)} {mode}")
+
+
+def kill_myself(*_args):
+    """End this process as the OOM killer does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_error(*_args):
+    """Fail."""
+    raise RuntimeError("this save function fails")
+
+
+def write_text(path, value):
+    """Write a number, or the sum of a tensor."""
+    Path(path).write_text(str(float(value.sum()) if hasattr(value, "sum") else value))
+
+
+def wait_for_file(path):
+    """Work until a file is there."""
+    while not os.path.exists(path):
+        time.sleep(0.01)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenarios with several ranks over gloo; arguments: a folder, and the names of the scenarios."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+sys.path.insert(0, str(Path(__file__).parents[4] / "tests-support"))
+
+from dcp_saves import assert_same, load_like, request_for, state_of
+from failing_files import kill_myself, refuse_to_open, wait_for_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    AsyncSaveError,
+    abort_nvrx_checkpoint,
+)
+from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import CheckpointMetadataCache
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+
+def own_state(value, **more):
+    """Return a state with tensors of this rank and replicated ones."""
+    return {**state_of(value), f"rank{rank}": torch.full((3000,), value + rank / 10), **more}
+
+
+def poll(queue):
+    """Finalise by polling, as training loops do."""
+    done = []
+    while queue.get_num_unfinalized_calls():
+        done += queue.maybe_finalize_async_calls(blocking=False, no_dist=False)
+    return done
+
+
+def saves():
+    """Three saves, with and without cache, by polling and blocking."""
+    queue, cache = AsyncCallsQueue(), CheckpointMetadataCache()
+    seen = []
+    for step in range(4):
+        state = own_state(step)
+        request = request_for(
+            state, folder / str(step), enable_cache=step > 0, metadata_cache=cache
+        )
+        queue.schedule_async_request(request)
+        for value in state.values():
+            if torch.is_tensor(value):
+                value.add_(50)
+        seen += poll(queue) if step % 2 else queue.maybe_finalize_async_calls(blocking=True)
+        dist.barrier()
+        assert_same(own_state(step), load_like(own_state(0), folder / str(step)))
+    queue.close()
+    return seen
+
+
+def one_rank_changes():
+    """With a warm cache one rank's structure changes: all ranks plan anew, nobody hangs."""
+    queue, cache = AsyncCallsQueue(), CheckpointMetadataCache()
+    for step in range(5):
+        state = own_state(step)
+        if step == 4 and rank == 1:
+            state["new"] = torch.ones(7)
+        queue.schedule_async_request(
+            request_for(state, folder / str(step), enable_cache=True, metadata_cache=cache)
+        )
+        queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    both = {**own_state(4), "new": torch.ones(7)}
+    assert_same(both, load_like(both, folder / "4"))
+    return "ok"
+
+
+def worker_killed():
+    """The worker of one rank is killed while the other one still writes."""
+    queue = AsyncCallsQueue()
+    function = kill_myself if rank == 1 else wait_for_file
+    ran = []
+    queue.schedule_async_request(
+        AsyncRequest(function, (str(folder / "go"),), [lambda: ran.append(1)])
+    )
+    begin = time.monotonic()
+    try:
+        if rank == 0:
+            queue.maybe_finalize_async_calls(blocking=True)
+        else:
+            poll(queue)
+    except AsyncSaveError as error:
+        result = [error.rank, error.call_idx, "SIGKILL" in str(error), time.monotonic() - begin]
+    (folder / "go").touch()
+    queue.schedule_async_request(request_for(own_state(1), folder / "next"))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+    queue.close()
+    assert_same(own_state(1), load_like(own_state(0), folder / "next"))
+    assert not ran
+    return result
+
+
+def write_fails():
+    """One rank cannot write: DCP's exception on all ranks, with the cause, and no metadata."""
+    queue = AsyncCallsQueue()
+    bad = {"open_file": refuse_to_open} if rank == 1 else {}
+    writer = FileSystemWriterAsync(folder / "bad", thread_count=1, **bad)
+    queue.schedule_async_request(request_for(own_state(1), None, writer=writer))
+    try:
+        queue.maybe_finalize_async_calls(blocking=True)
+    except CheckpointException as error:
+        result = [sorted(error.failures), "refuse_to_open" in str(error)]
+    assert not (folder / "bad" / ".metadata").exists()
+    queue.close()
+    return result
+
+
+def publish_fails():
+    """The coordinator cannot write the metadata: all ranks hear of it."""
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(request_for(own_state(1), folder / "bad"))
+    queue._get_async_caller().wait(queue.async_calls[0], 60)
+    dist.barrier()
+    if rank == 0:
+        (folder / "bad" / ".metadata").mkdir()
+    try:
+        queue.maybe_finalize_async_calls(blocking=True)
+    except CheckpointException as error:
+        result = sorted(error.failures)
+    queue.close()
+    return result
+
+
+def nothing_on_one_rank():
+    """A rank without work finishes at once, also right after a save."""
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(request_for(own_state(1), folder / "a"))
+    function = None if rank else print
+    queue.schedule_async_request(AsyncRequest(function, ("done",), [lambda: None]))
+    done = queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    return done
+
+
+def aborted():
+    """A save is aborted by another thread's hook; the next one is right."""
+    queue = AsyncCallsQueue()
+    ran = []
+    queue.schedule_async_request(
+        AsyncRequest(wait_for_file, (str(folder / "never"),), [lambda: ran.append(1)])
+    )
+    assert queue.maybe_finalize_async_calls() == []
+    abort_nvrx_checkpoint()
+    assert queue.get_num_unfinalized_calls() == 0
+    queue.schedule_async_request(request_for(own_state(2), folder / "b"))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    queue.close()
+    assert_same(own_state(2), load_like(own_state(0), folder / "b"))
+    assert not ran
+    return "ok"
+
+
+def world_shrinks():
+    """With a warm cache rank 0 goes on alone: it saves what rank 1 has saved before."""
+    cache = CheckpointMetadataCache()
+    for step in range(4):
+        queue = AsyncCallsQueue()
+        if step == 3:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            if rank == 1:
+                return "left"
+        request = request_for(
+            state_of(step), folder / str(step), enable_cache=True, metadata_cache=cache
+        )
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+    assert_same(state_of(3), load_like(state_of(3), folder / "3"))
+    return "ok"
+
+
+for name in sys.argv[2:]:
+    folder = Path(sys.argv[1]) / name
+    folder.mkdir(exist_ok=True)
+    print("RESULT", name, json.dumps(globals()[name]()), flush=True)
+    dist.barrier()
+dist.destroy_process_group()

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks over gloo: agreement on what was saved, and on what failed."""
+
+import json
+
+import pytest
+from dcp_saves import run_ranks
+
+from nvidia_resiliency_ext.checkpointing._verify import verify_checkpoint
+
+SCENARIOS = (
+    "saves",
+    "one_rank_changes",
+    "worker_killed",
+    "write_fails",
+    "publish_fails",
+    "nothing_on_one_rank",
+    "aborted",
+    "world_shrinks",  # last: the ranks have parted afterwards
+)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Run all scenarios of `save_ranks.py`, one after the other, with two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    found = {}
+    for code, text in run_ranks(folder, 2, "save_ranks.py", *SCENARIOS):
+        assert code == 0, text
+        for line in text.splitlines():
+            if line.startswith("RESULT "):
+                _, name, value = line.split(" ", 2)
+                found.setdefault(name, []).append(json.loads(value))
+    return folder, found
+
+
+@pytest.fixture
+def results(ended):
+    """Say what both ranks came to in a scenario."""
+    return lambda name: ended[1][name]
+
+
+def test_a_plan_is_not_used_by_fewer_ranks(results):
+    """Who goes on alone plans anew, so nothing that the lost rank saved is missing."""
+    assert sorted(results("world_shrinks")) == ["left", "ok"]
+
+
+def test_saves_of_two_ranks_load_with_stock_dcp(ended, results):
+    """Checkpoints of two ranks, with plans cached and not, have what was scheduled."""
+    assert results("saves") == [[0, 1, 2, 3]] * 2
+    for step in range(4):
+        report = verify_checkpoint(ended[0] / "saves" / str(step))
+        assert report.whole, report.problems
+        assert report.files == 5
+
+
+def test_structure_that_changes_on_one_rank_is_planned_anew(results):
+    """When one rank's state changes its structure, no rank uses the cached plan."""
+    assert results("one_rank_changes") == ["ok"] * 2
+
+
+def test_killed_worker_is_reported_on_all_ranks(results):
+    """A killed worker fails the save on all ranks soon, and the next save succeeds."""
+    for rank, idx, named, seconds in results("worker_killed"):
+        assert (rank, idx, named) == (1, 0, True)
+        assert seconds < 60
+
+
+def test_failed_write_is_dcps_exception_on_all_ranks(results):
+    """If one rank cannot write, all raise CheckpointException with the cause."""
+    assert results("write_fails") == [[[1], True]] * 2
+
+
+def test_failed_publishing_is_reported_on_all_ranks(results):
+    """If the metadata cannot be written, no rank waits for ever."""
+    assert results("publish_fails") == [[0], []]
+
+
+def test_rank_without_work_does_not_hold_up_the_others(results):
+    """A request without function is done at once, behind a real save as well."""
+    assert results("nothing_on_one_rank") == [[0, 1]] * 2
+
+
+@pytest.mark.no_second_try
+def test_aborted_save_is_forgotten(results):
+    """After an abort nothing of the old save is finalised or taken for the new one's."""
+    assert results("aborted") == ["ok"] * 2

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank: DCP checkpoints saved asynchronously are those of DCP, whatever the trainer does."""
+
+import json
+import os
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_saves import assert_same, load_like, request_for, state_of
+
+from nvidia_resiliency_ext.checkpointing._verify import verify_checkpoint
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import CheckpointMetadataCache
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def queue():
+    made = AsyncCallsQueue()
+    yield made
+    made.close(abort=True)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_changes_after_scheduling_never_reach_the_file(persistent, tmp_path):
+    """What the trainer writes into its tensors after scheduling is not in the checkpoint."""
+    queue = AsyncCallsQueue(persistent=persistent)
+    for step in range(3):
+        state = state_of(step)
+        queue.schedule_async_request(request_for(state, tmp_path / str(step)))
+        for value in state.values():
+            if torch.is_tensor(value):
+                value.fill_(99)
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
+    queue.close()
+    for step in range(3):
+        assert_same(state_of(step), load_like(state_of(0), tmp_path / str(step)))
+        assert verify_checkpoint(tmp_path / str(step)).whole
+
+
+def test_files_are_those_of_stock_dcp(queue, tmp_path):
+    """With one file, data and names are byte for byte what DCP's own writer makes."""
+    state = state_of(3)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock", thread_count=1))
+    queue.schedule_async_request(request_for(state, tmp_path / "ours"))
+    queue.maybe_finalize_async_calls(blocking=True)
+    for name in ("__0_0.distcp",):
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes()
+    names = {".metadata", ".nvrx_manifest.json", ".nvrx_manifest.0.json", "__0_0.distcp"}
+    assert set(os.listdir(tmp_path / "ours")) == names
+
+
+def test_several_files_and_a_hint(queue, tmp_path):
+    """With threads and a separation hint, hinted items have files of their own, and all load."""
+    state = {**state_of(1), **state_of(2, count=8, prefix="opt.")}
+    writer = FileSystemWriterAsync(tmp_path / "c", thread_count=4, separation_hint="opt.")
+    queue.schedule_async_request(request_for(state, None, writer=writer))
+    queue.maybe_finalize_async_calls(blocking=True)
+    data = sorted(name for name in os.listdir(tmp_path / "c") if name.endswith(".distcp"))
+    assert data == ["__0_0.distcp", "__0_1.distcp", "opt.__0_2.distcp", "opt.__0_3.distcp"]
+    assert_same(state, load_like(state, tmp_path / "c"))
+    assert verify_checkpoint(tmp_path / "c").whole
+
+
+def test_tensors_that_move_between_saves_are_never_stale(queue, tmp_path):
+    """Over 50 saves with tensors re-allocated, swapped and resized, each is bit for bit right."""
+    chance = random.Random(4)
+    cache = CheckpointMetadataCache()
+    state = state_of(0, 3)
+    for step in range(50):
+        for key in [key for key, value in state.items() if torch.is_tensor(value)]:
+            kind = chance.randrange(4)
+            shape = state[key].shape
+            fresh = torch.rand(shape, dtype=torch.float32).to(state[key].dtype)
+            if kind == 0:
+                state[key].copy_(fresh)
+            elif kind == 1:
+                del state[key]
+                state[key] = fresh
+            elif kind == 2:
+                state[key].data = fresh
+            elif step % 10 == 0:
+                state[key] = torch.rand(shape[0] + 1)
+        expected = {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()}
+        folder = tmp_path / str(step)
+        request = request_for(state, folder, enable_cache=True, metadata_cache=cache)
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+        assert_same(expected, load_like(expected, folder))
+
+
+def test_overwriting_never_mixes_old_and_new(queue, tmp_path):
+    """A second save to the same directory replaces the first, and is whole."""
+    for value in (1, 2):
+        queue.schedule_async_request(request_for(state_of(value), tmp_path))
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert_same(state_of(2), load_like(state_of(2), tmp_path))
+    assert verify_checkpoint(tmp_path).whole
+
+
+@pytest.mark.no_second_try
+def test_each_flipped_bit_is_found(queue, tmp_path):
+    """A bit flipped anywhere in any file of a checkpoint is found, and the tensor is named."""
+    chance = random.Random(1)
+    queue.schedule_async_request(request_for(state_of(1), tmp_path))
+    queue.maybe_finalize_async_calls(blocking=True)
+    named = 0
+    for name in sorted(os.listdir(tmp_path)):
+        path = tmp_path / name
+        data = path.read_bytes()
+        for position in {0, len(data) - 1, *chance.sample(range(len(data)), 20)}:
+            broken = bytearray(data)
+            broken[position] ^= 1 << chance.randrange(8)
+            path.write_bytes(broken)
+            report = verify_checkpoint(tmp_path)
+            assert not report.whole, (name, position)
+            named += any("'layer" in problem for problem in report.problems)
+        path.write_bytes(data[: len(data) // 2])
+        assert not verify_checkpoint(tmp_path).whole, name
+        path.unlink()
+        assert not verify_checkpoint(tmp_path).whole or name == ".nvrx_manifest.json"
+        path.write_bytes(data)
+    assert verify_checkpoint(tmp_path).whole
+    assert named > 10
+
+
+def test_cache_skips_planning_until_the_structure_changes(queue, tmp_path):
+    """The third save of a structure is not planned, and a new tensor is in the fourth."""
+    cache = CheckpointMetadataCache()
+    reused = []
+    for step in range(5):
+        state = state_of(step)
+        if step == 4:
+            state["extra"] = torch.ones(3)
+        before = cache.cached_central_plan
+        request = request_for(state, tmp_path / str(step), enable_cache=True, metadata_cache=cache)
+        reused.append(cache.cached_central_plan is before)
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+        assert_same(state, load_like(state, tmp_path / str(step)))
+    assert reused == [False, False, True, True, False]
+
+
+def test_save_without_a_queue(tmp_path):
+    """A request can be carried out at once, without a process group."""
+    request_for(state_of(5), tmp_path).execute_sync()
+    assert_same(state_of(5), load_like(state_of(5), tmp_path))
+    assert verify_checkpoint(tmp_path).whole
+
+
+def test_failing_opener_is_dcps_exception(queue, tmp_path):
+    """A writer that raises in the worker is a CheckpointException that says so."""
+    from failing_files import refuse_to_open
+
+    writer = FileSystemWriterAsync(tmp_path / "a", thread_count=1, open_file=refuse_to_open)
+    finalized = []
+    queue.schedule_async_request(
+        request_for(state_of(1), None, [lambda: finalized.append(1)], writer=writer)
+    )
+    with pytest.raises(dcp.api.CheckpointException, match="Worker failure") as caught:
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert "refuse_to_open" in str(caught.value)
+    assert not finalized
+    assert not (tmp_path / "a" / ".metadata").exists()
+    assert queue.get_num_unfinalized_calls() == 0
+    queue.schedule_async_request(request_for(state_of(2), tmp_path / "b"))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+    assert_same(state_of(2), load_like(state_of(2), tmp_path / "b"))
+
+
+def test_blocking_finalize_returns_soon_after_the_write(queue, tmp_path):
+    """An idle poll is cheap, and waiting is not done by sleeping."""
+    begin = time.perf_counter()
+    for _ in range(1000):
+        assert queue.maybe_finalize_async_calls() == []
+    assert time.perf_counter() - begin < 2
+    queue.schedule_async_request(request_for(state_of(1), tmp_path))
+    queue.maybe_finalize_async_calls(blocking=True)
+    stats = queue.stats()
+    assert (stats.scheduled, stats.finalized, stats.failed) == (1, 1, 0)
+    assert stats.nbytes > 0
+
+
+def test_object_store_gets_metadata_last(tmp_path, monkeypatch):
+    """Through multi-storage-client the files are objects, and they are what was scheduled."""
+    msc = pytest.importorskip("multistorageclient")
+    store = {"storage_provider": {"type": "file", "options": {"base_path": str(tmp_path)}}}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"profiles": {"store": store}}))
+    monkeypatch.setenv("MSC_CONFIG", str(config))
+    queue = AsyncCallsQueue()
+    writer = FileSystemWriterAsync("msc://store/c", thread_count=1, use_msc=True)
+    queue.schedule_async_request(request_for(state_of(6), None, writer=writer))
+    assert not (tmp_path / "c" / ".metadata").exists()
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert sorted(os.listdir(tmp_path / "c")) == [".metadata", "__0_0.distcp"]
+    assert_same(state_of(6), load_like(state_of(0), tmp_path / "c"))
+    assert msc.is_file("msc://store/c/.metadata")
+    queue.close()
+
+
+def test_staging_directory_excludes_openers(tmp_path):
+    """Options that exclude each other are refused when the writer is made."""
+    with pytest.raises(ValueError, match="NVRX_CKPT_STAGING_DIR"):
+        FileSystemWriterAsync(tmp_path, staging_dir=tmp_path / "local", open_file=print)

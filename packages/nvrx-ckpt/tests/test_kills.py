@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random kills of writer, trainer or both during a stream of saves: nothing torn is accepted."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_saves import PROGRAMS
+
+from nvidia_resiliency_ext.checkpointing import read_latest, verify_checkpoint
+
+DEADLINE_S = 120
+KILLS = int(os.environ.get("NVRX_TEST_KILLS", "12"))
+
+
+def kill(pid):
+    """Kill a process that may be gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def newest_loaded(folder):
+    """Load the checkpoint that the tracker names, and check it bit for bit; return its step."""
+    name = read_latest(folder / "latest")
+    if name is None:
+        return 0
+    report = verify_checkpoint(folder / name)
+    assert report.whole, report.problems
+    state = {f"layer{i}": torch.zeros(1 << 18) for i in range(8)} | {"step": 0}
+    dcp.load(state, checkpoint_id=folder / name)
+    step = state.pop("step")
+    assert step == int(name)
+    assert all(bool((value == step).all()) for value in state.values())
+    return step
+
+
+@pytest.mark.slow
+@pytest.mark.no_second_try
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_random_kills_leave_a_checkpoint_that_loads(tmp_path):
+    """After each kill the newest checkpoint loads, all that verify as whole do, none is lost."""
+    chance = random.Random(7)
+    newest, kills = 0, 0
+    while kills < KILLS:
+        command = [sys.executable, str(PROGRAMS / "save_stream.py"), str(tmp_path), str(newest + 1)]
+        trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        workers = set()
+        try:
+            for line in trainer.stdout:
+                if not line[0].isdigit():
+                    continue
+                workers.add(int(line))
+                if chance.random() < 0.4:
+                    time.sleep(chance.random() * 0.05)
+                    kills += 1
+                    both = chance.random()
+                    if both < 0.7:
+                        kill(int(line))
+                    if both > 0.5:
+                        break
+        finally:
+            trainer.kill()
+            trainer.wait()
+            trainer.stdout.close()
+        limit = time.monotonic() + DEADLINE_S
+        while any(os.path.exists(f"/proc/{pid}") for pid in workers):
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        step = newest_loaded(tmp_path)
+        assert step >= newest
+        newest = step
+    for path in tmp_path.iterdir():
+        if path.is_dir() and (path / ".metadata").exists():
+            assert verify_checkpoint(path).whole
+    assert newest > 0

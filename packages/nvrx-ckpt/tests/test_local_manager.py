@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving, finding and loading local checkpoints on one rank and on two."""
+
+import itertools
+import logging
+import os
+import pickle
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from local_ranks import damage, find_and_load, is_state, save_all, started, state_of
+
+from nvidia_resiliency_ext.checkpointing.local._shard.pickling import split_state
+from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
+from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers._agreement import (
+    Held,
+    latest_iteration,
+)
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
+    CheckpointingException,
+)
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
+    LocalCheckpointManager,
+)
+
+# The first test of this module waits for the ranks, which import torch.
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """Two rank processes that serve all tests of this module."""
+    with started(2) as ranks:
+        yield ranks
+
+
+def saved(folder, *iterations, **options):
+    manager = LocalCheckpointManager(folder, **options)
+    for iteration in iterations:
+        manager.save(BasicTensorAwareStateDict(state_of(0, iteration)), iteration)
+    return manager
+
+
+def files(folder, rank=0):
+    return sorted(path.name for path in (folder / str(rank)).iterdir())
+
+
+def test_a_saved_state_is_found_and_loaded(tmp_path):
+    """What was saved is loaded bit for bit by a new manager, and tied tensors are still tied."""
+    saved(tmp_path / "not" / "yet", 1, 2)
+    manager = LocalCheckpointManager(tmp_path / "not" / "yet")
+    assert manager.find_latest() == 2
+    state, ckpt_id = manager.load()
+    assert ckpt_id == (2, 0, "")
+    assert is_state(state, 0, 2)
+    found = state.state_dict
+    assert found["tied"].data_ptr() == found["weights"].data_ptr()
+    assert found["view"].data_ptr() == found["weights"][10:].data_ptr()
+    assert files(tmp_path / "not" / "yet") == ["iter_0000002_0_local.pt"]
+
+
+def test_nothing_is_found_where_nothing_was_saved(tmp_path):
+    """An empty directory gives -1, and loading without a checkpoint is an error."""
+    manager = LocalCheckpointManager(tmp_path)
+    assert manager.find_latest() == -1
+    with pytest.raises(CheckpointingException, match="find_latest"):
+        manager.load()
+
+
+def test_names_of_files(tmp_path):
+    """File names and ids are translated both ways; numbers of more than 7 digits work."""
+    manager = LocalCheckpointManager(tmp_path, session_id="s")
+    assert manager._filename_from_template(5, 3) == "iter_0000005_3_local.pt"
+    assert manager._filename_from_template("*", "*", ".dirty") == "iter_*_*_local.dirty.pt"
+    assert manager._filename_to_id("iter_123456789_3_local.pt") == (123456789, 3, "s")
+    path = manager._local_ckpt_path_from_id((5, 3, "s"), is_dirty=True)
+    assert path == tmp_path / "s" / "0" / "iter_0000005_3_local.dirty.pt"
+    with pytest.raises(CheckpointingException, match="negative"):
+        manager._ckpt_id(-1)
+    manager.save(BasicTensorAwareStateDict(state_of(0, 1)), 123456789)
+    assert LocalCheckpointManager(tmp_path, session_id="s").find_latest() == 123456789
+
+
+def test_iterations_must_grow(tmp_path):
+    """An iteration that is not after the last one is refused."""
+    manager = saved(tmp_path, 5)
+    with pytest.raises(AssertionError, match="iteration 5"):
+        manager.save(BasicTensorAwareStateDict({}), 5)
+
+
+def test_older_iterations_are_kept_on_request(tmp_path):
+    """`keep_last` complete iterations stay; a damaged newest one falls back to the one before."""
+    saved(tmp_path, 1, 2, 3, keep_last=2)
+    assert files(tmp_path) == ["iter_0000002_0_local.pt", "iter_0000003_0_local.pt"]
+    damage(tmp_path / "0" / "iter_0000003_0_local.pt", "bit flip")
+    manager = LocalCheckpointManager(tmp_path)
+    assert manager.find_latest() == 3
+    state, ckpt_id = manager.load()
+    assert ckpt_id[0] == 2
+    assert is_state(state, 0, 2)
+
+
+def test_as_many_iterations_are_kept_as_were_asked_for(tmp_path):
+    """With `keep_last=5` the five newest of eight iterations stay, and all of the first few."""
+    for last, kept in ((3, [1, 2, 3]), (8, [4, 5, 6, 7, 8])):
+        folder = tmp_path / str(last)
+        saved(folder, *range(1, last + 1), keep_last=5)
+        assert files(folder) == [f"iter_{number:07}_0_local.pt" for number in kept]
+
+
+def test_a_damaged_only_shard_is_an_error_and_then_missing(tmp_path):
+    """When nothing can be loaded that is said, and the damaged file is not offered again."""
+    saved(tmp_path, 1)
+    damage(tmp_path / "0" / "iter_0000001_0_local.pt", "bit flip")
+    manager = LocalCheckpointManager(tmp_path)
+    assert manager.find_latest() == 1
+    with pytest.raises(CheckpointingException, match="iteration 1 is damaged"):
+        manager.load()
+    assert LocalCheckpointManager(tmp_path).find_latest() == -1
+
+
+@pytest.mark.parametrize("name", ["iter_0000009_0_local.pt", "iter_0000009_0_local.bak.pt", "x"])
+def test_files_of_others_are_ignored(tmp_path, name):
+    """Empty files, and files with other names, are not taken for shards."""
+    manager = saved(tmp_path, 1)
+    (manager.local_ckpt_dir / name).touch(mode=0o600)
+    assert LocalCheckpointManager(tmp_path).find_latest() == 1
+
+
+@pytest.mark.parametrize("change", ["session", "name", "rank"])
+def test_shards_of_another_place_are_not_taken(tmp_path, change, caplog):
+    """A shard of another session, iteration or owner is not used under the name of ours."""
+    saved(tmp_path, 1, session_id="old")
+    source = tmp_path / "old" / "0" / "iter_0000001_0_local.pt"
+    session = "new" if change == "session" else "old"
+    target = {
+        "session": "iter_0000001_0_local.pt",
+        "name": "iter_0000002_0_local.pt",
+        "rank": "iter_0000001_1_local.pt",
+    }[change]
+    folder = tmp_path / session / "0"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.rename(source, folder / target)
+    assert LocalCheckpointManager(tmp_path, session_id=session).find_latest() == -1
+    assert "saved with" in caplog.text
+
+
+def test_a_killed_writers_rest_does_not_hinder(tmp_path):
+    """A file in progress that a killed run left is replaced, and gone when the save is done."""
+    saved(tmp_path, 4)
+    (tmp_path / "0" / "iter_0000005_0_local.dirty.pt").write_bytes(b"half")
+    saved(tmp_path, 5)
+    assert files(tmp_path) == ["iter_0000005_0_local.pt"]
+
+
+@pytest.mark.no_second_try
+def test_the_previous_checkpoint_survives_a_failed_save(tmp_path, monkeypatch, caplog):
+    """A `_save` that raises or does nothing fails the save and leaves what was there before."""
+    manager = saved(tmp_path, 1)
+    original = LocalCheckpointManager._save
+
+    def raises(self, state_dict, ckpt_id):
+        raise RuntimeError("on purpose")
+
+    def does_nothing(self, state_dict, ckpt_id):
+        pass
+
+    for replacement in (raises, does_nothing):
+        monkeypatch.setattr(LocalCheckpointManager, "_save", replacement)
+        with pytest.raises(CheckpointingException, match=r"iteration 2 .*(purpose|not there)"):
+            manager.save(BasicTensorAwareStateDict(state_of(0, 2)), 2)
+        assert files(tmp_path) == ["iter_0000001_0_local.pt"]
+    calls = []
+
+    def counts(self, state_dict, ckpt_id):
+        calls.append(ckpt_id)
+        original(self, state_dict, ckpt_id)
+
+    monkeypatch.setattr(LocalCheckpointManager, "_save", counts)
+    with caplog.at_level(logging.INFO):
+        manager.save(BasicTensorAwareStateDict(state_of(0, 2)), 2)
+    assert calls == [(2, 0, "")]
+    assert "iter_0000002_0_local.pt" in caplog.text
+
+
+def test_an_unpicklable_state_is_an_error_that_names_it(tmp_path):
+    """A state that cannot be saved is refused with its place, and the directory stays as it was."""
+    manager = saved(tmp_path, 1)
+    with pytest.raises(CheckpointingException, match=r"state_dict\['f'\]"):
+        manager.save(BasicTensorAwareStateDict({"f": lambda: 0}), 2)
+    assert files(tmp_path) == ["iter_0000001_0_local.pt"]
+
+
+class HalfState(TensorAwareStateDict):
+    """A state that can only be moved to the CPU and back."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def pop_tensors(self):
+        raise NotImplementedError
+
+    tensors = property(pop_tensors)
+
+    def is_hollow(self):
+        raise NotImplementedError
+
+    def insert_tensors(self, tensor_data):
+        raise NotImplementedError
+
+    def init_tensors(self):
+        raise NotImplementedError
+
+    def copy_tensors_to_cpu(self, non_blocking=False):  # noqa: ARG002
+        self.where = "cpu"
+
+    def restore_tensor_device(self, non_blocking=True):  # noqa: ARG002
+        self.where = "device"
+
+
+def test_a_class_of_the_users_own_needs_little(tmp_path):
+    """Without replication only the moves to the CPU and back are asked of a state."""
+    manager = LocalCheckpointManager(tmp_path)
+    manager.save(HalfState({"x": torch.arange(3)}), 1)
+    manager = LocalCheckpointManager(tmp_path)
+    manager.find_latest()
+    state, _ = manager.load()
+    assert state.where == "device"
+    assert torch.equal(state.value["x"], torch.arange(3))
+
+
+def test_rank_without_process_group_is_zero_with_a_warning(tmp_path):
+    """Without torch.distributed the rank is 0, and that is said."""
+    manager = LocalCheckpointManager(tmp_path)
+    with pytest.warns(UserWarning, match="not initialized"):
+        assert manager.rank == 0
+
+
+def test_latest_iteration_is_what_every_rank_can_be_given():
+    """For all small cases the decision is the largest iteration whose shards all ranks can get."""
+    shards = [(1, 0), (1, 1), (2, 0), (2, 1)]
+    subsets = [frozenset(c) for n in range(5) for c in itertools.combinations(shards, n)]
+    for first, second in itertools.product(subsets, subsets):
+        for together in (False, True):
+            held = [Held(0, first), Held(0 if together else 1, second)]
+            expected = -1
+            for iteration in (1, 2):
+                reach = [first | second] * 2 if together else [first, second]
+                if all((iteration, rank) in reach[rank] for rank in range(2)):
+                    expected = iteration
+            assert latest_iteration(held) == expected
+
+
+@pytest.mark.no_second_try
+@pytest.mark.parametrize("repl", [False, True], ids=["alone", "replicas"])
+@pytest.mark.parametrize(
+    "kind", ["bit flip", "truncated", "zero length", "missing", "foreign session", "wrong rank"]
+)
+def test_bad_shards_lead_to_right_data_or_an_agreed_older_iteration(
+    two_ranks, tmp_path, kind, repl
+):
+    """Whatever happens to a rank's newest shard, all ranks load the same iteration, bit for bit."""
+    two_ranks.run(save_all, tmp_path, [1, 2], repl, {"keep_last": 2})
+    path = tmp_path / "1" / "iter_0000002_1_local.pt"
+    if kind == "foreign session":
+        two_ranks.run(save_all, tmp_path, [2], False, {"session_id": "other"})
+        os.replace(tmp_path / "other" / "1" / path.name, path)
+    elif kind == "wrong rank":
+        path.write_bytes((tmp_path / "0" / "iter_0000002_0_local.pt").read_bytes())
+    else:
+        damage(path, kind)
+    answers = two_ranks.run(find_and_load, tmp_path, repl, {"keep_last": 2})
+    wanted = 2 if repl else 1
+    assert [(loaded, right) for _, loaded, right in answers] == [(wanted, True)] * 2
+
+
+def fails_on_one_rank(rank, world, root, how):
+    from unittest import mock
+
+    manager = LocalCheckpointManager(root)
+    manager.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
+    original = LocalCheckpointManager._save
+
+    def silent(self, state_dict, ckpt_id):
+        if rank != 1:
+            original(self, state_dict, ckpt_id)
+
+    def raises(self, state_dict, ckpt_id):
+        if rank == 1:
+            raise RuntimeError("on purpose")
+        original(self, state_dict, ckpt_id)
+
+    state = {"silent": state_of(rank, 2), "raises": state_of(rank, 2), "state": {}}[how]
+    if how == "state" and rank == 1:
+        state = {"f": lambda: 0}
+    replaced = {"silent": silent, "raises": raises, "state": original}[how]
+    with mock.patch.object(LocalCheckpointManager, "_save", replaced):
+        try:
+            manager.save(BasicTensorAwareStateDict(state), 2)
+        except CheckpointingException as error:
+            text = str(error)
+        else:
+            text = "no error"
+    return text, sorted(os.listdir(manager.local_ckpt_dir))
+
+
+@pytest.mark.no_second_try
+@pytest.mark.parametrize("how", ["silent", "raises", "state"])
+def test_a_save_that_fails_on_one_rank_fails_on_all(two_ranks, tmp_path, how):
+    """All ranks raise, the text names the rank, and all still have the iteration before."""
+    answers = two_ranks.run(fails_on_one_rank, tmp_path, how)
+    for rank, (text, names) in enumerate(answers):
+        assert "rank 1: " in text
+        assert "rank 0: " not in text
+        assert names == [f"iter_0000001_{rank}_local.pt"]
+
+
+def save_different(rank, world, root):
+    manager = LocalCheckpointManager(root)
+    try:
+        manager.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1 + rank)
+    except CheckpointingException as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_save_different_iterations_are_told(two_ranks, tmp_path):
+    """Different iterations on the ranks are an error on all of them."""
+    assert all("different iterations" in text for text in two_ranks.run(save_different, tmp_path))
+
+
+def test_another_world_size_is_noticed(two_ranks, tmp_path, caplog):
+    """A checkpoint of two ranks is not taken for one of a world with one rank."""
+    two_ranks.run(save_all, tmp_path, [1])
+    assert LocalCheckpointManager(tmp_path).find_latest() == -1
+    assert "world_size 2" in caplog.text
+
+
+@pytest.mark.no_second_try
+def test_a_stale_shard_of_an_earlier_attempt_is_never_mixed_in(two_ranks, tmp_path):
+    """What an interrupted attempt left of an iteration is gone before a new attempt begins."""
+    two_ranks.run(save_all, tmp_path, [1])
+    stale = tmp_path / "stale"
+    two_ranks.run(save_all, stale, [2])
+    # Rank 0 has a whole shard of iteration 2 from an earlier attempt, rank 1 has not.
+    os.replace(stale / "0" / "iter_0000002_0_local.pt", tmp_path / "0" / "iter_0000002_0_local.pt")
+    answers = two_ranks.run(fails_on_one_rank_again, tmp_path)
+    assert all("rank 0" in text for text in answers)
+    assert [found for found, _, _ in two_ranks.run(find_and_load, tmp_path)] == [1, 1]
+
+
+def fails_on_one_rank_again(rank, world, root):
+    from unittest import mock
+
+    manager = LocalCheckpointManager(root)
+    manager.find_latest()
+    original = LocalCheckpointManager._save
+
+    def silent(self, state_dict, ckpt_id):
+        if rank != 0:
+            original(self, state_dict, ckpt_id)
+
+    with mock.patch.object(LocalCheckpointManager, "_save", silent):
+        try:
+            manager.save(BasicTensorAwareStateDict(state_of(rank, 2)), 2)
+        except CheckpointingException as error:
+            return str(error)
+    return "no error"
+
+
+# Saves in an endless row, in a process that imports no torch and starts in a moment.
+KILLED = """
+import pickle, sys
+from nvidia_resiliency_ext.checkpointing.local._shard.job import SaveJob, run_save_job
+from nvidia_resiliency_ext.checkpointing.local._shard.layout import ShardIdentity
+from nvidia_resiliency_ext.checkpointing.local._shard.write import ShardContent
+root, first, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+with open(path, "rb") as file:
+    state_class, skeleton, nbytes = pickle.load(file)
+for iteration in range(first, first + 100000):
+    identity = ShardIdentity(iteration, 0, "", 1)
+    content = ShardContent(identity, state_class, skeleton, ((nbytes, ""),))
+    assert not run_save_job(SaveJob(root, "", 0, content), [bytes([iteration % 251]) * nbytes])
+"""
+
+
+@pytest.mark.no_second_try
+def test_a_writer_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
+    """After SIGKILL at random moments the newest checkpoint is found and is right, bit for bit."""
+    nbytes = 300000
+    parts = split_state(BasicTensorAwareStateDict({"w": torch.zeros(nbytes, dtype=torch.uint8)}))
+    prepared = tmp_path / "prepared"
+    prepared.write_bytes(pickle.dumps((parts.state_class, parts.skeleton, nbytes)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    choice = random.Random(3)
+    last = 0
+    for _ in range(12):
+        arguments = [str(tmp_path / "root"), str(last + 1), str(prepared)]
+        with subprocess.Popen(
+            [sys.executable, "-c", KILLED, *arguments], env=environment
+        ) as process:
+            deadline = time.monotonic() + 40
+            while not any(int(name[5:12]) > last for name in names(tmp_path / "root")):
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            time.sleep(choice.random() * 0.02)
+            process.kill()
+        manager = LocalCheckpointManager(tmp_path / "root")
+        found = manager.find_latest()
+        assert found > last
+        last = found
+        state, ckpt_id = manager.load()
+        assert ckpt_id[0] == last
+        assert bool((state.state_dict["w"] == last % 251).all())
+
+
+def names(folder):
+    try:
+        return [n for n in os.listdir(folder / "0") if n.endswith("_0_local.pt")]
+    except FileNotFoundError:
+        return []

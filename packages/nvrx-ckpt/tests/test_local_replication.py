@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies on other ranks: bit for bit, through lost shards, full disks and lost peers."""
+
+import contextlib
+import os
+import socket
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from local_ranks import damage, find_and_load, is_state, manager, save_all, started, state_of
+
+from nvidia_resiliency_ext.checkpointing.local._shard.directory import RankDirectory, ShardName
+from nvidia_resiliency_ext.checkpointing.local._shard.job import SaveJob, run_save_job
+from nvidia_resiliency_ext.checkpointing.local._shard.layout import ShardIdentity
+from nvidia_resiliency_ext.checkpointing.local._shard.peer import (
+    Peer,
+    PeerError,
+    PeerServer,
+    PeerSource,
+    PeerTarget,
+)
+from nvidia_resiliency_ext.checkpointing.local._shard.read import read_manifest
+from nvidia_resiliency_ext.checkpointing.local._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
+    CheckpointingException,
+)
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
+    LocalCheckpointManager,
+)
+from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import (
+    ExchangePlan,
+    GroupWrapper,
+    batched,
+    parse_group_sequence,
+)
+from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
+    CliqueReplicationStrategy,
+    LazyCliqueReplicationStrategy,
+    NoReplicasAvailableError,
+)
+from nvidia_resiliency_ext.checkpointing.local.replication.utils import zip_strict
+
+TOKEN = b"t" * 32
+
+# The first test of this module waits for the ranks, which import torch.
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    """Four rank processes that serve all tests of this module."""
+    with started(4) as ranks:
+        yield ranks
+
+
+def test_groups_of_ranks():
+    """Groups are those of the formula; worlds that do not divide are refused, or all are served."""
+    assert parse_group_sequence(8, 2, 32)[:2] == [(0, 8), (1, 9)]
+    assert parse_group_sequence(8, 2, 32)[-1] == (23, 31)
+    for jump, factor, world in ((0, 2, 4), (1, 0, 4), (2, 2, 6), (-1, 2, 4)):
+        with pytest.raises(AssertionError):
+            parse_group_sequence(jump, factor, world)
+    for world in range(2, 40):
+        for jump in range(1, 9):
+            for factor in (2, 3):
+                groups = parse_group_sequence(jump, factor, world, strict=False)
+                assert sorted(rank for group in groups for rank in group) == list(range(world))
+                assert all(len(group) > 1 for group in groups), (jump, factor, world, groups)
+
+
+def test_small_helpers():
+    """`batched` and `zip_strict` check what they are given."""
+    assert list(batched(range(5), 2)) == [(0, 1), (2, 3), (4,)]
+    with pytest.raises(ValueError, match="n is 0"):
+        list(batched([1], 0))
+    assert list(zip_strict([1, 2], "ab")) == [(1, "a"), (2, "b")]
+    with pytest.raises(AssertionError, match="1, 2, 3"):
+        zip_strict([1], [1, 2], [1, 2, 3])
+
+
+def odd_tensors(rank):
+    """Return tensors of all kinds whose bits are easily lost: NaN payloads, views, odd dtypes."""
+    nan = torch.tensor([0x7FC00001 + rank, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    with contextlib.suppress(Exception):
+        import warnings
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            quantised = torch.quantize_per_tensor(torch.rand(5), 0.1, 3, torch.qint8)
+    found = [
+        nan,
+        torch.arange(12).reshape(3, 4).t(),
+        torch.tensor(rank),
+        torch.empty(0, 2),
+        torch.ones(1).expand(5, 5),
+        torch.arange(10)[2:7],
+        torch.rand(3).to(torch.float8_e4m3fn),
+        torch.rand(4).to(torch.bfloat16),
+        torch.rand(2, dtype=torch.complex64),
+        quantised,
+    ]
+    return found[: len(found) - rank]
+
+
+def bits(tensor):
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def gather_batches(rank, world):
+    group = GroupWrapper()
+    torch.manual_seed(rank)
+    mine = odd_tensors(rank) if rank else []
+    found = group.all_gather_batch(mine, target_device="cpu")
+    assert [len(batch) for batch in found] == [0, 9, 8, 7]
+    assert [bits(t) for t in found[rank]] == [bits(t) for t in mine]
+    return [[(bits(t), t.dtype, t.shape) for t in batch] for batch in found]
+
+
+@pytest.mark.no_second_try
+@pytest.mark.filterwarnings("ignore")
+def test_gathered_tensors_are_equal_on_all_ranks(four_ranks):
+    """Different numbers and kinds of tensors arrive on all ranks with the same bits."""
+    first, *others = four_ranks.run(gather_batches)
+    assert all(other == first for other in others)
+
+
+def uneven_groups(rank, world):
+    groups = [dist.new_group(ranks) for ranks in ([0, 2, 1], [3])]
+    group = GroupWrapper.from_list_of_groups(groups)
+    assert group.ranks == ([3] if rank == 3 else [0, 1, 2])
+    assert group.my_global_rank == rank
+    assert group.world_size == len(group.ranks)
+    assert group.get_group_rank() == group.ranks.index(rank)
+    assert group.get_device("cuda").type == "cpu"
+    strategy = CliqueReplicationStrategy(group)
+    mine = BasicTensorAwareStateDict(state_of(rank, 7))
+    states, ids = strategy.replicate(mine, f"id{rank}")
+    assert mine.is_hollow
+    assert ids == [f"id{member}" for member in group.ranks]
+    assert all(is_state(state, r, 7) for r, state in zip(group.ranks, states, strict=True))
+    # Rank 1 has lost its own; rank 3 never had another.
+    available = {r: ids if r != 1 else ["id0"] for r in group.ranks}
+    wanted = [f"id{rank}"]
+    plan = strategy.retrieve_plan(available, wanted)
+    mapped = dict(zip(ids, states, strict=True))
+    supplied = {id_: mapped[id_] for id_ in plan.required_ids()}
+    received = strategy.retrieve_execute(plan, supplied)
+    assert is_state(received[f"id{rank}"], rank, 7)
+    try:
+        strategy.retrieve_plan({}, wanted)
+    except NoReplicasAvailableError:
+        pass
+    else:
+        raise AssertionError("a state that nobody has was planned for")
+    return [(entry.sender, entry.receiver) for entry in plan.entries]
+
+
+@pytest.mark.no_second_try
+def test_replication_in_groups_of_different_sizes(four_ranks):
+    """Each member gets each state, and the plan to get a lost one back is the same everywhere."""
+    plans = four_ranks.run(uneven_groups)
+    assert plans[0] == plans[1] == plans[2]
+    assert {receiver: sender for sender, receiver in plans[0]}[1] in {0, 2}
+    assert plans[3] == [(3, 3)]
+
+
+def absent_state(rank, world):
+    plan = ExchangePlan(GroupWrapper())
+    plan.plan(sender=rank, receiver=rank, id_="x")
+    try:
+        GroupWrapper().execute_plan(plan, {})
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def test_a_plan_needs_what_it_sends(four_ranks):
+    """A rank that does not have what a plan asks of it says which state is missing."""
+    assert all("'x'" in text for text in four_ranks.run(absent_state))
+
+
+def replicate_and_compare(rank, world, root):
+    m = LocalCheckpointManager(root, repl_strategy=LazyCliqueReplicationStrategy(2, 2))
+    m.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
+    return sorted(os.listdir(m.local_ckpt_dir))
+
+
+@pytest.mark.no_second_try
+def test_replicas_are_the_same_files(four_ranks, tmp_path):
+    """A copy is byte for byte the file of its owner, and lies in the directory of its keeper."""
+    found = four_ranks.run(replicate_and_compare, tmp_path)
+    for rank, listing in enumerate(found):
+        assert listing == [f"iter_0000001_{r}_local.pt" for r in sorted((rank, (rank + 2) % 4))]
+        name = f"iter_0000001_{rank}_local.pt"
+        own = (tmp_path / str(rank) / name).read_bytes()
+        assert (tmp_path / str((rank + 2) % 4) / name).read_bytes() == own
+
+
+@pytest.mark.no_second_try
+def test_a_lost_directory_comes_back_from_a_peer(four_ranks, tmp_path):
+    """A rank whose files are all gone loads its state from the rank that keeps its copy."""
+    four_ranks.run(save_all, tmp_path, [1, 2], True)
+    for name in os.listdir(tmp_path / "1"):
+        (tmp_path / "1" / name).unlink()
+    assert four_ranks.run(find_and_load, tmp_path, True) == [(2, 2, True)] * 4
+
+
+@pytest.mark.no_second_try
+def test_copies_outside_of_the_clique_are_not_promised(four_ranks, tmp_path):
+    """What no rank of the clique has is not offered, although another rank may have it."""
+    four_ranks.run(save_all, tmp_path, [1], True)
+    for rank in (0, 1):
+        (tmp_path / str(rank) / "iter_0000001_1_local.pt").unlink()
+    (tmp_path / "3" / "iter_0000001_1_local.pt").write_bytes(b"")
+    assert [found for found, _, _ in four_ranks.run(find_and_load, tmp_path, True)] == [-1] * 4
+
+
+@pytest.mark.no_second_try
+def test_all_copies_damaged_falls_back_on_all_ranks(four_ranks, tmp_path):
+    """When own shard and copy are damaged all ranks go back to the same older iteration."""
+    options = {"keep_last": 2}
+    four_ranks.run(save_all, tmp_path, [1, 2], True, options)
+    for rank in (0, 1):
+        damage(tmp_path / str(rank) / "iter_0000002_1_local.pt", "bit flip")
+    assert four_ranks.run(find_and_load, tmp_path, True, options) == [(2, 1, True)] * 4
+
+
+def full_replica(rank, world, root, place):
+    """Rank 1's directory lies on a tiny file system, if `place` says so."""
+    m = manager(root if rank != 1 else place, True, peer_timeout_s=5.0)
+    m.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
+    sizes = 300_000 if rank == 0 else 10
+    try:
+        m.save(BasicTensorAwareStateDict(state_of(rank, 2, sizes)), 2)
+    except CheckpointingException as error:
+        text = str(error)
+    else:
+        text = "no error"
+    m.save(BasicTensorAwareStateDict(state_of(rank, 3)), 3)
+    return text, sorted(os.listdir(m.local_ckpt_dir))
+
+
+@pytest.mark.no_second_try
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+def test_no_space_for_a_replica_is_an_error_on_all_ranks(four_ranks, tmp_path):
+    """ENOSPC at a keeper fails the save everywhere, names it, and the next save succeeds."""
+    import subprocess
+
+    place = tmp_path / "small"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], check=True)
+    try:
+        found = four_ranks.run(full_replica, tmp_path / "root", place)
+        for rank, (text, listing) in enumerate(found):
+            assert "rank 0: " in text
+            assert "No space left" in text
+            pair = sorted((rank, rank ^ 1))
+            assert listing == [f"iter_0000003_{r}_local.pt" for r in pair]
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A keeper of copies at rank 1, in this process."""
+    found = PeerServer(RankDirectory(tmp_path, "", 1), "127.0.0.1", TOKEN, lambda *_: "", 2.0)
+    yield found
+    found.close()
+
+
+def peer_of(server, token=TOKEN, timeout_s=2.0):
+    return Peer(1, "127.0.0.1", server.port, token, timeout_s)
+
+
+def job_of(tmp_path, peers, nbytes=100_000):
+    content = ShardContent(ShardIdentity(3, 0, "", 2), "x", b"N.", ((nbytes, "w"),))
+    return SaveJob(str(tmp_path), "", 0, content, tuple(peers)), [bytes(range(250)) * 400]
+
+
+def test_a_copy_is_read_back_as_it_was(server, tmp_path):
+    """What a keeper gives back has the bytes of the original, and its name only when whole."""
+    job, storages = job_of(tmp_path, [peer_of(server)])
+    assert run_save_job(job, storages) == ""
+    source = PeerSource(peer_of(server), ShardName(3, 0))
+    manifest = read_manifest(source)
+    data = bytearray(100_000)
+    source.read_into(manifest.records[2].offset, memoryview(data))
+    source.close()
+    assert bytes(data) == storages[0]
+
+
+def test_who_does_not_know_the_token_gets_and_gives_nothing(server):
+    """A wrong token is refused, by the keeper and by whoever asks a keeper."""
+    with pytest.raises(PeerError):
+        PeerTarget(peer_of(server, b"wrong" * 7), ShardName(3, 0))
+    assert RankDirectory(server._directory._session or "", "", 1).names() == []
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(200), b"\xff" * 5000]
+)
+def test_garbage_does_not_disturb_a_keeper(server, tmp_path, garbage):
+    """Whatever a stranger sends, the keeper goes on serving those who belong to the job."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger:
+        stranger.sendall(garbage)
+    job, storages = job_of(tmp_path, [peer_of(server)])
+    assert run_save_job(job, storages) == ""
+
+
+@pytest.mark.no_second_try
+def test_a_copy_that_is_not_finished_is_dropped(server, tmp_path):
+    """A sender that goes away in the middle leaves nothing behind at the keeper."""
+    target = PeerTarget(peer_of(server), ShardName(3, 0))
+    target(0, memoryview(bytes(1000)))
+    target.close()
+    assert server.wait_for_stores(20)
+    assert os.listdir(tmp_path / "1") == []
+
+
+@pytest.mark.no_second_try
+@pytest.mark.parametrize("how", ["gone", "silent"])
+def test_a_lost_keeper_is_an_error_that_names_it(tmp_path, how):
+    """A keeper that refuses or never answers fails the save within the timeout."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if how == "gone":
+            listener.close()
+        peer = Peer(1, "127.0.0.1", port, TOKEN, 0.5)
+        problem = run_save_job(*job_of(tmp_path, [peer]))
+    assert "rank 1 at 127.0.0.1" in problem
+    assert [str(name) for name in RankDirectory(tmp_path, "", 0).names()] == [
+        "iter_0000003_0_local.dirty.pt"
+    ]
+    assert RankDirectory(tmp_path, "", 0).remove_leftovers() == [problem]
+
+
+@pytest.mark.no_second_try
+def test_a_keeper_that_dies_in_the_middle_fails_the_save(tmp_path):
+    """A connection that breaks while bytes are on their way is reported, with the rank."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = Peer(1, "127.0.0.1", listener.getsockname()[1], TOKEN, 5.0)
+
+        def break_off():
+            # The part of a keeper up to the first bytes of the copy.
+            from nvidia_resiliency_ext.checkpointing.local._shard import peer as wire
+
+            connection, _ = listener.accept()
+            with connection:
+                nonce = b"n" * 16
+                connection.sendall(nonce)
+                wire._receive(connection, 32)
+                request = wire.json.loads(wire._receive_text(connection))
+                connection.sendall(wire._proof(TOKEN, bytes.fromhex(request["nonce"])))
+                wire._send_json(connection, {"error": ""})
+                wire._receive(connection, 100)
+
+        thread = threading.Thread(target=break_off)
+        thread.start()
+        problem = run_save_job(*job_of(tmp_path, [peer]))
+        thread.join()
+    assert "rank 1 at 127.0.0.1" in problem

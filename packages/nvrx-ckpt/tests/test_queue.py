@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queues on one rank: functions, failures, aborts, and what is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import failing_files
+import pytest
+import torch
+
+from nvidia_resiliency_ext.checkpointing.async_ckpt import core
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    AsyncSaveError,
+    PersistentAsyncCaller,
+    QueueFullError,
+)
+from nvidia_resiliency_ext.shared_utils.abort_hooks import run_abort_hooks
+
+PROGRAMS = Path(__file__).parent / "programs"
+DEADLINE_S = 50
+
+
+class OldRequest(NamedTuple):
+    """A request as it was once."""
+
+    async_fn: Any
+    async_fn_args: Any
+    finalize_fns: Any
+
+
+@pytest.fixture
+def queue():
+    made = AsyncCallsQueue(sigterm_timeout=5)
+    yield made
+    made.close(abort=True)
+
+
+def wait_until(condition):
+    """Wait for a condition of another process."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_function_gets_what_was_there_when_it_was_scheduled(queue, tmp_path):
+    """A function in the worker sees tensors as they were, also those that `preload_fn` returns."""
+    tensor = torch.full((7, 5), 2.0)
+    args = (str(tmp_path / "a"), tensor.t())
+    queue.schedule_async_request(AsyncRequest(failing_files.write_text, args, []))
+    loaded = (str(tmp_path / "b"), None)
+    request = AsyncRequest(failing_files.write_text, loaded, [], None, lambda: tensor[2:4])
+    queue.schedule_async_request(request)
+    tensor.fill_(100)
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
+    assert (tmp_path / "a").read_text() == "70.0"
+    assert (tmp_path / "b").read_text() == "20.0"
+
+
+@pytest.mark.parametrize("how", ["raises", "killed", "cannot be pickled", "preload raises"])
+def test_failure_is_reported_once_and_the_queue_goes_on(queue, how, tmp_path):
+    """A save that fails in any way is an error with rank and cause; the next one succeeds."""
+    finalized = []
+    functions = [lambda: finalized.append(1)]
+    requests = {
+        "raises": AsyncRequest(failing_files.raise_error, (), functions),
+        "killed": AsyncRequest(failing_files.kill_myself, (), functions),
+        "cannot be pickled": AsyncRequest(print, (threading.Lock(),), functions),
+        "preload raises": AsyncRequest(print, (1, 2), functions, None, lambda: 1 // 0),
+    }
+    causes = {
+        "raises": "this save function fails",
+        "killed": "SIGKILL",
+        "cannot be pickled": "cannot pickle",
+        "preload raises": "ZeroDivisionError",
+    }
+    assert queue.schedule_async_request(requests[how]) == 0
+    args = (str(tmp_path / "next"), 5)
+    assert queue.schedule_async_request(AsyncRequest(failing_files.write_text, args, [])) == 1
+    with pytest.raises(AsyncSaveError, match=causes[how]) as caught:
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert (caught.value.call_idx, caught.value.rank) == (0, 0)
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+    assert (tmp_path / "next").read_text() == "5"
+    assert not finalized
+    assert queue.stats().failed == 1
+
+
+def test_worker_that_dies_between_saves_is_replaced(queue, tmp_path):
+    """If the idle worker is killed, the next save starts another one by itself."""
+    queue.schedule_async_request(AsyncRequest(print, (1,), []))
+    queue.maybe_finalize_async_calls(blocking=True)
+    worker = queue.persistent_caller.process
+    os.kill(worker.pid, signal.SIGKILL)
+    wait_until(lambda: not worker.is_alive())
+    restarted = []
+    queue.persistent_caller.register_worker_restart_callback(lambda: restarted.append(1))
+    args = (str(tmp_path / "a"), 5)
+    queue.schedule_async_request(AsyncRequest(failing_files.write_text, args, []))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+    assert restarted == [1]
+    assert queue.persistent_caller.process is not worker
+
+
+def test_abort_of_another_thread_ends_a_wait(queue, tmp_path):
+    """An abort from the abort hooks ends a blocking finalise, and the queue begins anew."""
+    ran = []
+    args = (str(tmp_path / "never"),)
+    queue.schedule_async_request(
+        AsyncRequest(failing_files.wait_for_file, args, [lambda: ran.append(1)])
+    )
+    ended = []
+
+    def finalize():
+        try:
+            queue.maybe_finalize_async_calls(blocking=True)
+        except AsyncSaveError as error:
+            ended.append(str(error))
+
+    waiting = threading.Thread(target=finalize)
+    waiting.start()
+    time.sleep(0.2)
+    run_abort_hooks()
+    waiting.join(DEADLINE_S)
+    assert not waiting.is_alive()
+    assert "aborted" in ended[0]
+    assert queue.get_num_unfinalized_calls() == 0
+    assert queue.schedule_async_request(AsyncRequest(print, ("again",), [])) == 0
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert not ran
+
+
+def test_request_without_function_and_foreign_requests(queue):
+    """Nothing to do is done at once; other request types are understood."""
+    ran = []
+    queue.schedule_async_request(AsyncRequest(None, (), [lambda: ran.append(1)]))
+    queue.schedule_async_request(OldRequest(print, ("old",), [lambda: ran.append(2)]))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
+    assert ran == [1, 2]
+    with pytest.raises(TypeError, match="no request"):
+        queue.schedule_async_request(object())
+
+
+def test_frozen_request_takes_no_more_functions():
+    """A frozen request refuses finalize functions."""
+    request = AsyncRequest(None, (), [])
+    request.add_finalize_fn(print)
+    with pytest.raises(RuntimeError, match="frozen"):
+        request.freeze().add_finalize_fn(print)
+
+
+def test_temporal_queue_runs_what_cannot_be_pickled(tmp_path):
+    """Without a persistent worker a closure is run, with tensors as they were."""
+    queue = AsyncCallsQueue(persistent=False)
+    tensor, seen, go = torch.ones(3), [], threading.Event()
+
+    def save(value):
+        go.wait(DEADLINE_S)
+        seen.append(float(value.sum()))
+
+    queue.schedule_async_request(AsyncRequest(save, (tensor,), [lambda: seen.append("done")]))
+    tensor.fill_(9)
+    assert queue.maybe_finalize_async_calls() == []
+    go.set()
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert seen == [3.0, "done"]
+    queue.close()
+
+
+def test_temporal_worker_ends_with_its_calls(tmp_path):
+    """A queue that is not persistent has no process when nothing is under way."""
+    queue = AsyncCallsQueue(persistent=False)
+    assert queue._get_async_caller().process is None
+    queue.schedule_async_request(AsyncRequest(print, (1,), []))
+    assert queue._get_async_caller()._debug_is_async_process_running()
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert queue._get_async_caller().process is None
+    queue.close()
+
+
+def test_warn_goes_on_and_raises_after_so_many_failures(caplog):
+    """With `on_error="warn"` a failed save is logged and counted; the third in a row is raised."""
+    queue = AsyncCallsQueue(on_error="warn", max_failures=3)
+    for number in range(3):
+        queue.schedule_async_request(AsyncRequest(failing_files.raise_error, (), []))
+        if number < 2:
+            assert queue.maybe_finalize_async_calls(blocking=True) == []
+        else:
+            with pytest.raises(AsyncSaveError):
+                queue.maybe_finalize_async_calls(blocking=True)
+    assert queue.stats().failed_in_a_row == 3
+    assert "training goes on without save 1" in caplog.text
+    queue.schedule_async_request(AsyncRequest(print, (1,), []))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [3]
+    assert queue.stats().failed_in_a_row == 0
+    queue.close()
+
+
+def test_full_queue_waits_skips_or_raises(tmp_path):
+    """What a save does while another one is pending is the user's choice."""
+    for on_full, expected in (("skip", core.SKIPPED), ("error", None)):
+        queue = AsyncCallsQueue(on_full=on_full)
+        go = tmp_path / on_full
+        queue.schedule_async_request(AsyncRequest(failing_files.wait_for_file, (str(go),), []))
+        if on_full == "skip":
+            assert queue.schedule_async_request(AsyncRequest(print, (), [])) == expected
+        else:
+            with pytest.raises(QueueFullError):
+                queue.schedule_async_request(AsyncRequest(print, (), []))
+        go.touch()
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+        queue.close()
+
+
+def test_save_that_takes_too_long_fails(tmp_path):
+    """After `save_timeout` a save has failed; the queue goes on when the worker is free again."""
+    queue = AsyncCallsQueue(save_timeout=0.3)
+    go = tmp_path / "go"
+    queue.schedule_async_request(AsyncRequest(failing_files.wait_for_file, (str(go),), []))
+    with pytest.raises(AsyncSaveError, match=r"within 0\.3 s"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    go.touch()
+    queue.close(abort=True)
+
+
+def test_bad_options_name_the_variable(monkeypatch):
+    """A value that is not allowed is refused with the name of its variable."""
+    for name, value in (("MAX_PENDING", "0"), ("SAVE_TIMEOUT", "-1"), ("ON_ERROR", "maybe")):
+        with monkeypatch.context() as context:
+            context.setenv(f"NVRX_CKPT_{name}", value)
+            with pytest.raises(ValueError, match=f"NVRX_CKPT_{name}"):
+                AsyncCallsQueue()
+    with pytest.raises(ValueError, match="cpu_priority"):
+        AsyncCallsQueue(cpu_priority=20)
+
+
+def test_worker_is_light_and_polite(queue):
+    """The worker that only writes has no torch, little memory, and the niceness asked for."""
+    caller = queue.persistent_caller
+    queue.schedule_async_request(AsyncRequest(None, (), []))
+    pid = caller.process.pid
+    wait_until(lambda: os.getpriority(os.PRIO_PROCESS, pid) == 10)
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    assert "torch" not in maps
+
+
+def test_warm_worker_is_taken_by_the_first_queue():
+    """A worker started ahead of time is the first queue's; a second warm-up does nothing."""
+    AsyncCallsQueue.warmup_persistent_caller(0, cpu_priority=5)
+    warm = AsyncCallsQueue._warm
+    AsyncCallsQueue.warmup_persistent_caller(0)
+    assert AsyncCallsQueue._warm is warm
+    queue = AsyncCallsQueue()
+    assert queue.persistent_caller is warm
+    AsyncCallsQueue.warmup_persistent_caller(0)
+    assert AsyncCallsQueue._warm is None
+    queue.close()
+
+
+def test_caller_can_be_driven_by_itself(tmp_path):
+    """A caller carries out one request and tells when it is over."""
+    caller = PersistentAsyncCaller()
+    args = (str(tmp_path / "a"), 3)
+    caller.schedule_async_call(AsyncRequest(failing_files.write_text, args, []))
+    assert caller.is_current_async_call_done(blocking=True)
+    assert (tmp_path / "a").read_text() == "3"
+    caller.close()
+
+
+@pytest.mark.no_second_try
+@pytest.mark.parametrize("how", ["SIGKILL", "exit", "writes"])
+def test_nothing_outlives_the_trainer(how, tmp_path):
+    """Killed, or ended while a save is under way, a trainer leaves no process behind."""
+    before = set(os.listdir("/dev/shm"))
+    program = subprocess.Popen(
+        [sys.executable, str(PROGRAMS / "lone_trainer.py"), how, str(tmp_path / "file")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        worker = int(program.stdout.readline())
+        if how == "SIGKILL":
+            program.kill()
+        _, text = program.communicate(timeout=DEADLINE_S)
+        wait_until(lambda: not os.path.exists(f"/proc/{worker}"))
+        assert how == "SIGKILL" or "saves were not finalised: 0" in text
+        assert (tmp_path / "file").exists() == (how == "writes")
+    finally:
+        program.kill()
+        program.communicate()
+    assert set(os.listdir("/dev/shm")) <= before

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reader that keeps metadata, and the program that looks at checkpoints."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_saves import request_for, state_of
+
+from nvidia_resiliency_ext.checkpointing import (
+    DamagedCheckpointError,
+    publish_latest,
+    read_latest,
+    remove_old,
+)
+from nvidia_resiliency_ext.checkpointing.__main__ import main
+from nvidia_resiliency_ext.checkpointing.async_ckpt.cached_metadata_filesystem_reader import (
+    CachedMetadataFileSystemReader,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def test_metadata_is_kept_until_the_checkpoint_is_another_one(tmp_path):
+    """Metadata is read once, again after a new save to the same place, and can be forgotten."""
+    request_for(state_of(1), tmp_path).execute_sync()
+    first = CachedMetadataFileSystemReader(tmp_path).read_metadata()
+    assert CachedMetadataFileSystemReader(tmp_path).read_metadata() is first
+    request_for({**state_of(1), "new": torch.ones(2)}, tmp_path).execute_sync()
+    second = CachedMetadataFileSystemReader(tmp_path).read_metadata()
+    assert "new" in second.state_dict_metadata
+    assert CachedMetadataFileSystemReader(tmp_path, False).read_metadata() is not second
+    CachedMetadataFileSystemReader.clear_metadata_cache(tmp_path)
+    assert CachedMetadataFileSystemReader(tmp_path).read_metadata() is not second
+    CachedMetadataFileSystemReader.clear_metadata_cache()
+
+
+def test_damaged_checkpoint_is_refused_when_asked(tmp_path, monkeypatch):
+    """With verification on, a checkpoint with a flipped bit is not loaded."""
+    request_for(state_of(1), tmp_path).execute_sync()
+    path = tmp_path / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    state = state_of(0)
+    monkeypatch.setenv("NVRX_CKPT_VERIFY_ON_LOAD", "1")
+    with pytest.raises(dcp.api.CheckpointException, match="is not what was written"):
+        dcp.load(state, storage_reader=CachedMetadataFileSystemReader(tmp_path))
+    monkeypatch.setenv("NVRX_CKPT_VERIFY_ON_LOAD", "perhaps")
+    with pytest.raises(ValueError, match="NVRX_CKPT_VERIFY_ON_LOAD"):
+        CachedMetadataFileSystemReader(tmp_path)
+
+
+def test_program_verifies_lists_and_compares(tmp_path, capsys):
+    """The exit codes tell: whole, not whole, wrong usage, cannot tell; the output names tensors."""
+    one, two, stock = tmp_path / "1", tmp_path / "2", tmp_path / "stock"
+    request_for(state_of(1), one).execute_sync()
+    request_for({**state_of(1), "layer2": torch.zeros(17, 102)}, two).execute_sync()
+    dcp.save(state_of(1), storage_writer=dcp.FileSystemWriter(stock))
+    assert main(["verify", str(one)]) == 0
+    assert "whole (3 files" in capsys.readouterr().out
+    assert main(["list", str(one), "--json"]) == 0
+    names = {item["name"] for item in json.loads(capsys.readouterr().out)}
+    assert names == set(state_of(1))
+    assert main(["diff", str(one), str(one)]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(one), str(two)]) == 1
+    assert capsys.readouterr().out == "different: layer2\n"
+    assert main(["verify", str(stock)]) == 3
+    assert main(["list", str(stock)]) == 3
+    assert main(["verify", str(tmp_path / "missing")]) == 2
+    data = (one / "__0_0.distcp").read_bytes()
+    (one / "__0_0.distcp").write_bytes(data[:-1])
+    capsys.readouterr()
+    assert main(["verify", str(one)]) == 1
+    assert f"{len(data) - 1} bytes instead of {len(data)}" in capsys.readouterr().out
+
+
+def test_latest_names_only_what_is_complete(tmp_path):
+    """The tracker never names a directory without metadata, as a file and as a link."""
+    request_for(state_of(1), tmp_path / "10").execute_sync()
+    (tmp_path / "20").mkdir()
+    for link in (False, True):
+        tracker = tmp_path / f"latest{link}"
+        assert read_latest(tracker) is None
+        publish_latest(tracker, "10", link=link)
+        with pytest.raises(DamagedCheckpointError, match="20"):
+            publish_latest(tracker, "20", link=link)
+        assert read_latest(tracker) == "10"
+    assert (tmp_path / "latestTrue" / ".metadata").exists()
+
+
+def test_retention_keeps_the_newest_complete_one(tmp_path):
+    """Old checkpoints go, those that are not complete do not count, and one always stays."""
+    folders = [tmp_path / str(step) for step in range(5)]
+    for folder in folders:
+        folder.mkdir()
+    for folder in folders[:3]:
+        (folder / ".metadata").touch()
+    assert remove_old(folders, keep=1) == [str(folder) for folder in folders[:2]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3", "4"]
+    assert remove_old(folders[2:], keep=1) == []
+    with pytest.raises(ValueError, match="keep"):
+        remove_old(folders, keep=0)
+
+
+def test_retention_takes_no_link_for_a_checkpoint(tmp_path):
+    """A link counts for nothing and stays, and so does the checkpoint that it names."""
+    for name in ("100", "200", "300"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+    publish_latest(tmp_path / "best", "100", link=True)
+    publish_latest(tmp_path / "latest", "300", link=True)
+    given = [str(tmp_path / name) for name in ("100", "200", "300", "best", "latest")]
+    assert remove_old(given, keep=1) == [given[1]]
+    for name in ("100", "300", "best", "latest"):
+        assert (tmp_path / name / ".metadata").exists()

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Staged bytes: checksums, frames of tensors, and files that equal what torch.save writes."""
+
+import errno
+import io
+import os
+import random
+import zlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nvidia_resiliency_ext.checkpointing import _checksum, _image
+from nvidia_resiliency_ext.checkpointing._durable import FileSaver, write_small_file
+from nvidia_resiliency_ext.checkpointing._errors import CheckpointWriteError
+from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer, StagingPool, round_up
+from nvidia_resiliency_ext.checkpointing._write_plan import (
+    PLAIN_BYTES,
+    FilePlan,
+    ItemPlan,
+    WritePlan,
+)
+
+
+def saved(value):
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def write_image(folder, parts, **options):
+    """Write `[(length, fill, shape)]` as one file through a staging buffer; return its bytes."""
+    total = sum(length for length, _, _ in parts)
+    buffer = StagingBuffer(round_up(total))
+    items, shapes, position = [], [], 0
+    for index, (length, fill, shape_of) in enumerate(parts):
+        shape = fill(buffer.view[position : position + length]) or shape_of
+        number = PLAIN_BYTES if shape is None else len(shapes)
+        shapes += [] if shape is None else [shape]
+        items.append(ItemPlan(f"item{index}", position, length, number))
+        position += length
+    path = str(folder / "file")
+    plan = WritePlan([FilePlan(path, 0, total, items)], shapes, **options)
+    [result] = FileSaver(WritePlan.from_json(plan.to_json()), buffer.view).run()
+    buffer.close()
+    with open(path, "rb") as file:
+        data = file.read()
+    assert result.crc == zlib.crc32(data)
+    for item, crc in zip(items, result.item_crcs, strict=True):
+        assert crc == zlib.crc32(data[item.start : item.start + item.length])
+    assert os.listdir(folder) == ["file"]
+    return data
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 3 << 20), st.integers(0, 2**32 - 1), st.integers(0, 100))
+def test_checksum_is_that_of_zlib(count, value, percent):
+    """Large and small buffers, continued and joined, have the checksum that zlib gives them."""
+    data = random.Random(count).randbytes(count)
+    cut = count * percent // 100
+    assert _checksum.crc32(data, value) == zlib.crc32(data, value)
+    joined = _checksum.combine(zlib.crc32(data[:cut]), zlib.crc32(data[cut:]), count - cut)
+    assert joined == zlib.crc32(data)
+
+
+def test_checksum_without_numpy_and_with_it_agree():
+    """The fold and zlib give the same checksum, wherever the processor makes either the faster."""
+    fold = _checksum._make_fold()
+    for count in (1 << 20, (1 << 20) + 1, 5_000_003):
+        data = random.Random(count).randbytes(count)
+        assert fold(data, 7) == zlib.crc32(data, 7)
+
+
+TENSORS = {
+    "float": torch.arange(5000, dtype=torch.float32).reshape(5, 1000),
+    "small": torch.tensor([1.5]),
+    "scalar": torch.tensor(3),
+    "bfloat16": torch.full((33, 7), 2, dtype=torch.bfloat16),
+    "bool": torch.tensor([True, False]),
+    "complex": torch.full((8,), 1 + 2j),
+    "transposed": torch.arange(6000.0).reshape(60, 100).t(),
+    "row": torch.arange(6000.0).reshape(60, 100)[3],
+    "column": torch.arange(6000.0).reshape(60, 100)[:, 3],
+    "channels": torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    "expanded": torch.ones(1, 3).expand(4, 3),
+    "large": torch.arange(3 << 20, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_framed_tensor_is_what_torch_save_writes(name, tmp_path):
+    """A tensor staged with its frame becomes, byte for byte, the file that torch.save makes."""
+    tensor = TENSORS[name]
+    assert _image.is_plain(tensor)
+    frame = _image.frame_of(tensor)
+    alone = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    data = _image.storage_bytes(tensor).numpy()
+
+    def fill(image):
+        start, end = len(frame.head), len(frame.head) + frame.nbytes
+        image[:start], image[start:end], image[end:] = frame.head, data, frame.tail
+
+    assert write_image(tmp_path, [(frame.length, fill, frame.shape)]) == saved(alone)
+
+
+def test_objects_with_many_tensors_are_what_torch_save_writes(tmp_path):
+    """A nested state is staged without checksums, and the file has them, twice in a row."""
+    state = {"model": TENSORS, "tied": [TENSORS["float"], TENSORS["float"][1]], "step": 7}
+    size = _image.saved_size(state)
+    part = (size, lambda image: _image.save_into(image, state), None)
+    assert write_image(tmp_path, [part, part]) == 2 * saved(state)
+    assert torch.serialization.get_crc32_options()
+
+
+@pytest.mark.parametrize("io_mode", ["buffered", "direct", "auto"])
+def test_ways_of_writing_give_the_same_file(io_mode, tmp_path):
+    """Page cache and direct I/O write the same bytes, also when the length fits no block."""
+    data = random.Random(1).randbytes((17 << 20) + 5)
+
+    def fill(image):
+        image[:] = data
+
+    assert write_image(tmp_path, [(len(data), fill, None)], io_mode=io_mode) == data
+
+
+def test_failed_file_leaves_the_old_one_and_nothing_else(tmp_path):
+    """If one of several files cannot be written, no file changes and no temporary one stays."""
+    (tmp_path / "a").write_bytes(b"old")
+    buffer = StagingBuffer(100)
+    files = [
+        FilePlan(str(tmp_path / "a"), 0, 50, [ItemPlan("x", 0, 50)]),
+        FilePlan(str(tmp_path / "missing" / "b"), 0, 50, [ItemPlan("y", 0, 50)]),
+    ]
+    with pytest.raises(CheckpointWriteError) as caught:
+        FileSaver(WritePlan(files, threads=2), buffer.view).run()
+    buffer.close()
+    assert caught.value.errno == errno.ENOENT
+    assert caught.value.filename.endswith("missing/b")
+    assert os.listdir(tmp_path) == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"old"
+
+
+def test_small_file_is_replaced_whole(tmp_path):
+    """A small file is replaced in one step, and a failure names it."""
+    path = str(tmp_path / "latest")
+    write_small_file(path, b"1")
+    write_small_file(path, b"2")
+    assert (tmp_path / "latest").read_bytes() == b"2"
+    assert os.listdir(tmp_path) == ["latest"]
+    with pytest.raises(CheckpointWriteError, match="no/latest"):
+        write_small_file(str(tmp_path / "no" / "latest"), b"3")
+
+
+def test_pool_reuses_buffers_and_waits_for_one():
+    """A pool of one buffer lends the same memory again, and only after it came back."""
+    pool = StagingPool(1)
+    first = pool.take(1000)
+    with pytest.raises(TimeoutError):
+        pool.take(1000, timeout_s=0.01)
+    pool.give_back(first)
+    assert pool.take(2000) is first
+    pool.discard(first)
+    assert first.fd == -1
+    pool.close()

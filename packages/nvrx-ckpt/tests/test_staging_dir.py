@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Node-local staging: training and later saves go on while the durable directory hangs."""
+
+import os
+import subprocess
+import time
+
+import pytest
+from dcp_saves import assert_same, load_like, request_for, state_of
+
+from nvidia_resiliency_ext.checkpointing._verify import verify_checkpoint
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncSaveError
+from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def schedule(queue, folder, value, local):
+    """Schedule a save that is staged in a local directory."""
+    writer = FileSystemWriterAsync(folder, thread_count=1, staging_dir=local)
+    queue.schedule_async_request(request_for(state_of(value), None, writer=writer))
+
+
+@pytest.fixture
+def frozen_mount(tmp_path):
+    """Mount a small ext4 that can be frozen: every write to it then hangs."""
+    image, folder = tmp_path / "image", tmp_path / "durable"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    commands = (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(folder)])
+    for command in commands:
+        try:
+            done = subprocess.run(command, capture_output=True, check=False)
+        except FileNotFoundError:
+            pytest.skip(f"there is no {command[0]}")
+        if done.returncode:
+            pytest.skip(f"{command[0]} is not permitted here")
+    (folder / "x").mkdir()
+    yield folder / "x"
+    subprocess.run(["fsfreeze", "-u", str(folder)], capture_output=True, check=False)
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_hanging_directory_does_not_hold_up_saves(frozen_mount, tmp_path):
+    """While the durable directory hangs, saves are staged; they are durable when it is back."""
+    queue = AsyncCallsQueue()
+    folders = [frozen_mount / str(step) for step in range(3)]
+    subprocess.run(["fsfreeze", "-f", str(frozen_mount.parent)], check=True)
+    try:
+        for step, folder in enumerate(folders):
+            schedule(queue, folder, step, tmp_path / "local")
+            assert queue.maybe_finalize_async_calls() == []
+        staged = tmp_path / "local"
+        assert len(os.listdir(staged)) >= 2
+        assert queue.get_num_unfinalized_calls() == 3
+    finally:
+        subprocess.run(["fsfreeze", "-u", str(frozen_mount.parent)], check=True)
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
+    for step, folder in enumerate(folders):
+        assert_same(state_of(step), load_like(state_of(0), folder))
+        assert verify_checkpoint(folder).whole
+    assert os.listdir(tmp_path / "local") == []
+    assert queue.stats().durable_lag_s > 0
+    queue.close()
+
+
+def test_directory_that_comes_back_is_tried_again(tmp_path):
+    """If the durable directory fails for a while, copying is tried again until it succeeds."""
+    queue = AsyncCallsQueue(retry_delay=0.05)
+    folder = tmp_path / "durable"
+    writer = FileSystemWriterAsync(folder, thread_count=1, staging_dir=tmp_path / "local")
+    folder.write_text("this is no directory")
+    queue.schedule_async_request(request_for(state_of(4), None, writer=writer))
+    time.sleep(0.2)
+    folder.unlink()
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert_same(state_of(4), load_like(state_of(0), folder))
+    assert queue.stats().finalized == 1
+    queue.close()
+
+
+def test_full_local_directory_fails_the_save(tmp_path):
+    """If the local directory cannot be written, the error names it."""
+    (tmp_path / "local").write_text("a file")
+    queue = AsyncCallsQueue()
+    schedule(queue, tmp_path / "durable", 1, tmp_path / "local")
+    with pytest.raises(AsyncSaveError, match="local/nvrx-ckpt"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()

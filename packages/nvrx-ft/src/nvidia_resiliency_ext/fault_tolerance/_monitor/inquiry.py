@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the look at all ranks of a node when one breaks a limit: who is asked, told and ended.
+
+Whom to blame is decided in `culprit`. One inquiry is one hang, and one report. Ranks that cannot
+be asked, because they have no session, are looked at through the kernel alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nvidia_resiliency_ext.fault_tolerance._process.error_file import read_error_file
+
+from . import control
+from .activity import NO_STACK, Activity, classify, in_words, main_stack
+from .culprit import Confidence, Finding, RankState, find_culprit
+from .evidence import inspect_kernel
+from .report import HEALTH_RULES, describe, hang_report, plain_states
+from .session import SAVE_LIMIT_S
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
+
+    from .port import RankPort, Testimony
+    from .verdict import Verdict
+
+__all__ = ["Inquiries", "Workers"]
+
+logger = logging.getLogger("nvrx")
+
+MAX_SHOWN_ERROR = 200
+HOLD_S = 5.0
+"""How long nobody is ended while the nodes compare what their ranks do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The node's workers by local rank, as the launcher told them."""
+
+    pids: tuple[int, ...] = ()
+    error_files: tuple[str, ...] = ()
+    left: frozenset[int] = frozenset()
+    world_size: int = 0
+    rank_offset: int = 0
+
+    @property
+    def are_all(self) -> bool:
+        """Whether the job has no ranks on other nodes."""
+        return not self.pids or self.world_size <= len(self.pids)
+
+
+class Node(Protocol):
+    """What an inquiry needs of the monitor process."""
+
+    cycle: int
+    host: str
+    slow: SlowThread
+    ports: list[RankPort]
+    workers: Workers
+
+    def tell(self, message: object) -> None:
+        """Send a message to the launcher, if there is one; never waits."""
+
+    def record_fault(self, report: Mapping[str, Any]) -> None:
+        """Put a hang into the record of events; never waits."""
+
+
+@dataclass(slots=True)
+class _Inquiry:
+    """One hang: the rank that broke a limit first, and whose evidence is still to come.
+
+    Without an accuser the limit was broken on another node, which asks what the ranks here do.
+    """
+
+    accuser: RankPort | None
+    verdict: Verdict | None
+    errors_until: float
+    members: list[RankPort]
+    awaited: set[int]
+    errors: dict[int, str] | None = None
+    is_decided: bool = False
+    ending: list[RankPort] = field(default_factory=list)
+    held: dict[str, Any] | None = None
+    held_until: float = 0.0
+
+
+class Inquiries:
+    """The inquiries of one monitor, one after another. The loop's thread only."""
+
+    def __init__(self, node: Node) -> None:
+        """Begin none.
+
+        Args:
+            node: The monitor process.
+        """
+        self._node = node
+        self._open: list[_Inquiry] = []
+
+    def accuse(self, port: RankPort, verdict: Verdict) -> None:
+        """Begin an inquiry: a rank broke a limit, or its device is unfit.
+
+        That rank has been looked at by now: a stopped one is not held up by the others' stacks.
+        """
+        if not port.is_looked_into:
+            return  # It was found dead.
+        inquiry = self._begin(port, verdict)
+        if verdict.rule in HEALTH_RULES:
+            inquiry.errors = {}
+        else:
+            self._gather(inquiry)
+
+    def examine(self) -> None:
+        """Look at all ranks for a hang on another node, unless an inquiry of our own does."""
+        if not any(i.verdict is None or i.verdict.rule not in HEALTH_RULES for i in self._open):
+            inquiry = self._begin(None, None)
+            self._gather(inquiry)
+            self._proceed(inquiry)
+
+    def sentence(self, local_ranks: Collection[int]) -> None:
+        """End the ranks that all nodes together have found to blame, and release the others."""
+        for inquiry in [i for i in self._open if i.held is not None]:
+            inquiry.ending = [p for p in inquiry.members if p.local_rank in local_ranks]
+            inquiry.held = None
+            for port in inquiry.ending:
+                port.sentence()
+            self._close(inquiry)
+
+    def _begin(self, accuser: RankPort | None, verdict: Verdict | None) -> _Inquiry:
+        members = [] if accuser is None else [accuser]
+        awaited = {port.local_rank for port in members}
+        until = time.monotonic() + SAVE_LIMIT_S
+        self._open.append(_Inquiry(accuser, verdict, until, members, awaited))
+        return self._open[-1]
+
+    def _gather(self, inquiry: _Inquiry) -> None:
+        for other in self._node.ports:
+            if other is not inquiry.accuser and other.summon():
+                inquiry.members.append(other)
+                inquiry.awaited.add(other.local_rank)
+        self._read_errors(inquiry)
+
+    def testify(self, port: RankPort) -> None:
+        """Take note that the evidence on a rank is complete, or that the rank is gone."""
+        for inquiry in list(self._open):
+            if port.local_rank in inquiry.awaited:
+                inquiry.awaited.discard(port.local_rank)
+                self._proceed(inquiry)
+
+    def next_wake(self) -> float | None:
+        """When `tick` has something to do, on the monotonic clock."""
+        waiting = [i.errors_until for i in self._open if i.errors is None]
+        waiting += [i.held_until for i in self._open if i.held is not None]
+        return min(waiting, default=None)
+
+    def tick(self, now: float) -> None:
+        """Go on without error files that take too long to read, or nodes that do not answer."""
+        for inquiry in list(self._open):
+            if inquiry.errors is None and now >= inquiry.errors_until:
+                inquiry.errors = {}
+                self._proceed(inquiry)
+            elif inquiry.held is not None and now >= inquiry.held_until:
+                report, inquiry.held = inquiry.held, None
+                if any(port.is_looked_into for port in inquiry.ending):
+                    self._end(inquiry, {**report, "is_held": False})
+                self._close(inquiry)
+
+    def _read_errors(self, inquiry: _Inquiry) -> None:
+        files = dict(enumerate(self._node.workers.error_files))
+        if not files:
+            inquiry.errors = {}
+            return
+
+        def done(errors: dict[int, str] | None) -> None:
+            if inquiry.errors is None:
+                inquiry.errors = errors or {}
+                self._proceed(inquiry)
+
+        self._node.slow.submit(lambda: _errors_in(files), done)
+
+    def _proceed(self, inquiry: _Inquiry) -> None:
+        """Decide as soon as the evidence is complete, or certain without the rest."""
+        is_complete = not inquiry.awaited and inquiry.errors is not None
+        known = {port: told for port in inquiry.members if (told := port.testimony()) is not None}
+        if not inquiry.is_decided and (inquiry.accuser is None or inquiry.accuser in known):
+            states = self._look(inquiry, known)
+            finding = self._judge(inquiry, states)
+            if is_complete or _is_certain(finding, inquiry, known):
+                inquiry.is_decided = True
+                self._answer(inquiry, finding, states, known)
+        if is_complete:
+            self._close(inquiry)
+
+    def _close(self, inquiry: _Inquiry) -> None:
+        """Let go of the ranks that are not ended, unless other nodes are still to be heard."""
+        if inquiry.held is None and not inquiry.awaited and inquiry in self._open:
+            self._open.remove(inquiry)
+            for port in inquiry.members:
+                if port not in inquiry.ending:
+                    port.release()
+
+    def _judge(self, inquiry: _Inquiry, states: Sequence[RankState]) -> Finding:
+        if inquiry.verdict is None or inquiry.verdict.rule in HEALTH_RULES:
+            return Finding()
+        return find_culprit(states, self._node.workers.world_size)
+
+    # What is known --------------------------------------------------------------------------
+
+    def _look(self, inquiry: _Inquiry, known: Mapping[RankPort, Testimony]) -> list[RankState]:
+        """Return what every rank of the node was doing."""
+        told = {port.local_rank: testimony for port, testimony in known.items()}
+        offset = self._offset(known)
+        errors, workers, host = inquiry.errors or {}, self._node.workers, self._node.host
+        states = []
+        for local_rank in sorted({*told, *range(len(workers.pids))}):
+            rank, words = offset + local_rank, ""
+            if local_rank in errors:
+                words = f"had failed and has not exited: {errors[local_rank]}"
+                states.append(RankState(rank, Activity.FAILED, host, words))
+            elif local_rank in workers.left:
+                words = "had left with exit code 0"
+                states.append(RankState(rank, Activity.LEFT, host, words))
+            elif local_rank in told:
+                states.append(_state_of(told[local_rank], host))
+            else:
+                kernel = inspect_kernel(workers.pids[local_rank])
+                activity = classify(kernel, NO_STACK)
+                words = in_words(activity, kernel, NO_STACK)
+                states.append(RankState(rank, activity, host, words))
+        return states
+
+    def _offset(self, known: Mapping[RankPort, Testimony]) -> int:
+        """Return the global rank of local rank 0; without a launcher sessions tell it."""
+        told = (testimony.rank - port.local_rank for port, testimony in known.items())
+        return next(told, self._node.workers.rank_offset)
+
+    # What is done ---------------------------------------------------------------------------
+
+    def _answer(
+        self,
+        inquiry: _Inquiry,
+        finding: Finding,
+        states: Sequence[RankState],
+        known: Mapping[RankPort, Testimony],
+    ) -> None:
+        """End who is to blame here; where other nodes have a say, tell the launcher first."""
+        accuser, verdict = inquiry.accuser, inquiry.verdict
+        if accuser is None or verdict is None:
+            evidence = {told.rank: told.evidence for told in known.values()}
+            self._node.tell(control.RanksSeen(plain_states(states, evidence)))
+            return
+        if known[accuser].has_gone_on:
+            rank = known[accuser].rank
+            logger.warning("rank %d went on while the ranks were looked at", rank)
+            return
+        blamed = {r.rank for r in finding.culprits}
+        overdue = {r.rank for r in finding.candidates if r.is_late}
+        inquiry.ending = [port for port, told in known.items() if told.rank in blamed] or [
+            port for port, told in known.items() if port is accuser or told.rank in overdue
+        ]
+        report = self._report(inquiry, accuser, verdict, finding, states, known)
+        if self._node.workers.are_all or verdict.rule in HEALTH_RULES:
+            self._end(inquiry, report)
+        else:
+            inquiry.held, inquiry.held_until = report, time.monotonic() + HOLD_S
+            self._node.tell(control.HangFound({**report, "is_held": True}))
+
+    def _end(self, inquiry: _Inquiry, report: Mapping[str, Any]) -> None:
+        """Report a hang, and end who is to blame; where that is nobody, who broke its limit."""
+        self._node.tell(control.HangFound(dict(report)))
+        logger.error("%s", describe(report))
+        self._node.record_fault(report)
+        for port in inquiry.ending:
+            port.sentence()
+
+    def _report(
+        self,
+        inquiry: _Inquiry,
+        accuser: RankPort,
+        verdict: Verdict,
+        finding: Finding,
+        states: Sequence[RankState],
+        known: Mapping[RankPort, Testimony],
+    ) -> dict[str, Any]:
+        node, ranks = self._node, {told.rank: told for told in known.values()}
+        rank = finding.culprits[0].rank if finding.culprits else known[accuser].rank
+        local_rank = rank - self._offset(known)
+        signalled = [told.signalled_at for told in known.values() if told.signalled_at is not None]
+        failed = any(r.activity is Activity.FAILED for r in finding.culprits)
+        return hang_report(
+            verdict,
+            finding,
+            states,
+            evidence={rank: told.evidence for rank, told in ranks.items()},
+            signalled_at=min(signalled, default=time.monotonic()),
+            identity={
+                "cycle": node.cycle,
+                "rank": rank,
+                "local_rank": local_rank,
+                "pid": ranks[rank].pid if rank in ranks else node.workers.pids[local_rank],
+                "host": node.host,
+                "time": time.time(),
+                "signal": known[accuser].signal,
+                "accuser": known[accuser].rank,
+                "ended": [port.local_rank for port in inquiry.ending],
+                "error_file": node.workers.error_files[local_rank] if failed else None,
+                "is_held": False,
+            },
+        )
+
+
+def _is_certain(finding: Finding, inquiry: _Inquiry, known: Mapping[RankPort, Testimony]) -> bool:
+    """Return whether nothing that is still to come can change the verdict or is worth a wait.
+
+    The evidence on the culprits themselves is waited for: a stopped one is asked for nothing.
+    """
+    blamed = {r.rank for r in finding.culprits}
+    return finding.confidence is Confidence.CERTAIN and not any(
+        told.rank in blamed and port.local_rank in inquiry.awaited for port, told in known.items()
+    )
+
+
+def _state_of(testimony: Testimony, host: str) -> RankState:
+    stack, kernel = main_stack(testimony.stacks), testimony.evidence.kernel
+    activity, view = classify(kernel, stack), testimony.after
+    has_steps = view.step_first_open is not None
+    return RankState(
+        rank=testimony.rank,
+        activity=activity,
+        host=host,
+        words=in_words(activity, kernel, stack),
+        place=stack.place,
+        is_late=testimony.broken is not None,
+        has_moved=testimony.after.steps != testimony.before.steps,
+        progress=(view.step_count, int("step" in view.open_sections)) if has_steps else None,
+    )
+
+
+def _errors_in(files: Mapping[int, str]) -> dict[int, str]:
+    """Return the first line of what each worker wrote about its failure; may block."""
+    written = {local_rank: read_error_file(path) for local_rank, path in files.items()}
+    return {
+        local_rank: (error.message.strip().splitlines() or [""])[0][:MAX_SHOWN_ERROR]
+        for local_rank, error in written.items()
+        if error is not None
+    }

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both fault tolerance callbacks in real Lightning trainings, with a real rank monitor."""
+
+import contextlib
+import json
+import logging
+import signal
+import time
+
+import pytest
+import torch
+
+ft = pytest.importorskip("nvidia_resiliency_ext.fault_tolerance")
+
+import ports  # noqa: E402 - after the packages that may be missing
+from lightning_jobs import SmallModule, trainer  # noqa: E402
+
+from nvidia_resiliency_ext.ptl_resiliency import (  # noqa: E402
+    FaultToleranceCallback,
+    FaultToleranceSectionsCallback,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+SECTIONS = {"setup": 60.0, "step": 60.0, "checkpointing": 60.0}
+
+
+@pytest.fixture
+def monitor(tmp_path, clean_environment):
+    """Return a function that starts a monitor and points the environment at it."""
+    started = []
+    port = contextlib.ExitStack()
+    clean_environment.setenv("MASTER_PORT", str(port.enter_context(ports.claimed())))
+
+    def start(**config):
+        path = str(tmp_path / f"m{len(started)}.sock")
+        cfg = ft.FaultToleranceConfig(**{"rank_section_timeouts": SECTIONS, **config})
+        started.append(ft.RankMonitorServer.run_in_subprocess(cfg, path))
+        clean_environment.setenv("FT_RANK_MONITOR_IPC_SOCKET", path)
+        for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}.items():
+            clean_environment.setenv(name, str(value))
+        clean_environment.setenv("MASTER_ADDR", "127.0.0.1")
+        return started[-1]
+
+    yield start
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    for process in started:
+        process.terminate()
+        process.join(20.0)
+    port.close()
+
+
+def newest(tmp_path):
+    """Return the newest checkpoint below a test's folder."""
+    return max((tmp_path / "ckpt").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+
+def test_timeouts_are_learned_and_used_by_the_next_run(tmp_path, monitor, clean_environment):
+    """A run that loads and saves writes heartbeat timeouts, the next loads them; one callback."""
+    flag = tmp_path / "finished"
+    clean_environment.setenv("FAULT_TOL_FINISHED_FLAG_FILE", str(flag))
+    monitor()
+    callback = FaultToleranceCallback(autoresume=True, calculate_timeouts=True)
+    state = tmp_path / "ft_state" / "_ft_state.json"
+
+    trainer(tmp_path, [callback], max_epochs=5, max_steps=4).fit(SmallModule())
+    assert not state.exists(), "a run that loaded nothing has measured no load"
+    assert flag.exists()
+    flag.unlink()
+
+    job = trainer(tmp_path, [callback], max_steps=8)
+    job.fit(SmallModule(), ckpt_path=newest(tmp_path))
+    written = json.loads(state.read_text())
+    assert written["current_timeouts"]["heartbeat"]["were_calculated"]
+    assert not callback.is_initialized
+    assert callback.fault_tol_client is None
+
+    loaded = []
+    module = SmallModule(lambda _step: loaded.append(callback.fault_tol_client.hb_timeouts))
+    trainer(tmp_path, [callback], max_steps=10).fit(module, ckpt_path=newest(tmp_path))
+    assert loaded[0].were_calculated
+    assert loaded[0].subsequent == written["current_timeouts"]["heartbeat"]["subsequent"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"current_timeouts": {"hear',
+        b"[1]",
+        b'{"x": 1}',
+        b'{"current_timeouts": {"heartbeat": {"strange": 1}}}',
+    ],
+)
+def test_a_broken_timeouts_file_is_put_aside(tmp_path, monitor, content):
+    """A truncated or foreign file of timeouts is renamed with a warning, and the job trains."""
+    monitor()
+    path = tmp_path / "_ft_state.json"
+    path.write_bytes(content)
+    callback = FaultToleranceCallback(False, calculate_timeouts=True, exp_dir=tmp_path)
+    job = trainer(tmp_path, [callback], max_steps=2, limit_val_batches=0)
+    job.fit(SmallModule())
+    assert job.global_step == 2
+    assert not path.exists()
+    assert (tmp_path / "_ft_state.json.corrupt").read_bytes() == content
+
+
+def test_sections_of_a_training(tmp_path, monitor):
+    """Each section is open at its time, also in a second fit, and the methods are given back."""
+    monitor(rank_out_of_section_timeout=60.0)
+    callback = FaultToleranceSectionsCallback(autoresume=False, calculate_timeouts=True)
+    callback.MIN_TR_ITERS_FOR_STEP_TIMEOUT_UPDATE = 2
+    seen, measured = [], []
+
+    def look(_step):
+        calc = callback.fault_tol_client.timeouts_calc
+        seen.append(set(calc.open_sections))
+        measured.append({name for name, longest in calc.section_to_max_time.items() if longest > 0})
+
+    path = None
+    for count in (6, 12):
+        job = trainer(tmp_path, [callback], max_steps=count)
+        job.fit(SmallModule(look), ckpt_path=path)
+        assert job.global_step == count
+        assert "training_step" not in vars(job.strategy)
+        assert "save_checkpoint" not in vars(job.strategy)
+        path = newest(tmp_path)
+    assert seen == [{"step"}] * 12
+    assert measured[0] == {"setup", "step"}, "the sanity check has validated"
+    assert measured[-1] == {"setup", "step", "checkpointing"}
+    state = json.loads((tmp_path / "ft_state" / "_ft_state_.json").read_text())
+    section = state["current_timeouts"]["section"]
+    assert sorted(section["calculated_sections"]) == sorted(SECTIONS)
+    assert section["is_out_of_section_calculated"]
+
+
+@pytest.mark.parametrize("kind", [FaultToleranceCallback, FaultToleranceSectionsCallback])
+def test_the_users_exception_comes_through(tmp_path, monitor, kind):
+    """An exception in a step reaches the user, closes the session, and a second fit works."""
+    process = monitor(monitor_loss="fatal", rank_out_of_section_timeout=60.0,
+                      initial_rank_heartbeat_timeout=60.0, rank_heartbeat_timeout=60.0)  # fmt: skip
+    callback = kind(autoresume=False, calculate_timeouts=False)
+
+    def fail(step):
+        if step == 2:
+            process.kill()  # so that nothing that the callback says is heard any more
+            process.join(20.0)
+            raise KeyError("of the user")
+
+    job = trainer(tmp_path, [callback])
+    with pytest.raises(KeyError, match="of the user"):
+        job.fit(SmallModule(fail))
+    assert not callback.is_initialized
+    assert "training_step" not in vars(job.strategy)
+    monitor(rank_out_of_section_timeout=60.0,
+            initial_rank_heartbeat_timeout=60.0, rank_heartbeat_timeout=60.0)  # fmt: skip
+    again = trainer(tmp_path, [callback], max_steps=2)
+    again.fit(SmallModule())
+    assert again.global_step == 2
+
+
+@pytest.mark.parametrize("policy", ["warn", "raise"])
+def test_a_lost_monitor(tmp_path, monitor, policy, caplog):
+    """A monitor that is killed costs one warning by default, and the step if that was asked for."""
+    process = monitor(
+        monitor_loss="fatal", initial_rank_heartbeat_timeout=60.0, rank_heartbeat_timeout=60.0
+    )
+    callback = FaultToleranceCallback(False, calculate_timeouts=False, on_monitor_loss=policy)
+
+    def kill(step):
+        if step == 2:
+            process.kill()
+            process.join(20.0)
+            client = callback.fault_tol_client
+            deadline = time.monotonic() + 30.0
+            while client._words is not None and time.monotonic() < deadline:
+                time.sleep(0.01)  # the client's thread sees the end of the connection
+
+    job = trainer(tmp_path, [callback])
+    if policy == "raise":
+        with pytest.raises(ft.RankMonitorClientError):
+            job.fit(SmallModule(kill))
+        return
+    with caplog.at_level(logging.WARNING):
+        job.fit(SmallModule(kill))
+    assert job.global_step == 6
+    assert caplog.text.count("the rank monitor is lost") == 1
+
+
+def test_what_is_refused_at_the_start(tmp_path, monitor, clean_environment):
+    """A setting that cannot work ends `fit` with an error that names it, and leaves no session."""
+    monitor()
+    cases = [
+        (FaultToleranceCallback(True, True), RuntimeError, "FAULT_TOL_FINISHED_FLAG_FILE"),
+        (FaultToleranceCallback(False, False), RuntimeError, "calculate_timeouts"),
+        (FaultToleranceCallback(False, True, exp_dir="/no/such"), ValueError, "/no/such"),
+    ]
+    for callback, error, text in cases:
+        with pytest.raises(error, match=text):
+            trainer(tmp_path, [callback]).fit(SmallModule())
+        assert not callback.is_initialized
+    monitor(rank_section_timeouts={"step": 1.0})
+    with pytest.raises(ValueError, match="checkpointing"):
+        trainer(tmp_path, [FaultToleranceSectionsCallback(False, True)]).fit(SmallModule())
+    clean_environment.delenv("FT_RANK_MONITOR_IPC_SOCKET")
+    with pytest.raises(ft.RankMonitorClientError, match="ft_launcher"):
+        trainer(tmp_path, [FaultToleranceCallback(False, True)]).fit(SmallModule())
+
+
+def test_a_policy_speaks_to_the_launcher(tmp_path, monitor, clean_environment):
+    """What the policy returns is sent to the launcher; shutdown also makes the flag file."""
+    from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
+
+    flag = tmp_path / "finished"
+    clean_environment.setenv("FAULT_TOL_FINISHED_FLAG_FILE", str(flag))
+    launcher = IpcConnector(str(tmp_path / "launcher.sock"))
+    launcher.start_receiving()
+    clean_environment.setenv("FT_LAUNCHER_IPC_SOCKET", str(tmp_path / "launcher.sock"))
+    monitor(rank_out_of_section_timeout=60.0)
+    request = ft.WorkloadControlRequest(ft.WorkloadAction.ShutdownWorkload, "seen enough")
+    answers = iter([request, "nonsense"])
+    callback = FaultToleranceSectionsCallback(
+        False, calculate_timeouts=False, exc_handling_policy=lambda _error: next(answers)
+    )
+
+    def fail(_step):
+        raise ValueError("of the user")
+
+    try:
+        with pytest.raises(ValueError, match="of the user"):
+            trainer(tmp_path, [callback]).fit(SmallModule(fail))
+        assert flag.exists()
+        deadline = time.monotonic() + 30.0
+        received = []
+        while not received and time.monotonic() < deadline:
+            received = launcher.fetch_received()
+            time.sleep(0.01)
+        assert received == [(0, request)]
+        with pytest.raises(TypeError, match="nonsense"):
+            trainer(tmp_path, [callback]).fit(SmallModule(fail))
+        assert not callback.is_initialized
+    finally:
+        launcher.stop_receiving()
+
+
+def test_a_simulated_fault_is_cancelled_at_the_end(tmp_path, monitor):
+    """A fault that is still to come when the training ends does not happen."""
+    monitor()
+    before = signal.getsignal(signal.SIGTERM)
+    fault = {"fault_type": "SIGTERM", "base_delay": 3600.0, "rank_to_fail": 0}
+    callback = FaultToleranceCallback(False, True, simulated_fault_params=fault)
+    handles = []
+    module = SmallModule(lambda _step: handles.append(callback._fault))
+    trainer(tmp_path, [callback], max_steps=1).fit(module)
+    assert handles[0].cancelled
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program `nvrx-straggler`: see and change the straggler detection of a running job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
+
+from ._control import Change, Status, StatusRequest, ask, find_job
+from ._errors import ControlError
+
+__all__ = ["build_parser", "main"]
+
+_OPTIONS = {
+    "--report-interval": ("report_time_interval", float, "seconds between reports"),
+    "--profiling-interval": ("profiling_interval", int, "measure every Nth entry of a section"),
+    "--ranks": ("ranks", str, "ranks that measure, such as 0-3,8, or all"),
+    "--gpu-rel-threshold": ("gpu_rel_threshold", float, "relative GPU score of a straggler"),
+    "--section-rel-threshold": ("section_rel_threshold", float, "relative section score"),
+    "--gpu-indiv-threshold": ("gpu_indiv_threshold", float, "individual GPU score"),
+    "--section-indiv-threshold": ("section_indiv_threshold", float, "individual section score"),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="nvrx-straggler",
+        description="See and change the straggler detection of a running job, on the host of rank"
+        " 0. Changes take effect on all ranks at the next report.",
+    )
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--run-dir", metavar="DIR", help="control directory, with several jobs")
+    shared.add_argument("--json", action="store_true", help="print the state as JSON")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("status", parents=[shared], help="settings and last report")
+    commands.add_parser("enable", parents=[shared], help="measure again")
+    commands.add_parser("disable", parents=[shared], help="stop measuring; reports go on")
+    change = commands.add_parser("set", parents=[shared], help="change settings")
+    for flag, (name, kind, text) in _OPTIONS.items():
+        change.add_argument(flag, dest=name, type=kind, default=None, help=text)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; exit code 0, or 2 after a one-line error."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    request = _request_of(options)
+    if isinstance(request, Change) and not request.values:
+        parser.error("set needs at least one setting")
+    try:
+        status = ask(find_job(options.run_dir), request)
+    except ControlError as error:
+        write_err(f"nvrx-straggler: {plain(str(error))}\n")
+        return 2
+    write_out(json.dumps(asdict(status)) + "\n" if options.json else _text(status))
+    return 0
+
+
+def _request_of(options: argparse.Namespace) -> StatusRequest | Change:
+    if options.command == "status":
+        return StatusRequest()
+    if options.command == "set":
+        given = {name: getattr(options, name) for name, _, _ in _OPTIONS.values()}
+        return Change({name: value for name, value in given.items() if value is not None})
+    return Change({"enabled": options.command == "enable"})
+
+
+def _text(status: Status) -> str:
+    job = f"job {status.job}, " if status.job else ""
+    lines = [
+        (
+            f"{job}{status.world_size} ranks, rank 0 is process {status.pid},"
+            f" kernel timing on it: {status.cuda_profiling}"
+        )
+    ]
+    for name, value in status.settings.items():
+        wanted = status.pending.get(name)
+        note = "" if wanted == value else f"  -> {wanted} from the next report on"
+        if name != "version":
+            lines.append(f"  {name} = {value}{note}")
+    text = "\n".join(plain(line) for line in lines) + "\n"
+    return text + "".join(f"{plain(line)}\n" for line in status.summary.splitlines())

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of `torch.distributed` that also work in a single process, without a process group.
+
+`group=None` is the default group. Where torch.distributed is not initialised there is one rank, 0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "all_gather_object",
+    "all_gather_rows",
+    "all_reduce",
+    "gather_on_rank0",
+    "get_device_for_backend",
+    "get_rank",
+    "get_world_size",
+    "is_all_true",
+]
+
+
+def get_world_size(group: ProcessGroup | None = None) -> int:
+    """Return the number of ranks in the group, 1 without torch.distributed."""
+    return dist.get_world_size(group) if _is_initialized() else 1
+
+
+def get_rank(group: ProcessGroup | None = None) -> int:
+    """Return this process's rank in the group, 0 without torch.distributed."""
+    return dist.get_rank(group) if _is_initialized() else 0
+
+
+def get_device_for_backend(group: ProcessGroup | None = None) -> torch.device:
+    """Return the device on which the group's collectives take tensors: CUDA for NCCL, else CPU."""
+    if not _is_initialized():
+        return torch.device("cpu")
+    # A mixed group ("cpu:gloo,cuda:nccl") takes CPU tensors, too.
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduce a tensor over all ranks, in place; does nothing for one rank.
+
+    Returns:
+        What torch's `all_reduce` returns; None for one rank.
+    """
+    if get_world_size(group) == 1:
+        return None
+    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+
+def all_gather_object(obj: object, group: ProcessGroup | None = None) -> list[Any]:
+    """Return the objects of all ranks, by rank.
+
+    Kept for programs that call it: it pickles, and nothing in this package uses it.
+    """
+    world_size = get_world_size(group)
+    if world_size == 1:
+        return [obj]
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, obj, group=group)
+    return gathered
+
+
+def gather_on_rank0(
+    tensor: torch.Tensor, group: ProcessGroup | None = None
+) -> list[torch.Tensor] | None:
+    """Return the tensors of all ranks on rank 0, by rank, and None elsewhere.
+
+    Tensors have the same shape on all ranks; the results lie on the device of `tensor`.
+    """
+    world_size = get_world_size(group)
+    if world_size == 1:
+        return [tensor]
+    device = get_device_for_backend(group)
+    payload = tensor.to(device)
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    if get_rank(group) != 0:
+        dist.gather(payload, None, dst=first, group=group)
+        return None
+    gathered = list(payload.new_empty((world_size, *payload.shape)).unbind(0))
+    dist.gather(payload, gathered, dst=first, group=group)
+    return [item.to(tensor.device) for item in gathered]
+
+
+def all_gather_rows(row: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
+    """Return the one-dimensional tensors of all ranks, one after the other, in one tensor."""
+    world_size = get_world_size(group)
+    if world_size == 1:
+        return row
+    gathered = torch.empty(world_size * len(row), dtype=row.dtype, device=row.device)
+    gather = dist.all_gather_into_tensor
+    if hasattr(gather, "__deprecated__"):  # from torch 2.13 on, under another name
+        gather = dist.all_gather_single
+    gather(gathered, row, group=group)
+    return gathered
+
+
+def is_all_true(flag: bool, group: ProcessGroup | None = None) -> bool:
+    """Tell on every rank whether the flag is true on all of them."""
+    tensor = torch.tensor([1 if flag else 0], device=get_device_for_backend(group))
+    all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
+    return bool(tensor.item())
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()

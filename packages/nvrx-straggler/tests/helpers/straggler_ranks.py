@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs functions of this module as ranks of a gloo job; each puts what it found in a queue."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import queue
+import time
+from multiprocessing.connection import wait as wait_for_sentinels
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nvidia_resiliency_ext.attribution import straggler
+from nvidia_resiliency_ext.attribution.straggler import Detector, Statistic
+from nvidia_resiliency_ext.attribution.straggler.reporting import ReportGenerator, ScoringOptions
+
+DEADLINE_S = 170.0
+_context = multiprocessing.get_context("forkserver")
+# The server does not have the test's sys.path, so it cannot load this module.
+_context.set_forkserver_preload(
+    ["torch.distributed", "nvidia_resiliency_ext.attribution.straggler._session"]
+)
+
+
+def run(function, world_size: int, folder: Path, *args) -> list:
+    """Return what the function returns on each rank, by rank; it gets `rank` and the arguments."""
+    results = _context.Queue()
+    store = str(folder / f"store-{time.monotonic_ns()}")
+    ranks = [
+        _context.Process(
+            target=_run_rank, args=(function, rank, world_size, store, results, args), daemon=True
+        )
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    found = {}
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        while len(found) < world_size:
+            rank, ok, value = results.get(timeout=max(0.1, deadline - time.monotonic()))
+            assert ok, f"rank {rank}: {value}"
+            found[rank] = value
+    except queue.Empty:
+        raise AssertionError(f"only ranks {sorted(found)} answered") from None
+    finally:
+        wait_for_sentinels([p.sentinel for p in ranks], timeout=1.0)
+        for process in ranks:
+            process.kill()
+            process.join()
+            process.close()
+        results.close()
+        results.join_thread()
+    return [found[rank] for rank in range(world_size)]
+
+
+def _run_rank(function, rank, world_size, store, results, args):
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+        )
+        value = function(rank, *args)
+        results.put((rank, True, value))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException as error:  # noqa: BLE001 - the test shows it
+        results.put((rank, False, repr(error)))
+    results.close()
+    results.join_thread()
+
+
+def summary(median: float, count: int = 10) -> dict:
+    """Return the summary of samples that are all alike."""
+    values = dict.fromkeys((Statistic.MIN, Statistic.MAX, Statistic.MED, Statistic.AVG), median)
+    return {**values, Statistic.STD: 0.0, Statistic.NUM: count}
+
+
+def slower_by_rank(rank, gather):
+    """Rank r takes (r + 1) times as long; its own kernel and section are on no other rank."""
+    generator = ReportGenerator("all", gather_on_rank0=gather, node_name=f"node{rank}")
+    kernels = {
+        "gemm": summary(10.0 * (rank + 1)),
+        "ncclDevKernel_AllReduce": summary(500.0 / (rank + 1)),
+        f"only_on_{rank}": summary(3.0),
+    }
+    sections = {"step": summary(2.0 * (rank + 1)), f"section{rank}": summary(1.0)}
+    report = generator.generate_report(sections, kernels)
+    again = generator.generate_report(sections, kernels)
+    return (
+        None if report is None else pickle.loads(pickle.dumps(report)),
+        None if again is None else again.to_dict(),
+        dict(generator.name_mapper.kernel_name_to_id),
+    )
+
+
+def without_pickle(rank):
+    """A report with new names, in a process in which nothing can be pickled."""
+
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("pickle was used between ranks")
+
+    generator = ReportGenerator("all", node_name="n")
+    kept = pickle.loads, pickle.dumps, pickle.Pickler, pickle.Unpickler
+    pickle.loads = pickle.dumps = pickle.Pickler = pickle.Unpickler = refuse
+    try:
+        report = generator.generate_report({"s": summary(1.0)}, {"k": summary(1.0 + rank)})
+    finally:
+        pickle.loads, pickle.dumps, pickle.Pickler, pickle.Unpickler = kept
+    return None if report is None else dict(report.gpu_relative_perf_scores)
+
+
+def nothing_in_common(rank, measured):
+    """Each rank has one kernel of its own, or none at all where it is not among `measured`."""
+    generator = ReportGenerator("all", gather_on_rank0=False)
+    kernels = {f"kernel{rank}": summary(1.0)} if rank in measured else {}
+    report = generator.generate_report({}, kernels)
+    return report.gpu_relative_perf_scores[rank], dict(report.nan_reasons)
+
+
+def collectives_of_reports(rank):
+    """Count collectives of the first report, of steady ones, and with one new kernel somewhere."""
+    generator = ReportGenerator("all", node_name="n")
+    counts = []
+    names = (
+        *("all_reduce", "all_gather_into_tensor", "all_gather_single", "gather", "broadcast"),
+        *("all_gather", "reduce", "all_gather_object", "gather_object", "broadcast_object_list"),
+    )
+    called = []
+
+    def counting(original):
+        def call(*args, **kwargs):
+            called.append(1)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in names:
+        if hasattr(dist, name):
+            # Recent torch marks a function as deprecated on itself.
+            wrapped = counting(getattr(dist, name))
+            if hasattr(getattr(dist, name), "__deprecated__"):
+                wrapped.__deprecated__ = "yes"
+            setattr(dist, name, wrapped)
+    kernels = {f"k{i}": summary(1.0) for i in range(50)}
+    for number in range(4):
+        called.clear()
+        if number == 3 and rank == 1:
+            kernels["new"] = summary(1.0)
+        generator.generate_report({"s": summary(1.0)}, kernels)
+        counts.append(len(called))
+    return counts
+
+
+def restarted_rank(rank):
+    """Rank 1 loses its tables after the first report, as a restarted process would."""
+    generator = ReportGenerator("all", node_name=f"node{rank}")
+    kernels = {"a": summary(1.0 + rank), "b": summary(2.0 + 2 * rank)}
+    generator.generate_report({}, kernels)
+    before = dict(generator.name_mapper.kernel_name_to_id)
+    if rank == 1:
+        generator = ReportGenerator("all", node_name="moved")
+        kernels = {"b": kernels["b"], "c": summary(9.0), "a": kernels["a"]}
+    report = generator.generate_report({}, kernels)
+    scores = None if report is None else dict(report.gpu_relative_perf_scores)
+    nodes = None if report is None else dict(report.rank_to_node)
+    return before, dict(generator.name_mapper.kernel_name_to_id), scores, nodes
+
+
+def broken_data(rank):
+    """Rank 1 has summaries that cannot be read; the others are compared without it."""
+    generator = ReportGenerator("all", node_name=f"node{rank}")
+    kernels = {"k": summary(1.0 if rank == 0 else 2.0)} if rank != 1 else {"k": 7}
+    report = generator.generate_report({}, kernels)
+    return None if report is None else (
+        dict(report.gpu_relative_perf_scores), str(report.explain(1)[0])
+    )  # fmt: skip
+
+
+def with_options(rank, options, medians):
+    """Report with scoring options; `medians[rank]` is a kernel's median, None for not measured."""
+    generator = ReportGenerator("all", gather_on_rank0=False, options=ScoringOptions(**options))
+    kernels = {} if medians[rank] is None else {"k": summary(medians[rank])}
+    return generator.generate_report({}, kernels).gpu_relative_perf_scores[rank]
+
+
+def many_names(rank, count):
+    """More names than the first collective carries, half of them with characters beyond ASCII."""
+    generator = ReportGenerator("all", node_name="n")
+    kernels = {f"kernel{i}é{'x' * (i % 40)}": summary(1.0 + (rank == 1)) for i in range(count)}
+    generator.options = ScoringOptions(max_kernels=count)
+    report = generator.generate_report({}, kernels)
+    return None if report is None else dict(report.gpu_relative_perf_scores)
+
+
+def malformed_names(rank):
+    """Rank 1 sends bytes that are no names; both ranks refuse them alike."""
+    from nvidia_resiliency_ext.attribution.straggler import name_mapper
+
+    if rank == 1:
+        name_mapper.encode_names = lambda *_: b"\x05\0\0\0\0\0\0\0\xff\xff\xff\xff"
+    try:
+        straggler.name_mapper.NameMapper().gather_and_assign_ids([f"k{rank}"], [])
+    except ValueError as error:
+        return type(error).__name__
+    return "accepted"
+
+
+def detector_in_steps(rank, steps):
+    """A training loop with reports; rank 1 is slow in its section."""
+    Detector.initialize(
+        report_time_interval=0.0, profiling_interval=2, cuda_profiling="off", node_name=f"n{rank}"
+    )
+    due, texts = [], []
+    for _ in range(steps):
+        with Detector.detection_section("step", profile_cuda=False):
+            deadline = time.perf_counter() + (0.004 if rank == 1 else 0.001)
+            while time.perf_counter() < deadline:
+                pass
+        report = Detector.generate_report_if_interval_elapsed()
+        due.append(Detector.is_interval_elapsed())
+        if report is not None:
+            texts.append(report.identify_stragglers()["straggler_sections_relative"])
+    Detector.shutdown()
+    Detector.shutdown()
+    return due, texts
+
+
+def missing_peer(rank):
+    """Rank 1 comes late to one report: rank 0 goes on, and both find together again."""
+    Detector.initialize(cuda_profiling="off", exchange_timeout=1.0, control=False)
+    store = dist.distributed_c10d._get_default_store()
+    found = []
+    for number in range(4):
+        with Detector.detection_section("s"):
+            pass
+        if number == 1 and rank == 1:
+            store.wait(["rank0-skipped"])
+        report = Detector.generate_report()
+        found.append(report is not None)
+        if number == 1 and rank == 0:
+            store.set("rank0-skipped", "1")
+        if number == 1:
+            # Rank 0's contribution is taken up by rank 1; then both are level again.
+            store.set(f"level{rank}", "1")
+            store.wait([f"level{1 - rank}"])
+            worker = Detector._session._worker
+            assert worker._last.done.wait(DEADLINE_S)
+    Detector.shutdown()
+    return found
+
+
+def changed_settings(rank, ranks):
+    """Settings that rank 0 asks for are in force on all ranks after the same report."""
+    Detector.initialize(cuda_profiling="off", control=False)
+    seen = []
+    for number in range(4):
+        for _ in range(8):
+            with Detector.detection_section("s"):
+                pass
+        if number == 1 and rank == 0:
+            Detector.request_settings(profiling_interval=4, gpu_rel_threshold=0.5, ranks=ranks)
+        Detector.generate_report()
+        seen.append((Detector._session.settings.version, Detector._gate.interval))
+    paused = Detector._gate.is_paused
+    Detector.shutdown()
+    return seen, paused
+
+
+def restart_with_fewer_ranks(rank):
+    """The detector is started again after the job went on with one rank less."""
+    Detector.initialize(cuda_profiling="off", control=False, node_name=f"node{rank}")
+    with Detector.detection_section("s"):
+        pass
+    Detector.generate_report()
+    Detector.shutdown()
+    survivors = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    Detector.initialize(
+        cuda_profiling="off", control=False, node_name=f"node{rank}", process_group=survivors
+    )
+    with Detector.detection_section("t"):
+        pass
+    report = Detector.generate_report()
+    Detector.shutdown()
+    return None if report is None else (
+        dict(report.rank_to_node), sorted(report.section_relative_perf_scores)
+    )  # fmt: skip

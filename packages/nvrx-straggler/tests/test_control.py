@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering a running job with `nvrx-straggler`, and the events that it leaves."""
+
+import json
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nvidia_resiliency_ext.attribution.straggler import Detector
+from nvidia_resiliency_ext.attribution.straggler._cli import main
+from nvidia_resiliency_ext.shared_utils.events import read_events
+
+
+@pytest.fixture
+def job(tmp_path_factory, monkeypatch):
+    """A detector with a control socket in a place of its own; returns its run directory."""
+    place = tmp_path_factory.mktemp("r")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    monkeypatch.setenv("TMPDIR", str(place))
+    place.chmod(0o700)
+    Detector.initialize(cuda_profiling="off")
+    Detector.generate_report_if_interval_elapsed()
+    yield Detector._session._control.path
+    Detector.shutdown()
+    assert list(place.iterdir()) == []
+
+
+def test_status_and_changes(job, capsys):
+    """A change is shown as pending, and is in force after the next report."""
+    with Detector.detection_section("fw"):
+        pass
+    Detector.generate_report()
+    change = ["set", "--run-dir", job, "--profiling-interval", "3", "--gpu-rel-threshold", "0.9"]
+    assert main(change) == 0
+    assert "profiling_interval = 1  -> 3 from the next report on" in capsys.readouterr().out
+    Detector.generate_report()
+    assert main(["status", "--run-dir", job, "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert status["settings"] == status["pending"]
+    assert status["settings"]["profiling_interval"] == 3
+    assert status["settings"]["gpu_rel_threshold"] == 0.9
+    assert Detector.generate_report().thresholds["gpu_rel_threshold"] == 0.9
+    assert main(["disable", "--run-dir", job]) == 0
+    Detector.generate_report()
+    with Detector.detection_section("other"):
+        pass
+    assert "other" not in Detector.custom_sections
+    assert main(["enable", "--run-dir", job]) == 0
+    Detector.generate_report()
+    with Detector.detection_section("other"):
+        pass
+    assert "other" in Detector.custom_sections
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["set", "--ranks", "3-1"], "ranks"),
+        (["set", "--profiling-interval", "0"], "profiling_interval"),
+        (["set", "--gpu-rel-threshold", "7"], "gpu_rel_threshold"),
+    ],
+)
+def test_wrong_changes_are_refused(job, capsys, arguments, named):
+    """A wrong value is one line that names the setting, exit code 2, and changes nothing."""
+    before = Detector._session.pending
+    assert main([*arguments, "--run-dir", job]) == 2
+    error = capsys.readouterr().err
+    assert named in error
+    assert error.count("\n") == 1
+    assert Detector._session.pending is before
+
+
+def test_job_is_found_or_named(job, capsys, tmp_path):
+    """The only job is found by itself; what is no job of ours is an error with a next step."""
+    assert main(["status"]) == 0
+    assert "1 ranks" in capsys.readouterr().out
+    assert main(["status", "--run-dir", str(tmp_path / "absent")]) == 2
+    assert "cannot be reached" in capsys.readouterr().err
+    Detector.shutdown()
+    assert main(["status"]) == 2
+    assert "no job with a straggler detector" in capsys.readouterr().err
+    Detector.initialize(cuda_profiling="off")
+    Detector.generate_report_if_interval_elapsed()
+
+
+def test_strangers_and_garbage_are_not_answered(job, capsys, caplog):
+    """Bytes that are no request end the connection; the job goes on answering its user."""
+    assert oct(os.stat(job).st_mode & 0o777) == "0o700"
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(20)
+        sock.connect(os.path.join(job, "control.sock"))
+        sock.sendall(b"\0\0\0\x03abc")
+        assert sock.recv(1) == b""
+    assert main(["status", "--run-dir", job]) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_other_users_are_refused(job):
+    """A process of another user, even one that can reach the socket, gets no answer."""
+    os.chmod(job, 0o755)
+    os.chmod(os.path.join(job, "control.sock"), 0o777)
+    for parent in (job, *[str(p) for p in Path(job).parents][:3]):
+        if os.stat(parent).st_uid == os.geteuid() and parent not in ("/", "/tmp"):
+            os.chmod(parent, os.stat(parent).st_mode | 0o055)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        code = b"?"
+        try:
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.settimeout(20)
+                sock.connect(os.path.join(job, "control.sock"))
+                code = b"refused" if sock.recv(1) == b"" else b"answered"
+        except ConnectionError:
+            code = b"refused"
+        except OSError as error:
+            code = repr(error).encode()
+        os.write(writer, code)
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    answer = os.read(reader, 200)
+    os.close(reader)
+    os.chmod(job, 0o700)
+    assert answer == b"refused"
+
+
+def test_stragglers_are_recorded(tmp_path, monkeypatch):
+    """Each report with a straggler leaves an event with its ranks, scores and kind."""
+    monkeypatch.setenv("NVRX_EVENT_DIR", str(tmp_path))
+    monkeypatch.setenv("NVRX_CYCLE", "2")
+    Detector.initialize(
+        scores_to_compute="individual_perf_scores", cuda_profiling="off", control=False
+    )
+    for milliseconds in (1.0, 4.0):
+        with Detector.detection_section("fw"):
+            pass
+        section = Detector.custom_sections["fw"]
+        section.cpu_elapsed_times.clear()
+        section.cpu_elapsed_times.append(milliseconds)
+        report = Detector.generate_report()
+    Detector._session._record(replace(report, gpu_relative_perf_scores={0: 0.5}))
+    Detector.shutdown()
+    (path,) = tmp_path.iterdir()
+    stragglers = [event for event in read_events(path).events if event.kind == "straggler"]
+    assert [(r.cycle, r.fields["ranks"], r.fields["reason"]) for r in stragglers] == [
+        (2, "0", "gpu_relative")
+    ]

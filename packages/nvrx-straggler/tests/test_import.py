@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two import paths, and what an import brings along."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, sys, time
+import torch
+before, began = set(sys.modules), time.thread_time()
+import {first} as one
+spent_ms = (time.thread_time() - began) * 1e3
+import {second} as two
+import {second}.reporting as reporting
+import nvidia_resiliency_ext.attribution
+names = "reporting statistics straggler name_mapper interval_tracker dist_utils cupti".split()
+print(json.dumps({{
+    "same": one is two and one.reporting is reporting and one.Detector is two.Detector,
+    "attributes": all(hasattr(one, name) for name in names),
+    "generator": one.reporting.ReportGenerator.__name__,
+    "new": sorted({{name.split(".")[0] for name in set(sys.modules) - before}}),
+    "attribution": [n for n in sys.modules if n == "nvidia_resiliency_ext.attribution._api"],
+    "spent_ms": spent_ms,
+}}))
+"""
+NEW = "nvidia_resiliency_ext.attribution.straggler"
+OLD = "nvidia_resiliency_ext.straggler"
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("first", "second"), [(NEW, OLD), (OLD, NEW)])
+def test_paths_are_one_module(first, second):
+    """Both paths give the same module objects, whichever comes first, without heavy packages."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM.format(first=first, second=second)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["same"]
+    assert found["attributes"]
+    assert found["generator"] == "ReportGenerator"
+    assert found["attribution"] == []
+    allowed = {"nvidia_resiliency_ext", *sys.stdlib_module_names, "numpy", "torch"}
+    assert set(found["new"]) <= allowed
+    assert found["spent_ms"] < 300

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When reports are due."""
+
+import itertools
+
+from nvidia_resiliency_ext.attribution.straggler import interval_tracker
+from nvidia_resiliency_ext.attribution.straggler.interval_tracker import ReportIntervalTracker
+
+
+def run_steps(tracker, monkeypatch, times):
+    """Count iterations at these times and return when reports were due."""
+    clock = iter(times)
+    monkeypatch.setattr(interval_tracker.time, "monotonic", lambda: now)
+    due = []
+    for now in clock:
+        tracker.iter_increase()
+        if tracker.is_interval_elapsed():
+            due.append(now)
+            tracker.correct(tracker.wanted_interval())
+    return due
+
+
+def test_interval_is_known_in_the_17th_call(monkeypatch):
+    """Sixteen step times give the interval; it is at least the profiling interval."""
+    tracker = ReportIntervalTracker(time_interval=10.0, profiling_interval=3)
+    run_steps(tracker, monkeypatch, [float(i) for i in range(16)])
+    assert tracker.iter_interval is None
+    assert len(tracker.step_times) == 15
+    run_steps(tracker, monkeypatch, [16.0])
+    assert (tracker.current_iter, tracker.iter_interval, list(tracker.step_times)) == (17, 10, [])
+    short = ReportIntervalTracker(time_interval=0.0, profiling_interval=3)
+    run_steps(short, monkeypatch, [float(i) for i in range(17)])
+    assert short.iter_interval == 3
+
+
+def test_zero_step_time_gives_a_number(monkeypatch):
+    """Steps that take no time at all do not give an infinite interval."""
+    tracker = ReportIntervalTracker(time_interval=1.0)
+    run_steps(tracker, monkeypatch, [0.0] * 17)
+    assert tracker.iter_interval == 1_000_000
+
+
+def test_period_follows_the_step_time(monkeypatch):
+    """After the step time has doubled, the period is within 10 % of what was asked for."""
+    tracker = ReportIntervalTracker(time_interval=60.0)
+    fast = [0.5 * i for i in range(1000)]
+    slow = [fast[-1] + 1.0 * i for i in range(1, 1500)]
+    due = run_steps(tracker, monkeypatch, fast + slow)
+    periods = [b - a for a, b in itertools.pairwise(due)]
+    assert all(abs(period - 60) <= 6 for period in periods[-8:])
+    assert max(periods) <= 120

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports of several ranks over gloo."""
+
+import math
+
+import pytest
+import straggler_ranks as ranks
+
+from nvidia_resiliency_ext.attribution.straggler.name_mapper import (
+    NameMapper,
+    decode_names,
+    encode_names,
+)
+
+# The first test starts the server that all ranks are forked from, which imports torch.
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_scores_of_three_ranks(tmp_path, gather):
+    """Rank r with medians (r+1) times as long scores 1/(r+1); others' sections are NaN."""
+    found = ranks.run(ranks.slower_by_rank, 3, tmp_path, gather)
+    assert found[0][2] == found[1][2] == found[2][2]
+    assert sorted(found[0][2].values()) == [0, 1, 2, 3]
+    if not gather:
+        for rank, (report, again, _) in enumerate(found):
+            assert report.gpu_relative_perf_scores == {rank: pytest.approx(1 / (rank + 1))}
+            assert sorted(report.section_relative_perf_scores) == [f"section{rank}", "step"]
+            assert report.rank_to_node == {rank: f"node{rank}"}
+            assert again["rank"] == rank
+        return
+    report, again, _ = found[0]
+    assert [report_ for report_, _, _ in found[1:]] == [None, None]
+    scores = report.gpu_relative_perf_scores
+    assert scores == {0: 1.0, 1: pytest.approx(0.5), 2: pytest.approx(1 / 3)}
+    assert len(scores) == 3
+    assert next(iter(scores.items())) == (0, 1.0)
+    assert report.gpu_individual_perf_scores == {0: 1.0, 1: 1.0, 2: 1.0}
+    assert report.rank_to_node == {0: "node0", 1: "node1", 2: "node2"}
+    sections = report.section_relative_perf_scores
+    assert sorted(sections) == ["section0", "section1", "section2", "step"]
+    assert sections["step"] == {0: 1.0, 1: pytest.approx(0.5), 2: pytest.approx(1 / 3)}
+    assert all(math.isnan(score) for score in sections["section1"].values())
+    assert "ncclDevKernel_AllReduce" not in report.local_kernel_summaries
+    assert again["gpu_relative_perf_scores"][2] == pytest.approx(1 / 3)
+    slow = report.identify_stragglers()
+    assert {item.rank for item in slow["straggler_gpus_relative"]} == {1, 2}
+    assert {item.rank for item in slow["straggler_sections_relative"]["step"]} == {1, 2}
+    first, second = report.explain()
+    assert (first.rank, second.rank) == (2, 1)
+    assert first.kernels[0].name == "gemm"
+    assert first.communication_ratio < 1 < first.compute_ratio
+
+
+def test_nothing_is_pickled_between_ranks(tmp_path):
+    """A report with new names works where pickle refuses everything."""
+    found = ranks.run(ranks.without_pickle, 2, tmp_path)
+    assert found == [{0: 1.0, 1: 0.5}, None]
+
+
+@pytest.mark.parametrize("measured", [[0, 1], [0]])
+def test_no_common_kernel_gives_nan_with_a_reason(tmp_path, measured):
+    """Without a kernel that all ranks have, every rank's score is NaN, and the report says why."""
+    for score, reasons in ranks.run(ranks.nothing_in_common, 2, tmp_path, measured):
+        assert math.isnan(score)
+        assert "measured on all ranks" in reasons["gpu"]
+
+
+def test_steady_report_is_two_collectives(tmp_path):
+    """A report with nothing new takes two collectives, one with a new name at most six."""
+    for counts in ranks.run(ranks.collectives_of_reports, 2, tmp_path):
+        assert counts[1:3] == [2, 2]
+        assert counts[0] <= 6
+        assert counts[3] <= 6
+
+
+def test_restarted_rank_gets_the_tables_back(tmp_path):
+    """A rank without tables gets the numbers of the others, and scores are right at once."""
+    (before, after, scores, nodes), (_, fresh, _, _) = ranks.run(ranks.restarted_rank, 2, tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert fresh == after
+    assert scores == {0: 1.0, 1: pytest.approx(0.5)}
+    assert nodes == {0: "node0", 1: "moved"}
+
+
+def test_rank_with_broken_data_does_not_hold_up_the_others(tmp_path):
+    """A rank that cannot build its window has no score, the others are compared without it."""
+    found = ranks.run(ranks.broken_data, 3, tmp_path)
+    scores, explanation = found[0]
+    assert (scores[0], scores[2]) == (1.0, 0.5)
+    assert math.isnan(scores[1])
+    assert "kernel timing is failed" in explanation
+
+
+@pytest.mark.parametrize(
+    ("options", "medians", "expected"),
+    [
+        ({}, [0.1, 1.0, 1.0, 2.0], [1.0, 0.1, 0.1, 0.05]),
+        ({"reference": "median"}, [0.1, 1.0, 1.0, 2.0], [10.0, 1.0, 1.0, 0.5]),
+        ({"reference": 1.0}, [0.1, 1.0, 1.0, 2.0], [20.0, 2.0, 2.0, 1.0]),
+        ({}, [1.0, 1.0, None, 2.0], [None, None, None, None]),
+        ({"reference_scope": "present"}, [1.0, 1.0, None, 2.0], [1.0, 1.0, None, 0.5]),
+        ({"peer_groups": [[0, 1], [2, 3]]}, [1.0, 2.0, 8.0, 16.0], [1.0, 0.5, 1.0, 0.5]),
+        ({"peer_groups": [[2, 3]]}, [1.0, 2.0, 8.0, None], [1.0, 0.5, None, None]),
+    ],
+)
+def test_reference_options(tmp_path, options, medians, expected):
+    """Median, quantile, present ranks and peer groups choose what a rank is compared with."""
+    found = ranks.run(ranks.with_options, 4, tmp_path, options, medians)
+    for score, wanted in zip(found, expected, strict=True):
+        assert math.isnan(score) if wanted is None else score == pytest.approx(wanted)
+
+
+def test_more_names_than_one_collective_carries(tmp_path):
+    """Five thousand kernels with names beyond ASCII are compared."""
+    found = ranks.run(ranks.many_names, 2, tmp_path, 5000)
+    assert found[0] == {0: 1.0, 1: 0.5}
+
+
+def test_malformed_names_are_refused_by_all(tmp_path):
+    """A broken message of names is the same clear error on all ranks, not a hang."""
+    assert ranks.run(ranks.malformed_names, 2, tmp_path) == ["MalformedNamesError"] * 2
+
+
+def test_detector_reports_when_due_on_all_ranks(tmp_path):
+    """All ranks agree when a report is due, and the slow rank is named on rank 0."""
+    (due, named), (other_due, other_named) = ranks.run(ranks.detector_in_steps, 2, tmp_path, 24)
+    assert due == other_due
+    # The interval is known in the 17th call and is the profiling interval.
+    assert [number for number, flag in enumerate(due, 1) if flag] == [18, 20, 22, 24]
+    assert other_named == []
+    assert [[item.rank for item in found["step"]] for found in named] == [[1]] * 4
+
+
+def test_late_rank_costs_a_report_and_not_the_job(tmp_path):
+    """A rank that misses a report is waited for in vain once; later reports are whole again."""
+    zero, one = ranks.run(ranks.missing_peer, 2, tmp_path)
+    assert zero == [True, False, True, True]
+    assert one == [False] * 4
+
+
+def test_settings_change_on_all_ranks_at_one_report(tmp_path):
+    """New settings are in force on every rank after the same report."""
+    (seen, paused), (other_seen, other_paused) = ranks.run(ranks.changed_settings, 2, tmp_path, "0")
+    assert seen == other_seen == [(0, 1), (1, 4), (1, 4), (1, 4)]
+    assert (paused, other_paused) == (False, True)
+
+
+def test_detector_starts_again_with_other_ranks(tmp_path):
+    """After a restart with fewer ranks the report has the new ranks and no old section."""
+    found = ranks.run(ranks.restart_with_fewer_ranks, 3, tmp_path)
+    assert found == [None, ({0: "node1", 1: "node2"}, ["t"]), None]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x01",
+        b"\x01\0\0\0\0\0\0\0",
+        b"\x01\0\0\0\0\0\0\0\xff\xff\xff\x7f",
+        b"\x01\0\0\0\0\0\0\0\x01\0\0\0\xff",
+        b"\xff\xff\xff\xff\xff\xff\xff\xff",
+        encode_names(["a"], []) + b"x",
+    ],
+)
+def test_broken_messages_are_refused(data):
+    """Messages that are cut, too long or no UTF-8 raise one kind of error."""
+    with pytest.raises(ValueError, match=r"message|bytes"):
+        decode_names(data)
+
+
+def test_names_survive_the_message():
+    """What is encoded is decoded, for any text; a single process numbers in the order given."""
+    names = (["a", "", "é\udce9", "k" * 300], ["s"])
+    assert decode_names(encode_names(*names)) == names
+    mapper = NameMapper()
+    mapper.gather_and_assign_ids(["b", "a", "b"], ["s"])
+    mapper.gather_and_assign_ids(["c", "a"], [])
+    assert mapper.kernel_name_to_id == {"b": 0, "a": 1, "c": 2}
+    assert mapper.id_to_section_name == {0: "s"}
+    with pytest.raises(KeyError):
+        mapper.get_kernel_id("absent")

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores and reports of one process, and what can be asked of a report."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from straggler_ranks import summary
+
+from nvidia_resiliency_ext.attribution.straggler import Report, Statistic, StragglerId
+from nvidia_resiliency_ext.attribution.straggler._scoring import BestTimes, ScoringOptions
+from nvidia_resiliency_ext.attribution.straggler.reporting import ReportGenerator
+
+NAN = float("nan")
+
+
+def test_individual_scores_compare_with_the_own_past():
+    """Doubled medians give 0.5, absent kernels do not matter, a new low is the new reference."""
+    generator = ReportGenerator("individual_perf_scores", gather_on_rank0=False)
+
+    def score(**medians):
+        kernels = {name: summary(median) for name, median in medians.items()}
+        report = generator.generate_report({"s": summary(sum(medians.values()))}, kernels)
+        assert report.gpu_relative_perf_scores == {}
+        return report.gpu_individual_perf_scores[0], report.section_individual_perf_scores["s"][0]
+
+    assert score(a=1.0, b=2.0) == (1.0, 1.0)
+    assert score(a=2.0, b=4.0) == (0.5, 0.5)
+    assert score(a=1.0) == (1.0, 1.0)
+    assert score(a=0.5) == (1.0, 1.0)
+    assert score(a=1.0)[0] == 0.5
+    assert generator.name_mapper.kernel_counter == generator.name_mapper.section_counter == 0
+
+
+def test_gpu_score_is_weighted_by_time():
+    """The GPU score is the mean of the kernels' scores, weighted by count and mean time."""
+    generator = ReportGenerator("individual_perf_scores", gather_on_rank0=False)
+    generator.generate_report({}, {"a": summary(1.0), "b": summary(1.0)})
+    slow = {**summary(4.0), Statistic.AVG: 3.0, Statistic.NUM: 10}
+    report = generator.generate_report({}, {"a": slow, "b": summary(1.0, count=10)})
+    assert report.gpu_individual_perf_scores[0] == pytest.approx((30 * 0.25 + 10 * 1) / 40)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, 5e-324, NAN, float("inf")])
+def test_unusable_medians_give_nan(bad):
+    """A median that cannot be divided by is no error: its entry has no score."""
+    generator = ReportGenerator("all", gather_on_rank0=False)
+    report = generator.generate_report(
+        {"s": summary(bad), "t": summary(1.0)}, {"k": summary(bad), "good": summary(1.0)}
+    )
+    assert math.isnan(report.section_relative_perf_scores["s"][0])
+    assert report.section_relative_perf_scores["t"][0] == 1.0
+    assert report.gpu_relative_perf_scores[0] == report.gpu_individual_perf_scores[0] == 1.0
+    assert report.to_json()
+
+
+def test_communication_kernels_do_not_count():
+    """Kernels that wait for other ranks are left out, by the built-in list or by the user's."""
+    names = ["ncclDevKernel_AllReduce", "ncclKernel_x", "nvshmem_barrier", "mscclKernel", "gemm"]
+    kernels = {name: summary(1.0) for name in names}
+    report = ReportGenerator("all", gather_on_rank0=False).generate_report({}, kernels)
+    assert list(report.local_kernel_summaries) == ["gemm"]
+    assert report.details[0].communication_us == 40.0
+    chosen = ScoringOptions(kernel_filter=lambda name: name.startswith("nccl"))
+    report = ReportGenerator("all", False, options=chosen).generate_report({}, kernels)
+    assert list(report.local_kernel_summaries) == names[:2]
+
+
+def test_tables_are_bounded():
+    """Too many kernels leave out those with the least time, and the report counts them."""
+    options = ScoringOptions(max_kernels=4)
+    generator = ReportGenerator("all", gather_on_rank0=False, options=options)
+    for window in range(5):
+        kernels = {f"w{window}k{i}": summary(1.0 + i) for i in range(6)}
+        report = generator.generate_report({}, kernels)
+        assert [name[-1] for name in report.local_kernel_summaries] == ["2", "3", "4", "5"]
+        assert report.details[0].evicted_kernels == 2
+    assert len(generator._best_kernels) == 4
+    best = BestTimes(2)
+    weights = np.array([1.0, 5.0, 3.0])
+    best.update(["a", "b", "c"], np.array([1.0, 1.0, 1.0]), weights)
+    assert best.update(["b", "c"], np.array([9.0, 9.0]), weights[:2]).tolist() == [1.0, 1.0]
+    assert best.update(["a"], np.array([9.0]), weights[:1]).tolist() == [9.0]
+
+
+def test_decay_and_least_samples():
+    """A lucky window is forgotten with decay, and few samples are not compared."""
+    options = ScoringOptions(best_decay=0.5, min_samples=5)
+    generator = ReportGenerator("individual_perf_scores", False, options=options)
+    generator.generate_report({}, {"k": summary(1.0)})
+    report = generator.generate_report({}, {"k": summary(3.0), "few": summary(1.0, count=4)})
+    assert report.gpu_individual_perf_scores[0] == pytest.approx(0.5)
+
+
+def report_of(scores, **more):
+    nodes = {rank: f"node{rank}" for rank in scores}
+    return Report(scores, {}, {}, {}, nodes, {}, {}, 1.0, True, 0, **more)
+
+
+def test_thresholds_are_strict_and_nan_is_nobody():
+    """A rank is a straggler below the threshold, not at it, and never for a NaN score."""
+    report = Report(
+        {0: 0.75, 1: 0.74, 2: NAN},
+        {"s": {0: 1.0, 1: 0.5, 2: NAN}, "t": {0: 1.0, 1: 1.0, 2: 1.0}},
+        {0: 0.1},
+        {"s": {0: 0.2}},
+        {0: "a", 1: "b", 2: "c"},
+        {},
+        {},
+        1.0,
+        True,
+    )
+    one = StragglerId(rank=1, node="b")
+    assert report.identify_stragglers() == {
+        "straggler_gpus_relative": {one},
+        "straggler_gpus_individual": {StragglerId(0, "a")},
+        "straggler_sections_relative": {"s": {one}},
+        "straggler_sections_individual": {"s": {StragglerId(0, "a")}},
+    }
+    assert repr(one) == "StragglerId(rank=1, node='b')"
+    assert report.identify_stragglers(gpu_rel_threshold=0.5)["straggler_gpus_relative"] == set()
+
+
+def test_summary_names_the_extremes():
+    """The summary has least, median, greatest, worst and best ranks, and counts missing ones."""
+    report = report_of({0: 0.9, 1: 0.5, 2: 1.0, 3: NAN})
+    found = report.summary(k=1)["gpu_relative"]
+    assert (found["min"], found["median"], found["max"]) == (0.5, 0.9, 1.0)
+    assert found["worst"] == [(1, "node1", 0.5)]
+    assert found["best"] == [(2, "node2", 1.0)]
+    assert found["without_score"] == 1
+    assert json.loads(report.to_json())["gpu_relative_perf_scores"]["3"] is None
+
+
+def test_windows_in_a_row_are_counted():
+    """A rank below the threshold in consecutive windows is counted until it recovers."""
+    generator = ReportGenerator("all")
+    seen = []
+    for _ in range(3):
+        report = generator.generate_report({}, {"k": summary(1.0)})
+        seen.append(report.consecutive_windows_below[0])
+    assert seen == [0, 0, 0]
+    generator._count_windows(np.array([0.5]), report.thresholds, 0)
+    assert generator._count_windows(np.array([0.5]), report.thresholds, 0)[0] == 2
+    assert generator._count_windows(np.array([0.9]), report.thresholds, 0)[0] == 0
+
+
+def test_explanation_names_kernels_sections_and_communication():
+    """Explanations say which kernels and sections cost time, the table and picture show them."""
+    generator = ReportGenerator("individual_perf_scores")
+    generator.generate_report({"fw": summary(1.0)}, {"gemm": summary(1.0), "nccl": summary(1.0)})
+    report = generator.generate_report(
+        {"fw": summary(2.0)}, {"gemm": summary(4.0), "ncclDevK": summary(2.0)}
+    )
+    (found,) = report.explain()
+    assert (found.rank, found.gpu_score, found.reason) == (0, 0.25, "")
+    assert [kernel.name for kernel in found.kernels] == ["gemm"]
+    assert found.kernels[0].share == 1.0
+    assert found.sections == (("fw", 0.5),)
+    assert (found.compute_us, found.communication_us) == (40.0, 20.0)
+    text = report.table()
+    assert "straggler" in text
+    assert "kernel gemm: 4.00 times the reference, 100% of its compute time" in text
+    with pytest.raises(KeyError):
+        report.explain(rank=9)
+
+
+def test_picture_is_written(tmp_path):
+    """The picture is an image file."""
+    pytest.importorskip("matplotlib")
+    generator = ReportGenerator("all")
+    generator.generate_report({"fw": summary(1.0)}, {"gemm": summary(1.0)})
+    report = generator.generate_report({"fw": summary(2.0)}, {"gemm": summary(4.0)})
+    report.plot(tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timed sections and timed callables in one process."""
+
+import asyncio
+import copy
+import functools
+import logging
+import math
+import pickle
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+from nvidia_resiliency_ext.attribution.straggler import CallableId, Detector, Statistic
+from nvidia_resiliency_ext.attribution.straggler.statistics import SummaryTable, summarize
+
+
+class Model:
+    """Has every kind of callable attribute."""
+
+    def step(self, value=1):
+        """Do a step."""
+        return ("step", self, value)
+
+    @staticmethod
+    def static(value):
+        return ("static", value)
+
+    @classmethod
+    def build(cls, value):
+        return ("build", cls, value)
+
+    async def fetch(self):
+        await asyncio.sleep(0.02)
+        return "fetched"
+
+    def stream(self):
+        sent = yield 1
+        return sent
+
+
+class Inheriting(Model):
+    """Has its callables from its base."""
+
+
+class Slotted:
+    """Has no instance dictionary."""
+
+    __slots__ = ()
+
+    def step(self):
+        return 1
+
+
+@pytest.fixture
+def start():
+    def begin(**options):
+        given = {"cuda_profiling": "off", "control": False, "gather_on_rank0": False}
+        Detector.initialize(**{**given, **options})
+
+    yield begin
+    Detector.shutdown()
+
+
+def samples(name):
+    return list(Detector.custom_sections[name].cpu_elapsed_times)
+
+
+def test_statistics_are_one_definition():
+    """Medians are means of middles, the deviation is that of a population, NaN for one sample."""
+    table = SummaryTable(["a", "b"], [summarize([4.0, 1.0, 2.0, 9.0]), summarize([5.0])])
+    assert table["a"] == {
+        Statistic.MIN: 1.0,
+        Statistic.MAX: 9.0,
+        Statistic.MED: 3.0,
+        Statistic.AVG: 4.0,
+        Statistic.STD: pytest.approx(math.sqrt(9.5)),
+        Statistic.NUM: 4,
+    }
+    assert math.isnan(table["b"][Statistic.STD])
+    assert list(Statistic) == [Statistic(number) for number in range(1, 7)]
+    assert (str(Statistic.MED), repr(Statistic.MED)) == ("MED", "Statistic.MED")
+    assert pickle.loads(pickle.dumps(Statistic.MED)) is Statistic.MED
+    assert pickle.loads(pickle.dumps(table))["a"] == table["a"]
+
+
+def test_entries_are_measured_at_the_interval(start):
+    """Entry n is measured if n is a multiple of the interval, beginning with the first."""
+    start(profiling_interval=3)
+    for _ in range(7):
+        with Detector.detection_section("s", profile_cuda=False):
+            pass
+    section = Detector.custom_sections["s"]
+    assert section.total_entry_cnt == 7
+    assert len(section.cpu_elapsed_times) == 3
+    assert section.location.startswith(f"{__file__}:")
+    assert section.cpu_elapsed_times.maxlen == section.max_elapseds_len == 8192
+
+
+def test_section_without_a_name_is_its_place(start):
+    """Sections without a name are named after their line, and two lines are two sections."""
+    start()
+    for _ in range(2):
+        with Detector.detection_section():
+            pass
+    with Detector.detection_section():
+        pass
+    names = list(Detector.custom_sections)
+    assert [name.rpartition(":")[0] for name in names] == [__file__, __file__]
+    assert [len(samples(name)) for name in names] == [2, 1]
+
+
+def test_exception_leaves_no_sample(start):
+    """A body that raises leaves no sample, and its exception arrives unchanged."""
+    start()
+    error = KeyError("mine")
+    with pytest.raises(KeyError) as caught, Detector.detection_section("s"):
+        raise error
+    assert caught.value is error
+    assert samples("s") == []
+    assert Detector.generate_report().local_section_summaries == {}
+
+
+def test_one_name_at_two_places_is_said_once(start, caplog):
+    """The same name at two places is accepted, with one warning."""
+    start()
+    for _ in range(4):
+        with Detector.detection_section("s"):
+            pass
+        with Detector.detection_section("s"):
+            pass
+    assert len(samples("s")) == 8
+    assert [r.levelname for r in caplog.records if "'s' is entered at" in r.message] == ["WARNING"]
+
+
+def test_sections_nest_cross_and_run_in_threads(start):
+    """Nested, crossing and concurrent entries lose no sample, also while reports are made."""
+    start()
+    outer = Detector.detection_section("outer")
+    crossing = Detector.detection_section("crossing")
+    outer.__enter__()
+    with Detector.detection_section("inner"), Detector.detection_section("inner"):
+        crossing.__enter__()
+        outer.__exit__(None, None, None)
+        crossing.__exit__(None, None, None)
+    assert [len(samples(name)) for name in ("outer", "inner", "crossing")] == [1, 2, 1]
+    Detector.generate_report()
+    count, threads = 2000, 4
+
+    def work():
+        for _ in range(count):
+            with Detector.detection_section("shared"):
+                pass
+
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    counted = 0
+    while any(worker.is_alive() for worker in workers):
+        summary = Detector.generate_report().local_section_summaries.get("shared", {})
+        counted += summary.get(Statistic.NUM, 0)
+    for worker in workers:
+        worker.join()
+    summary = Detector.generate_report().local_section_summaries.get("shared", {})
+    assert counted + summary.get(Statistic.NUM, 0) == count * threads
+
+
+def test_pause_passes_entries(start):
+    """While paused nothing is counted; afterwards measuring goes on."""
+    start()
+    Detector.pause()
+    with Detector.detection_section("s"):
+        pass
+    assert "s" not in Detector.custom_sections
+    assert Detector.generate_report().cuda_profiling_status == "paused"
+    Detector.resume()
+    with Detector.detection_section("s"):
+        pass
+    assert len(samples("s")) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "call", "expected"),
+    [
+        (Model(), "step", lambda o: o.step(2)[::2], ("step", 2)),
+        (Model, "step", lambda o: o().step(value=3)[::2], ("step", 3)),
+        (Model, "static", lambda o: (o.static(1), o().static(1)), (("static", 1),) * 2),
+        (Model, "build", lambda o: (o.build(1), o().build(1)), (("build", Model, 1),) * 2),
+        (Inheriting, "build", lambda o: o().build(1), ("build", Inheriting, 1)),
+        (Inheriting, "static", lambda o: o().static(1), ("static", 1)),
+        (Inheriting(), "static", lambda o: o.static(1), ("static", 1)),
+        (Inheriting(), "build", lambda o: o.build(1), ("build", Inheriting, 1)),
+        (math, "sqrt", lambda o: o.sqrt(4.0), 2.0),
+        (types.SimpleNamespace(f=functools.partial(max, 3)), "f", lambda o: o.f(1), 3),
+    ],
+)
+def test_callables_of_every_kind_are_timed_and_restored(start, target, name, call, expected):
+    """Wrapped callables give what they gave, are timed, and come back exactly as they were."""
+    before = dict(vars(target))
+    start()
+    callable_id = CallableId(target, name, ignored_args=("self",))
+    Detector.wrap_callables([callable_id])
+    Detector.wrap_callables(callable_ids=[callable_id])
+    assert call(target) == expected
+    section = str(callable_id)
+    calls = 2 if isinstance(expected, tuple) and isinstance(expected[0], tuple) else 1
+    assert len(samples(section)) == calls
+    Detector.shutdown()
+    assert dict(vars(target)) == before
+
+
+def test_several_wraps_are_all_restored(start, caplog):
+    """A second call of wrap_callables keeps the originals of the first; like names are told."""
+    first, second = Model(), Model()
+    start()
+    Detector.wrap_callables([CallableId(first, "step")])
+    Detector.wrap_callables([CallableId(second, "step"), CallableId(Model, "static")])
+    assert str(CallableId(first, "step")) == "Model.step"
+    assert str(CallableId(Model, "step")) == f"{__name__}.Model.step"
+    assert str(CallableId(math, "sqrt")) == "math.sqrt"
+    assert CallableId(first, "step") != CallableId(second, "step")
+    assert hash(CallableId([], "append"))
+    assert first.step.__doc__ == "Do a step."
+    assert first.step()[1] is first
+    assert second.step()[1] is second
+    assert len(samples("Model.step")) == 2
+    assert len([r for r in caplog.records if "two objects are wrapped" in r.message]) == 1
+    Detector.restore_original_callables()
+    assert vars(first) == vars(second) == {}
+    assert isinstance(vars(Model)["static"], staticmethod)
+
+
+def test_what_cannot_be_wrapped_is_refused(start):
+    """An attribute that is missing, cannot be set or called is an error that names it."""
+    start()
+    with pytest.raises(AttributeError):
+        Detector.wrap_callables([CallableId(Model, "absent")])
+    with pytest.raises(AttributeError):
+        Detector.wrap_callables([CallableId(Slotted(), "step")])
+    with pytest.raises(TypeError, match="cannot be called"):
+        Detector.wrap_callables([CallableId(types.SimpleNamespace(n=1), "n")])
+
+
+def test_coroutines_and_generators_are_timed_over_their_run(start):
+    """A coroutine counts until its result and a generator until its end."""
+    model = Model()
+    start()
+    Detector.wrap_callables([CallableId(model, "fetch"), CallableId(model, "stream")])
+    assert asyncio.run(model.fetch()) == "fetched"
+    assert samples("Model.fetch")[0] > 15
+    running = model.stream()
+    assert next(running) == 1
+    assert samples("Model.stream") == []
+    with pytest.raises(StopIteration) as ended:
+        running.send("sent")
+    assert ended.value.value == "sent"
+    assert len(samples("Model.stream")) == 1
+
+
+def test_copy_of_a_wrapped_module_calls_its_own_forward(start):
+    """A deep copy of a module whose forward is wrapped runs the copy's parameters."""
+    module = torch.nn.Linear(2, 2)
+    start()
+    Detector.wrap_callables([CallableId(module, "forward")])
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        copied.weight.zero_()
+        copied.bias.fill_(7.0)
+    assert copied(torch.ones(1, 2)).tolist() == [[7.0, 7.0]]
+    assert len(samples("Linear.forward")) == 1
+
+
+@pytest.mark.slow
+def test_wrapped_module_compiles_without_a_break(start):
+    """torch.compile traces a wrapped forward in one graph."""
+    module = torch.nn.Linear(2, 2)
+    start()
+    Detector.wrap_callables([CallableId(module, "forward")])
+    given = torch.ones(1, 2)
+    expected = module(given)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(given), expected)
+
+
+def test_hot_path_is_cheap(start):
+    """Entries, skipped entries and wrapped calls cost microseconds, not tens of them."""
+    start(profiling_interval=1000)
+    import timeit
+
+    loop = "with section('s', profile_cuda=False): pass"
+    names = {"section": Detector.detection_section}
+    skipped = min(timeit.repeat(loop, globals=names, number=2000, repeat=5)) / 2000
+    Detector.shutdown()
+    start(profiling_interval=1)
+    measured = min(timeit.repeat(loop, globals=names, number=2000, repeat=5)) / 2000
+    assert skipped < 11e-6
+    assert measured < 25e-6
+
+
+def test_use_before_and_after_initialize(start):
+    """Everything but shutdown is an error before initialize, and initialize is one twice."""
+    with pytest.raises(RuntimeError), Detector.detection_section("s"):
+        pass
+    for call in (
+        Detector.generate_report,
+        Detector.generate_report_if_interval_elapsed,
+        Detector.is_interval_elapsed,
+        Detector.pause,
+        lambda: Detector.wrap_callables([]),
+    ):
+        with pytest.raises(RuntimeError, match="initialize"):
+            call()
+    with pytest.raises(RuntimeError):
+        Detector()
+    Detector.shutdown()
+    start()
+    for kind in (AssertionError, RuntimeError):
+        with pytest.raises(kind):
+            start()
+    assert Detector.initialized
+    Detector.shutdown()
+    start(report_time_interval=5)
+    assert Detector.report_time_interval == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"scores_to_compute": ["nonsense"]}, "nonsense"),
+        ({"profiling_interval": 0}, "profiling_interval"),
+        ({"report_time_interval": -1}, "report_time_interval"),
+        ({"cuda_profiling": "maybe"}, "cuda_profiling"),
+        ({"reference": 2.0}, "reference"),
+        ({"reference": "worst"}, "reference"),
+        ({"peer_groups": [[0, 1], [1]]}, "peer_groups"),
+        ({"exchange_timeout": 0}, "exchange_timeout"),
+    ],
+)
+def test_wrong_arguments_leave_nothing_behind(start, options, named):
+    """A wrong argument is a ValueError that names it, and a second try works."""
+    with pytest.raises(ValueError, match=named):
+        start(**options)
+    assert not Detector.initialized
+    start()
+
+
+def test_missing_extension_is_said_once_and_in_the_report(start, caplog, monkeypatch):
+    """Without the extension sections are timed, one warning says why kernels are not."""
+    monkeypatch.setitem(sys.modules, "nvrx_cupti_module", None)
+    caplog.set_level(logging.WARNING)
+    start(cuda_profiling="auto")
+    with Detector.detection_section("s"):
+        pass
+    report = Detector.generate_report()
+    assert report.cuda_profiling_status.startswith("unavailable: the extension")
+    assert report.section_relative_perf_scores == {"s": {0: 1.0}}
+    assert math.isnan(report.gpu_relative_perf_scores[0])
+    assert "no kernel was captured" in report.nan_reasons["gpu"]
+    assert len([r for r in caplog.records if "GPU kernels are not" in r.message]) == 1
+    Detector.shutdown()
+    with pytest.raises(RuntimeError, match="extension"):
+        start(cuda_profiling="require")
+    assert not Detector.initialized
+
+
+def test_nothing_measured_still_gives_a_report(start):
+    """A report of nothing is a report, with the reason why it is empty."""
+    start(gather_on_rank0=True)
+    report = Detector.generate_report()
+    assert bool(report) is True
+    assert report.section_relative_perf_scores == {}
+    assert "nothing was wrapped" in report.nan_reasons["sections"]
+    assert report.identify_stragglers()["straggler_gpus_relative"] == set()
+    assert "ranks without a GPU score" in report.table()

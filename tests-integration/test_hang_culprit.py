@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenarios: a rank hangs in one of many ways while the others wait; the right one is blamed.
+
+A bounded form of `bench/chaos_hangs.py`, with real DDP over gloo.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hang_trials import KINDS, plan, run_on_hosts, run_on_one_node
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from hang_trials import Trial, Verdict
+
+RANKS = 3
+LIMIT_S = 480.0
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Give an empty folder with a short path."""
+    made = Path(tempfile.mkdtemp(prefix="nvrx-it-"))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+def check(run: Callable[[Path, list[Trial], int], list[Verdict]], *args: object) -> None:
+    """Run trials and show all verdicts when one is wrong."""
+    found = run(*args)  # type: ignore[arg-type]
+    assert all(verdict.is_right for verdict in found), "\n".join(map(str, found))
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_the_rank_that_hangs_is_blamed_and_not_one_that_waits(folder: Path) -> None:
+    """Each kind of hang once, in random ranks and places: one fault, with the right rank."""
+    check(run_on_one_node, folder, plan(7, len(KINDS), RANKS), RANKS)
+
+
+@pytest.mark.netns
+@pytest.mark.timeout(LIMIT_S)
+def test_the_rank_of_another_host_is_blamed_by_all(folder: Path) -> None:
+    """With a rank on each of three hosts every host's record blames the one that hangs."""
+    trials = plan(11, 2, RANKS, ("stop", "deadlock"))
+    check(run_on_hosts, folder, trials, RANKS)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tools/gen_reference.py`: tables of the reference pages as text that can be read anywhere."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = """# Codes
+
+<!-- generated: exit-codes -->
+{table}<!-- end -->
+
+By hand | <b>.
+"""
+
+
+def run(pages: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "gen_reference.py"), "--pages", str(pages)]
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_a_page_that_is_not_up_to_date_is_named_and_written(tmp_path: Path) -> None:
+    """`--check` fails and writes nothing; without it the table is written, the rest is kept."""
+    page = tmp_path / "codes.md"
+    page.write_text(PAGE.format(table="| code |\n"))
+    (tmp_path / "other.md").write_text("no table here\n")
+    checked = run(tmp_path, "--check")
+    assert checked.returncode == 1
+    assert checked.stdout == f"{page}: is not up to date\n"
+    assert "dev.py reference" in checked.stderr
+    assert page.read_text() == PAGE.format(table="| code |\n")
+    assert run(tmp_path).returncode == 0
+    written = page.read_text()
+    assert "| `0` |" in written
+    assert written.startswith("# Codes\n\n<!-- generated: exit-codes -->\n\n| code | meaning |\n")
+    assert written.endswith("<!-- end -->\n\nBy hand | <b>.\n")
+    assert run(tmp_path, "--check").returncode == 0
