@@ -3,12 +3,13 @@
 
 Third-party packages come from the interpreter that runs this, through one ``.pth`` file: a ``.pth``
 in a folder added by another one is not read, so the editable checkouts do not leak in. Tests marked
-serial or slow are left to the ordinary run.
+serial or slow are left to the ordinary run. A few tests that fail are run once more, as there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -29,7 +30,9 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 PREFIX = "nvrx-"
 TIMEOUT_S = 300.0
-NO_TESTS_COLLECTED = 5  # pytest's exit code
+TESTS_FAILED = 1  # exit codes of pytest
+NO_TESTS_COLLECTED = 5
+SECOND_TRIES = 3  # more failures in one distribution are no race
 
 SHOW_ORIGIN = """
 import importlib.metadata, sys, nvidia_resiliency_ext as package
@@ -122,18 +125,36 @@ def test_alone(root: Path, distribution: str, wheels: dict[str, Path], workers: 
         if not origin.stdout.startswith(f"1 {packages}/"):
             return f"does not import from its own wheel: {origin.stdout}{origin.stderr}".strip()
         tests = root / "packages" / distribution / "tests"
+        outcomes = folder / "outcomes.json"
         command = [str(python), *safe_path, "-m", "pytest", "-c", str(settings), "--rootdir"]
-        command += [str(empty), "-p", "no:cacheprovider", "-n", workers]
-        command += ["-m", "not serial and not slow", str(tests)]
-        try:
-            code = subprocess.run(
-                command, cwd=empty, env=env, timeout=TIMEOUT_S, check=False
+        command += [str(tests), "-p", "no:cacheprovider", "-p", "outcomes"]
+        command += [f"--outcomes={outcomes}", "-m", "not serial and not slow"]
+
+        def run(*args: str) -> int:
+            return subprocess.run(
+                [*command, *args], cwd=empty, env=env, timeout=TIMEOUT_S, check=False
             ).returncode
+
+        try:
+            code = run("-n", workers, str(tests))
+            again = tried_again(outcomes) if code == TESTS_FAILED else []
+            if again:
+                print(f"alone: {distribution}: second try of {', '.join(again)}", flush=True)
+                code = run("-p", "no:xdist", *(f"{tests}/{test}" for test in again))
         except subprocess.TimeoutExpired:
             return f"tests did not end within {TIMEOUT_S:.0f} s"
         if code == NO_TESTS_COLLECTED:
             return "has no test that runs alone"
         return f"tests failed (pytest's exit code {code})" if code else None
+
+
+def tried_again(outcomes: Path) -> list[str]:
+    """Return the tests that a race may have made fail; none if one of all must not be repeated."""
+    if not outcomes.exists():
+        return []
+    failed = json.loads(outcomes.read_text())["failed"]
+    may = len(failed) <= SECOND_TRIES and all(failure["again"] for failure in failed)
+    return [failure["id"] for failure in failed] if may else []
 
 
 def main() -> int:

@@ -235,6 +235,7 @@ class StoreRendezvous:
         def say(session: NodeSession) -> None:
             try:
                 session.tell(kind, cause=cause, arrival=me)
+                session.confirm()
             finally:
                 is_said.set()
 

@@ -355,6 +355,10 @@ class NodeSession:
         """Wake the host."""
         self._store.put(keys.BELL, "1")
 
+    def confirm(self) -> None:
+        """Return when the store has taken what was told; it answers no write, but in order."""
+        self._store.has(keys.BELL)
+
     def _present(self) -> Entry:
         if self.entry is None:
             raise RuntimeError("attach first")

@@ -141,6 +141,7 @@ class Desk:
         self._waiting.put(None)
 
     def _run(self) -> None:
+        lost = ""
         try:
             self._board = open_board(self._settings)
             self._started_s = None
@@ -151,12 +152,14 @@ class Desk:
                 self._post(functools.partial(self._finish, operation, result))
         except Exception as error:
             logger.debug("monitor_process: the store is lost", exc_info=True)
-            text = f"{type(error).__name__}: {error}"
+            lost = f"{type(error).__name__}: {error}"
             self._has_failed = True
-            self._post(lambda: self._lost(text))
         finally:
             self._started_s = None
             self._board = None
+        # Not before: by then the connections are closed, which the error's frames held.
+        if lost:
+            self._post(lambda: self._lost(lost))
 
     def _perform(self, operation: _Operation) -> Any:
         assert self._board is not None
