@@ -69,39 +69,38 @@ __all__ = [
     "run_script_path",
 ]
 
-_ROOMS = {
-    "LaunchConfig": "launch_config",
+_MODULES = {
+    "LaunchConfig": "_launch.launch_config",
     "LocalElasticAgent": "_torch_faces.agent",
-    "LogFunnelPorts": "launch_config",
-    "NoRestartRequested": "errors",
-    "TerminalWorkerGroupFailure": "errors",
-    "UnhealthyNodeException": "errors",
-    "config_from_args": "elastic",
-    "determine_local_world_size": "local_world",
-    "elastic_launch": "elastic",
-    "ensure_node_is_healthy": "fitness",
-    "get_args_parser": "parser",
-    "get_node_health_check": "fitness",
-    "get_rdzv_endpoint": "launch_config",
-    "get_use_env": "launch_config",
-    "init_node_health_check": "fitness",
-    "launch_agent": "elastic",
-    "parse_args": "parser",
-    "parse_min_max_nnodes": "syntax",
-    "run": "elastic",
-    "run_script_path": "run_path",
+    "LogFunnelPorts": "_launch.launch_config",
+    "NoRestartRequested": "_launch.errors",
+    "TerminalWorkerGroupFailure": "_launch.errors",
+    "UnhealthyNodeException": "_launch.errors",
+    "config_from_args": "_launch.elastic",
+    "determine_local_world_size": "_launch.local_world",
+    "elastic_launch": "_launch.elastic",
+    "ensure_node_is_healthy": "_launch.fitness",
+    "get_args_parser": "_launch.parser",
+    "get_node_health_check": "_launch.fitness",
+    "get_rdzv_endpoint": "_launch.launch_config",
+    "get_use_env": "_launch.launch_config",
+    "init_node_health_check": "_launch.fitness",
+    "launch_agent": "_launch.elastic",
+    "parse_args": "_launch.parser",
+    "parse_min_max_nnodes": "_launch.syntax",
+    "run": "_launch.elastic",
+    "run_script_path": "_launch.run_path",
 }
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name from its room on first use."""
-    room = _ROOMS.get(name)
-    if room is None:
+    """Load a public name from its module on first use."""
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Not __name__: under `python -m` this module is called __main__.
-    path = room if "." in room else f"_launch.{room}"
     package = "nvidia_resiliency_ext.fault_tolerance"
-    value = getattr(importlib.import_module(f"{package}.{path}"), name)
+    value = getattr(importlib.import_module(f"{package}.{module}"), name)
     globals()[name] = value
     return value
 

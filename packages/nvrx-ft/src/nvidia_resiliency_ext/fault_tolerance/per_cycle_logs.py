@@ -22,7 +22,7 @@ __all__ = [
     "ReaderConfig",
 ]
 
-_ROOMS = {
+_MODULES = {
     "GrpcWriterThread": "grpc_writer",
     "MultiplexingReaderThread": "reader",
     "PipeBasedLogsSpecs": "torch_specs",
@@ -32,12 +32,12 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name from its room on first use."""
-    room = _ROOMS.get(name)
-    if room is None:
+    """Load a public name from its module on first use."""
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     package = "nvidia_resiliency_ext.fault_tolerance._cyclelogs"
-    value = getattr(importlib.import_module(f"{package}.{room}"), name)
+    value = getattr(importlib.import_module(f"{package}.{module}"), name)
     globals()[name] = value
     return value
 
