@@ -23,11 +23,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "GrpcWriterThread": "grpc_writer",
-    "MultiplexingReaderThread": "reader",
-    "PipeBasedLogsSpecs": "torch_specs",
-    "PipeSubprocessHandler": "torch_specs",
-    "ReaderConfig": "reader",
+    "GrpcWriterThread": "_cyclelogs.grpc_writer",
+    "MultiplexingReaderThread": "_cyclelogs.reader",
+    "PipeBasedLogsSpecs": "_cyclelogs.torch_specs",
+    "PipeSubprocessHandler": "_cyclelogs.torch_specs",
+    "ReaderConfig": "_cyclelogs.reader",
 }
 
 
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> object:
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    package = "nvidia_resiliency_ext.fault_tolerance._cyclelogs"
+    package = "nvidia_resiliency_ext.fault_tolerance"
     value = getattr(importlib.import_module(f"{package}.{module}"), name)
     globals()[name] = value
     return value
