@@ -49,6 +49,9 @@ class AttributionWatch:
         base_log_file: Prefix of the cycle logs.
         token_file: File with the job's token, or None.
         node_id: This node's name in profiling events.
+        job_id: The job's name at the service; None: the scheduler's, if there is one.
+        log_complete: Whether a cycle's log is whole when the cycle has ended: nobody else writes
+            to it.
         loop: Where verdicts are handed over.
         on_stop: Called on the loop with the reason of the first STOP that is to be obeyed.
         on_nodes: Called in any thread with the nodes that are to have no place any more, and why;
@@ -65,11 +68,15 @@ class AttributionWatch:
         loop: Loop,
         on_stop: Callable[[str], None],
         on_nodes: Callable[[tuple[str, ...], str], None] | None = None,
+        job_id: str | None = None,
+        log_complete: bool = False,
     ) -> None:
         self._manager = manager
         self._base_log_file = base_log_file
         self._token_file = token_file
         self._node_id = node_id
+        self._job_id = job_id
+        self._log_complete = log_complete
         self._loop = loop
         self._on_nodes = on_nodes
         self._on_stop = on_stop
@@ -77,6 +84,7 @@ class AttributionWatch:
         self._client: AttributionService | None = None
         self._cycle: int | None = None
         self._has_ended = False
+        self._missed: int | None = None  # the first cycle that ended before there was a client
         self._is_closed = False
         self._stops: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -138,9 +146,20 @@ class AttributionWatch:
             self._has_ended = True
             if self._client is not None:
                 self._client.request_terminal_analysis()
+            elif self._missed is None:
+                self._missed = self._cycle
 
     def _submit(self, client: AttributionService, cycle: int) -> None:
-        client._submit_log(cycle_log_file(self._base_log_file, cycle))  # noqa: SLF001 - its name is public
+        path = cycle_log_file(self._base_log_file, cycle)
+        client._submit_log(path, cycle)  # noqa: SLF001 - its name is public
+
+    def _catch_up(self, client: AttributionService) -> None:
+        """Submit the first cycle that has ended, and the one that runs; the lock is held."""
+        if self._missed is not None:
+            self._submit(client, self._missed)
+            client.request_terminal_analysis()
+        if self._cycle is not None and not self._has_ended:
+            self._submit(client, self._cycle)
 
     def _connect_when_ready(self) -> None:
         try:
@@ -161,6 +180,8 @@ class AttributionWatch:
             endpoint.endpoint,
             enforce_stop=endpoint.enforce_stop,
             token_file=self._token_file,
+            job_id=self._job_id,
+            log_complete=self._log_complete,
             on_verdict=self._heard,
             on_nodes=self._heard_of_nodes,
         )
@@ -169,8 +190,7 @@ class AttributionWatch:
             is_late = self._is_closed
             if not is_late:
                 self._client = client
-                if self._cycle is not None and not self._has_ended:
-                    self._submit(client, self._cycle)
+                self._catch_up(client)
         if is_late:
             # Nobody else knows of it. Its poller takes the lock.
             client.stop_poller(0.0)

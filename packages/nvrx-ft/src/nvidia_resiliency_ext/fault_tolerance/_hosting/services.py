@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.job_metadata import job_id_from_env
 
 from .log_token import IN_A_FILE, NO_SERVER, make_token, token_file
 from .plan import HostPlan
@@ -155,17 +156,29 @@ class HostServices:
         if excludes and not self._is_shared:
             logger.info("a job of one node excludes none: bad nodes are only logged")
             excludes = False
-        from nvidia_resiliency_ext.fault_tolerance._attribution.service import AttributionManager
+        from nvidia_resiliency_ext.fault_tolerance._attribution.service import (
+            AttributionManager,
+            state_dir,
+        )
         from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
 
+        job_id = plan.cycle_info_job_id or job_id_from_env() or plan.job_name
+        manager = AttributionManager(
+            plan.attribution,
+            is_store_host=True,
+            environ=self._environ,
+            state_dir=state_dir(plan.attribution.log_file, job_id, self._place.run_dir),
+        )
         self._watch = AttributionWatch(
-            AttributionManager(plan.attribution, is_store_host=True, environ=self._environ),
+            manager,
             base_log_file=plan.logs.applog_prefix,
             token_file=plan.token_file,
             node_id=self._place.host,
             loop=self._loop,
             on_stop=on_stop,
             on_nodes=on_nodes if excludes else None,
+            job_id=job_id,
+            log_complete=not self._is_shared and plan.logs.server is None,
         )
         self._watch.start()
 

@@ -94,6 +94,7 @@ class CycleFollowers(RoundFollower):
                 settings.attribution_endpoint,
                 enforce_stop=settings.enforces_stop,
                 token_file=settings.token_file,
+                log_complete=False,  # the logs of other nodes may be on their way
             )
             self._service.start_poller(node_id)
 
@@ -108,7 +109,8 @@ class CycleFollowers(RoundFollower):
         with self._lock:
             self._is_open = True
         if self._service is not None and self._prefix is not None:
-            self._service._submit_log(cycle_log_file(self._prefix, entry.round))  # noqa: SLF001 - its name is public
+            path = cycle_log_file(self._prefix, entry.round)
+            self._service._submit_log(path, entry.round)  # noqa: SLF001 - its name is public
         reporter = self._reporter
         if reporter is not None:
             reporter.report_cycle_start(nodes_of(placement, hosts).snapshot(entry.round))
