@@ -107,14 +107,17 @@ class AttributionService:
             self._not_before_s = time.monotonic() + _CALM_S
             self._wake()
 
-    def request_terminal_analysis(self) -> bool:
+    def request_terminal_analysis(self, evidence: tuple[str, ...] = ()) -> bool:
         """The last log is complete: ask for a verdict on it.
+
+        Args:
+            evidence: What the caller knows of the end, as lines of a log.
 
         Returns:
             Whether it was asked for: while another verdict is pending nothing is done.
         """
         with self._changed:
-            log_path = self._state.request_terminal()
+            log_path = self._state.request_terminal(evidence)
             if log_path is None or self._endpoint is None:
                 return False
             self._not_before_s = time.monotonic() + _CALM_S
@@ -266,6 +269,7 @@ class AttributionService:
             cycle_id=post.cycle_id,
             analysis_intent=post.intent,
             log_complete=self._log_complete and post.intent == INTENT_TERMINAL,
+            evidence=post.evidence,
         )
 
     def _poll(self, connection: JsonConnection, log_path: str) -> None:

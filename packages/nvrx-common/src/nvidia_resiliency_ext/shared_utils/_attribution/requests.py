@@ -32,6 +32,7 @@ class Post:
     log_path: str
     intent: str
     cycle_id: int | None = None
+    evidence: tuple[str, ...] = ()
 
 
 class RequestState:
@@ -68,11 +69,11 @@ class RequestState:
         """A cycle begins and writes this log; the newest one wins."""
         self._last = self._progressive = Post(log_path, INTENT_PROGRESSIVE, cycle_id)
 
-    def request_terminal(self) -> str | None:
+    def request_terminal(self, evidence: tuple[str, ...] = ()) -> str | None:
         """The cycle of the last log has ended; return that log if it gets the slot."""
         if self._last is None or self._terminal is not None or self.is_over:
             return None
-        self._terminal = replace(self._last, intent=INTENT_TERMINAL)
+        self._terminal = replace(self._last, intent=INTENT_TERMINAL, evidence=evidence)
         self._is_accepted, self._failures = False, 0
         if self._progressive == self._last:
             self._progressive = None

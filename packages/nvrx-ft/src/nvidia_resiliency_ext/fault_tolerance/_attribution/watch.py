@@ -84,7 +84,8 @@ class AttributionWatch:
         self._client: AttributionService | None = None
         self._cycle: int | None = None
         self._has_ended = False
-        self._missed: int | None = None  # the first cycle that ended before there was a client
+        # The first cycle that ended before there was a client, and what is known of its end.
+        self._missed: tuple[int, tuple[str, ...]] | None = None
         self._is_closed = False
         self._stops: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -114,10 +115,14 @@ class AttributionWatch:
             if self._client is not None:
                 self._submit(self._client, cycle)
 
-    def ended(self) -> None:
-        """Take note that the present cycle is over: its log is complete."""
+    def ended(self, evidence: tuple[str, ...] = ()) -> None:
+        """Take note that the present cycle is over.
+
+        Args:
+            evidence: What is known of its end, as lines of a log.
+        """
         with self._lock:
-            self._end()
+            self._end(evidence)
 
     def close(self, *, asks: bool = True) -> None:
         """End the service and stop asking; what is still to be sent has a moment.
@@ -140,14 +145,14 @@ class AttributionWatch:
             os.close(self._wakeup)
             self._wakeup = -1
 
-    def _end(self) -> None:
+    def _end(self, evidence: tuple[str, ...] = ()) -> None:
         """Ask for the verdict on the present cycle, once; the lock is held."""
         if self._cycle is not None and not self._has_ended:
             self._has_ended = True
             if self._client is not None:
-                self._client.request_terminal_analysis()
+                self._client.request_terminal_analysis(evidence)
             elif self._missed is None:
-                self._missed = self._cycle
+                self._missed = self._cycle, evidence
 
     def _submit(self, client: AttributionService, cycle: int) -> None:
         path = cycle_log_file(self._base_log_file, cycle)
@@ -156,8 +161,9 @@ class AttributionWatch:
     def _catch_up(self, client: AttributionService) -> None:
         """Submit the first cycle that has ended, and the one that runs; the lock is held."""
         if self._missed is not None:
-            self._submit(client, self._missed)
-            client.request_terminal_analysis()
+            cycle, evidence = self._missed
+            self._submit(client, cycle)
+            client.request_terminal_analysis(evidence)
         if self._cycle is not None and not self._has_ended:
             self._submit(client, self._cycle)
 

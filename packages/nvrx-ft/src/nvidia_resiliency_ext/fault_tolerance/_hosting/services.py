@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
     from nvidia_resiliency_ext.fault_tolerance._cycleinfo.reporter import CycleInfoReporter
     from nvidia_resiliency_ext.fault_tolerance._cyclelogs.servers import LogServers, Loop
+    from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 
     from .nodes import CycleNodes
 
-__all__ = ["HostPlace", "HostServices"]
+__all__ = ["HostPlace", "HostServices", "evidence_of"]
 
 logger = logging.getLogger("nvrx")
 
@@ -202,10 +204,15 @@ class HostServices:
         if self._reporter is not None:
             self._reporter.report_cycle_goes_on(nodes.snapshot(cycle))
 
-    def ended(self, cycle: int) -> None:
-        """Take note that a cycle is over, also one that began before; it may be told again."""
+    def ended(self, cycle: int, cause: Cause | None = None) -> None:
+        """Take note that a cycle is over, also one that began before; it may be told again.
+
+        Args:
+            cycle: Which one.
+            cause: Why, where that is known.
+        """
         if self._watch is not None:
-            self._watch.ended()
+            self._watch.ended(evidence_of(cause))
         if self._reporter is not None:
             self._reporter.report_end_of(cycle)
 
@@ -231,6 +238,25 @@ class HostServices:
         servers, self._servers = self._servers, None
         if servers is not None:
             servers.stop(at_once=job_goes_on)
+
+
+def evidence_of(cause: Cause | None) -> tuple[str, ...]:
+    """Return what launchers saw of a fault, as lines of a log: workers do not write of it."""
+    if cause is None:
+        return ()
+    if cause.detected_by == "monitor":
+        return (cause.what,)
+    who = "" if cause.rank is None else f"rank {cause.rank}: "
+    if cause.signal is not None:
+        return (f"{who}killed by {_signal_name(cause.signal)}",)
+    return (f"{who}exit code {cause.exit_code}",) if cause.exit_code else ()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _make_directory(path: str) -> None:
