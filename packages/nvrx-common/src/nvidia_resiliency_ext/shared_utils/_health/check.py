@@ -47,9 +47,14 @@ def _plain(text: str) -> str:
 
 
 class Check:
-    """A health check: `check` tells what was found, calling it tells whether all is well."""
+    """A health check: `check` tells what was found, calling it tells whether all is well.
+
+    Attributes:
+        skip_level: Level of the line that says, once in a process, why there was nothing to check.
+    """
 
     name: ClassVar[str] = ""
+    skip_level = logging.INFO
 
     def __init__(self, on_failure: Callable[[], Awaitable[object]] | None = None) -> None:
         self.on_failure = on_failure
@@ -81,7 +86,7 @@ class Check:
                 logger.warning("health check %s: %s", self.name, line)
         elif finding.status == "skipped":
             message = f"health check {self.name} is skipped: {reason}"
-            log_once(f"skipped {self.name}", logging.INFO, message)
+            log_once(f"skipped {self.name} {self.skip_level}", self.skip_level, message)
         return HealthResult(
             self.name,
             finding.status,
