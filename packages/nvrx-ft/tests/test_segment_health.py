@@ -40,7 +40,7 @@ def test_a_unit_is_an_array_task_or_a_plain_job(environ, unit):
 
 @pytest.mark.parametrize("unit", [TASK, JOB])
 def test_a_file_with_content_excludes_one_unit(tmp_path, unit):
-    """A file of the unit that is not empty excludes it, with its words; others are not concerned."""
+    """A file of the unit that is not empty excludes it, with its words, and no other unit."""
     path = tmp_path / f"segment_health_check.123.{unit.task_id}"
     path.write_text("")
     assert read_exclusion(str(tmp_path), unit) is None
@@ -66,7 +66,16 @@ def test_one_file_lists_all_excluded_units(tmp_path, unit):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[7]", b'{"7": 1}', b'"7"', b"7", b"\xff", b"[" * 5000, b'["7",' + b" " * 8192 + b'"8"]'],
+    [
+        b"",
+        b"[7]",
+        b'{"7": 1}',
+        b'"7"',
+        b"7",
+        b"\xff",
+        b"[" * 5000,
+        b'["7",' + b" " * 8192 + b'"8"]',
+    ],
 )
 def test_a_list_that_is_none_warns_and_excludes_nobody(tmp_path, caplog, content):
     """Whatever is no array of texts in the first 8 KiB is one WARNING, and the unit works."""
