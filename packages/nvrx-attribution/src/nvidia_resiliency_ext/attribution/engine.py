@@ -268,14 +268,19 @@ def _chunks(log: Any) -> Iterator[bytes]:
             raise UnreadableInputError(name, error.strerror or str(error)) from None
 
 
-def fr_report_of(path: str | None) -> dict[str, Any] | None:
-    """Return the report of the dumps at a path; None without a path or a readable dump."""
+def fr_report_of(path: str | None, allowed_root: str | None = None) -> dict[str, Any] | None:
+    """Return the report of the dumps at a path; None without a path or a readable dump.
+
+    Args:
+        path: Directory, prefix or single file.
+        allowed_root: What leads outside of this directory is not read; None: no limit.
+    """
     if path is None:
         return None
     from nvidia_resiliency_ext.attribution._traces.analysis import analyze_traces
 
     try:
-        return analyze_traces(os.fspath(path)).to_dict()
+        return analyze_traces(os.fspath(path), allowed_root=allowed_root).to_dict()
     except NoTraceError:
         return None
 
