@@ -65,9 +65,10 @@ class CollectiveAnalyzer(NVRxAttribution[str, dict[str, str]]):
     Args:
         args: Mapping or namespace with `fr_path` (directory, file or prefix) and, as needed,
             `pattern` (default `_dump_*`), `rank_regex`, `verbose`, `health_check`,
-            `allowed_root` (what leads outside of it is not read), `include_device_lag` (default False: the table has only ranks whose program is late;
-            all are in the hanging ranks). `llm_analyze`, `model`, `base_url`, `debug` and
-            `threshold` are taken for callers that set them; the analysis needs no model.
+            `allowed_root` (what leads outside of it is not read), `include_device_lag` (default
+            False: the table has only ranks whose program is late; all are in the hanging ranks).
+            `llm_analyze`, `model`, `base_url`, `debug` and `threshold` are taken for callers that
+            set them; the analysis needs no model.
 
     Raises:
         ValueError: When it runs and no file could be read.
@@ -95,7 +96,10 @@ class CollectiveAnalyzer(NVRxAttribution[str, dict[str, str]]):
         if not path:
             raise ValueError("fr_path is not set: give the directory, file or prefix of the dumps")
         pattern = config.get("pattern") or DEFAULT_PATTERN
-        self._loaded = load_traces(
+        import asyncio
+
+        self._loaded = await asyncio.to_thread(
+            load_traces,
             str(path),
             pattern,
             rank_regex=config.get("rank_regex"),
@@ -125,6 +129,16 @@ class CollectiveAnalyzer(NVRxAttribution[str, dict[str, str]]):
             {"analysis_text": text, "hanging_ranks": hanging_ranks_text(ranks)},
             AttributionState.CONTINUE,
         )
+
+    def reply_parts(self, result: dict[str, str], state: AttributionState) -> dict[str, Any]:
+        """Return what a service answers: the texts and the report; no advice by traces alone."""
+        del state
+        report = self._analyzed().to_dict() if self._loaded.dumps else None
+        return {
+            "result": result,
+            "recommendation": {"action": "UNKNOWN", "source": "fr_analyzer"},
+            "report": report,
+        }
 
     def process_file(self, path: str) -> bool:
         """Add one dump; return whether it could be read."""
