@@ -129,7 +129,7 @@ def test_arguments_of_modules():
 
 
 def test_round_trip(tmp_path):
-    """A client gets verdicts of logs, traces and both; the same again, and another after a change."""
+    """A client gets verdicts of logs, traces and both, and another one after a change."""
     log = tmp_path / "job.log"
     log.write_text(STEP.format(1) + OOM)
     job = simulated.make_job("host_stuck", 16, 1)
@@ -226,7 +226,7 @@ def test_nothing_outside_of_the_root_is_read(tmp_path):
 
 
 def test_limits_of_a_call(tmp_path):
-    """A call over time is answered as such, one that fails does not end the server, long ones fit."""
+    """A call over time or one that fails is answered as such; a long reply is cut."""
 
     class Slow(NVRxAttribution):
         def __init__(self, _):
@@ -341,7 +341,7 @@ def test_lost_server_is_started_anew(tmp_path):
 
 
 def test_several_servers(tmp_path):
-    """Each server answers for its own directory; one that fails does not lose the others' replies."""
+    """Each server answers for its own directory; the reply of one does not depend on others."""
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / "job.log").write_text(OOM)

@@ -267,7 +267,8 @@ def test_import_is_light():
     """Neither the package nor the program's parser imports torch or a library of an extra."""
     code = (
         "import sys, nvidia_resiliency_ext.attribution.cli as c, nvidia_resiliency_ext.attribution"
-        ".trace_analyzer, nvidia_resiliency_ext.attribution.engine; c.build_parser(); bad = {'torch', 'numpy', 'openai', 'mcp', 'fastapi',"
-        " 'httpx', 'pydantic', 'asyncio'} & set(sys.modules); sys.exit(bad and str(bad) or 0)"
+        ".trace_analyzer, nvidia_resiliency_ext.attribution.engine; c.build_parser()\n"
+        "bad = {'torch', 'numpy', 'openai', 'mcp', 'fastapi', 'httpx',"
+        " 'pydantic', 'asyncio'} & set(sys.modules); sys.exit(bad and str(bad) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -27,7 +27,7 @@ from nvidia_resiliency_ext.shared_utils.redaction import redact
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from nvidia_resiliency_ext.attribution._core.verdict import Verdict
+    from nvidia_resiliency_ext.attribution import engine
 
 __all__ = [
     "ModelClient",
@@ -265,7 +265,7 @@ class _RetryableError(Exception):
     """The endpoint asks to come again later."""
 
 
-def excerpt_of(verdict: Verdict) -> list[tuple[int, str]]:
+def excerpt_of(verdict: engine.Verdict) -> list[tuple[int, str]]:
     """Return (line number, text) of what a verdict rests on: evidence, then other events."""
     lines = {item["line"]: item["quote"] for item in verdict.evidence}
     if verdict.first_fault is not None:
@@ -276,12 +276,12 @@ def excerpt_of(verdict: Verdict) -> list[tuple[int, str]]:
 
 
 async def refine(
-    verdict: Verdict,
+    verdict: engine.Verdict,
     excerpt: Sequence[tuple[int, str]] | None = None,
     *,
     client: ModelClient,
     registry: Registry | None = None,
-) -> Verdict:
+) -> engine.Verdict:
     """Return the verdict with what a model adds to it; it never raises because of the model.
 
     Args:
@@ -292,8 +292,8 @@ async def refine(
         registry: The codes; default: the bundled ones.
 
     Returns:
-        A copy whose `refinement` says what the model answered; `{"used": false, "error"}` when it
-        gave no usable answer, and nothing else is changed then.
+        A copy whose `refinement` says what the model answered; when it gave no usable answer that
+        has `used` = False and `error`, and nothing else is changed.
     """
     rules = registry or load_registry()
     shown, text = _question(verdict, excerpt_of(verdict) if excerpt is None else excerpt, rules)
@@ -306,8 +306,8 @@ async def refine(
 
 
 def bounded_verdict(
-    verdict: Verdict, answer: Mapping[str, Any], shown: set[int], rules: Registry, model: str
-) -> Verdict:
+    verdict: engine.Verdict, answer: Mapping[str, Any], shown: set[int], rules: Registry, model: str
+) -> engine.Verdict:
     """Return the verdict with as much of an answer as the rules allow. Pure.
 
     The code may change within its family, or from `unknown` and `user.exception`. The domain may
@@ -370,7 +370,7 @@ def bounded_verdict(
     )
 
 
-def _may_stop(verdict: Verdict, code: Any, citations: list[int]) -> bool:
+def _may_stop(verdict: engine.Verdict, code: Any, citations: list[int]) -> bool:
     fault = {item["line"] for item in verdict.evidence}
     if verdict.first_fault is not None:
         fault.add(verdict.first_fault.line)
@@ -381,7 +381,7 @@ def _may_stop(verdict: Verdict, code: Any, citations: list[int]) -> bool:
     return verdict.action == "RESTART" and is_of_workload and stops and has_cited
 
 
-def _may_restart(verdict: Verdict, code: Any, _: list[int]) -> bool:
+def _may_restart(verdict: engine.Verdict, code: Any, _: list[int]) -> bool:
     return verdict.action == "STOP" and not verdict.retry.exhausted and code.action != "STOP"
 
 
@@ -391,7 +391,7 @@ def _safe(text: str, most: int) -> str:
 
 
 def _question(
-    verdict: Verdict, excerpt: Sequence[tuple[int, str]], rules: Registry
+    verdict: engine.Verdict, excerpt: Sequence[tuple[int, str]], rules: Registry
 ) -> tuple[set[int], str]:
     """Return the numbers of the lines that are shown, and the message, of at most 24 KiB."""
     family = verdict.reason_code.partition(".")[0] + "."

@@ -267,7 +267,7 @@ async def run_distributed_attribution(
         arguments: Name of a server -> arguments; servers without any are not asked.
 
     Returns:
-        Name of a server -> reply; of a server that fails `{"error": ...}`.
+        Name of a server -> reply; of a server that fails, an object with `error`.
     """
     asked = {name: command for name, command in server_commands.items() if name in arguments}
     async with MultiServerClient(asked) as clients:

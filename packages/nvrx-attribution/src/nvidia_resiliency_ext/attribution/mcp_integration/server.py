@@ -246,10 +246,8 @@ class AttributionTools:
     async def _summary(
         self, given: dict[str, Any], parts: dict[str, Any], model: ModelSettings
     ) -> str | None:
-        results = given.get("input_data") or [
-            parts["result"],
-            (parts.get("attribution") or {})["fr"],
-        ]
+        traces = (parts.get("attribution") or {}).get("fr")
+        results = given.get("input_data") or [parts["result"], traces]
         return await merge_log_fr_llm(
             *results[:2],
             llm_api_key=model.api_key,
@@ -392,11 +390,7 @@ async def serve_stdio(tools: AttributionTools, name: str, version: str) -> None:
     import anyio
     from mcp.server.stdio import stdio_server
 
-    # The protocol keeps descriptor 0 to itself: readers of dumps must not inherit it.
-    protocol = os.dup(0)
-    with open(os.devnull, "rb") as empty:
-        os.dup2(empty.fileno(), 0)
-    lines: Any = _ShortLines(protocol)
+    lines: Any = _ShortLines()
     try:
         async with stdio_server(stdin=anyio.wrap_file(lines)) as (read_stream, write_stream):
             options = server.create_initialization_options()
@@ -407,10 +401,15 @@ async def serve_stdio(tools: AttributionTools, name: str, version: str) -> None:
 
 
 class _ShortLines:
-    """Text of a descriptor in lines of limited length; of longer ones only the beginning."""
+    """Text of stdin in lines of limited length; of longer ones only the beginning.
 
-    def __init__(self, descriptor: int) -> None:
-        self._file = os.fdopen(descriptor, "rb")
+    It keeps stdin to itself: readers of dumps find it empty.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.dup(0), "rb")
+        with open(os.devnull, "rb") as empty:
+            os.dup2(empty.fileno(), 0)
 
     def readline(self) -> str:
         """Return the next line; what is cut off cannot be a message and is answered as such."""

@@ -67,9 +67,11 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=args.log_level, format="%(levelname)s %(name)s: %(message)s")
     # A thread waits for stdin: only the default action ends the program at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not args.allowed_root:
+        text = f"no allowed root: give --allowed-root or {ALLOWED_ROOT_VARIABLE}"
+        write_err(f"nvrx-mcp-analysis: {text}\n")
+        return _EXIT_USAGE
     try:
-        if not args.allowed_root:
-            raise ConfigError(f"no allowed root: give --allowed-root or {ALLOWED_ROOT_VARIABLE}")
         import asyncio
 
         from nvidia_resiliency_ext.attribution.mcp_integration import server
