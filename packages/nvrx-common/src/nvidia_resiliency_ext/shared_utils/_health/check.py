@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from nvidia_resiliency_ext.shared_utils.console import plain
 
-from .result import Finding, HealthResult, skipped
+from .result import Finding, HealthResult, Status, skipped
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -47,9 +47,16 @@ def _plain(text: str) -> str:
 
 
 class Check:
-    """A health check: `check` tells what was found, calling it tells whether all is well."""
+    """A health check: `check` tells what was found, calling it tells whether all is well.
+
+    Attributes:
+        name: The check, as the command line names it.
+        late_status: What `run_checks` takes a check for that has not ended by the deadline:
+            unhealthy, because a driver or mount hangs, or skipped where silence proves nothing.
+    """
 
     name: ClassVar[str] = ""
+    late_status: ClassVar[Status] = "unhealthy"
 
     def __init__(self, on_failure: Callable[[], Awaitable[object]] | None = None) -> None:
         self.on_failure = on_failure
