@@ -104,7 +104,7 @@ def pytest_settings(root: Path, distribution: str, target: Path) -> None:
     """Write the repository's pytest settings for one distribution, without the others' helpers."""
     shared = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["pytest"]
     helpers = root / "packages" / distribution / "tests" / "helpers"
-    support = root / "tests-support"
+    support = ROOT / "tests-support"
     lines = [
         "[pytest]",
         "addopts = --import-mode=importlib --tb=short -q",
