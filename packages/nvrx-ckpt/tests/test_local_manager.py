@@ -14,7 +14,7 @@ import pytest
 import torch
 from local_ranks import damage, find_and_load, is_state, save_all, started, state_of
 
-from nvidia_resiliency_ext.checkpointing.local._shard.pickling import split_state
+from nvidia_resiliency_ext.checkpointing.local._pickling import split_state
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers._agreement import (
@@ -376,9 +376,9 @@ def fails_on_one_rank_again(rank, world, root):
 # Saves in an endless row, in a process that imports no torch and starts in a moment.
 KILLED = """
 import pickle, sys
-from nvidia_resiliency_ext.checkpointing.local._shard.job import SaveJob, run_save_job
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import ShardIdentity
-from nvidia_resiliency_ext.checkpointing.local._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing._shard.job import SaveJob, run_save_job
+from nvidia_resiliency_ext.checkpointing._shard.layout import ShardIdentity
+from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent
 root, first, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 with open(path, "rb") as file:
     state_class, skeleton, nbytes = pickle.load(file)

@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from local_ranks import damage, find_and_load, is_state, manager, save_all, started, state_of
 
-from nvidia_resiliency_ext.checkpointing.local._shard.directory import RankDirectory, ShardName
-from nvidia_resiliency_ext.checkpointing.local._shard.job import SaveJob, run_save_job
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import ShardIdentity
-from nvidia_resiliency_ext.checkpointing.local._shard.peer import (
+from nvidia_resiliency_ext.checkpointing._shard.directory import RankDirectory, ShardName
+from nvidia_resiliency_ext.checkpointing._shard.job import SaveJob, run_save_job
+from nvidia_resiliency_ext.checkpointing._shard.layout import ShardIdentity
+from nvidia_resiliency_ext.checkpointing._shard.peer import (
     Peer,
     PeerError,
     PeerServer,
     PeerSource,
     PeerTarget,
 )
-from nvidia_resiliency_ext.checkpointing.local._shard.read import read_manifest
-from nvidia_resiliency_ext.checkpointing.local._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing._shard.read import read_manifest
+from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
     CheckpointingException,
@@ -347,7 +347,7 @@ def test_a_keeper_that_dies_in_the_middle_fails_the_save(tmp_path):
 
         def break_off():
             # The part of a keeper up to the first bytes of the copy.
-            from nvidia_resiliency_ext.checkpointing.local._shard import peer as wire
+            from nvidia_resiliency_ext.checkpointing._shard import peer as wire
 
             connection, _ = listener.accept()
             with connection:

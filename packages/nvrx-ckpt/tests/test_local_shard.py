@@ -11,21 +11,21 @@ import torch
 from local_ranks import state_of
 
 from nvidia_resiliency_ext.checkpointing._errors import DamagedCheckpointError
-from nvidia_resiliency_ext.checkpointing.local._shard.directory import RankDirectory
-from nvidia_resiliency_ext.checkpointing.local._shard.job import SaveJob, run_save_job
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import ShardIdentity, place_records
-from nvidia_resiliency_ext.checkpointing.local._shard.load import load_state
-from nvidia_resiliency_ext.checkpointing.local._shard.pickling import (
-    UnsafeSkeletonError,
-    join_state,
-    split_state,
-)
-from nvidia_resiliency_ext.checkpointing.local._shard.read import (
+from nvidia_resiliency_ext.checkpointing._shard.directory import RankDirectory
+from nvidia_resiliency_ext.checkpointing._shard.job import SaveJob, run_save_job
+from nvidia_resiliency_ext.checkpointing._shard.layout import ShardIdentity, place_records
+from nvidia_resiliency_ext.checkpointing._shard.read import (
     FileSource,
     damage_of,
     read_manifest,
 )
-from nvidia_resiliency_ext.checkpointing.local._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing.local._load import load_state
+from nvidia_resiliency_ext.checkpointing.local._pickling import (
+    UnsafeSkeletonError,
+    join_state,
+    split_state,
+)
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 
 

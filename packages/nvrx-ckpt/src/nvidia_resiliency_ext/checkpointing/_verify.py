@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ._checksum import combine, crc32
 from ._errors import DamagedCheckpointError
 from ._manifest import MANIFEST, read_manifest
-from .local._shard.layout import Manifest as ShardManifest
-from .local._shard.read import FileSource, damage_of
-from .local._shard.read import read_manifest as read_shard_manifest
+from ._shard.layout import Manifest as ShardManifest
+from ._shard.read import FileSource, damage_of
+from ._shard.read import read_manifest as read_shard_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -11,9 +11,9 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from nvidia_resiliency_ext.checkpointing.local._shard.directory import RankDirectory, ShardName
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import Manifest
-from nvidia_resiliency_ext.checkpointing.local._shard.peer import Peer, PeerServer
+from nvidia_resiliency_ext.checkpointing._shard.directory import RankDirectory, ShardName
+from nvidia_resiliency_ext.checkpointing._shard.layout import Manifest
+from nvidia_resiliency_ext.checkpointing._shard.peer import Peer, PeerServer
 from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import GroupWrapper
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
-from nvidia_resiliency_ext.checkpointing.local._shard.pickling import join_state, split_state
+from nvidia_resiliency_ext.checkpointing.local._pickling import join_state, split_state
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers._agreement import (
     Agreement,

@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from nvidia_resiliency_ext.checkpointing._errors import DamagedCheckpointError
-from nvidia_resiliency_ext.checkpointing.local._shard.directory import (
+from nvidia_resiliency_ext.checkpointing._shard.directory import (
     DAMAGED,
     DIRTY,
     RankDirectory,
     ShardName,
     shard_file_name,
 )
-from nvidia_resiliency_ext.checkpointing.local._shard.job import SaveJob, run_save_job
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import Manifest, ShardIdentity
-from nvidia_resiliency_ext.checkpointing.local._shard.load import load_state
-from nvidia_resiliency_ext.checkpointing.local._shard.peer import Peer, PeerServer, PeerSource
-from nvidia_resiliency_ext.checkpointing.local._shard.pickling import split_state
-from nvidia_resiliency_ext.checkpointing.local._shard.read import read_manifest
-from nvidia_resiliency_ext.checkpointing.local._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing._shard.job import SaveJob, run_save_job
+from nvidia_resiliency_ext.checkpointing._shard.layout import Manifest, ShardIdentity
+from nvidia_resiliency_ext.checkpointing._shard.peer import Peer, PeerServer, PeerSource
+from nvidia_resiliency_ext.checkpointing._shard.read import read_manifest
+from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing.local._load import load_state
+from nvidia_resiliency_ext.checkpointing.local._pickling import split_state
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers._clique import meet_peers
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (

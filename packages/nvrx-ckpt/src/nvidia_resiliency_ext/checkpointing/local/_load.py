@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import Manifest, Record
-from nvidia_resiliency_ext.checkpointing.local._shard.pickling import join_state, runs_no_code
-from nvidia_resiliency_ext.checkpointing.local._shard.read import ShardSource, read_record
-from nvidia_resiliency_ext.checkpointing.local._shard.write import bytes_of
+from nvidia_resiliency_ext.checkpointing._shard.layout import Manifest, Record
+from nvidia_resiliency_ext.checkpointing._shard.read import ShardSource, read_record
+from nvidia_resiliency_ext.checkpointing._shard.write import bytes_of
+from nvidia_resiliency_ext.checkpointing.local._pickling import join_state, runs_no_code
 
 __all__ = ["load_state"]
 

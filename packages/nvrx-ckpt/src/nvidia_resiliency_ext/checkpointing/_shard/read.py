@@ -12,7 +12,7 @@ from typing import Protocol
 
 from nvidia_resiliency_ext.checkpointing._checksum import crc32
 from nvidia_resiliency_ext.checkpointing._errors import DamagedCheckpointError
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import (
+from nvidia_resiliency_ext.checkpointing._shard.layout import (
     FOOTER_BYTES,
     MANIFEST_LIMIT_BYTES,
     Footer,
@@ -20,7 +20,7 @@ from nvidia_resiliency_ext.checkpointing.local._shard.layout import (
     Record,
     ShardFormatError,
 )
-from nvidia_resiliency_ext.checkpointing.local._shard.write import frames
+from nvidia_resiliency_ext.checkpointing._shard.write import frames
 
 __all__ = ["FileSource", "ShardSource", "damage_of", "read_manifest", "read_record"]
 

@@ -27,13 +27,13 @@ from typing import Any
 
 from nvidia_resiliency_ext.checkpointing._checksum import crc32
 from nvidia_resiliency_ext.checkpointing._errors import DamagedCheckpointError
-from nvidia_resiliency_ext.checkpointing.local._shard.directory import (
+from nvidia_resiliency_ext.checkpointing._shard.directory import (
     RankDirectory,
     ShardInProgress,
     ShardName,
 )
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import Manifest
-from nvidia_resiliency_ext.checkpointing.local._shard.read import FileSource, read_manifest
+from nvidia_resiliency_ext.checkpointing._shard.layout import Manifest
+from nvidia_resiliency_ext.checkpointing._shard.read import FileSource, read_manifest
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 __all__ = ["Peer", "PeerError", "PeerServer", "PeerSource", "PeerTarget"]

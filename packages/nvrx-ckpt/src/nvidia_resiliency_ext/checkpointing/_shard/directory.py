@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nvidia_resiliency_ext.checkpointing._errors import CheckpointWriteError
-from nvidia_resiliency_ext.checkpointing.local._shard.read import FileSource
+from nvidia_resiliency_ext.checkpointing._shard.read import FileSource
 from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
 from nvidia_resiliency_ext.shared_utils.os_utils import private_dir
 
