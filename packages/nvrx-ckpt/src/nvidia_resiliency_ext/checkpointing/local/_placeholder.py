@@ -70,7 +70,6 @@ class TensorPlaceholder:
             return self.empty_like()
         if data.shape != self.shape or data.dtype != self.dtype:
             raise AssertionError(
-                f"expected {tuple(self.shape)} {self.dtype}, "
-                f"got {tuple(data.shape)} {data.dtype}"
+                f"expected {tuple(self.shape)} {self.dtype}, got {tuple(data.shape)} {data.dtype}"
             )
         return data.to(self.device)
