@@ -15,7 +15,6 @@ from nvidia_resiliency_ext.checkpointing.local._placeholder import (
 )
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
 
-
 __all__ = [
     "BasicTensorAwareStateDict",
     "TensorPlaceholder",
