@@ -133,6 +133,21 @@ def test_life_of_a_log(service):
     assert [j["status"] for j in jobs if j["log_path"] == str(log)] == ["completed"]
 
 
+def test_evidence_follows_the_log(service):
+    """What launcher or scheduler say about the end counts as the log's last lines."""
+    ended = {"analysis_intent": "terminal", "log_complete": True}
+    for number, (said, code) in enumerate(
+        [("rank 1: killed by SIGSEGV", "host.segfault"), ("State=NODE_FAIL", "sched.node_fail")]
+    ):
+        log = service.root / f"evidence{number}.log"
+        log.write_text("0: step: 1 loss: 0.5\n1: step: 1 loss: 0.5")
+        assert service.post(log, evidence=[said], **ended)[0] == 200
+        verdict = service.get(log)[1]["attribution"]
+        assert (verdict["reason_code"], verdict["first_fault"]["line"]) == (code, 3)
+    for wrong in (["x" * 2001], ["x"] * 17, "text", [1]):
+        assert service.post(log, evidence=wrong, **ended)[0] == 400
+
+
 def test_bad_requests(service):
     """Each wrong request gets its status and error code, and none gets a server error."""
     inside = service.root / "bad.log"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
-from nvidia_resiliency_ext.shared_utils.rundir import RunDir, live_run_dirs
+from nvidia_resiliency_ext.shared_utils.rundir import RunDir, live_run_dirs, remove_stale_run_dirs
 from nvidia_resiliency_ext.shared_utils.wire import (
     MessageSet,
     receive_message,
@@ -103,6 +103,7 @@ class ControlServer:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        remove_stale_run_dirs()  # of ranks that were killed, in earlier cycles of this job too
         self._run_dir = RunDir.create(LABEL)
         self._pid = os.getpid()
         self._wake_read, self._wake_write = socket.socketpair()
