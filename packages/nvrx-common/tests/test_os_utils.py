@@ -308,7 +308,7 @@ def test_atomic_write_replaces_whole_and_sets_the_mode(tmp_path: Path) -> None:
 def test_atomic_write_follows_the_umask_on_request(tmp_path: Path) -> None:
     """Without a mode the file gets the permissions of any new file."""
     (tmp_path / "plain").touch()
-    atomic_write(tmp_path / "file", b"x", mode=None)
+    os_utils.atomic_write(tmp_path / "file", b"x", mode=None)
     assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
