@@ -29,7 +29,7 @@ from nvidia_resiliency_ext.inprocess._monitor.page import Phase as ProgressPhase
 from nvidia_resiliency_ext.inprocess._protocol.hang import is_searched
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, format_interruption_records
 from nvidia_resiliency_ext.inprocess.exception import HealthCheckError, InternalError
-from nvidia_resiliency_ext.inprocess.monitor_thread import RankShouldRestart
+from nvidia_resiliency_ext.inprocess._call.restart import RankShouldRestart
 from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignmentCtx, RankDiscarded
 from nvidia_resiliency_ext.inprocess.rank_filter import RankFilter as OlderRankFilter
 from nvidia_resiliency_ext.inprocess.state import Mode
