@@ -189,7 +189,7 @@ class LogSession:
 
     def _finish(self) -> engine.Verdict:
         self.dump_path = extract_fr_dump_path(self.path, self._root)
-        report = engine.fr_report_of(self.dump_path)
+        report = engine.fr_report_of(self.dump_path, self._root)
         with self._lock:
             self._scanner.fr_report = report
             self._scanner.set_history(self._history.before(self.path, self.job))

@@ -53,10 +53,12 @@ class Check:
         name: The check, as the command line names it.
         late_status: What `run_checks` takes a check for that has not ended by the deadline:
             unhealthy, because a driver or mount hangs, or skipped where silence proves nothing.
+        skip_level: Level of the line that says, once in a process, why there was nothing to check.
     """
 
     name: ClassVar[str] = ""
     late_status: ClassVar[Status] = "unhealthy"
+    skip_level = logging.INFO
 
     def __init__(self, on_failure: Callable[[], Awaitable[object]] | None = None) -> None:
         self.on_failure = on_failure
@@ -88,7 +90,7 @@ class Check:
                 logger.warning("health check %s: %s", self.name, line)
         elif finding.status == "skipped":
             message = f"health check {self.name} is skipped: {reason}"
-            log_once(f"skipped {self.name}", logging.INFO, message)
+            log_once(f"skipped {self.name} {self.skip_level}", self.skip_level, message)
         return HealthResult(
             self.name,
             finding.status,

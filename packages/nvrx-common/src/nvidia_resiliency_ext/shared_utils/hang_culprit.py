@@ -28,7 +28,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .activity import Activity
+from .rank_activity import Activity
 
 __all__ = ["Confidence", "Finding", "RankState", "describe", "find_culprit", "ranks_in_words"]
 
@@ -52,7 +52,7 @@ class RankState:
     Attributes:
         rank: Global rank.
         activity: What it was doing.
-        host: Its host.
+        host: Its host; sentences leave out an empty one.
         words: The same for people: follows "rank 2".
         place: Line of the program in which its main thread is, or "".
         is_late: Whether it broke a limit itself.
@@ -97,7 +97,7 @@ def find_culprit(ranks: Sequence[RankState], world_size: int = 0) -> Finding:
         world_size: Ranks in the job; 0 when only these are.
 
     Example:
-        >>> from nvidia_resiliency_ext.fault_tolerance._monitor.activity import Activity
+        >>> from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
         >>> states = [
         ...     RankState(0, Activity.WAITING, "a", "waits for its peers", is_late=True),
         ...     RankState(1, Activity.STOPPED, "a", "is stopped"),
@@ -236,6 +236,10 @@ def _each(ranks: Sequence[RankState]) -> str:
         words = ranks[0].words
         words = words.replace("is ", "are ", 1) if words.startswith("is ") else words
         return f"{ranks_in_words(r.rank for r in ranks)} {words}"
-    named = [f"rank {r.rank} on host {r.host} {r.words}" for r in ranks[:MAX_NAMED]]
+    named = [f"rank {r.rank}{_on(r.host)} {r.words}" for r in ranks[:MAX_NAMED]]
     more = len(ranks) - MAX_NAMED
     return ", ".join(named) + (f" and {more} more" if more > 0 else "")
+
+
+def _on(host: str) -> str:
+    return f" on host {host}" if host else ""

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classifies what one rank is doing from its stacks and from the kernel's view. Pure.
+"""Classifies what one rank is doing from its stacks and from the kernel's view.
+
+All of it is pure but for `inspect_kernel`, which reads /proc.
 
 Kernel state alone does not tell a rank that waits for its peers from one that waits for a lock:
 both sleep in a futex. Three facts together do: the innermost call of the Python stack (a
@@ -11,16 +13,24 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from . import procfs
+
 __all__ = [
+    "NO_STACK",
     "Activity",
     "Call",
+    "Frame",
     "Kernel",
     "Stack",
     "classify",
     "in_words",
+    "inspect_kernel",
+    "main_frames",
     "main_stack",
+    "stack_of",
 ]
 
 MAX_PLACE = 160
@@ -72,8 +82,21 @@ class Stack:
 
 
 NO_STACK = Stack()
+"""Where the stack is not known."""
 
-_FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
+Frame = tuple[str, int, str]
+"""File, line and function of a Python frame."""
+
+MAX_THREADS = 256
+_STOPPED_STATES = frozenset("Tt")
+_GLOO_THREAD = "pt_gloo_runloop"
+_GPU_THREADS = ("pt_nccl_", "cuda-", "cuda0")
+_FUTEX = frozenset({202, 98, 240, 422})
+"""Numbers of `futex` on x86-64, on aarch64, and of the older and the 64-bit call on 32 bits."""
+_FUTEX_TIMEOUT = 4
+"""Place of the time limit in what `procfs.syscall` returns."""
+
+_FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d{1,9}) in (?P<name>.*)')
 _LIBRARY = re.compile(r"/site-packages/|/torch/|/lib/python3\.\d+/|^<frozen ")
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
 # Frames between a program and the call that blocks, which say nothing themselves.
@@ -98,22 +121,37 @@ _DEVICE_CALLS = frozenset(
 _SYNCHRONIZES = frozenset({"synchronize", "wait", "wait_event", "wait_stream"})
 
 
-def main_stack(dump: str) -> Stack:
-    """Read the stack of the main thread from what faulthandler wrote.
+def main_frames(dump: str) -> list[Frame]:
+    """Read the frames of the main thread, innermost first, from what faulthandler wrote.
 
     The signal is handled by the main thread unless it blocks it, so that is the current thread.
 
     Args:
         dump: Stacks of all threads; cut off, garbled or empty is fine.
     """
-    frames: list[tuple[str, str, str]] = []
+    frames: list[Frame] = []
     is_current = False
     for line in dump.splitlines():
         if _THREAD.fullmatch(line):
             is_current = line.startswith("Current")
             frames = [] if is_current else frames
         elif is_current and (found := _FRAME.fullmatch(line)):
-            frames.append((found["file"], found["line"], found["name"]))
+            frames.append((found["file"], int(found["line"]), found["name"]))
+    return frames
+
+
+def main_stack(dump: str) -> Stack:
+    """Return what the stack of the main thread says, from what faulthandler wrote."""
+    return stack_of(main_frames(dump))
+
+
+def stack_of(frames: Sequence[Frame]) -> Stack:
+    """Return what frames say, of which the innermost is the first.
+
+    Example:
+        >>> stack_of([("/job/train.py", 41, "load"), ("/job/train.py", 80, "main")])
+        Stack(call=<Call.OWN: 'own'>, place='train.py:41 in load')
+    """
     told = [frame for frame in frames if not frame[0].endswith(_PASSED_OVER)]
     if not told:
         return NO_STACK
@@ -126,7 +164,7 @@ def _is_of_a_library(file: str) -> bool:
     return bool(_LIBRARY.search(file)) or any(part in file for part in _COLLECTIVES)
 
 
-def _call_of(file: str, _line: str, name: str) -> Call:
+def _call_of(file: str, _line: int, name: str) -> Call:
     if any(part in file for part in _NO_COLLECTIVES):
         return Call.OWN
     if any(part in file for part in _COLLECTIVES):
@@ -136,6 +174,38 @@ def _call_of(file: str, _line: str, name: str) -> Call:
     if "/torch/cuda/" in file and name in _SYNCHRONIZES:
         return Call.DEVICE
     return Call.OWN
+
+
+def inspect_kernel(pid: int) -> Kernel:
+    """Ask the kernel what a process is doing, of its threads the oldest `MAX_THREADS`."""
+    stat = procfs.read_stat(pid)
+    if stat is None or not stat.running:
+        return Kernel("?")
+    if stat.state in _STOPPED_STATES:
+        return Kernel(stat.state, procfs.wchan(pid) or "")
+    threads = procfs.threads(pid, MAX_THREADS)
+    gloo = [thread for thread in threads if thread.name == _GLOO_THREAD]
+    pending = [
+        is_pending for thread in gloo if (is_pending := _in_collective(pid, thread)) is not None
+    ]
+    return Kernel(
+        stat.state,
+        procfs.wchan(pid) or "",
+        is_pending=any(pending) if pending else None,
+        has_gpu=any(thread.name.startswith(_GPU_THREADS) for thread in threads),
+    )
+
+
+def _in_collective(pid: int, thread: procfs.Thread) -> bool | None:
+    """Return whether a thread of gloo works on a collective; None when the kernel does not tell.
+
+    An idle one waits for work in a futex without a time limit; one that waits for a peer has one.
+    """
+    call = procfs.syscall(pid, thread.tid)
+    if call is None:
+        return None
+    is_idle = len(call) > _FUTEX_TIMEOUT and call[0] in _FUTEX and call[_FUTEX_TIMEOUT] == 0
+    return not is_idle
 
 
 def classify(kernel: Kernel, stack: Stack) -> Activity:

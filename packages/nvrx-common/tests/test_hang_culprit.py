@@ -3,7 +3,14 @@
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._monitor.activity import (
+from nvidia_resiliency_ext.shared_utils.hang_culprit import (
+    Confidence,
+    RankState,
+    describe,
+    find_culprit,
+    ranks_in_words,
+)
+from nvidia_resiliency_ext.shared_utils.rank_activity import (
     Activity,
     Call,
     Kernel,
@@ -11,13 +18,6 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.activity import (
     classify,
     in_words,
     main_stack,
-)
-from nvidia_resiliency_ext.fault_tolerance._monitor.culprit import (
-    Confidence,
-    RankState,
-    describe,
-    find_culprit,
-    ranks_in_words,
 )
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
