@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nvidia_resiliency_ext.fault_tolerance._config import values
+from nvidia_resiliency_ext.shared_utils.completion import PrintCompletion
 from nvidia_resiliency_ext.shared_utils.console import write_err, write_out
 
 from .flags import FLAGS, GROUPS, OLD_SPELLINGS, OTHER_SPELLINGS, TORCHRUN, Flag
@@ -172,6 +173,8 @@ class FlagParser(argparse.ArgumentParser):
             options: dict[str, Any] = {"dest": flag.attribute, "help": _help_text(flag)}
             if flag.name == "version":
                 options["action"] = _Version
+            elif flag.name == "print-completion":
+                options["action"] = PrintCompletion
             else:
                 options["action"] = _Given
                 options["flag"] = flag
