@@ -53,7 +53,7 @@ def client_of(monkeypatch):
         client.stop_poller()
 
 
-def wait_until(condition, timeout_s=30.0):
+def wait_until(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

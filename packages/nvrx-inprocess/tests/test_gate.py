@@ -54,7 +54,7 @@ class Helper:
         self._orders.put((delay_s, quiet_s))
 
     def result(self) -> Raised | None:
-        return self._results.get(timeout=30)
+        return self._results.get(timeout=60)
 
     def close(self) -> None:
         self._orders.put(None)
