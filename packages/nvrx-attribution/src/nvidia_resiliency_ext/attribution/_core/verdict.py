@@ -19,7 +19,6 @@ _HEADS = {
     "CONTINUE": "ERRORS NOT FOUND",
     "UNKNOWN": "NO LOGS",
 }
-_BOUNDED = frozenset({"gpu.illegal_access", "host.segfault", "net.port_in_use"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +205,10 @@ class Verdict:
             "decision_basis": self._basis(),
             "retry_policy": {
                 "policy_version": "retry_budget.v1",
-                "rule": self._rule(),
+                "rule": self.retry.rule,
                 "general_root_ceiling": 3,
                 "selected_rule_budget": self.retry.budget,
-                "exhausted_by": self._rule() if self.retry.exhausted else None,
+                "exhausted_by": self.retry.rule if self.retry.exhausted else None,
             },
             "failure_domain": self.domain if self.domain != "none" else "unknown",
             "result_provenance": {
@@ -258,17 +257,10 @@ class Verdict:
         if self.action == "STOP":
             exhausted = self.retry.exhausted
             return "retry_budget_exhausted" if exhausted else "workload_unrecoverable"
-        rule = self._rule()
+        rule = self.retry.rule
         if rule == "confirmation_retry":
             return "confirmation_retry_available"
         return "general_retry_available" if rule == "general_retry" else "retry_recovery_available"
-
-    def _rule(self) -> str:
-        if self.action == "STOP" and not self.retry.exhausted:
-            return "workload_unrecoverable"
-        if self.retry.scope == "root_and_entity":
-            return "confirmation_retry"
-        return "bounded_retry" if self.reason_code in _BOUNDED else "general_retry"
 
     def _events(self, roles: set[str]) -> list[dict[str, Any]]:
         line = self.first_fault.line if self.first_fault is not None else -1

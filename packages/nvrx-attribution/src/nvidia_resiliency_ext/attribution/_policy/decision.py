@@ -60,7 +60,8 @@ def decide(
     used = repeats.entity if code.per_entity and found.entity else repeats.root
     # Preemption and lost nodes come back without being anybody's fault: their budget is larger.
     ceiling = max(policy.general_ceiling, code.budget)
-    rule = "confirmation_retry" if code.per_entity else "general_retry"
+    rule = "bounded_retry" if code.bounded else "general_retry"
+    rule = "confirmation_retry" if code.per_entity else rule
     exclude = _excluded(found, code, repeats)
     if code.action == "CONTINUE":
         return Decision("CONTINUE", RetryState(rule, 0, 0, scope), (), "the job ended well")

@@ -27,13 +27,13 @@ from typing import Any
 
 from nvidia_resiliency_ext.checkpointing._checksum import crc32
 from nvidia_resiliency_ext.checkpointing._errors import DamagedCheckpointError
-from nvidia_resiliency_ext.checkpointing.local._shard.directory import (
+from nvidia_resiliency_ext.checkpointing._shard.directory import (
     RankDirectory,
     ShardInProgress,
     ShardName,
 )
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import Manifest
-from nvidia_resiliency_ext.checkpointing.local._shard.read import FileSource, read_manifest
+from nvidia_resiliency_ext.checkpointing._shard.layout import Manifest
+from nvidia_resiliency_ext.checkpointing._shard.read import FileSource, read_manifest
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 __all__ = ["Peer", "PeerError", "PeerServer", "PeerSource", "PeerTarget"]
@@ -49,6 +49,7 @@ _RANGE = struct.Struct("<QQ")
 _END = _RANGE.pack(0, 0)
 _PATIENCE = 10  # the other end may have to wait for its disk
 _BACKLOG = 64
+_ACCEPT_AGAIN_S = 0.2
 
 
 class PeerError(NvrxError, OSError):
@@ -211,6 +212,7 @@ class PeerServer:
             if self._closed:
                 return
             self._closed = True
+            self._no_stores.notify_all()
             connections = dict(self._connections)
         # Closing alone would not wake up a thread that waits in `accept` or `recv`.
         _shut_down(self._listener)
@@ -230,11 +232,14 @@ class PeerServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                logger.exception("cannot accept connections of ranks that replicate to this one")
-                return
+            except OSError as error:
+                # Of a connection that is gone again, or for lack of descriptors or memory: then
+                # it waits in the backlog, and another attempt at once would fail as well.
+                with self._no_stores:
+                    if self._no_stores.wait_for(lambda: self._closed, _ACCEPT_AGAIN_S):
+                        return
+                logger.warning("cannot accept a rank that replicates to this one: %s", error)
+                continue
             thread = threading.Thread(
                 target=self._serve, args=(connection,), name="nvrx-peer", daemon=True
             )
