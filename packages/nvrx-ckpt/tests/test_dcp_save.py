@@ -4,6 +4,7 @@
 import json
 import os
 import random
+import threading
 import time
 
 import pytest
@@ -208,3 +209,32 @@ def test_staging_directory_excludes_openers(tmp_path):
     """Options that exclude each other are refused when the writer is made."""
     with pytest.raises(ValueError, match="NVRX_CKPT_STAGING_DIR"):
         FileSystemWriterAsync(tmp_path, staging_dir=tmp_path / "local", open_file=print)
+
+
+def test_metadata_is_not_written_by_the_training_thread(queue, tmp_path, monkeypatch):
+    """A poll hands the last step to a thread; an abort lets nothing be published after it."""
+    threads, go = [], threading.Event()
+    finish = FileSystemWriterAsync.finish
+
+    def slowly(writer, metadata, results):
+        threads.append(threading.current_thread())
+        assert go.wait(60)
+        finish(writer, metadata, results)
+
+    monkeypatch.setattr(FileSystemWriterAsync, "finish", slowly)
+    for folder in ("aborted", "saved"):
+        queue.schedule_async_request(request_for(state_of(1), tmp_path / folder))
+        call = queue.async_calls[0]
+        assert queue._get_async_caller().wait(call, 60)
+        assert queue.maybe_finalize_async_calls() == []
+        if folder == "aborted":
+            threading.Timer(0.2, go.set).start()
+            queue.close(abort=True)
+            assert not threads[0].is_alive()
+            go.clear()
+    assert queue.maybe_finalize_async_calls() == []
+    assert not (tmp_path / "saved" / ".metadata").exists()
+    go.set()
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert threading.main_thread() not in threads
+    assert verify_checkpoint(tmp_path / "saved").whole
