@@ -544,7 +544,8 @@ analyzer = CollectiveAnalyzer(
     {"fr_path": str(folder), "pattern": "_dump_*", "verbose": False, "health_check": False,
      "llm_analyze": False, "model": None, "threshold": 0})
 assert "Missing Ranks" in asyncio.run(analyzer.preprocess_FR_dumps())
-assert fr_markdown_appendix(dump_path="x", analysis_text="", hanging_ranks="hanging ranks: []") == ""
+nobody = "hanging ranks: []"
+assert fr_markdown_appendix(dump_path="x", analysis_text="", hanging_ranks=nobody) == ""
 """,
     ),
     Row(

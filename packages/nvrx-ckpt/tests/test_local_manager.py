@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 import torch
 from local_ranks import damage, find_and_load, is_state, save_all, started, state_of
 
-from nvidia_resiliency_ext.checkpointing.local._shard.pickling import split_state
+from nvidia_resiliency_ext.checkpointing.local._pickling import split_state
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers._agreement import (
@@ -376,9 +377,9 @@ def fails_on_one_rank_again(rank, world, root):
 # Saves in an endless row, in a process that imports no torch and starts in a moment.
 KILLED = """
 import pickle, sys
-from nvidia_resiliency_ext.checkpointing.local._shard.job import SaveJob, run_save_job
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import ShardIdentity
-from nvidia_resiliency_ext.checkpointing.local._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing._shard.job import SaveJob, run_save_job
+from nvidia_resiliency_ext.checkpointing._shard.layout import ShardIdentity
+from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent
 root, first, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 with open(path, "rb") as file:
     state_class, skeleton, nbytes = pickle.load(file)
@@ -424,3 +425,93 @@ def names(folder):
         return [n for n in os.listdir(folder / "0") if n.endswith("_0_local.pt")]
     except FileNotFoundError:
         return []
+
+
+def load_and_save_again(rank, world, root):
+    m = LocalCheckpointManager(root, keep_last=2)
+    m.find_latest()
+    _, (loaded, _, _) = m.load()
+    m.save(BasicTensorAwareStateDict(state_of(rank, 4)), 4)
+    return loaded, sorted(os.listdir(m.local_ckpt_dir))
+
+
+def test_a_damaged_iteration_does_not_count_as_kept(two_ranks, tmp_path):
+    """What one rank cannot load takes no place among the iterations that are kept."""
+    two_ranks.run(save_all, tmp_path, [1, 2, 3], False, {"keep_last": 2})
+    damage(tmp_path / "1" / "iter_0000003_1_local.pt", "bit flip")
+    for rank, (loaded, listing) in enumerate(two_ranks.run(load_and_save_again, tmp_path)):
+        assert loaded == 2
+        assert listing == [f"iter_000000{i}_{rank}_local.pt" for i in (2, 4)]
+
+
+def test_checksums_are_compared_unless_switched_off(tmp_path, monkeypatch):
+    """A flipped bit is refused; with `NVRX_CKPT_VERIFY_ON_LOAD=0` nobody looks for one."""
+    saved(tmp_path, 1)
+    damage(tmp_path / "0" / "iter_0000001_0_local.pt", "bit flip")
+    monkeypatch.setenv("NVRX_CKPT_VERIFY_ON_LOAD", "0")
+    manager = LocalCheckpointManager(tmp_path)
+    assert manager.find_latest() == 1
+    assert not is_state(manager.load()[0], 0, 1)
+    checking = LocalCheckpointManager(tmp_path, verify_on_load=True)
+    checking.find_latest()
+    with pytest.raises(CheckpointingException, match="damaged"):
+        checking.load()
+    monkeypatch.setenv("NVRX_CKPT_VERIFY_ON_LOAD", "no")
+    with pytest.raises(ValueError, match="NVRX_CKPT_VERIFY_ON_LOAD"):
+        LocalCheckpointManager(tmp_path)
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """Mount file systems below the test's directory; skip where that is not permitted."""
+    points = []
+
+    def mount(*options, name):
+        folder = tmp_path / name
+        folder.mkdir()
+        command = ["mount", *options, str(folder)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("mounting is not permitted here")
+        points.append(folder)
+        return folder
+
+    yield mount
+    for folder in reversed(points):
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_read_only_file_system_fails_the_save_and_nothing_else(mounted):
+    """EROFS is an error that says so; the previous checkpoint stays, and a later save succeeds."""
+    small = mounted("-t", "tmpfs", "-o", "size=8m", "tmpfs", name="small")
+    manager = saved(small, 1)
+    for mode, iteration in (("ro", 2), ("rw", 3)):
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(small)], check=True)
+        if mode == "ro":
+            with pytest.raises(CheckpointingException, match="Read-only file system"):
+                manager.save(BasicTensorAwareStateDict(state_of(0, iteration)), iteration)
+            again = LocalCheckpointManager(small)
+            assert again.find_latest() == 1
+            assert is_state(again.load()[0], 0, 1)
+        else:
+            manager.save(BasicTensorAwareStateDict(state_of(0, iteration)), iteration)
+    assert files(small) == ["iter_0000003_0_local.pt"]
+
+
+def test_a_failing_disk_fails_the_save_and_nothing_else(mounted):
+    """When the device reports errors only at fsync, no shard is published that was not written."""
+    small = mounted("-t", "tmpfs", "-o", "size=16m", "tmpfs", name="small")
+    image = small / "image"
+    with image.open("wb") as file:
+        file.truncate(96 << 20)  # more than there is behind it: the device fails when that is full
+    command = ["mkfs.ext4", "-q", "-E", "nodiscard", "-O", "^has_journal", str(image)]
+    if shutil.which("mkfs.ext4") is None or subprocess.run(command, check=False).returncode:
+        pytest.skip("there is no mkfs.ext4")
+    disk = mounted("-o", "loop", str(image), name="disk")
+    manager = saved(disk, 1)
+    os.sync()
+    with pytest.raises(CheckpointingException, match=r"Errno 5|Input/output|No space") as caught:
+        manager.save(BasicTensorAwareStateDict(state_of(0, 2, 8 << 20)), 2)
+    assert "iter_0000002_0_local.pt" in str(caught.value)
+    again = LocalCheckpointManager(disk)
+    assert again.find_latest() == 1
+    assert is_state(again.load()[0], 0, 1)

@@ -26,7 +26,7 @@ from .attribution_wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ._attribution.http import JsonConnection
+    from .json_http import JsonConnection
 
 __all__ = ["AttributionService"]
 
@@ -77,7 +77,7 @@ class AttributionService:
         on_verdict: Callable[[str, str, str], None] | None = None,
         on_nodes: Callable[[tuple[str, ...], str, str], None] | None = None,
     ) -> None:
-        from ._attribution.http import parse_endpoint
+        from .json_http import parse_endpoint
 
         self.endpoint = endpoint
         self.enforce_stop = enforce_stop
@@ -222,9 +222,9 @@ class AttributionService:
             self._changed.wait(max(0.0, min(due) - now_s) if due else None)
 
     def _connect(self) -> JsonConnection:
-        from ._attribution.http import JsonConnection
         from .credentials import TokenFile
         from .errors import ConfigError
+        from .json_http import JsonConnection
 
         assert self._endpoint is not None
         token = None

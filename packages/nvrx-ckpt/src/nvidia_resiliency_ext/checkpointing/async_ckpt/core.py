@@ -236,6 +236,8 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         idx = self._next_idx
         self._next_idx += 1
         call = Call(request._replace(call_idx=idx).freeze(), idx)
+        if self.options.save_timeout is not None:
+            call.expires = call.started + self.options.save_timeout
         self.async_calls.append(call)
         self._get_async_caller().schedule(call)
         self._stats.scheduled += 1
@@ -326,43 +328,51 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
     ) -> tuple[CallState, BaseException | None]:
         """Return how far a call is, on all ranks unless `no_dist`, and why it failed."""
         while True:
-            self._wait_here(call, blocking, alone=no_dist or self._control.size == 1)
-            if no_dist or self._control.size == 1:
+            alone = self._control.size == 1
+            self._wait_here(call, blocking, alone=no_dist or alone)
+            if alone and self._can_publish(call):
+                self._get_async_caller().publish(call)
+                continue
+            if no_dist or alone:
                 failed = call.state is CallState.FAILED
                 return call.state, self._error(call, call.cause) if failed else None
-            state, same = self._agree(call)
+            state, same, publishes = self._agree(call)
             if not same:
                 raise AssertionError("ranks finalise different calls: all must schedule the same")
             if state is CallState.FAILED:
                 return state, self._shared_error(call)
+            if state is CallState.WRITTEN and publishes:
+                self._get_async_caller().publish(call)
+                continue
             if state is CallState.WRITTEN or not blocking:
                 return state, None
 
     def _wait_here(self, call: Call, blocking: bool, *, alone: bool) -> None:
         caller = self._get_async_caller()
-        limit = self.options.save_timeout
-        left = None if limit is None else max(0.0, call.started + limit - time.monotonic())
         if not blocking:
             wait_s: float | None = 0.0
-        elif alone:
-            wait_s = left
         else:
-            wait_s = _LOOK_S if left is None else min(left, _LOOK_S)
-        over = caller.wait(call, wait_s)
+            wait_s = None if alone else _LOOK_S
+        caller.wait(call, wait_s)
         self._recorder.progress(call, caller)
-        if not over and left is not None and call.started + (limit or 0.0) <= time.monotonic():
-            caller.give_up(call)
-            call.fail(f"it was not written within {limit} s")
 
-    def _agree(self, call: Call) -> tuple[CallState, bool]:
+    @staticmethod
+    def _can_publish(call: Call) -> bool:
+        publication = None if call.staged is None else call.staged.publication
+        written = call.state is CallState.WRITTEN
+        return written and publication is not None and not publication.begun
+
+    def _agree(self, call: Call) -> tuple[CallState, bool, bool]:
+        """Return how far a call is on all ranks, whether all mean it, and whether all publish."""
         written = int(call.state is CallState.WRITTEN)
         ok = int(call.state is not CallState.FAILED)
-        values = self._control.minimum([written, ok, call.idx, -call.idx])
+        publishes = int(self._can_publish(call))
+        values = self._control.minimum([written, ok, call.idx, -call.idx, publishes])
         if not values[1]:
             state = CallState.FAILED
         else:
             state = CallState.WRITTEN if values[0] else CallState.RUNNING
-        return state, values[2] == -values[3]
+        return state, values[2] == -values[3], bool(values[4])
 
     def _error(self, call: Call, cause: str, rank: int | None = None) -> BaseException:
         rank = self._control.rank if rank is None else rank
@@ -373,9 +383,9 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
 
     def _shared_error(self, call: Call) -> BaseException:
         """Return the error of a call that failed on some rank, the same on all of them."""
-        if call.state is CallState.RUNNING:
-            self._get_async_caller().give_up(call)
         mine = call.cause if call.state is CallState.FAILED else ""
+        if call.state is CallState.RUNNING:
+            self._get_async_caller().give_up(call, "it failed on another rank")
         causes = self._control.gather_texts(mine[-600:] if not mine.isascii() else mine[-4000:])
         told = ((rank, cause) for rank, cause in enumerate(causes) if cause)
         rank, cause = next(told, (None, "the rank that failed did not say why"))

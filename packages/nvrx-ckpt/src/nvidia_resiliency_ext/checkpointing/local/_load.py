@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import Manifest, Record
-from nvidia_resiliency_ext.checkpointing.local._shard.pickling import join_state, runs_no_code
-from nvidia_resiliency_ext.checkpointing.local._shard.read import ShardSource, read_record
-from nvidia_resiliency_ext.checkpointing.local._shard.write import bytes_of
+from nvidia_resiliency_ext.checkpointing._shard.layout import Manifest, Record
+from nvidia_resiliency_ext.checkpointing._shard.read import ShardSource, read_record
+from nvidia_resiliency_ext.checkpointing._shard.write import bytes_of
+from nvidia_resiliency_ext.checkpointing.local._pickling import join_state, runs_no_code
 
 __all__ = ["load_state"]
 
 _LEAST_THREADS = 2
 
 
-def load_state(manifest: Manifest, sources: Sequence[ShardSource], *, strict: bool) -> Any:
+def load_state(
+    manifest: Manifest, sources: Sequence[ShardSource], *, strict: bool, verify: bool = True
+) -> Any:
     """Return the state of a shard; each byte is read once, into the memory of its tensor.
 
     Args:
@@ -27,6 +29,7 @@ def load_state(manifest: Manifest, sources: Sequence[ShardSource], *, strict: bo
         sources: Who has the shard. Records are read from all of them at the same time; one that
             fails is not asked again.
         strict: Refuse states of classes that are not ours, as loading them can run any code.
+        verify: Compare checksums.
 
     Raises:
         DamagedCheckpointError: No source has the bytes that were written.
@@ -41,7 +44,7 @@ def load_state(manifest: Manifest, sources: Sequence[ShardSource], *, strict: bo
     tensors = [torch.empty(record.nbytes, dtype=torch.uint8) for record in storages]
     work = [(skeleton_record, memoryview(skeleton))]
     work += [(r, bytes_of(t)) for r, t in zip(storages, tensors, strict=True)]
-    _Reading(work, sources).run()
+    _Reading(work, sources, verify=verify).run()
     any_name = not strict and not runs_no_code(manifest.state_class)
     return join_state(skeleton, tensors, any_name=any_name)
 
@@ -50,8 +53,13 @@ class _Reading:
     """Records that are read by several threads."""
 
     def __init__(
-        self, work: list[tuple[Record, memoryview]], sources: Sequence[ShardSource]
+        self,
+        work: list[tuple[Record, memoryview]],
+        sources: Sequence[ShardSource],
+        *,
+        verify: bool,
     ) -> None:
+        self._verify = verify
         # The largest last: they are taken from the end.
         self._waiting = sorted(work, key=lambda item: item[0].nbytes)
         self._lock = threading.Lock()
@@ -82,7 +90,7 @@ class _Reading:
                     return
                 record, target = self._waiting.pop()
             try:
-                read_record(source, record, target)
+                read_record(source, record, target, verify=self._verify)
             # Whatever it is: a record that nobody has read must not be left out.
             except Exception as error:  # noqa: BLE001
                 with self._lock:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nvidia_resiliency_ext.checkpointing._checksum import crc32
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import (
+from nvidia_resiliency_ext.checkpointing._shard.layout import (
     Manifest,
     Record,
     ShardIdentity,

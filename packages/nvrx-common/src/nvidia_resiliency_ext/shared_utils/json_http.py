@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns one kept-alive HTTP connection to the attribution service: TCP, TLS or a Unix socket."""
+"""One kept-alive connection to a service that speaks JSON over HTTP: TCP, TLS or a Unix socket."""
 
 from __future__ import annotations
 
 import functools
 import http.client
+import io
 import json
 import socket
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
-
-from .timed import timed_response
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -134,7 +133,7 @@ class JsonConnection:
             if self._connection.sock is not None:
                 self._connection.sock.settimeout(self._timeout_s)
             self._connection.response_class = functools.partial(  # type: ignore[assignment]
-                timed_response, deadline=deadline
+                _timed_response, deadline=deadline
             )
             self._connection.request(method, self._endpoint.prefix + target, body, headers)
             response = self._connection.getresponse()
@@ -171,3 +170,46 @@ class JsonConnection:
         return http.client.HTTPSConnection(
             end.address, end.port, timeout=self._timeout_s, context=context
         )
+
+
+def _timed_response(
+    sock: socket.socket, deadline: float, **options: Any
+) -> http.client.HTTPResponse:
+    """Return the answer to a request; from `deadline` (monotonic) on, reading is a `TimeoutError`.
+
+    A socket counts its own limit anew at each byte.
+    """
+    return http.client.HTTPResponse(_TimedSocket(sock, deadline), **options)  # type: ignore[arg-type]
+
+
+class _TimedSocket:
+    """What `HTTPResponse` uses of a socket."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self._sock = sock
+        self._deadline = deadline
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_TimedReader(self._sock, self._deadline))
+
+
+class _TimedReader(io.RawIOBase):
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self._sock = sock
+        self._deadline = deadline
+        # Keeps the connection open until it is read, also when `http.client` has closed its end.
+        self._raw = sock.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the answer takes too long")
+        self._sock.settimeout(left_s)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()

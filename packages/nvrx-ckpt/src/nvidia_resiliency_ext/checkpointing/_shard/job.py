@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvidia_resiliency_ext.checkpointing._errors import CheckpointWriteError
-from nvidia_resiliency_ext.checkpointing.local._shard.directory import (
+from nvidia_resiliency_ext.checkpointing._shard.directory import (
     RankDirectory,
     ShardInProgress,
     ShardName,
 )
-from nvidia_resiliency_ext.checkpointing.local._shard.peer import Peer, PeerError, PeerTarget
-from nvidia_resiliency_ext.checkpointing.local._shard.write import (
+from nvidia_resiliency_ext.checkpointing._shard.peer import Peer, PeerError, PeerTarget
+from nvidia_resiliency_ext.checkpointing._shard.write import (
     ShardContent,
     file_sink,
     write_content,

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nvidia_resiliency_ext.checkpointing._errors import CheckpointWriteError
-from nvidia_resiliency_ext.checkpointing.local._shard.read import FileSource
+from nvidia_resiliency_ext.checkpointing._shard.read import FileSource
 from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
-from nvidia_resiliency_ext.shared_utils.os_utils import private_dir
+from nvidia_resiliency_ext.shared_utils.os_utils import private_dir, sync_directory
 
 __all__ = ["RankDirectory", "ShardInProgress", "ShardName", "shard_file_name"]
 
@@ -207,7 +207,7 @@ class ShardInProgress:
         Raises:
             CheckpointWriteError: That failed; the file is removed.
         """
-        action = "fsync"
+        action, name = "fsync", self._dirty
         try:
             os.fsync(self.descriptor)
             action = "rename"
@@ -217,10 +217,12 @@ class ShardInProgress:
                 src_dir_fd=self._directory,
                 dst_dir_fd=self._directory,
             )
-            action = "fsync"
-            _sync_directory(self._directory)
+            action, name = "fsync", str(self._name)
+            sync_directory(self._directory)
         except OSError as error:
             written = os.fstat(self.descriptor).st_size
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=self._directory)
             self.discard()
             raise CheckpointWriteError.from_os(error, self.path, written, action) from error
         self._close()
@@ -321,12 +323,3 @@ def _remove_dead(name: str, directory: int) -> str:
     if not head.startswith(_FAILURE_MAGIC):
         return ""
     return head[len(_FAILURE_MAGIC) :].decode(errors="replace")
-
-
-def _sync_directory(descriptor: int) -> None:
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems cannot sync a directory and say so with EINVAL.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
