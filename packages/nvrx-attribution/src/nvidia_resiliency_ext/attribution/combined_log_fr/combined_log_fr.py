@@ -17,7 +17,6 @@ from nvidia_resiliency_ext.attribution.base import (
     normalize_attribution_args,
 )
 from nvidia_resiliency_ext.attribution.combined_log_fr.llm_merge import unpack_run_result
-from nvidia_resiliency_ext.attribution.orchestration.config import MODULE_LOG_FR_ANALYZER
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
 
 __all__ = ["CombinedLogFR", "main"]
@@ -97,7 +96,7 @@ class CombinedLogFR(NVRxAttribution[dict[str, Any], tuple[str, AttributionState]
         action = "UNKNOWN" if self.verdict is None else self.verdict.action
         return {
             "result": text,
-            "recommendation": {"action": action, "source": MODULE_LOG_FR_ANALYZER},
+            "recommendation": {"action": action},
             "attribution": None if self.verdict is None else self.verdict.to_dict(),
         }
 
