@@ -62,8 +62,10 @@ middle = time.perf_counter()
 found = analyze_dumps(loaded)
 end = time.perf_counter()
 own, workers = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
-peak = max(resource.getrusage(who).ru_maxrss for who in (own, workers))
-print(middle - start, end - middle, peak / 1024, found.kind, *found.guilty_ranks)
+used = [resource.getrusage(who) for who in (own, workers)]
+peak = max(each.ru_maxrss for each in used)
+cpu = sum(each.ru_utime + each.ru_stime for each in used)
+print(middle - start, end - middle, peak / 1024, cpu, *found.guilty_ranks)
 """
 
 
@@ -170,6 +172,7 @@ def measure_traces(python: str, sizes: str, folder: Path) -> None:
         runs = measure(python, TRACES, str(target))
         load, analyse = (statistics.median(float(run[at]) for run in runs) for at in (0, 1))
         peak = max(float(run[2]) for run in runs)
+        cpu_s = statistics.median(float(run[3]) for run in runs)
         right = [int(rank) for rank in runs[0][4:]] == job.guilty
         report(
             "traces",
@@ -177,6 +180,7 @@ def measure_traces(python: str, sizes: str, folder: Path) -> None:
             load_s=round(load, 2),
             analyse_s=round(analyse, 2),
             load_and_analyse_s=round(load + analyse, 2),
+            cpu_s=round(cpu_s, 2),  # with the start of the program, and of all processes
             mib=round(peak),
             right=right,
         )
