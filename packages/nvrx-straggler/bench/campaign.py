@@ -14,7 +14,7 @@ import os
 
 import numpy as np
 
-from nvidia_resiliency_ext.attribution.straggler._scoring import (
+from nvidia_resiliency_ext.attribution.straggler._scores.scoring import (
     ABSTAINS,
     ScoringOptions,
     gpu_score,

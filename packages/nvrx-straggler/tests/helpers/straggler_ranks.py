@@ -21,7 +21,7 @@ DEADLINE_S = 170.0
 _context = multiprocessing.get_context("forkserver")
 # The server does not have the test's sys.path, so it cannot load this module.
 _context.set_forkserver_preload(
-    ["torch.distributed", "nvidia_resiliency_ext.attribution.straggler._session"]
+    ["torch.distributed", "nvidia_resiliency_ext.attribution.straggler._session.session"]
 )
 
 
@@ -264,8 +264,8 @@ def changed_settings(rank, ranks):
         if number == 1 and rank == 0:
             Detector.request_settings(profiling_interval=4, gpu_rel_threshold=0.5, ranks=ranks)
         Detector.generate_report()
-        seen.append((Detector._session.settings.version, Detector._gate.interval))
-    paused = Detector._gate.is_paused
+        seen.append((Detector._session.settings.version, Detector._registry.interval))
+    paused = Detector._registry.is_paused
     Detector.shutdown()
     return seen, paused
 

@@ -10,8 +10,8 @@ from dataclasses import asdict
 
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
 
-from ._control import Change, Status, StatusRequest, ask, find_job
 from ._errors import ControlError
+from ._session.control import Change, Status, StatusRequest, ask, find_job
 
 __all__ = ["build_parser", "main"]
 

@@ -15,15 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from nvidia_resiliency_ext.attribution.straggler import dist_utils
 from nvidia_resiliency_ext.shared_utils.console import plain
-
-from . import dist_utils
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch.distributed import ProcessGroup
 
-    from ._scoring import Array
+    from nvidia_resiliency_ext.attribution.straggler._scores.scoring import Array
 
 __all__ = [
     "SETTINGS_BYTES",

@@ -12,25 +12,38 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
+from nvidia_resiliency_ext.attribution.straggler import dist_utils
+from nvidia_resiliency_ext.attribution.straggler._exchange.generator import (
+    Outcome,
+    RankData,
+    ReportGenerator,
+    parse_scores,
+)
+from nvidia_resiliency_ext.attribution.straggler._exchange.worker import (
+    ExchangeSkippedError,
+    ExchangeWorker,
+)
+from nvidia_resiliency_ext.attribution.straggler._measure.kernel_capture import (
+    MODES,
+    open_capture,
+    synchronize,
+)
+from nvidia_resiliency_ext.attribution.straggler._measure.sections import SectionRegistry
+from nvidia_resiliency_ext.attribution.straggler._measure.wrapping import Wrapping
+from nvidia_resiliency_ext.attribution.straggler._scores.report import Report
+from nvidia_resiliency_ext.attribution.straggler._scores.scoring import ScoringOptions
+from nvidia_resiliency_ext.attribution.straggler.interval_tracker import ReportIntervalTracker
+from nvidia_resiliency_ext.attribution.straggler.statistics import SummaryTable
 from nvidia_resiliency_ext.shared_utils.events import EventLog
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
-from . import _env, dist_utils
-from ._generator import Outcome, RankData, ReportGenerator, parse_scores
-from ._kernel_capture import MODES, open_capture, synchronize
-from ._report import Report
-from ._scoring import ScoringOptions
-from ._sections import Gate
-from ._settings import Settings
-from ._worker import ExchangeSkippedError, ExchangeWorker
-from ._wrapping import Wrapping
-from .interval_tracker import ReportIntervalTracker
-from .statistics import SummaryTable
+from . import environment
+from .settings import Settings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ._control import ControlServer
+    from .control import ControlServer
 
 __all__ = ["Session", "SessionOptions"]
 
@@ -70,7 +83,7 @@ class Session:
     """Sections, kernel timing, reports and settings of one process.
 
     Attributes:
-        gate: Switches and sections, read at every entry.
+        registry: Switches and sections, read at every entry.
         capture: Kernel timing, None where there is none.
         generator: Builds reports.
         tracker: Knows when a report is due.
@@ -84,7 +97,7 @@ class Session:
         self._options = options
         self.settings = self.pending = options.settings
         self.capture, self._capture_status = open_capture(options.cuda_profiling)
-        self.gate = Gate(self.settings.profiling_interval, self.capture)
+        self.registry = SectionRegistry(self.settings.profiling_interval, self.capture)
         self.generator = ReportGenerator(
             options.scores_to_compute,
             gather_on_rank0=options.gather_on_rank0,
@@ -106,19 +119,19 @@ class Session:
         self._events = EventLog.join(src="straggler")
         self._control: ControlServer | None = None
         self._has_tried_control = False
-        self._refresh_gate()
+        self._update_switches()
 
     @property
     def cuda_status(self) -> str:
         """How kernel timing stands on this rank."""
-        if self.gate.is_paused:
+        if self.registry.is_paused:
             return "paused"
         return self._capture_status if self.capture is None else self.capture.status
 
     def pause(self, is_paused: bool) -> None:
         """Switch measuring off or on, on this rank only."""
         self._is_paused_here = is_paused
-        self._refresh_gate()
+        self._update_switches()
 
     def request(self, changes: dict[str, object]) -> Settings:
         """Change settings on all ranks at the next report; only rank 0's request has an effect.
@@ -161,7 +174,7 @@ class Session:
 
     def close(self) -> None:
         """Restore callables, release CUPTI, end threads."""
-        self.gate.is_paused = True
+        self.registry.is_paused = True
         self.wrapping.restore()
         if self._control is not None:
             self._control.close()
@@ -169,7 +182,7 @@ class Session:
         if self.capture is not None:
             self.capture.close()
             # A process has one profiler: it must not wait for the garbage collector.
-            self.capture = self.gate.capture = None
+            self.capture = self.registry.capture = None
         self._events.close()
         group, self._own_group = self._own_group, None
         if group is not None and dist.is_initialized() and dist.group.WORLD is self._world:
@@ -183,7 +196,7 @@ class Session:
         dropped, has_failed = 0, False
         status = self.cuda_status
         try:
-            sections = self.gate.drain()
+            sections = self.registry.drain()
             if self.capture is not None:
                 synchronize()
                 kernels, dropped = self.capture.collect()
@@ -194,7 +207,7 @@ class Session:
             sections=sections,
             kernels=kernels,
             cuda_status=status,
-            abstains_sections=self.gate.is_paused,
+            abstains_sections=self.registry.is_paused,
             has_failed=has_failed,
             dropped_records=dropped,
             settings_version=offered.version,
@@ -212,15 +225,15 @@ class Session:
             self.settings = Settings.decode(changes)
             if self.pending.version <= self.settings.version:
                 self.pending = self.settings
-            self.gate.interval = self.settings.profiling_interval
+            self.registry.interval = self.settings.profiling_interval
             self.tracker.time_interval = self.settings.report_time_interval
             self.tracker.profiling_interval = self.settings.profiling_interval
-            self._refresh_gate()
+            self._update_switches()
         self.tracker.correct(outcome.iter_interval)
 
-    def _refresh_gate(self) -> None:
+    def _update_switches(self) -> None:
         rank = dist_utils.get_rank(self._options.process_group)
-        self.gate.is_paused = self._is_paused_here or not self.settings.measures(rank)
+        self.registry.is_paused = self._is_paused_here or not self.settings.measures(rank)
 
     def _record(self, report: Report) -> None:
         """Write one event for each kind of GPU or section straggler of a report."""
@@ -244,7 +257,7 @@ class Session:
                 shown = {str(rank): round(scores[rank], 4) for rank in ranks[:_MOST_RANKS_IN_EVENT]}
                 event = Straggler(ranks=format_ranks(ranks), scores=shown, reason=reason)
                 only = ranks[0] if len(ranks) == 1 else None
-                self._events.record(event, cycle=_env.launch_cycle(), rank=only)
+                self._events.record(event, cycle=environment.launch_cycle(), rank=only)
 
     def _in_group(self, run: Callable[[], T]) -> T:
         """Run a collective of reports: in the worker thread, if there are peers to wait for."""
@@ -293,7 +306,7 @@ class Session:
         reaches_all = self.generator.exchanges or dist_utils.get_world_size() == 1
         if not self._options.control or rank != 0 or not reaches_all:
             return
-        from ._control import ControlServer
+        from .control import ControlServer
 
         try:
             self._control = ControlServer(self)

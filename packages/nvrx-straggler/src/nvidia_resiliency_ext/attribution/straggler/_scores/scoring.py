@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .statistics import Statistic, SummaryTable
+from nvidia_resiliency_ext.attribution.straggler.statistics import Statistic, SummaryTable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -160,7 +160,7 @@ def is_communication(name: str) -> bool:
 
 
 def read_window(
-    sections: Summaries, kernels: Summaries, options: ScoringOptions, verdicts: dict[str, bool]
+    sections: Summaries, kernels: Summaries, options: ScoringOptions, decisions: dict[str, bool]
 ) -> tuple[Window, Summaries]:
     """Return what counts of a rank's summaries, and its kernel summaries without communication.
 
@@ -168,10 +168,10 @@ def read_window(
         sections: Summary of each section.
         kernels: Summary of each kernel.
         options: What to leave out.
-        verdicts: Remembers for each kernel name whether it is compared; cleared when it grows.
+        decisions: Remembers for each kernel name whether it is compared; cleared when it grows.
     """
     names, medians, counts, totals = _columns(kernels)
-    compared = _compared(names, options, verdicts)
+    compared = _compared(names, options, decisions)
     rows = np.flatnonzero(compared)
     communication_us = float(np.nansum(totals[~compared]))
     evicted = max(0, len(rows) - options.max_kernels)
@@ -216,19 +216,19 @@ def _columns(summaries: Summaries) -> tuple[Sequence[str], Array, Array, Array]:
 
 
 def _compared(
-    names: Iterable[str], options: ScoringOptions, verdicts: dict[str, bool]
+    names: Iterable[str], options: ScoringOptions, decisions: dict[str, bool]
 ) -> npt.NDArray[np.bool_]:
-    known = [verdicts.get(name) for name in names]
+    known = [decisions.get(name) for name in names]
     if None in known:
-        if len(verdicts) > 16 * options.max_kernels:
-            verdicts.clear()
+        if len(decisions) > 16 * options.max_kernels:
+            decisions.clear()
         wanted = options.kernel_filter
         for name in names:
-            if name not in verdicts:
-                verdicts[name] = (
+            if name not in decisions:
+                decisions[name] = (
                     not is_communication(name) if wanted is None else bool(wanted(name))
                 )
-        known = [verdicts[name] for name in names]
+        known = [decisions[name] for name in names]
     return np.array(known, dtype=np.bool_)
 
 

@@ -8,11 +8,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 
+from nvidia_resiliency_ext.attribution.straggler._exchange.collectives import SETTINGS_BYTES
+from nvidia_resiliency_ext.attribution.straggler._scores.report import DEFAULT_THRESHOLDS
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks, parse_ranks
-
-from ._exchange import SETTINGS_BYTES
-from ._report import DEFAULT_THRESHOLDS
 
 __all__ = ["CHANGEABLE", "Settings"]
 

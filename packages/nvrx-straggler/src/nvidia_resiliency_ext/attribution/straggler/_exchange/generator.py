@@ -11,19 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import dist_utils
-from ._exchange import (
-    Agreement,
-    RankState,
-    agree,
-    broadcast_settings,
-    gather_medians,
-    gather_nodes,
-    gather_rows,
-    reduce_medians,
-)
-from ._report import DEFAULT_THRESHOLDS, Report
-from ._scoring import (
+from nvidia_resiliency_ext.attribution.straggler import dist_utils
+from nvidia_resiliency_ext.attribution.straggler._scores.report import DEFAULT_THRESHOLDS, Report
+from nvidia_resiliency_ext.attribution.straggler._scores.scoring import (
     ABSTAINS,
     MISSING,
     BestTimes,
@@ -36,7 +26,7 @@ from ._scoring import (
     reference_of_ranks,
     slowest_kernels,
 )
-from ._views import (
+from nvidia_resiliency_ext.attribution.straggler._scores.views import (
     DETAIL_COLUMNS,
     SLOWEST_KERNELS,
     STATUS_TEXTS,
@@ -45,13 +35,24 @@ from ._views import (
     RankScores,
     SectionScores,
 )
-from .name_mapper import MAX_NAMES, NameMapper
+from nvidia_resiliency_ext.attribution.straggler.name_mapper import MAX_NAMES, NameMapper
+
+from .collectives import (
+    Agreement,
+    RankState,
+    agree,
+    broadcast_settings,
+    gather_medians,
+    gather_nodes,
+    gather_rows,
+    reduce_medians,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch.distributed import ProcessGroup
 
-    from ._scoring import Array
+    from nvidia_resiliency_ext.attribution.straggler._scores.scoring import Array
 
 __all__ = ["SCORES", "Outcome", "RankData", "ReportGenerator", "parse_scores"]
 
@@ -165,7 +166,7 @@ class ReportGenerator:
         self.world_size = 1
         self._best_kernels = BestTimes(self.options.max_kernels, self.options.best_decay)
         self._best_sections = BestTimes(self.options.max_kernels, self.options.best_decay)
-        self._verdicts: dict[str, bool] = {}
+        self._kernel_decisions: dict[str, bool] = {}
         self._nodes: RankNodes | None = None
         self._announced: tuple[int, int, str] | None = None
         self._windows_below = np.zeros(0, dtype=np.int64)
@@ -233,7 +234,9 @@ class ReportGenerator:
     def _read(self, data: RankData) -> tuple[Window, Summaries, bool]:
         """Return the window; a rank that cannot build one has no data, and its peers go on."""
         try:
-            window, kernels = read_window(data.sections, data.kernels, self.options, self._verdicts)
+            window, kernels = read_window(
+                data.sections, data.kernels, self.options, self._kernel_decisions
+            )
         except Exception:  # peers wait in the collective that follows
             logger.exception("straggler report: this rank has no data, its summaries are broken")
             return Window(abstains_kernels=True, abstains_sections=True), {}, True

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ._errors import StragglerError
+from nvidia_resiliency_ext.attribution.straggler._errors import StragglerError
 
 __all__ = ["ExchangeSkippedError", "ExchangeWorker"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MethodType, ModuleType
 from typing import Any
 
-from ._sections import Gate, timed_callable
+from .sections import SectionRegistry, timed_callable
 
 __all__ = ["CallableId", "Wrapping"]
 
@@ -73,7 +73,9 @@ class Wrapping:
         self._own: dict[CallableId, Any] = {}
         self._owners: dict[str, object] = {}
 
-    def wrap(self, callable_id: CallableId, gate: Gate, *, profile_cuda: bool) -> None:
+    def wrap(
+        self, callable_id: CallableId, registry: SectionRegistry, *, profile_cuda: bool
+    ) -> None:
         """Replace the attribute by a timed callable; does nothing when it is wrapped already.
 
         Raises:
@@ -96,8 +98,8 @@ class Wrapping:
             )
 
         def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-            section = gate.add(section_name, _definition_place(function))
-            return timed_callable(function, section, gate, profile_cuda=profile_cuda)
+            section = registry.add(section_name, _definition_place(function))
+            return timed_callable(function, section, registry, profile_cuda=profile_cuda)
 
         setattr(obj, name, _replacement(callable_id, raw, timed))
         self._own[callable_id] = own

@@ -15,6 +15,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.attribution.straggler._errors import ControlError
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir, live_run_dirs
 from nvidia_resiliency_ext.shared_utils.wire import (
@@ -24,11 +25,10 @@ from nvidia_resiliency_ext.shared_utils.wire import (
     send_message,
 )
 
-from . import _env
-from ._errors import ControlError
+from . import environment
 
 if TYPE_CHECKING:
-    from ._session import Session
+    from .session import Session
 
 __all__ = [
     "Change",
@@ -164,7 +164,7 @@ class ControlServer:
         session = self._session
         report = session.last_report
         return Status(
-            job=_env.job_id(),
+            job=environment.job_id(),
             pid=os.getpid(),
             world_size=session.generator.world_size,
             settings=session.settings.to_dict(),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hot path: timed sections of the training loop and timed callables.
 
-Every entry reads the `Gate`, which holds the switches that may change while the job runs. Nothing
+Every entry reads the `SectionRegistry`, which holds the switches that may change while the job runs. Nothing
 here takes a lock: samples are appended to deques, which is atomic.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .statistics import SummaryTable, summarize
+from nvidia_resiliency_ext.attribution.straggler.statistics import SummaryTable, summarize
 
 __all__ = [
     "MAX_SAMPLES",
@@ -28,7 +28,7 @@ __all__ = [
     "Capture",
     "CapturedEntry",
     "CustomSection",
-    "Gate",
+    "SectionRegistry",
     "TimedEntry",
     "timed_callable",
 ]
@@ -91,7 +91,7 @@ class CustomSection:
             )
 
 
-class Gate:
+class SectionRegistry:
     """Switches and sections of one detector; read at every entry.
 
     Attributes:
@@ -198,7 +198,11 @@ class CapturedEntry:
 
 
 def timed_callable(
-    function: Callable[..., Any], section: CustomSection, gate: Gate, *, profile_cuda: bool
+    function: Callable[..., Any],
+    section: CustomSection,
+    registry: SectionRegistry,
+    *,
+    profile_cuda: bool,
 ) -> Callable[..., Any]:
     """Return a function that does the same, timed as an entry of the section.
 
@@ -213,17 +217,17 @@ def timed_callable(
     append = section.cpu_elapsed_times.append
 
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        return _timed_until_its_end(function, section, gate, profile_cuda=profile_cuda)
+        return _timed_until_its_end(function, section, registry, profile_cuda=profile_cuda)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if gate.is_paused or _is_compiling():
+        if registry.is_paused or _is_compiling():
             return function(*args, **kwargs)
         count = section.total_entry_cnt
         section.total_entry_cnt = count + 1
-        if count % gate.interval:
+        if count % registry.interval:
             return function(*args, **kwargs)
-        capture = gate.capture
+        capture = registry.capture
         if profile_cuda and capture is not None:
             with CapturedEntry(append, capture):
                 return function(*args, **kwargs)
@@ -236,18 +240,22 @@ def timed_callable(
 
 
 def _timed_until_its_end(
-    function: Callable[..., Any], section: CustomSection, gate: Gate, *, profile_cuda: bool
+    function: Callable[..., Any],
+    section: CustomSection,
+    registry: SectionRegistry,
+    *,
+    profile_cuda: bool,
 ) -> Callable[..., Any]:
     """Return a coroutine or generator function whose whole run is one entry."""
 
     def entry() -> TimedEntry | CapturedEntry | _SkippedEntry:
-        if gate.is_paused:
+        if registry.is_paused:
             return SKIPPED
         count = section.total_entry_cnt
         section.total_entry_cnt = count + 1
-        if count % gate.interval:
+        if count % registry.interval:
             return SKIPPED
-        append, capture = section.cpu_elapsed_times.append, gate.capture
+        append, capture = section.cpu_elapsed_times.append, registry.capture
         if profile_cuda and capture is not None:
             return CapturedEntry(append, capture)
         return TimedEntry(append)
