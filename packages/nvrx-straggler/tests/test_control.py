@@ -3,7 +3,9 @@
 
 import json
 import os
+import resource
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,6 +96,34 @@ def test_strangers_and_garbage_are_not_answered(job, capsys, caplog):
         sock.connect(os.path.join(job, "control.sock"))
         sock.sendall(b"\0\0\0\x03abc")
         assert sock.recv(1) == b""
+    assert main(["status", "--run-dir", job]) == 0
+
+
+def test_server_goes_on_after_a_failure(job, capsys, caplog, monkeypatch):
+    """A request that fails and a connection that cannot be taken do not end the server."""
+
+    class Broken:
+        def table(self, k):
+            raise KeyError(k)
+
+    monkeypatch.setattr(Detector._session, "last_report", Broken())
+    assert main(["status", "--run-dir", job]) == 2
+    assert "could not answer: KeyError" in capsys.readouterr().err
+    monkeypatch.setattr(Detector._session, "last_report", None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(60)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            sock.connect(os.path.join(job, "control.sock"))
+            deadline = time.monotonic() + 60
+            while "cannot be taken" not in caplog.text and time.monotonic() < deadline:
+                time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "cannot be taken" in caplog.text
     assert main(["status", "--run-dir", job]) == 0
 
 

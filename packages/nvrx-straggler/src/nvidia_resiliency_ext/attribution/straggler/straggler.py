@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import dist_utils
 from ._errors import AlreadyInitializedError, NotInitializedError
 from ._measure.sections import SKIPPED, CapturedEntry, CustomSection, SectionRegistry, TimedEntry
 from ._measure.wrapping import CallableId
@@ -272,7 +271,7 @@ class Detector:
         """
         session = cls._require("generate_report_if_interval_elapsed")
         cls._is_due = session.count_iteration()
-        return session.report() if cls._is_due else None
+        return session.scheduled_report() if cls._is_due else None
 
     @classmethod
     def is_interval_elapsed(cls) -> bool:
@@ -316,13 +315,9 @@ class Detector:
         Raises:
             NotInitializedError: `initialize` was not called.
             ConfigError: A name or value is wrong (a `ValueError`).
-            RuntimeError: This is not rank 0.
+            RuntimeError: This is not rank 0 of the ranks that report together.
         """
-        session = cls._require("request_settings")
-        rank = dist_utils.get_rank()
-        if rank != 0:
-            raise RuntimeError(f"settings are changed on rank 0, this is rank {rank}")
-        session.request(changes)
+        cls._require("request_settings").request(changes)
 
     @classmethod
     def _require(cls, what: str) -> Session:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hot path: timed sections of the training loop and timed callables.
 
-Every entry reads the `SectionRegistry`, which holds the switches that may change while the job runs. Nothing
-here takes a lock: samples are appended to deques, which is atomic.
+Every entry reads the `SectionRegistry`, which holds the switches that may change while the job
+runs. Nothing here takes a lock: samples are appended to deques, which is atomic.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "CapturedEntry",
     "CustomSection",
     "SectionRegistry",
+    "Switch",
     "TimedEntry",
     "timed_callable",
 ]
@@ -155,6 +156,15 @@ class _SkippedEntry:
 SKIPPED = _SkippedEntry()
 
 
+class Switch(Protocol):
+    """Whether a wrapped callable is still timed."""
+
+    @property
+    def is_active(self) -> bool:
+        """False once it was restored: calls that still arrive are only passed on."""
+        ...
+
+
 class TimedEntry:
     """One measured entry without kernel timing; an exception in the body leaves no sample."""
 
@@ -201,10 +211,11 @@ def timed_callable(
     function: Callable[..., Any],
     section: CustomSection,
     registry: SectionRegistry,
+    switch: Switch,
     *,
     profile_cuda: bool,
 ) -> Callable[..., Any]:
-    """Return a function that does the same, timed as an entry of the section.
+    """Return a function that does the same, timed as an entry of the section while switched on.
 
     Coroutine functions are timed until their result, generator functions until their end. Under
     `torch.compile` the function itself is traced, untimed.
@@ -217,11 +228,11 @@ def timed_callable(
     append = section.cpu_elapsed_times.append
 
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        return _timed_until_its_end(function, section, registry, profile_cuda=profile_cuda)
+        return _timed_until_its_end(function, section, registry, switch, profile_cuda=profile_cuda)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if registry.is_paused or _is_compiling():
+        if registry.is_paused or not switch.is_active or _is_compiling():
             return function(*args, **kwargs)
         count = section.total_entry_cnt
         section.total_entry_cnt = count + 1
@@ -243,13 +254,14 @@ def _timed_until_its_end(
     function: Callable[..., Any],
     section: CustomSection,
     registry: SectionRegistry,
+    switch: Switch,
     *,
     profile_cuda: bool,
 ) -> Callable[..., Any]:
     """Return a coroutine or generator function whose whole run is one entry."""
 
     def entry() -> TimedEntry | CapturedEntry | _SkippedEntry:
-        if registry.is_paused:
+        if registry.is_paused or not switch.is_active:
             return SKIPPED
         count = section.total_entry_cnt
         section.total_entry_cnt = count + 1

@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nvidia_resiliency_ext.attribution.straggler.name_mapper import (
+    MAX_NAME_CHARACTERS,
+    shortened,
+)
 from nvidia_resiliency_ext.attribution.straggler.statistics import Statistic, SummaryTable
 
 if TYPE_CHECKING:
@@ -187,16 +191,22 @@ def read_window(
         kept = {name: kernels[name] for name in kept_names}
     section_names, section_medians, section_counts, _ = _columns(sections)
     window = Window(
-        kernel_names=kept_names,
+        kernel_names=_shortened(kept_names),
         kernel_medians=_usable(medians[rows], counts[rows], options.min_samples),
         kernel_weights=totals[rows],
-        section_names=section_names,
+        section_names=_shortened(section_names),
         section_medians=_usable(section_medians, section_counts, options.min_samples),
         compute_us=float(np.nansum(totals[rows])),
         communication_us=communication_us,
         evicted=evicted,
     )
     return window, kept
+
+
+def _shortened(names: Sequence[str]) -> Sequence[str]:
+    """Return names as they travel between ranks."""
+    longest = max(map(len, names), default=0)
+    return names if longest <= MAX_NAME_CHARACTERS else [shortened(name) for name in names]
 
 
 def _columns(summaries: Summaries) -> tuple[Sequence[str], Array, Array, Array]:
