@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import ports
 import pytest
 from attribution_service import NOBODY, STOP, AttributionService, attribution_service
+from fault_jobs import WATCHED_SECTIONS
+
+from nvidia_resiliency_ext.fault_tolerance.attribution_manager import DEFAULT_ATTRIBUTION_PORT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,12 +36,47 @@ time.sleep(600)
 """
 
 
+# Computes with a checkpoint at each step, and is killed in each of the first three cycles.
+SUMS = """
+import os, signal, sys
+from pathlib import Path
+state, cycle = Path(sys.argv[1]) / "state", int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+first, value = map(int, state.read_text().split()) if state.exists() else (0, 1)
+for step in range(first, 40):
+    if step == 10 * (cycle + 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    value = (value * 6364136223846793005 + step) % 2**64
+    state.with_suffix(".new").write_text(f"{step + 1} {value}")
+    state.with_suffix(".new").rename(state)
+"""
+
+
 @pytest.fixture
 def service() -> Iterator[AttributionService]:
     """Give a service that says STOP."""
     with attribution_service() as made:
         made.decides(STOP)
         yield made
+
+
+FAILING_RANK = Path(__file__).parent / "programs" / "attributed_rank.py"
+# What is injected, and what the real service has to say about it.
+FAULTS = (
+    ("nan", "RESTART", "num.nan"),
+    ("allocation", "RESTART", "host.oom"),
+    ("segfault", "RESTART", "host.segfault"),
+    ("hang", "RESTART", "hang.heartbeat"),
+    ("killed", "RESTART", "host.sigkill"),
+    ("bad-data", "RESTART", "data.corrupt"),
+    ("bad-data", "STOP", "data.corrupt"),
+)
+
+
+@pytest.fixture
+def managed() -> Iterator[None]:
+    """Let no other test run a managed service meanwhile: its port is fixed."""
+    with ports.turn_at(DEFAULT_ATTRIBUTION_PORT):
+        yield
 
 
 def flags_of(job: Job, url: str, action: str) -> tuple[str, ...]:
@@ -77,6 +118,20 @@ def test_a_service_that_misbehaves_neither_ends_nor_delays_a_job(
     assert job.cycles() == [0, 1, 2, 3], job.log()
 
 
+def test_a_service_that_hangs_changes_no_result(job: Job, service: AttributionService) -> None:
+    """After three killed ranks the result is that of a run without faults and without a service."""
+    service.mode = "hangs"
+    program = job.folder / "rank.py"
+    program.write_text(SUMS)
+    flags = flags_of(job, service.url, "no-restart")
+    job.start(str(job.out), program=program, nproc=1, max_restarts=3, flags=flags)
+    assert job.wait(60.0) == 0, job.log()
+    value = 1
+    for step in range(40):
+        value = (value * 6364136223846793005 + step) % 2**64
+    assert (job.out / "state").read_text() == f"40 {value}"
+
+
 def test_a_service_that_is_not_installed_is_one_message(job: Job) -> None:
     """Asking for the managed service without its packages is said once, and the job runs."""
     hidden = job.folder / "hidden"
@@ -89,6 +144,7 @@ def test_a_service_that_is_not_installed_is_one_message(job: Job) -> None:
     assert job.log().count("attribution is off") == 1
 
 
+@pytest.mark.usefixtures("managed")
 def test_the_managed_service_stops_a_job_that_cannot_run(job: Job) -> None:
     """The real service reads the log of a rank without its module: 93, not twenty restarts."""
     program = job.folder / "rank.py"
@@ -97,3 +153,33 @@ def test_the_managed_service_stops_a_job_that_cannot_run(job: Job) -> None:
     job.start(program=program, nproc=1, max_restarts=20, flags=flags)
     assert job.wait(50.0) == 93, job.log()
     assert "user.import_error" in job.log()
+
+
+def verdicts(job: Job) -> list[tuple[str, str]]:
+    """Return action and code of each verdict that the launcher has logged, in order."""
+    return re.findall(r"verdict ([A-Z]+) for \S+?_cycle\d+\.log: ([a-z_]+\.[a-z_]+)", job.log())
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("managed")
+def test_each_real_fault_gets_its_verdict(job: Job) -> None:
+    """Six faults of six kinds are restarted, the second of the same bad file ends the job."""
+    names = [name for name, _, _ in FAULTS]
+    flags = (*flags_of(job, "localhost", "no-restart"), *WATCHED_SECTIONS)
+    arguments = (str(job.out), str(job.folder / "log"), *names, "none")
+    job.start(*arguments, program=FAILING_RANK, max_restarts=20, flags=flags)
+    assert job.wait(120.0) == 93, job.log()
+    assert verdicts(job) == [(action, code) for _, action, code in FAULTS], job.log()
+
+
+@pytest.mark.parametrize("action", ["log", "no-restart"])
+@pytest.mark.usefixtures("managed")
+def test_a_device_without_room_before_the_first_step(job: Job, action: str) -> None:
+    """STOP after the first cycle: it ends the job with 93, or is a line and the job goes on."""
+    ends = ["none"] if action == "no-restart" else []
+    arguments = (str(job.out), str(job.folder / "log"), "device-allocation", *ends)
+    flags = flags_of(job, "localhost", action)
+    job.start(*arguments, program=FAILING_RANK, max_restarts=20, flags=flags)
+    assert job.wait(60.0) == {"log": 0, "no-restart": 93}[action], job.log()
+    assert verdicts(job) == [("STOP", "gpu.oom")], job.log()
+    assert "a restart is useless (1 so far)" in job.log()

@@ -57,6 +57,58 @@ def test_an_unhealthy_node_is_replaced_by_the_spare(nodes_job: Callable[..., Nod
 
 
 @pytest.mark.slow
+def test_an_excluded_array_task_is_left_out_of_the_next_round(
+    nodes_job: Callable[..., NodesJob],
+) -> None:
+    """Nobody looks at the file while ranks work; before the next round both nodes of task 1 go."""
+    job = nodes_job(4)
+    report = job.folder / "report.json"
+    files = job.folder / "health"
+    files.mkdir()
+    hosts = list(job.network)
+    flags = ["--ft-lease", "1", "--ft-segment-health-check-dir", str(files)]
+    flags += ["--ft-bad-node-hook", f"sh -c 'cat > {report}'"]
+    for number, host in enumerate(hosts):
+        job.start(
+            *("--steps", str(STEPS), "--step-ms", "20"),
+            hosts=[host],
+            nnodes="2:4",
+            flags=flags,
+            environment=_array_task(number // 2, number % 2),
+        )
+    job.wait_for_step(0, 2, ranks=2)
+    wait_until(lambda: "as a spare" in job.log(hosts[3]), job.tails)
+    assert hosts_of(job, 0) == {hosts[0].name, hosts[1].name}
+    job.wait_for_step(0, 20, ranks=2)
+    (files / "segment_health_check.77.0").write_text("node1 drained: fan broken")
+    job.wait_for_step(0, 40, ranks=2)
+    job.signal_rank(0, 1)
+    job.wait_for_step(1, 2, ranks=2)
+    assert hosts_of(job, 1) == {hosts[2].name, hosts[3].name}
+    for host in hosts[:2]:
+        assert "array task 0 of job 77" in job.log(host)
+        assert "node1 drained: fan broken" in job.log(host)
+    told = json.loads(report.read_text())
+    assert (told["reason"], told["evidence"]["check"]) == ("unhealthy", "segment")
+    assert "node1 drained: fan broken" in told["what"]
+    codes = job.wait()
+    assert [codes[host.name] for host in hosts[1:]] == [1, 0, 0], job.tails()
+    job.assert_counted(STEPS)
+    job.assert_fenced()
+
+
+def _array_task(task: int, node: int) -> dict[str, str]:
+    """Return what Slurm tells a launcher of an array whose tasks have two nodes."""
+    return {
+        "SLURM_JOB_ID": str(77 + task),
+        "SLURM_ARRAY_JOB_ID": "77",
+        "SLURM_ARRAY_TASK_ID": str(task),
+        "SLURM_NNODES": "2",
+        "SLURM_PROCID": str(node),
+    }
+
+
+@pytest.mark.slow
 def test_a_node_that_attribution_names_makes_room(nodes_job: Callable[..., NodesJob]) -> None:
     """At the next round the spare works in its place; nobody is sent away."""
     job = nodes_job(3)

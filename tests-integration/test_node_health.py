@@ -50,6 +50,19 @@ def health_events(job: Job) -> list[tuple[str, str]]:
     return [(event["check"], event["result"]) for event in job.events("health")]
 
 
+def test_an_excluded_slurm_job_does_not_start(job: Job) -> None:
+    """A plain job that the scheduler excludes ends with 1 and one line that names the file."""
+    path = job.folder / "segment_health_check.4711.4711"
+    path.write_text("node4 drained")
+    flags = ["--ft-segment-health-check-dir", str(job.folder)]
+    job.start(flags=flags, environment={"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0"})
+    assert job.wait() == 1
+    assert job.cycles() == []
+    (line,) = [line for line in job.log().splitlines() if "this node leaves the job" in line]
+    assert f"the scheduler excludes job 4711 by {path}: node4 drained" in line
+    assert ("segment", "fail") in health_events(job)
+
+
 def test_an_unhealthy_node_does_not_start(job: Job, driver: FakeDriver) -> None:
     """A GPU that needs a reset keeps the node out: exit code 1, one line that says why."""
     driver.set(**RESET_GPU_1)

@@ -16,10 +16,10 @@ import pytest
 from fault_jobs import LAUNCHER, Job
 from many_nodes import COUNTING_RANK, counted
 from slurm_cluster import SBIN, SCRIPT, SlurmCluster
-from slurm_jobs import SlurmJobs, guide_command
+from slurm_jobs import GUIDE, SlurmJobs, guide_command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from hosts import HostProcess
     from many_nodes import NodesJob
@@ -295,6 +295,70 @@ def test_the_nodes_of_an_array_task_are_replaced_together(
     jobs.job.assert_fenced()
 
 
+@pytest.mark.netns
+def test_a_drained_node_is_left_out_of_the_next_round(cluster: Callable[[int], SlurmJobs]) -> None:
+    """The publisher tells launchers of a drained node; its task makes room and comes back anew."""
+    jobs = cluster(5)
+    jobs.write_training("--steps", "300", "--step-ms", "40")
+    health = jobs.folder / "health"
+    health.mkdir()
+    published = {"HEALTH_DIR": str(health), "HEALTH_S": "0.2"}
+    plane = start_array(jobs, nodes=1, nnodes=2, tasks="0-2", env=published)
+    begun = jobs.wait_for_ranks(0, 2, step=3)
+    assert list(health.glob("segment_*.state")) == []
+    bad = begun[1]["host"]
+    # A node that is drained ends no task: it makes room when there is a next round anyway.
+    jobs.shell(f"scontrol update nodename={bad} state=drain reason='fan broken'")
+    (path,) = jobs.wait_for(lambda: list(health.glob("segment_*.state")))
+    assert "fan broken" in path.read_text()
+    jobs.job.signal_rank(0, 0)
+    again = jobs.wait_for_ranks(1, 2)
+    assert begun[0]["host"] in rank_hosts(again)
+    assert bad not in rank_hosts(again)
+    # Its task is started again elsewhere, and nobody is excluded any more.
+    jobs.wait_for(lambda: not list(health.glob("segment_*.state")))
+    assert plane.wait(60) == 0, jobs.logs()
+    jobs.wait_for(lambda: not jobs.shell("squeue -h"))
+    assert "fan broken" in jobs.logs()
+    jobs.job.assert_counted(300)
+    jobs.job.assert_fenced()
+
+
+@pytest.mark.netns
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("form", ["jobs of one name", "tasks of an array"])
+def test_the_next_allocation_takes_over_from_a_lost_rendezvous_host(
+    cluster: Callable[[int], SlurmJobs], form: str
+) -> None:
+    """One runs at a time: the second goes on from the checkpoint elsewhere, a third has no work."""
+    jobs = cluster(4)
+    jobs.write_training("--steps", "120", "--step-ms", "40", "--save-every", "5")
+    first, second = re.findall(
+        r"^```sh\n(.*?)^```$", section("Let a second allocation"), re.MULTILINE | re.DOTALL
+    )
+    text = first.replace("in 1 2;", "in 1 2 3;") if "jobs" in form else second
+    text = text.replace("0-1%1", "0-2%1").replace("--nodes=3", "--nodes=2 -x node1")
+    said = jobs.shell(text.replace("2:3", "2"), env={"WATCH_S": "1"})
+    begun = jobs.wait_for_ranks(0, 4, step=20)
+    assert rank_hosts(begun) == ["node2", "node2", "node3", "node3"]
+    assert jobs.shell("squeue -h -r -o %T").split().count("RUNNING") == 1
+    lost = jobs.job.network[1]
+    lost.power_off()
+    jobs.slurm.set_down(lost)
+    others = {"node3", "node4"}
+    jobs.wait_for(lambda: others <= {entry["host"] for entry in jobs.job.entries("step")}, 90)
+    jobs.wait_for(lambda: not jobs.shell("squeue -h"), 90)
+    jobs.job.assert_counted(120)
+    assert max(entry["step"] for entry in jobs.job.entries("resume")) >= 15
+    assert len(list(jobs.folder.glob("over-*"))) == 1, said
+    assert "another one has done the work" in jobs.logs()
+
+
+def section(heading: str) -> str:
+    """Return a section of the guide."""
+    return GUIDE.read_text().split(f"\n## {heading}", 1)[1].split("\n## ", 1)[0]
+
+
 def launcher_of(jobs: SlurmJobs, name: str) -> str:
     """Return the pid of the launcher on a host."""
     host = next(host for host in jobs.job.network if host.name == name)
@@ -302,13 +366,21 @@ def launcher_of(jobs: SlurmJobs, name: str) -> str:
     return shown.stdout.strip()
 
 
-def start_array(jobs: SlurmJobs, *, nodes: int, nnodes: int) -> HostProcess:
-    """Submit the guide's array of two tasks, away from the first host; return its control plane."""
+def start_array(
+    jobs: SlurmJobs,
+    *,
+    nodes: int,
+    nnodes: int,
+    tasks: str = "0-1",
+    env: Mapping[str, str] | None = None,
+) -> HostProcess:
+    """Submit the guide's array of tasks, away from the first host; return its control plane."""
     text = guide_command("Let Slurm replace nodes: job arrays")
+    text = text.replace("--array=0-1", f"--array={tasks}")
     text = text.replace("--nodes=2", f"--nodes={nodes} --exclude=node1 --exclusive")
     return jobs.slurm.start(
         *("sh", "-euc", text.replace("--nnodes 4", f"--nnodes {nnodes}")),
-        env=jobs.environment(),
+        env=jobs.environment(env),
         cwd=jobs.folder,
         stdout=jobs.folder / "control.out",
         stderr=subprocess.STDOUT,

@@ -42,6 +42,7 @@ def tree(tmp_path: Path) -> Path:
     helpers = tmp_path / "packages" / "nvrx-a" / "tests" / "helpers"
     helpers.mkdir(parents=True)
     (helpers / "a_workers.py").write_text("")
+    (tmp_path / "tests-support").symlink_to(TOOL.parents[1] / "tests-support")
     return tmp_path
 
 

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tools/release.py` on a small repository with real git, hatch and towncrier."""
 
+import hashlib
+import importlib
+import json
 import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -132,6 +136,77 @@ def test_release_that_makes_no_sense_changes_nothing(
     assert code != 0
     assert reason in said
     assert git(repository, env, "status", "--porcelain") == ""
+
+
+METADATA = """\
+Metadata-Version: 2.4
+Name: nvrx-a
+Version: 0.7.0
+Summary: A thing
+License-Expression: Apache-2.0
+Requires-Dist: nvrx-common>=0.7
+Requires-Dist: torch>=2.4
+Requires-Dist: grpcio; extra == "all"
+Requires-Dist: nvrx-common[grpc]; extra == "all"
+"""
+
+
+def wheel_at(path: Path, files: dict[str, str]) -> Path:
+    """Write a wheel with these files."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def test_a_bill_of_materials_says_what_is_in_a_wheel_and_what_it_requires(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
+    """It has hashes and requirements with their scope; the same wheel gives the same text."""
+    files = {"nvrx_a-0.7.0.dist-info/METADATA": METADATA, "a/native.abi3.so": "code"}
+    wheel = wheel_at(tmp_path / "nvrx_a-0.7.0-py3-none-any.whl", files)
+    assert run(ROOT, env, "--sbom", str(wheel))[0] == 0
+    text = (tmp_path / f"{wheel.name}.cdx.json").read_text()
+    bom = json.loads(text)
+    component = bom["metadata"]["component"]
+    assert (bom["bomFormat"], bom["specVersion"]) == ("CycloneDX", "1.6")
+    assert component["hashes"][0]["content"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
+    scopes = {item["name"]: item.get("scope") for item in bom["components"]}
+    assert scopes == {
+        "grpcio": "optional", "nvrx-common": "required", "torch": "required",
+        "a/native.abi3.so": None,
+    }  # fmt: skip
+    listed = {item["bom-ref"] for item in bom["components"]}
+    assert set(bom["dependencies"][0]["dependsOn"]) == listed
+    assert run(ROOT, env, "--sbom", str(wheel))[0] == 0
+    assert (tmp_path / f"{wheel.name}.cdx.json").read_text() == text
+
+
+def test_a_file_that_is_no_wheel_has_no_bill_of_materials(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
+    """Another file, an archive without metadata, or none, is one line and exit code 1."""
+    text = tmp_path / "a.whl"
+    text.write_text("no archive")
+    empty = wheel_at(tmp_path / "b.whl", {})
+    for path in (text, empty, tmp_path / "none.whl"):
+        code, said = run(ROOT, env, "--sbom", str(path))
+        assert code == 1
+        assert len(said.splitlines()) == 1, said
+
+
+def test_wheels_that_own_the_same_file_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two wheels with one file would overwrite each other; a file of one wheel is no problem."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    check_alone = importlib.import_module("check_alone")
+    wheels = [
+        wheel_at(tmp_path / "a.whl", {"x/__init__.py": "", "x/a.py": "", "x/_b.py": ""}),
+        wheel_at(tmp_path / "b.whl", {"x/a.py": "", "b.dist-info/METADATA": ""}),
+    ]
+    assert check_alone.owned_twice(wheels) == ["x/a.py is in a.whl and b.whl"]
+    assert check_alone.public_modules(wheels[0]) == ["x", "x.a"]
 
 
 def test_release_needs_a_clean_tree(repository: Path, env: dict[str, str]) -> None:

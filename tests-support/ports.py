@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,3 +39,18 @@ def claimed(count: int = 1) -> Iterator[int]:
             yield first
             return
     raise AssertionError(f"no {count} free ports between {_FIRST} and {_LAST}")
+
+
+@contextlib.contextmanager
+def turn_at(port: int, limit_s: float = 150.0) -> Iterator[None]:
+    """Let one test at a time use a port that a program chooses itself."""
+    deadline = time.monotonic() + limit_s
+    with socket.socket(socket.AF_UNIX) as claim:
+        while True:
+            try:
+                claim.bind(f"\0nvrx-tests-port-{port}")
+                break
+            except OSError:
+                assert time.monotonic() < deadline, f"port {port} stays in use"
+                time.sleep(0.1)  # another test's process; nobody tells of its end
+        yield

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test each wheel alone: only it and the nvrx wheels it requires, in a fresh environment.
 
+Then all together in one environment: no file belongs to two wheels, every public module can be
+imported, every program prints its help, and the examples of the packages' READMEs run.
+
 Third-party packages come from the interpreter that runs this, through one ``.pth`` file: a ``.pth``
 in a folder added by another one is not read, so the editable checkouts do not leak in. Tests marked
 serial or slow are left to the ordinary run. A few tests that fail are run once more, as there.
@@ -9,6 +12,7 @@ serial or slow are left to the ordinary run. A few tests that fail are run once 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -21,14 +25,19 @@ import venv
 import zipfile
 from email.parser import Parser
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
 ROOT = Path(__file__).resolve().parent.parent
 PREFIX = "nvrx-"
+PROGRAM = re.compile("nvrx-|ft_launcher")
 TIMEOUT_S = 300.0
 TESTS_FAILED = 1  # exit codes of pytest
 NO_TESTS_COLLECTED = 5
@@ -38,6 +47,17 @@ SHOW_ORIGIN = """
 import importlib.metadata, sys, nvidia_resiliency_ext as package
 name = sys.argv[1]
 print(len(package.__path__), package.__path__[0], importlib.metadata.version(name))
+"""
+
+
+IMPORT_ALL = """
+import importlib, sys
+for name in sys.argv[2:]:
+    module = importlib.import_module(name)
+    if not (module.__file__ or "").startswith(sys.argv[1]):
+        sys.exit(f"{name} comes from {module.__file__}")
+    for public in getattr(module, "__all__", ()):
+        getattr(module, public)
 """
 
 
@@ -84,7 +104,7 @@ def pytest_settings(root: Path, distribution: str, target: Path) -> None:
     """Write the repository's pytest settings for one distribution, without the others' helpers."""
     shared = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["pytest"]
     helpers = root / "packages" / distribution / "tests" / "helpers"
-    support = root / "tests-support"
+    support = ROOT / "tests-support"
     lines = [
         "[pytest]",
         "addopts = --import-mode=importlib --tb=short -q",
@@ -96,27 +116,86 @@ def pytest_settings(root: Path, distribution: str, target: Path) -> None:
     target.write_text("\n".join(lines) + "\n")
 
 
-def test_alone(root: Path, distribution: str, wheels: dict[str, Path], workers: str) -> str | None:
-    """Install and test one distribution; return what went wrong, or None."""
+@contextlib.contextmanager
+def environment_with(wheels: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
+    """Give a fresh environment with some wheels, and the folder of its packages, for a while."""
     with tempfile.TemporaryDirectory(prefix="nvrx-alone-") as name:
-        folder = Path(name)
-        environment = folder / "venv"
+        environment = Path(name) / "venv"
         venv.EnvBuilder(symlinks=True).create(environment)
         python = environment / "bin" / "python"
-        names = closure(distribution, wheels)
         pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
         install = ["--python", str(python), "install", "--no-deps", "--no-index"]
-        subprocess.run([*pip, *install, *(str(wheels[item]) for item in names)], check=True)
+        subprocess.run([*pip, *install, *(str(wheel) for wheel in wheels)], check=True)
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         packages = environment / "lib" / version / "site-packages"
         (packages / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        yield python, packages
+
+
+def clean_environ(python: Path) -> dict[str, str]:
+    """Return our environment without settings of Python and pytest, and with it first on PATH."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST"))}
+    env.pop("VIRTUAL_ENV", None)
+    env["PATH"] = os.pathsep.join((str(python.parent), env.get("PATH", os.defpath)))
+    return env
+
+
+def public_modules(wheel: Path) -> list[str]:
+    """Return the modules of a wheel that users may import."""
+    with zipfile.ZipFile(wheel) as archive:
+        files = [Path(name) for name in archive.namelist() if name.endswith(".py")]
+    names = [".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files]
+    return sorted(name for name in names if "._" not in name and "_pb2" not in name)
+
+
+def owned_twice(wheels: Iterable[Path]) -> list[str]:
+    """Return the files that two wheels install: pip would let the last one win."""
+    owners: dict[str, list[str]] = {}
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                if ".dist-info/" not in name:
+                    owners.setdefault(name, []).append(wheel.name)
+    return [f"{name} is in {' and '.join(own)}" for name, own in owners.items() if len(own) > 1]
+
+
+def test_together(root: Path, wheels: dict[str, Path]) -> str | None:
+    """Install all wheels into one environment and use them; return what went wrong, or None."""
+    if found := owned_twice(wheels.values()):
+        return "; ".join(found)
+    with environment_with(wheels.values()) as (python, packages):
+        empty = packages.parent
+        env = clean_environ(python)
+        modules = [name for wheel in wheels.values() for name in public_modules(wheel)]
+        readmes = sorted(root.glob("packages/*/README.md"))
+        commands = [[str(python), "-c", IMPORT_ALL, str(packages), *modules]]
+        programs = sorted(path for path in python.parent.iterdir() if PROGRAM.match(path.name))
+        commands += [[str(program), "--help"] for program in programs]
+        commands += [[str(python), str(root / "tools" / "check_docs.py"), *map(str, readmes)]]
+        for command in commands:
+            try:
+                done = subprocess.run(
+                    command, cwd=empty, env=env, capture_output=True, text=True,
+                    timeout=TIMEOUT_S, check=False,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                return f"{Path(command[0]).name} {command[1]} did not end within {TIMEOUT_S:.0f} s"
+            if done.returncode:
+                said = (done.stdout + done.stderr).strip()
+                return f"{Path(command[0]).name} {command[1]} ended with {done.returncode}: {said}"
+    return None
+
+
+def test_alone(root: Path, distribution: str, wheels: dict[str, Path], workers: str) -> str | None:
+    """Install and test one distribution; return what went wrong, or None."""
+    names = closure(distribution, wheels)
+    with environment_with(wheels[item] for item in names) as (python, packages):
+        folder = packages.parents[3]
         empty = folder / "empty"
         empty.mkdir()
         settings = folder / "pytest.ini"
         pytest_settings(root, distribution, settings)
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST"))}
-        env.pop("VIRTUAL_ENV", None)
-        env["PATH"] = os.pathsep.join((str(python.parent), env.get("PATH", os.defpath)))
+        env = clean_environ(python)
         safe_path = ["-P"] if sys.version_info >= (3, 11) else []
         origin = subprocess.run(
             [python, *safe_path, "-c", SHOW_ORIGIN, distribution],
@@ -179,6 +258,12 @@ def main() -> int:
         if problem is not None:
             failed.append(name)
     print(f"alone: {len(names) - len(failed)} of {len(names)} wheels work alone")
+    if not options.distributions:
+        started = time.monotonic()
+        problem = test_together(options.root.resolve(), wheels)
+        seconds = time.monotonic() - started
+        print(f"together: {problem or 'all wheels work together'} ({seconds:.1f} s)", flush=True)
+        failed += ["together"] if problem else []
     return 1 if failed else 0
 
 

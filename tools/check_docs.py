@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "packages/*/README.md", "docs/quickstart.md", "docs/guides/*.md")
+PAGES = ("README.md", "packages/*/README.md", "docs/*.md", "docs/guides/*.md")
 DEADLINE_S = 120.0
 TAIL_LINES = 40
 FENCE = re.compile(r"^(?P<indent>\s*)(?P<fence>`{3,}|~{3,})\s*(?P<info>[^`]*)$")

@@ -2,15 +2,26 @@
 """Prepare a release of one distribution: version, changelog, commit and tag; it publishes nothing.
 
 Pushing the tag ``<dist>-v<version>`` makes the release workflow build, check and publish the wheel.
+``--sbom`` writes the bill of materials (CycloneDX) of built wheels beside them.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import io
+import json
 import re
 import subprocess
 import sys
+import uuid
+import zipfile
+from email.parser import BytesParser
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = "nvrx-common"
@@ -102,6 +113,87 @@ def release(root: Path, distribution: str, bump: str, *, ci_passed: bool) -> str
     return tag
 
 
+def sbom(wheel: Path) -> dict[str, Any]:
+    """Return the CycloneDX 1.6 bill of materials of a wheel, from its own metadata.
+
+    It names the wheel with its hash, the native libraries in it with theirs, and the distributions
+    that it requires, those of extras as optional. The same wheel always gives the same text.
+    """
+    content = wheel.read_bytes()
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        members = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        if len(members) != 1:
+            raise ReleaseError(f"{wheel} is no wheel: it has {len(members)} METADATA files")
+        metadata = BytesParser().parsebytes(archive.read(members[0]))
+        native = {name: archive.read(name) for name in archive.namelist() if name.endswith(".so")}
+    name, version = str(metadata["Name"]), str(metadata["Version"])
+    reference = f"pkg:pypi/{name}@{version}"
+    required: dict[str, list[str]] = {}
+    for line in metadata.get_all("Requires-Dist", []):
+        match = re.match(r"[A-Za-z0-9._-]+", line)
+        if match:
+            key = re.sub(r"[-_.]+", "-", match[0]).lower()
+            required.setdefault(key, []).append(line)
+    components: list[dict[str, Any]] = [
+        {
+            "type": "library",
+            "bom-ref": f"pkg:pypi/{key}",
+            "name": key,
+            "purl": f"pkg:pypi/{key}",
+            "scope": "optional" if all("extra ==" in line for line in lines) else "required",
+            "properties": [{"name": "python:requires-dist", "value": line} for line in lines],
+        }
+        for key, lines in sorted(required.items())
+    ]
+    components += [
+        {"type": "file", "bom-ref": f"file:{path}", "name": path, "hashes": [digest(data)]}
+        for path, data in sorted(native.items())
+    ]
+    return {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, digest(content)['content'])}",
+        "version": 1,
+        "metadata": {
+            "component": {
+                "type": "library",
+                "bom-ref": reference,
+                "name": name,
+                "version": version,
+                "description": str(metadata["Summary"]),
+                "purl": f"{reference}?file_name={wheel.name}",
+                "hashes": [digest(content)],
+                "licenses": [{"expression": str(metadata["License-Expression"])}],
+            }
+        },
+        "components": components,
+        "dependencies": [
+            {"ref": reference, "dependsOn": [item["bom-ref"] for item in components]},
+            *({"ref": item["bom-ref"]} for item in components),
+        ],
+    }
+
+
+def digest(content: bytes) -> dict[str, str]:
+    """Return the SHA-256 of bytes, as CycloneDX writes a hash."""
+    return {"alg": "SHA-256", "content": hashlib.sha256(content).hexdigest()}
+
+
+def write_sboms(wheels: Sequence[Path]) -> list[Path]:
+    """Write ``<wheel>.cdx.json`` beside each wheel; return the paths."""
+    written = []
+    for wheel in wheels:
+        try:
+            text = json.dumps(sbom(wheel), indent=2)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise ReleaseError(f"{wheel} is no wheel: {error}") from error
+        path = wheel.with_name(f"{wheel.name}.cdx.json")
+        path.write_text(f"{text}\n")
+        written.append(path)
+    return written
+
+
 def main() -> int:
     """Plan, or release one distribution."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -109,6 +201,7 @@ def main() -> int:
     parser.add_argument("bump", nargs="?", help="major, minor, patch, or a version x.y.z")
     parser.add_argument("--plan", action="store_true", help="say what could be released")
     parser.add_argument("--missing-fragments", metavar="BASE", help="check a branch against BASE")
+    parser.add_argument("--sbom", metavar="WHEEL", nargs="+", type=Path, help="write their SBOMs")
     parser.add_argument("--ci-passed", action="store_true", help="the checks passed on this commit")
     parser.add_argument("--root", type=Path, default=ROOT)
     options = parser.parse_args()
@@ -116,6 +209,9 @@ def main() -> int:
     try:
         if options.plan:
             print("\n".join(plan(root)))
+            return 0
+        if options.sbom:
+            print("\n".join(map(str, write_sboms(options.sbom))))
             return 0
         if options.missing_fragments:
             missing = missing_fragments(root, options.missing_fragments)

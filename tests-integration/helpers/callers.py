@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Megatron-LM, Megatron-Bridge and NeMo import and call, as they write it.
+"""What Megatron-LM, Megatron-Bridge, NeMo and attribution tools import and call, as they write it.
 
 Each row is a short program that must run without an error. `needs` names the distribution that
 brings the names; the rows of one distribution share an interpreter, each in a namespace of its own.
@@ -14,6 +14,7 @@ __all__ = ["ROWS", "Row"]
 MEGATRON = "Megatron-LM"
 BRIDGE = "Megatron-Bridge"
 NEMO = "NeMo"
+TOOLS = "attribution clients and tools"
 
 
 @dataclass(frozen=True)
@@ -331,6 +332,294 @@ assert len(list(scores.items())) == len(scores.values()) == len(scores)
 assert report.rank_to_node[0]
 straggler.reporting.ReportGenerator, straggler.Statistic.MED, straggler.StragglerId(0, "n")
 straggler.Detector.shutdown()
+""",
+    ),
+    Row(
+        BRIDGE,
+        "megatron/bridge/training/checkpointing.py: an abort, and the default queue",
+        "nvrx-ckpt",
+        """
+import os, tempfile, torch
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
+from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
+    LocalCheckpointManager,
+)
+torch.distributed.init_process_group(
+    "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+done = []
+request = AsyncRequest(os.getpid, (), [lambda: done.append(1)])
+request.freeze().execute_sync()
+assert done == [1]
+queue = AsyncCallsQueue(persistent=False)
+manager = LocalCheckpointManager(tempfile.mkdtemp())
+queue.schedule_async_request(
+    manager.save(BasicTensorAwareStateDict({"weight": torch.ones(3)}), 3, is_async=True))
+assert queue.get_num_unfinalized_calls() == 1
+queue.maybe_finalize_async_calls(blocking=True)
+assert manager.find_latest() == 3
+assert manager._filename_to_id(os.path.basename(manager._filename_from_template(3, 0)))
+queue.schedule_async_request(AsyncRequest(os.getpid, (), []))
+queue.close(abort=True)
+assert queue.get_num_unfinalized_calls() == 0
+assert queue.schedule_async_request(AsyncRequest(os.getpid, (), [])) == 0
+queue.close()
+torch.distributed.destroy_process_group()
+""",
+    ),
+    Row(
+        f"{MEGATRON}, {BRIDGE}",
+        "megatron/training/inprocess_restart.py: what its own callbacks use",
+        "nvrx-inprocess",
+        """
+from datetime import timedelta
+import nvidia_resiliency_ext.inprocess as inprocess
+for name in ("iteration", "state", "store", "base_store", "atomic", "ping", "shutdown",
+             "disable_hang_protection"):
+    assert hasattr(inprocess.CallWrapper, name), name
+state = inprocess.state.State(rank=0, world_size=1, initial_rank=0, initial_world_size=1)
+state.active_world_size = state.active_rank = 0
+try:
+    inprocess.initialize.RetryController(min_world_size=2)(state)
+except inprocess.exception.RestartAbort as error:
+    assert "iteration=" in str(error)
+else:
+    raise AssertionError("too few ranks are enough")
+inprocess.abort.AbortTorchDistributed(torch_fr_trace_path=None)
+inprocess.finalize.ThreadedFinalize(timedelta(seconds=10), print, args=(), kwargs={})
+""",
+    ),
+    Row(
+        f"{MEGATRON}, {BRIDGE}",
+        "megatron/training/ft_integration.py: all calls of a training, without a monitor",
+        "nvrx-ft",
+        """
+import inspect
+from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+assert list(inspect.signature(RankMonitorClient.init_workload_monitoring).parameters) == [
+    "self", "num_warmup_iters"]
+for name in (
+    "start_section", "end_section", "end_all_sections", "send_heartbeat", "state_dict",
+    "load_state_dict", "calculate_and_set_hb_timeouts", "send_workload_control_request",
+):
+    assert callable(getattr(RankMonitorClient, name)), name
+""",
+    ),
+    Row(
+        NEMO,
+        "nemo/lightning/run/plugins.py: sections, and reports of slow GPUs",
+        "nvrx-lightning",
+        """
+from nvidia_resiliency_ext.ptl_resiliency import (
+    FaultToleranceSectionsCallback, StragglerDetectionCallback,
+)
+FaultToleranceSectionsCallback(autoresume=False, calculate_timeouts=True)
+StragglerDetectionCallback(
+    report_time_interval=300, calc_relative_gpu_perf=True, calc_individual_gpu_perf=True,
+    num_gpu_perf_scores_to_print=5, gpu_relative_perf_threshold=0.7,
+    gpu_individual_perf_threshold=0.7, stop_if_detected=False, enable_ptl_logging=True)
+""",
+    ),
+    Row(
+        TOOLS,
+        "attribution.base: an analysis of three steps",
+        "nvrx-attribution",
+        """
+from nvidia_resiliency_ext.attribution.base import AttributionState, NVRxAttribution
+def read() -> str:
+    return "text"
+async def judge(text: str) -> list[str]:
+    return [text, "bad"]
+def put_out(found: list[str]) -> tuple[str, AttributionState]:
+    return " ".join(found), AttributionState.STOP
+analysis = NVRxAttribution(preprocess_input=read, attribution=judge, output_handler=put_out)
+assert analysis.run_sync({}) == ("text bad", AttributionState.STOP)
+def misfit(number: int) -> list[str]:
+    return []
+try:
+    NVRxAttribution(preprocess_input=read, attribution=misfit, output_handler=put_out)
+except ValueError:
+    pass
+else:
+    raise AssertionError("steps that do not fit together are taken")
+""",
+    ),
+    Row(
+        TOOLS,
+        "attribution: all names of the package",
+        "nvrx-attribution",
+        """
+from nvidia_resiliency_ext.attribution import (
+    AnalysisPipelineMode, Analyzer, AttrSvcResult, AttributionAnalysisConfig,
+    AttributionCacheConfig, AttributionController, AttributionControllerConfig,
+    AttributionCredentialsConfig, AttributionPostprocessingConfig, AttributionRecommendation,
+    CacheResult, CoalescerStats, CombinedAnalysisResult, DEFAULT_COMPUTE_TIMEOUT_SECONDS,
+    ErrorCode, FileInfo, FrDumpPathNotFoundError, InflightResult, Job, JobMode,
+    LogAnalysisCoalesced, LogAnalysisCycleResult, LogAnalysisSplitlogResult, LogAnalyzerConfig,
+    LogAnalyzerError, LogAnalyzerFilePreview, LogAnalyzerOutcome, LogAnalyzerSubmitResult,
+    MAX_JOBS, MIN_FILE_SIZE_KB, POLL_INTERVAL_SECONDS, RESP_MODE, RESP_RESULT, RESP_STATUS,
+    RawAnalysisResultItem, RequestCoalescer, STATE_TIMEOUT, SplitlogTracker, StatsResult,
+    SubmittedResult, TTL_MAX_JOB_AGE_SECONDS, TTL_PENDING_SECONDS, TTL_TERMINATED_SECONDS,
+    TraceAnalyzer, coalesced_from_cache, parse_attrsvc_response, recommendation_should_stop,
+    run_attribution_pipeline,
+)
+assert (MAX_JOBS, MIN_FILE_SIZE_KB, POLL_INTERVAL_SECONDS) == (100000, 4, 300)
+assert (TTL_PENDING_SECONDS, TTL_TERMINATED_SECONDS) == (604800, 3600)
+assert recommendation_should_stop({"action": "STOP"})
+assert not recommendation_should_stop({"action": "RESTART"})
+odd = parse_attrsvc_response(["nothing", 7], log_path="/x.log")
+assert odd.should_stop is False and odd.log_path == "/x.log"
+odd.attribution_preview(max_chars=200), odd.result_id_preview(16), odd.format_log_message()
+""",
+    ),
+    Row(
+        TOOLS,
+        "attribution.Analyzer and run_attribution_pipeline: a log is analysed",
+        "nvrx-attribution",
+        """
+import asyncio, pathlib, tempfile
+from nvidia_resiliency_ext.attribution import (
+    AnalysisPipelineMode, Analyzer, FrDumpPathNotFoundError, run_attribution_pipeline,
+)
+root = tempfile.mkdtemp()
+log = pathlib.Path(root, "job_cycle0.log")
+log.write_text("[rank3]: torch.OutOfMemoryError: CUDA out of memory." + chr(10))
+async def main():
+    analyzer = Analyzer(allowed_root=root)
+    await analyzer.submit(str(log), user="u", job_id="7", analysis_intent="terminal")
+    answer = await analyzer.analyze(str(log), wait=True)
+    assert analyzer.read_file_preview(str(log)).content.startswith("[rank3]")
+    assert analyzer.get_all_jobs()
+    await analyzer.shutdown_async()
+    combined = await run_attribution_pipeline(str(log), mode=AnalysisPipelineMode.LOG_ONLY)
+    assert combined.log_result
+    try:
+        await run_attribution_pipeline(str(log), mode=AnalysisPipelineMode.TRACE_ONLY)
+    except FrDumpPathNotFoundError:
+        return answer
+    raise AssertionError("no dump is no error")
+assert asyncio.run(main()).recommendation["action"] == "STOP"
+""",
+    ),
+    Row(
+        TOOLS,
+        "attribution.trace_analyzer: flight recorder dumps",
+        "nvrx-attribution",
+        """
+import asyncio, json, pathlib, tempfile
+from nvidia_resiliency_ext.attribution.trace_analyzer.fr_attribution import (
+    Collective, CollectiveAnalyzer, eprint,
+)
+from nvidia_resiliency_ext.attribution.trace_analyzer.fr_support import (
+    FR_DUMP_PATH_ENV, FRAnalysisResult, analyze_fr_dump, extract_fr_dump_path,
+    fr_fields_for_dataflow_record, fr_markdown_appendix, fr_path_resolvable_for_collective_analyzer,
+)
+from nvidia_resiliency_ext.attribution.trace_analyzer.trace_collector import (
+    TorchFRTraceCollector, TraceCollector,
+)
+assert FR_DUMP_PATH_ENV == "TORCH_FR_DUMP_TEMP_FILE"
+assert issubclass(TorchFRTraceCollector, TraceCollector)
+folder = pathlib.Path(tempfile.mkdtemp())
+for rank in (0, 1):
+    entry = {
+        "record_id": 1, "pg_id": 0, "process_group": ["0", "default_pg"], "collective_seq_id": 5,
+        "p2p_seq_id": 0, "op_id": 5, "profiling_name": "nccl:all_reduce", "state": "scheduled",
+        "time_created_ns": 1, "input_sizes": [[4]], "output_sizes": [[4]],
+        "input_dtypes": ["Float"], "output_dtypes": ["Float"], "is_p2p": False, "frames": [],
+    }
+    last = 5 if rank == 0 else 4
+    dump = {
+        "version": "2.9",
+        "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+        "pg_status": {"0": {"last_enqueued_collective": last, "last_started_collective": 4,
+                            "last_completed_collective": 4}},
+        "entries": [entry] if rank == 0 else [],
+    }
+    (folder / f"_dump_{rank}.json").write_text(json.dumps(dump))
+assert fr_path_resolvable_for_collective_analyzer(str(folder))
+result = asyncio.run(analyze_fr_dump(str(folder)))
+assert isinstance(result, FRAnalysisResult) and "[1]" in result.hanging_ranks, result
+assert fr_fields_for_dataflow_record(str(folder), result)["l_hanging_ranks"] == [1]
+analyzer = CollectiveAnalyzer(
+    {"fr_path": str(folder), "pattern": "_dump_*", "verbose": False, "health_check": False,
+     "llm_analyze": False, "model": None, "threshold": 0})
+assert "Missing Ranks" in asyncio.run(analyzer.preprocess_FR_dumps())
+nobody = "hanging ranks: []"
+assert fr_markdown_appendix(dump_path="x", analysis_text="", hanging_ranks=nobody) == ""
+""",
+    ),
+    Row(
+        TOOLS,
+        "attribution.orchestration: the wire and the texts of old logs",
+        "nvrx-attribution",
+        """
+from nvidia_resiliency_ext.attribution.orchestration import (
+    client_response, config, http_api, job, llm_output, log_path_metadata, progressive,
+    slurm_parser, types, utils,
+)
+assert http_api.ROUTE_LOGS == "/logs" and http_api.ROUTE_HEALTHZ == "/healthz"
+assert progressive.normalize_analysis_intent("terminal") == progressive.ANALYSIS_INTENT_TERMINAL
+assert types.normalize_recommendation_action("what") == "UNKNOWN"
+meta = log_path_metadata.extract_job_metadata("/logs/job_123456_date_26_cycle7.log")
+assert (meta.job_id, meta.cycle_id) == ("123456", 7), meta
+item = types.RawAnalysisResultItem("a", "b", "c", "d", 0, "STOP")
+assert types.RawAnalysisResultItem.from_payload(item.to_payload()) == item
+assert llm_output.logsage_recommendation([item]).action == "STOP"
+assert config.ErrorCode("not_found").value == "not_found"
+assert "llm_model" not in config.LogSageExecutionConfig().llm_runtime_overrides()
+assert slurm_parser.parse_slurm_output("").logs_dir in (None, "")
+""",
+    ),
+    Row(
+        TOOLS,
+        "attribution.log_analyzer: the older analyzer of logs",
+        "nvrx-attribution",
+        """
+import pathlib, tempfile
+from nvidia_resiliency_ext.attribution.log_analyzer.nvrx_logsage import (
+    NVRxLogAnalyzer, chunk_logs_strict, lines_after,
+)
+assert lines_after(["a", "b", "c"], "b") == ["c"]
+assert chunk_logs_strict(["a", "b"]) == {0: ["a", "b"]}
+log = pathlib.Path(tempfile.mkdtemp(), "a.log")
+log.write_text("ModuleNotFoundError: No module named 'gone'" + chr(10))
+result, state = NVRxLogAnalyzer({"log_path": str(log), "exclude_nvrx_logs": False}).run_sync(
+    {"log_path": str(log)})
+assert result and state is not None
+""",
+    ),
+    Row(
+        TOOLS,
+        "attribution.coalescing: one computation for all who wait",
+        "nvrx-attribution",
+        """
+import asyncio
+from nvidia_resiliency_ext.attribution.coalescing import RequestCoalescer
+calls = []
+async def work():
+    calls.append(1)
+    await asyncio.sleep(0)
+    return 7
+async def main():
+    coalescer = RequestCoalescer(compute_timeout=60)
+    answers = await asyncio.gather(*(coalescer.get_or_compute("/none", work) for _ in range(3)))
+    await coalescer.close()
+    return answers
+answers = asyncio.run(main())
+assert len(answers) == 3 and calls == [1], (answers, calls)
+""",
+    ),
+    Row(
+        TOOLS,
+        "services.attrsvc: made and asked in a program",
+        "nvrx-attribution",
+        """
+import tempfile
+from fastapi.testclient import TestClient
+from nvidia_resiliency_ext.services.attrsvc import Settings, create_app, parse_service_endpoint
+assert str(parse_service_endpoint("/run/x")) == "unix:///run/x"
+with TestClient(create_app(Settings(allowed_root=tempfile.mkdtemp()))) as client:
+    assert client.get("/healthz").status_code == 200
 """,
     ),
 ]

@@ -21,7 +21,7 @@ CONTROL_KINDS = ("kill_control", "kill_control_in_a_restart")
 STAGES = ("stopping", "starting", "first_step")
 
 # Seconds until all ranks train again; ten times and more of what a quiet machine takes.
-DEADLINE_S = 40.0
+DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ import contextlib
 import http.client
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +12,7 @@ from urllib.parse import urlencode
 
 import ports
 import pytest
+from attribution_running import OOM, running
 
 from nvidia_resiliency_ext.services.attrsvc import Settings, parse_service_endpoint
 from nvidia_resiliency_ext.services.attrsvc.limits import RateLimiter, parse_rate
@@ -21,82 +20,6 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
-
-OOM = "torch.OutOfMemoryError: CUDA out of memory.\n"
-READY_S = 50
-
-
-class Unix(http.client.HTTPConnection):
-    """A connection to a Unix socket."""
-
-    def __init__(self, path):
-        super().__init__("localhost", timeout=30)
-        self.path = path
-
-    def connect(self):
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(30)
-        self.sock.connect(self.path)
-
-
-class Service:
-    """A running service.
-
-    Attributes:
-        process: Its process.
-    """
-
-    def __init__(self, endpoint, process):
-        self.endpoint = endpoint
-        self.process = process
-
-    def request(self, method, target, body=None, **headers):
-        where = parse_service_endpoint(self.endpoint)
-        if where.path is not None:
-            connection = Unix(where.path)
-        else:
-            connection = http.client.HTTPConnection(where.host, where.port, timeout=30)
-        with contextlib.closing(connection):
-            data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-            if data is not None:
-                headers.setdefault("Content-Type", "application/json")
-            connection.request(method, target, data, headers)
-            response = connection.getresponse()
-            text = response.read()
-        is_json = response.headers.get_content_type() == "application/json"
-        return response.status, json.loads(text) if is_json else text.decode()
-
-    def post(self, path, **fields):
-        return self.request("POST", "/logs", {"log_path": str(path), **fields})
-
-    def get(self, path, **params):
-        query = urlencode({"log_path": str(path), **params})
-        return self.request("GET", f"/logs?{query}")
-
-
-@contextlib.contextmanager
-def running(root, endpoint, **settings):
-    """Run the service until the end of the block."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("NVRX_", "LLM_"))}
-    given = {"ALLOWED_ROOT": root, "ENDPOINT": endpoint, **settings}
-    environ |= {f"NVRX_ATTRSVC_{name}": str(value) for name, value in given.items()}
-    argv = [sys.executable, "-m", "nvidia_resiliency_ext.services.attrsvc"]
-    with subprocess.Popen(argv, env=environ, stderr=subprocess.PIPE, text=True) as process:
-        service = Service(endpoint, process)
-        try:
-            deadline = time.monotonic() + READY_S
-            while True:
-                assert process.poll() is None, process.stderr.read()
-                assert time.monotonic() < deadline
-                with contextlib.suppress(OSError):
-                    if service.request("GET", "/healthz")[0] == 200:
-                        break
-                time.sleep(0.05)  # a process that starts has no event to wait for
-            yield service
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
-        finally:
-            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +54,21 @@ def test_life_of_a_log(service):
     assert service.get(log)[1] == reply
     jobs = service.request("GET", "/jobs")[1]["jobs"]
     assert [j["status"] for j in jobs if j["log_path"] == str(log)] == ["completed"]
+
+
+def test_evidence_follows_the_log(service):
+    """What launcher or scheduler say about the end counts as the log's last lines."""
+    ended = {"analysis_intent": "terminal", "log_complete": True}
+    for number, (said, code) in enumerate(
+        [("rank 1: killed by SIGSEGV", "host.segfault"), ("State=NODE_FAIL", "sched.node_fail")]
+    ):
+        log = service.root / f"evidence{number}.log"
+        log.write_text("0: step: 1 loss: 0.5\n1: step: 1 loss: 0.5")
+        assert service.post(log, evidence=[said], **ended)[0] == 200
+        verdict = service.get(log)[1]["attribution"]
+        assert (verdict["reason_code"], verdict["first_fault"]["line"]) == (code, 3)
+    for wrong in (["x" * 2001], ["x"] * 17, "text", [1]):
+        assert service.post(log, evidence=wrong, **ended)[0] == 400
 
 
 def test_bad_requests(service):

@@ -233,10 +233,13 @@ def test_log_and_traces_together(tmp_path):
 
 def test_secrets_are_removed():
     """Keys, tokens and credentials of a quoted line are taken out."""
-    text = "requests.exceptions.ConnectionError: https://me:pw123@host/x token=abcdefgh12345678\n"
+    text = "requests.exceptions.ConnectionError: https://me:pw123@host/x token=abcdefgh12345678"
+    text += f" WANDB_API_KEY={'k' * 40} invalid token zyxwvuts9876\n"
     quoted = json.dumps(verdict_of(text).to_dict())
     assert "pw123" not in quoted
     assert "abcdefgh1234" not in quoted
+    assert "k" * 40 not in quoted
+    assert "zyxwvuts" not in quoted
 
 
 def test_same_input_same_verdict():

@@ -14,6 +14,7 @@ import pytest
 
 from nvidia_resiliency_ext.attribution import cli
 from nvidia_resiliency_ext.attribution._core.errors import NoTraceError
+from nvidia_resiliency_ext.attribution._traces import loading
 from nvidia_resiliency_ext.attribution._traces.analysis import analyze_dumps, analyze_traces
 from nvidia_resiliency_ext.attribution._traces.dumps import decode_dump
 from nvidia_resiliency_ext.attribution._traces.loading import LoadedTraces, load_traces
@@ -141,6 +142,62 @@ def test_workers_read_the_same(tmp_path):
     assert loaded.dumps == expected
 
 
+def test_nested_pickle_costs_one_rank(tmp_path, monkeypatch):
+    """A pickle that takes for ever to read is ended and reported; the other ranks are analysed."""
+    monkeypatch.setattr(loading, "_CPU_S_PER_FILE", 2)
+    job = simulated.make_job("host_stuck", 16, 1)
+    folder = simulated.write(job, tmp_path / "dumps")
+    victim = next(rank for rank in range(16) if rank not in job.guilty)
+    # A tuple of twice the same tuple, sixty times over, as a key: its hash takes 2**60 steps.
+    nested = b"\x80\x02}" + b")" + b"2\x86" * 60 + b"K\x01s."
+    (folder / f"_dump_{victim}").write_bytes(nested)
+    analysis = analyze_traces(str(folder))
+    assert [f.kind for f in analysis.findings] == ["unreadable"]
+    assert "CPU" in analysis.findings[0].text
+    assert analysis.guilty_ranks == job.guilty
+
+
+def test_links_out_of_the_root_are_not_read(tmp_path):
+    """With a root, a dump that is a link to a file outside of it is a finding."""
+    job = simulated.make_job("host_stuck", 16, 1)
+    folder = simulated.write(job, tmp_path / "root" / "dumps")
+    victim = next(rank for rank in range(16) if rank not in job.guilty)
+    (folder / f"_dump_{victim}").rename(tmp_path / "elsewhere")
+    (folder / f"_dump_{victim}").symlink_to(tmp_path / "elsewhere")
+    found = analyze_traces(str(folder), allowed_root=str(tmp_path / "root"))
+    assert [(f.kind, f.file) for f in found.findings] == [("outside_root", f"_dump_{victim}")]
+    assert not analyze_traces(str(folder)).findings
+    with pytest.raises(NoTraceError, match="outside"):
+        analyze_traces(str(folder), allowed_root=str(tmp_path / "other"))
+
+
+def test_reader_that_cannot_start_leaves_nothing(tmp_path, monkeypatch):
+    """Without an interpreter for the readers there is an error, and no open descriptor."""
+    folder = simulated.write(simulated.make_job("host_stuck", 16, 1), tmp_path / "dumps")
+    for interpreter, text in (("/does/not/exist", "start"), ("/bin/false", "exit code 1")):
+        before = os.listdir("/proc/self/fd")
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", interpreter)
+            with pytest.raises(NoTraceError, match=text):
+                load_traces(str(folder))
+        assert os.listdir("/proc/self/fd") == before
+
+
+def test_readers_import_as_the_caller_does(tmp_path):
+    """A program that put the package on its path by itself can read dumps, too."""
+    folder = simulated.write(simulated.make_job("host_stuck", 16, 1), tmp_path / "dumps")
+    paths = [path for path in sys.path if path]
+    import nvidia_resiliency_ext
+
+    paths += [os.path.dirname(path) for path in nvidia_resiliency_ext.__path__]
+    code = (
+        f"import sys; sys.path[:] = {paths!r}\n"
+        "from nvidia_resiliency_ext.attribution._traces.loading import load_traces\n"
+        f"assert len(load_traces({str(folder)!r}).dumps) == 16"
+    )
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=120)
+
+
 def test_json_and_pickle_agree(tmp_path):
     """The report is the same whether dumps are JSON or pickles, mixed or not."""
     job = simulated.make_job("p2p_host", 16, 5)
@@ -210,7 +267,8 @@ def test_import_is_light():
     """Neither the package nor the program's parser imports torch or a library of an extra."""
     code = (
         "import sys, nvidia_resiliency_ext.attribution.cli as c, nvidia_resiliency_ext.attribution"
-        ".trace_analyzer; c.build_parser(); bad = {'torch', 'numpy', 'openai', 'mcp', 'fastapi',"
-        " 'httpx', 'pydantic', 'asyncio'} & set(sys.modules); sys.exit(bad and str(bad) or 0)"
+        ".trace_analyzer, nvidia_resiliency_ext.attribution.engine; c.build_parser()\n"
+        "bad = {'torch', 'numpy', 'openai', 'mcp', 'fastapi', 'httpx',"
+        " 'pydantic', 'asyncio'} & set(sys.modules); sys.exit(bad and str(bad) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

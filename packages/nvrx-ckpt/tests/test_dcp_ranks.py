@@ -16,6 +16,7 @@ SCENARIOS = (
     "publish_fails",
     "nothing_on_one_rank",
     "aborted",
+    "subgroup",
     "world_shrinks",  # last: the ranks have parted afterwards
 )
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -86,3 +87,8 @@ def test_rank_without_work_does_not_hold_up_the_others(results):
 def test_aborted_save_is_forgotten(results):
     """After an abort nothing of the old save is finalised or taken for the new one's."""
     assert results("aborted") == ["ok"] * 2
+
+
+def test_group_of_some_ranks_saves_a_whole_checkpoint(results):
+    """A save in a subgroup names the manifests of its ranks rightly, and verifies as whole."""
+    assert results("subgroup") == [[0]] * 2

@@ -14,7 +14,7 @@ import pytest
 import torch
 from local_ranks import damage, find_and_load, is_state, save_all, started, state_of
 
-from nvidia_resiliency_ext.checkpointing.local._shard.pickling import split_state
+from nvidia_resiliency_ext.checkpointing.local._pickling import split_state
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers._agreement import (
@@ -376,9 +376,9 @@ def fails_on_one_rank_again(rank, world, root):
 # Saves in an endless row, in a process that imports no torch and starts in a moment.
 KILLED = """
 import pickle, sys
-from nvidia_resiliency_ext.checkpointing.local._shard.job import SaveJob, run_save_job
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import ShardIdentity
-from nvidia_resiliency_ext.checkpointing.local._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing._shard.job import SaveJob, run_save_job
+from nvidia_resiliency_ext.checkpointing._shard.layout import ShardIdentity
+from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent
 root, first, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 with open(path, "rb") as file:
     state_class, skeleton, nbytes = pickle.load(file)
@@ -424,3 +424,37 @@ def names(folder):
         return [n for n in os.listdir(folder / "0") if n.endswith("_0_local.pt")]
     except FileNotFoundError:
         return []
+
+
+def load_and_save_again(rank, world, root):
+    m = LocalCheckpointManager(root, keep_last=2)
+    m.find_latest()
+    _, (loaded, _, _) = m.load()
+    m.save(BasicTensorAwareStateDict(state_of(rank, 4)), 4)
+    return loaded, sorted(os.listdir(m.local_ckpt_dir))
+
+
+def test_a_damaged_iteration_does_not_count_as_kept(two_ranks, tmp_path):
+    """What one rank cannot load takes no place among the iterations that are kept."""
+    two_ranks.run(save_all, tmp_path, [1, 2, 3], False, {"keep_last": 2})
+    damage(tmp_path / "1" / "iter_0000003_1_local.pt", "bit flip")
+    for rank, (loaded, listing) in enumerate(two_ranks.run(load_and_save_again, tmp_path)):
+        assert loaded == 2
+        assert listing == [f"iter_000000{i}_{rank}_local.pt" for i in (2, 4)]
+
+
+def test_checksums_are_compared_unless_switched_off(tmp_path, monkeypatch):
+    """A flipped bit is refused; with `NVRX_CKPT_VERIFY_ON_LOAD=0` nobody looks for one."""
+    saved(tmp_path, 1)
+    damage(tmp_path / "0" / "iter_0000001_0_local.pt", "bit flip")
+    monkeypatch.setenv("NVRX_CKPT_VERIFY_ON_LOAD", "0")
+    manager = LocalCheckpointManager(tmp_path)
+    assert manager.find_latest() == 1
+    assert not is_state(manager.load()[0], 0, 1)
+    checking = LocalCheckpointManager(tmp_path, verify_on_load=True)
+    checking.find_latest()
+    with pytest.raises(CheckpointingException, match="damaged"):
+        checking.load()
+    monkeypatch.setenv("NVRX_CKPT_VERIFY_ON_LOAD", "no")
+    with pytest.raises(ValueError, match="NVRX_CKPT_VERIFY_ON_LOAD"):
+        LocalCheckpointManager(tmp_path)

@@ -2,34 +2,39 @@
 """Copies on other ranks: bit for bit, through lost shards, full disks and lost peers."""
 
 import contextlib
+import logging
 import os
+import resource
 import socket
 import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from local_ranks import damage, find_and_load, is_state, manager, save_all, started, state_of
 
-from nvidia_resiliency_ext.checkpointing.local._shard.directory import RankDirectory, ShardName
-from nvidia_resiliency_ext.checkpointing.local._shard.job import SaveJob, run_save_job
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import ShardIdentity
-from nvidia_resiliency_ext.checkpointing.local._shard.peer import (
+from nvidia_resiliency_ext.checkpointing._shard.directory import RankDirectory, ShardName
+from nvidia_resiliency_ext.checkpointing._shard.job import SaveJob, run_save_job
+from nvidia_resiliency_ext.checkpointing._shard.layout import ShardIdentity
+from nvidia_resiliency_ext.checkpointing._shard.peer import (
     Peer,
     PeerError,
     PeerServer,
     PeerSource,
     PeerTarget,
 )
-from nvidia_resiliency_ext.checkpointing.local._shard.read import read_manifest
-from nvidia_resiliency_ext.checkpointing.local._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing._shard.read import read_manifest
+from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
     CheckpointingException,
+    SameMachineReplicationException,
 )
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
     LocalCheckpointManager,
 )
+from nvidia_resiliency_ext.checkpointing.local.replication import strategies
 from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import (
     ExchangePlan,
     GroupWrapper,
@@ -347,7 +352,7 @@ def test_a_keeper_that_dies_in_the_middle_fails_the_save(tmp_path):
 
         def break_off():
             # The part of a keeper up to the first bytes of the copy.
-            from nvidia_resiliency_ext.checkpointing.local._shard import peer as wire
+            from nvidia_resiliency_ext.checkpointing._shard import peer as wire
 
             connection, _ = listener.accept()
             with connection:
@@ -364,3 +369,122 @@ def test_a_keeper_that_dies_in_the_middle_fails_the_save(tmp_path):
         problem = run_save_job(*job_of(tmp_path, [peer]))
         thread.join()
     assert "rank 1 at 127.0.0.1" in problem
+
+
+class OwnStrategy(CliqueReplicationStrategy):
+    """A strategy of the user's, whose states are exchanged as objects."""
+
+
+class Unmovable(BasicTensorAwareStateDict):
+    """A state that rank 1 cannot bring to the host, or take its tensors out of."""
+
+    def copy_tensors_to_cpu(self, non_blocking=False):
+        if self.state_dict["how"] == "copy":
+            raise RuntimeError("no memory on the host")
+        super().copy_tensors_to_cpu(non_blocking)
+
+    def pop_tensors(self):
+        if self.state_dict["how"] == "pop":
+            raise RuntimeError("the tensors are gone")
+        return super().pop_tensors()
+
+
+def fail_alone(rank, world, root, how):
+    """Save or look with one rank that cannot take part; return what each rank raises."""
+    group = dist.new_group([0, 1, 2, 3])
+    looking = manager(root, True)
+    looking._agreement.all_true(True)  # gloo reads the variable, too: its groups exist by now
+    try:
+        if how == "address":
+            os.environ["GLOO_SOCKET_IFNAME"] = "nosuchif0" if rank == 1 else "lo"
+            looking.find_latest()
+        else:
+            m = LocalCheckpointManager(root, repl_strategy=OwnStrategy(group))
+            state = {"w": torch.ones(2), "how": how if rank == 1 else ""}
+            m.save(Unmovable(state), 1)
+    except CheckpointingException as error:
+        return str(error)
+    finally:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    return "no error"
+
+
+@pytest.mark.no_second_try
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [("address", "nosuchif0"), ("copy", "no memory"), ("pop", "the tensors are gone")],
+)
+def test_a_rank_that_cannot_take_part_holds_up_nobody(four_ranks, tmp_path, how, text):
+    """What fails on one rank before an exchange is an error on all of them, with the cause."""
+    found = four_ranks.run(fail_alone, tmp_path, how)
+    assert all("rank 1: " in one and text in one for one in found), found
+
+
+def test_a_keeper_without_descriptors_recovers(server, tmp_path):
+    """When descriptors run out for a while, copies are accepted again afterwards."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as stranger:
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        spare = [os.dup(0) for _ in range(highest + 1 - len(os.listdir("/proc/self/fd")))]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(highest, *spare, 0) + 1, hard))
+        try:
+            stranger.connect(("127.0.0.1", server.port))
+            time.sleep(0.3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in spare:
+                os.close(descriptor)
+    job, storages = job_of(tmp_path, [peer_of(server, timeout_s=20.0)])
+    assert run_save_job(job, storages) == ""
+
+
+def default_jump(rank, world):
+    """Return the jump chosen with an environment that is set after the strategy was made."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger(strategies.__name__).addHandler(handler)
+    found = []
+    for local_world in ("2", "4", None):
+        strategy = LazyCliqueReplicationStrategy()
+        os.environ.pop("LOCAL_WORLD_SIZE")
+        if local_world is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = local_world
+        try:
+            found.append(strategy.replication_strategy.replication_jump)
+        except AssertionError as error:
+            found.append(str(error))
+        finally:
+            os.environ["LOCAL_WORLD_SIZE"] = "1"
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    CliqueReplicationStrategy.from_replication_params(1, 2)
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    logging.getLogger(strategies.__name__).removeHandler(handler)
+    return found, lines
+
+
+@pytest.mark.no_second_try
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the jump is the device count")
+def test_default_jump_is_the_ranks_per_node(four_ranks):
+    """The jump comes from `LOCAL_WORLD_SIZE` when groups are built; a bad one gives a warning."""
+    for rank, (found, lines) in enumerate(four_ranks.run(default_jump)):
+        assert (found[0], found[2]) == (2, 1)
+        assert "4" in found[1]
+        assert ("use a jump of 2" in " ".join(lines)) == (rank == 0)
+
+
+def same_machine(rank, world, root):
+    m = manager(root, True, allow_same_machine=False)
+    try:
+        m.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
+    except SameMachineReplicationException as error:
+        return error.ckpt_id, str(error)
+    return None
+
+
+@pytest.mark.no_second_try
+def test_copies_on_one_machine_are_refused_on_request(four_ranks, tmp_path):
+    """With `allow_same_machine=False` a save whose copies would be lost together is an error."""
+    found = four_ranks.run(same_machine, tmp_path)
+    assert [ckpt_id for ckpt_id, _ in found] == [(1, rank, "") for rank in range(4)]
+    assert all("same machine" in text for _, text in found)

@@ -1,31 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's shard file: what it holds, what changes are noticed, and what loading it may run."""
 
+import errno
 import os
 import pickle
 import random
+import stat
 import zipfile
 
 import pytest
 import torch
 from local_ranks import state_of
 
-from nvidia_resiliency_ext.checkpointing._errors import DamagedCheckpointError
-from nvidia_resiliency_ext.checkpointing.local._shard.directory import RankDirectory
-from nvidia_resiliency_ext.checkpointing.local._shard.job import SaveJob, run_save_job
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import ShardIdentity, place_records
-from nvidia_resiliency_ext.checkpointing.local._shard.load import load_state
-from nvidia_resiliency_ext.checkpointing.local._shard.pickling import (
-    UnsafeSkeletonError,
-    join_state,
-    split_state,
-)
-from nvidia_resiliency_ext.checkpointing.local._shard.read import (
+from nvidia_resiliency_ext.checkpointing._errors import CheckpointWriteError, DamagedCheckpointError
+from nvidia_resiliency_ext.checkpointing._shard.directory import RankDirectory
+from nvidia_resiliency_ext.checkpointing._shard.job import SaveJob, run_save_job
+from nvidia_resiliency_ext.checkpointing._shard.layout import ShardIdentity, place_records
+from nvidia_resiliency_ext.checkpointing._shard.read import (
     FileSource,
     damage_of,
     read_manifest,
 )
-from nvidia_resiliency_ext.checkpointing.local._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing.local._load import load_state
+from nvidia_resiliency_ext.checkpointing.local._pickling import (
+    UnsafeSkeletonError,
+    join_state,
+    split_state,
+)
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 
 
@@ -224,3 +226,21 @@ def test_a_session_cannot_lead_out_of_the_root(tmp_path):
     """A session id with .. is refused."""
     with pytest.raises(OSError, match="leads out"):
         RankDirectory(tmp_path, "../other", 0)
+
+
+def test_a_name_that_is_not_durable_is_taken_back(tmp_path, monkeypatch):
+    """When the directory cannot be synced after the rename, no file is left that looks saved."""
+    directory = RankDirectory(tmp_path, "", 0)
+    shard = directory.create(1, 0)
+    os.write(shard.descriptor, b"content")
+    real = os.fsync
+
+    def fail_for_directories(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, "the disk is gone")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_for_directories)
+    with pytest.raises(CheckpointWriteError, match="the disk is gone"):
+        shard.publish()
+    assert os.listdir(tmp_path / "0") == []

@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queues on one rank: functions, failures, aborts, and what is left behind."""
 
+import dataclasses
+import gc
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import failing_files
 import pytest
 import torch
+import torch.distributed as dist
 
 from nvidia_resiliency_ext.checkpointing.async_ckpt import core
+from nvidia_resiliency_ext.checkpointing.async_ckpt._agreement import control_group
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
     AsyncCallsQueue,
     AsyncRequest,
@@ -279,7 +285,6 @@ def test_caller_can_be_driven_by_itself(tmp_path):
 @pytest.mark.parametrize("how", ["SIGKILL", "exit", "writes"])
 def test_nothing_outlives_the_trainer(how, tmp_path):
     """Killed, or ended while a save is under way, a trainer leaves no process behind."""
-    before = set(os.listdir("/dev/shm"))
     program = subprocess.Popen(
         [sys.executable, str(PROGRAMS / "lone_trainer.py"), how, str(tmp_path / "file")],
         stdout=subprocess.PIPE,
@@ -294,7 +299,78 @@ def test_nothing_outlives_the_trainer(how, tmp_path):
         wait_until(lambda: not os.path.exists(f"/proc/{worker}"))
         assert how == "SIGKILL" or "saves were not finalised: 0" in text
         assert (tmp_path / "file").exists() == (how == "writes")
+        numbers = {str(worker), str(program.pid)}
+        assert not [n for n in os.listdir("/dev/shm") if numbers & set(re.findall(r"\d+", n))]
     finally:
         program.kill()
         program.communicate()
-    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.parametrize("max_pending", [1, 2])
+def test_hung_save_does_not_hold_up_the_next(max_pending, tmp_path):
+    """A save that hangs beyond `save_timeout` costs its worker, and later saves are written."""
+    queue = AsyncCallsQueue(save_timeout=1.0, max_pending=max_pending)
+    never = (str(tmp_path / "never"), torch.ones(5))
+    queue.schedule_async_request(AsyncRequest(failing_files.wait_for_file, never[:1], []))
+    with pytest.raises(AsyncSaveError, match=r"within 1 s"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    hung = queue.persistent_caller.process
+    queue.options = dataclasses.replace(queue.options, save_timeout=None)
+    args = (str(tmp_path / "next"), torch.ones(5))
+    queue.schedule_async_request(AsyncRequest(failing_files.write_text, args, []))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+    assert (tmp_path / "next").read_text() == "5.0"
+    assert not hung.is_alive()
+    queue.close()
+
+
+def test_ended_worker_is_told_from_one_that_finished(queue, tmp_path):
+    """A SIGTERM from outside ends the worker, and the error names the signal."""
+    begun = tmp_path / "begun"
+    args = (str(begun), str(tmp_path / "never"))
+    queue.schedule_async_request(AsyncRequest(failing_files.touch_and_wait, args, []))
+    wait_until(begun.exists)
+    os.kill(queue.persistent_caller.process.pid, signal.SIGTERM)
+    with pytest.raises(AsyncSaveError, match="SIGTERM"):
+        queue.maybe_finalize_async_calls(blocking=True)
+
+
+def test_long_module_path_reaches_the_worker(monkeypatch, tmp_path):
+    """A worker starts whatever the length of `sys.path`."""
+    monkeypatch.setattr(
+        sys, "path", [*sys.path, *(f"/nowhere/{'x' * 200}/{i}" for i in range(500))]
+    )
+    queue = AsyncCallsQueue()
+    args = (str(tmp_path / "a"), 5)
+    queue.schedule_async_request(AsyncRequest(failing_files.write_text, args, []))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    queue.close()
+
+
+def test_forgotten_queue_leaves_no_memory():
+    """A queue that is dropped without `close` gives its staging memory and its worker back."""
+
+    def memfds():
+        links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
+        return sum("nvrx-ckpt" in os.readlink(link) for link in links if os.path.islink(link))
+
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(AsyncRequest(print, (torch.ones(5),), []))
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert memfds() > 0
+    del queue
+    gc.collect()
+    assert memfds() == 0
+
+
+def test_control_group_goes_with_its_process_group():
+    """Nothing of ours keeps a process group that the program has destroyed."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.new_group([0])
+    assert control_group(group) is control_group(group)
+    assert control_group(group).minimum([3]) == [3]
+    reference = weakref.ref(group)
+    dist.destroy_process_group()
+    del group
+    gc.collect()
+    assert reference() is None

@@ -1,22 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reader that keeps metadata, and the program that looks at checkpoints."""
 
+import contextlib
 import json
+import os
+import tempfile
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_saves import request_for, state_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nvidia_resiliency_ext.checkpointing import (
     DamagedCheckpointError,
     publish_latest,
     read_latest,
     remove_old,
+    verify_checkpoint,
 )
 from nvidia_resiliency_ext.checkpointing.__main__ import main
+from nvidia_resiliency_ext.checkpointing._manifest import write_manifest
+from nvidia_resiliency_ext.checkpointing._verify import checkpoint_items
 from nvidia_resiliency_ext.checkpointing.async_ckpt.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
+)
+from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
+    LocalCheckpointManager,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -116,3 +128,53 @@ def test_retention_takes_no_link_for_a_checkpoint(tmp_path):
     assert remove_old(given, keep=1) == [given[1]]
     for name in ("100", "300", "best", "latest"):
         assert (tmp_path / name / ".metadata").exists()
+
+
+def test_shards_below_do_not_hide_a_damaged_checkpoint(tmp_path):
+    """A DCP checkpoint is judged by its own manifest, whatever lies in directories below it."""
+    request_for(state_of(1), tmp_path).execute_sync()
+    LocalCheckpointManager(tmp_path / "local").save(BasicTensorAwareStateDict({}), 1)
+    assert verify_checkpoint(tmp_path).files == 3
+    assert verify_checkpoint(tmp_path / "local").whole
+    (tmp_path / "__0_0.distcp").unlink()
+    assert "__0_0.distcp" in verify_checkpoint(tmp_path).problems[0]
+
+
+def test_pipe_in_place_of_a_file_is_a_problem(tmp_path):
+    """A file that was replaced by a pipe is named, and nobody waits for a writer."""
+    request_for(state_of(1), tmp_path).execute_sync()
+    (tmp_path / "__0_0.distcp").unlink()
+    os.mkfifo(tmp_path / "__0_0.distcp")
+    assert "not a regular file" in verify_checkpoint(tmp_path).problems[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner),
+    ),
+    st.sampled_from(["bytes", "crc32", "items", "files", "ranks", "metadata", "name", "row"]),
+)
+def test_foreign_manifest_is_damaged_and_nothing_else(value, field):
+    """Whatever stands in a field of a manifest, the checkpoint is judged without an exception."""
+    with tempfile.TemporaryDirectory() as folder:
+        about = {"bytes": 1, "crc32": 1, "items": [["x", 0, 1, 1]]}
+        rank = {"name": ".nvrx_manifest.0.json", "bytes": 9, "crc32": 9}
+        content = {"metadata": {"bytes": 9, "crc32": 9}, "ranks": [rank]}
+        files = {"file": about}
+        if field in about:
+            about[field] = value
+        elif field == "name":
+            rank["name"] = value
+        elif field == "row":
+            about["items"] = [value]
+        elif field == "files":
+            files = value
+        else:
+            content[field] = value
+        write_manifest(f"{folder}/.nvrx_manifest.0.json", {"files": files})
+        write_manifest(f"{folder}/.nvrx_manifest.json", content)
+        assert not verify_checkpoint(folder).whole
+        with contextlib.suppress(DamagedCheckpointError, OSError):
+            checkpoint_items(folder)

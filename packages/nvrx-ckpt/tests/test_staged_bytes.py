@@ -2,6 +2,7 @@
 """Staged bytes: checksums, frames of tensors, and files that equal what torch.save writes."""
 
 import errno
+import gc
 import io
 import os
 import random
@@ -164,3 +165,52 @@ def test_pool_reuses_buffers_and_waits_for_one():
     pool.discard(first)
     assert first.fd == -1
     pool.close()
+
+
+class ObjectStream(io.RawIOBase):
+    """A stream of an object store: the object is there when the stream is closed."""
+
+    def __init__(self, store, name, limit):
+        super().__init__()
+        self._store, self._name, self._limit, self._parts = store, name, limit, []
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        self._parts.append(bytes(data))
+        if sum(map(len, self._parts)) > self._limit:
+            raise OSError(errno.EIO, "the store is gone")
+        return len(data)
+
+    def truncate(self, size=None):
+        assert size == 0
+        self._parts = []
+
+    def close(self):
+        if not self.closed:
+            self._store[self._name] = b"".join(self._parts)
+        super().close()
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 1 << 30])
+def test_failed_stream_is_never_published(limit):
+    """An object store gets a whole object or none, also when its stream fails in the middle."""
+    store = {}
+    length = 20 << 20
+    plan = WritePlan([FilePlan("/name", 0, length, [ItemPlan("x", 0, length)])])
+    buffer = StagingBuffer(length)
+    saver = FileSaver(
+        plan, buffer.view, opener=lambda name, _: ObjectStream(store, name, limit), renames=False
+    )
+    if limit > length:
+        saver.run()
+    else:
+        with pytest.raises(CheckpointWriteError, match="the store is gone"):
+            saver.run()
+    buffer.close()
+    del saver
+    gc.collect()
+    assert {name: len(data) for name, data in store.items()} == (
+        {"/name": length} if limit > length else {}
+    )

@@ -2,6 +2,7 @@
 """Node-local staging: training and later saves go on while the durable directory hangs."""
 
 import os
+import signal
 import subprocess
 import time
 
@@ -88,3 +89,26 @@ def test_full_local_directory_fails_the_save(tmp_path):
     with pytest.raises(AsyncSaveError, match="local/nvrx-ckpt"):
         queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
+
+
+def test_rest_of_a_killed_worker_is_removed_by_the_next(tmp_path):
+    """Local files of a worker that was killed go with the next save; those of a living one stay."""
+    local, durable = tmp_path / "local", tmp_path / "durable"
+    durable.write_text("this is no directory")
+    killed, living = AsyncCallsQueue(retry_delay=60), AsyncCallsQueue(retry_delay=60)
+    for queue in (killed, living):
+        schedule(queue, durable, 1, local)
+    deadline = time.monotonic() + 60
+    while sum(len(files) for _, _, files in os.walk(local)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(killed.persistent_caller.process.pid, signal.SIGKILL)
+    with pytest.raises(AsyncSaveError, match="SIGKILL"):
+        killed.maybe_finalize_async_calls(blocking=True)
+    assert len(os.listdir(local)) == 2
+    schedule(killed, tmp_path / "next", 2, local)
+    assert killed.maybe_finalize_async_calls(blocking=True) == [1]
+    assert len(os.listdir(local)) == 1
+    killed.close()
+    living.close(abort=True)
+    assert os.listdir(local) == []

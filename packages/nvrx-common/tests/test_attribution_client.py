@@ -17,8 +17,8 @@ from common_attribution_server import Service
 
 from nvidia_resiliency_ext.shared_utils import attribution_client, health_check
 from nvidia_resiliency_ext.shared_utils._attribution import requests
-from nvidia_resiliency_ext.shared_utils._attribution.http import JsonConnection, parse_endpoint
 from nvidia_resiliency_ext.shared_utils.health_check import AttributionService
+from nvidia_resiliency_ext.shared_utils.json_http import JsonConnection, parse_endpoint
 
 STOP = {"status": "completed", "recommendation": {"action": "STOP", "reason": "user error"}}
 CONTINUE = {"status": "completed", "recommendation": {"action": "CONTINUE"}}

@@ -3,7 +3,6 @@
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._attribution.http import Endpoint, parse_endpoint
 from nvidia_resiliency_ext.shared_utils._attribution.requests import Post, RequestState
 from nvidia_resiliency_ext.shared_utils.attribution_wire import (
     LogQuery,
@@ -12,6 +11,7 @@ from nvidia_resiliency_ext.shared_utils.attribution_wire import (
     Recommendation,
     parse_log_reply,
 )
+from nvidia_resiliency_ext.shared_utils.json_http import Endpoint, parse_endpoint
 
 
 def reply(action, status="completed"):

@@ -136,6 +136,24 @@ def test_socket_of(path, endpoint, found) -> None:
     assert socket_of(path, endpoint) == found
 
 
+@pytest.mark.parametrize(
+    ("success", "output", "is_healthy"),
+    [
+        (True, '{"fail_count": 1}', False), (True, '{"failed_checks": ["gpu"]}', False),
+        (True, '{"fail_count": 0, "failed_checks": ["gpu"]}', False), (False, "", False),
+        (True, '{"fail_count": 0, "failed_checks": []}', True), (True, "", True),
+        (True, "no JSON", True), (True, "[1]", True), (True, '{"fail_count": "3"}', True),
+        (True, '{"fail_count": true, "failed_checks": "gpu"}', True),
+        (True, '{"fail_count": -1, "failed_checks": {"gpu": 1}}', True),
+        (True, '{"fail_count": null, "failed_checks": null}', True),
+    ],
+)  # fmt: skip
+def test_only_a_failure_that_is_said_clearly_counts(success, output, is_healthy) -> None:
+    """A failure, a number above 0 or a filled list is unhealthy; what cannot be used passes."""
+    finding = judge_answer(success=success, exit_code=0, output=output, error="")
+    assert (finding.status == "healthy") is is_healthy
+
+
 def test_judge_answer_fuzz() -> None:
     """Whatever JSON the daemon prints, judging it does not raise."""
     rng = random.Random(5)

@@ -305,6 +305,13 @@ def test_atomic_write_replaces_whole_and_sets_the_mode(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_atomic_write_follows_the_umask_on_request(tmp_path: Path) -> None:
+    """Without a mode the file gets the permissions of any new file."""
+    (tmp_path / "plain").touch()
+    os_utils.atomic_write(tmp_path / "file", b"x", mode=None)
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 def test_atomic_write_replaces_a_link(tmp_path: Path) -> None:
     """A link under the name is replaced, and what it pointed to is untouched."""
     (tmp_path / "target").write_bytes(b"kept")

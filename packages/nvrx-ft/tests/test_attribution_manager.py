@@ -12,7 +12,7 @@ import ports
 import pytest
 from attribution_service import LIMIT_S, NOBODY, attribution_service
 
-from nvidia_resiliency_ext.fault_tolerance._attribution import service
+from nvidia_resiliency_ext.fault_tolerance._attribution import endpoint, service
 from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
 from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._launch.parser import parse_args
@@ -201,7 +201,10 @@ SERVICE = """
 import http.server, json, os, signal, sys, time
 mode = sys.argv[1]
 names = ("LLM_API_KEY_FILE", "NVRX_ATTRSVC_ENDPOINT", "NVRX_ATTRSVC_ALLOWED_ROOT")
+names += ("NVRX_ATTRSVC_STATE_DIR",)
 print(json.dumps({name: os.environ.get(name) for name in names}), flush=True)
+while mode == "late" and not os.path.exists(sys.argv[3]):
+    time.sleep(0.02)
 if mode == "dies":
     sys.exit(3)
 if mode == "deaf":
@@ -209,6 +212,11 @@ if mode == "deaf":
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(503 if mode == "never" else 200)
+        self.end_headers()
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        print(body, flush=True)
+        self.send_response(200)
         self.end_headers()
     def log_message(self, *_):
         pass
@@ -225,12 +233,12 @@ def managed(tmp_path, monkeypatch):
         program.write_text(SERVICE)
         made = []
 
-        def make(mode, **fields):
-            command = [sys.executable, str(program), mode, str(port)]
+        def make(mode, state_dir=None, **fields):
+            command = [sys.executable, str(program), mode, str(port), str(tmp_path / "go")]
             monkeypatch.setattr(service, "_command", lambda: command)
             log = str(tmp_path / "logs" / "nvrx" / "job_attribution.log")
             config = AttributionConfig("localhost", str(tmp_path / "logs"), log, **fields)
-            made.append(AttributionManager(config, is_store_host=True))
+            made.append(AttributionManager(config, is_store_host=True, state_dir=state_dir))
             return made[-1]
 
         yield make
@@ -242,7 +250,8 @@ def test_the_service_is_started_asked_and_ended(managed, tmp_path):
     """It gets its settings, its output goes to its log, and nothing of it is left."""
     key = tmp_path / "key"
     key.write_text("k")
-    manager = managed("well", llm_api_key_file=str(key))
+    state = str(tmp_path / "state")
+    manager = managed("well", state_dir=state, llm_api_key_file=str(key))
     assert manager.start_if_needed() == AttributionEndpoint("http://127.0.0.1:50050")
     pid = manager._child.pid
     manager.stop()
@@ -253,7 +262,41 @@ def test_the_service_is_started_asked_and_ended(managed, tmp_path):
         "LLM_API_KEY_FILE": str(key),
         "NVRX_ATTRSVC_ENDPOINT": "http://127.0.0.1:50050",
         "NVRX_ATTRSVC_ALLOWED_ROOT": str(tmp_path / "logs"),
+        "NVRX_ATTRSVC_STATE_DIR": state,
     }
+
+
+def test_the_state_of_a_service_outlives_it_where_the_job_has_a_name(tmp_path):
+    """A job that is started again by its name finds its history; one without keeps none."""
+    log = str(tmp_path / "nvrx" / "job_attribution.log")
+    run_dir = str(tmp_path / "run")
+    assert service.state_dir(log, "42", run_dir) == str(tmp_path / "nvrx/job_attribution_state/42")
+    assert service.state_dir(log, "../a b", run_dir).endswith("/job_attribution_state/.._a_b")
+    for unusable in (None, "", "..", "."):
+        assert service.state_dir(log, unusable, run_dir) == str(tmp_path / "run" / "attribution")
+    assert service.state_dir(None, "42", run_dir) == str(tmp_path / "run" / "attribution")
+
+
+def test_a_cycle_that_ends_before_the_service_answers_is_submitted(managed, tmp_path, monkeypatch):
+    """Its verdict is asked for first; the present cycle's log follows."""
+    monkeypatch.setattr(endpoint, "DEFAULT_ATTRIBUTION_PORT", service.DEFAULT_ATTRIBUTION_PORT)
+    one = Watched(managed("late", startup_timeout=LIMIT_S), job_id="j7", log_complete=True)
+    one.watch.begin(0)
+    one.watch.ended()
+    one.watch.begin(1)
+    (tmp_path / "go").touch()
+    log = tmp_path / "logs" / "nvrx" / "job_attribution.log"
+    deadline = time.monotonic() + LIMIT_S
+    while len(told := log.read_text().splitlines()[1:]) < 2:
+        assert time.monotonic() < deadline, told
+        one.loop.run_once(until=time.monotonic() + 0.05)
+    one.close()
+    first, second = (json.loads(line) for line in told[:2])
+    wanted = {"log_path": "/logs/job_cycle0.log", "analysis_intent": "terminal"}
+    wanted |= {"job_id": "j7", "cycle_id": 0, "log_complete": True}
+    assert wanted.items() <= first.items()
+    wanted = {"log_path": "/logs/job_cycle1.log", "analysis_intent": "progressive", "cycle_id": 1}
+    assert wanted.items() <= second.items()
 
 
 @pytest.mark.parametrize(
@@ -305,13 +348,15 @@ def remote():
 class Watched:
     """A watch on a loop of its own, and what it said."""
 
-    def __init__(self, url, stop_action="no-restart", **more):
+    def __init__(self, where, stop_action="no-restart", **more):
         self.clock = SystemClock()
         self.loop = EventLoop(self.clock)
         self.stops = []
-        config = AttributionConfig(url, stop_action=stop_action)
+        if isinstance(where, str):
+            config = AttributionConfig(where, stop_action=stop_action)
+            where = AttributionManager(config, is_store_host=True)
         self.watch = AttributionWatch(
-            AttributionManager(config, is_store_host=True),
+            where,
             base_log_file="/logs/job.log",
             token_file=None,
             node_id="n",
@@ -363,6 +408,19 @@ def test_each_cycle_is_submitted_and_asked_for(remote, watched):
         ("terminal", "/logs/job_cycle0.log"),
         ("progressive", "/logs/job_cycle1.log"),
     ]
+
+
+def test_a_submission_names_job_and_cycle(remote, watched):
+    """Both submissions of a log say the same; only a log that is written here is complete."""
+    for number, log_complete in enumerate((True, False)):
+        one = watched(job_id="42", log_complete=log_complete)
+        one.watch.begin(3)
+        remote.wait_for_posts(2 * number + 1)
+        one.watch.ended()
+        remote.wait_for_posts(2 * number + 2)
+        first, last = remote.bodies[-2:]
+        assert [(b["job_id"], b["cycle_id"]) for b in (first, last)] == [("42", 3)] * 2
+        assert ("log_complete" in first, last.get("log_complete", False)) == (False, log_complete)
 
 
 def test_a_store_host_that_only_sees_rounds_close_asks_too(remote, watched):

@@ -75,6 +75,25 @@ os.write(writing, b"x")
 thread.join()
 """
 
+BEGINS_LATE = """
+import atexit, os, sys, threading
+from nvidia_resiliency_ext.shared_utils.parking import ParkedAtExit
+
+class Late(ParkedAtExit):
+    def run(self):
+        go_on.wait()
+        self.begin()
+        os.write(1, b"in native code ")
+
+go_on = threading.Event()
+atexit.register(lambda: os.write(1, b"the end"))
+thread = Late("late")
+# Asked for later, so done before: what parks threads has been there by then.
+atexit.register(lambda: (go_on.set(), thread.join(60)))
+thread.start()
+sys.exit(5)
+"""
+
 GIVES_UP = """
 import os, socket, sys, threading, time
 os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
@@ -126,6 +145,12 @@ def test_a_thread_in_native_code_stands_still_at_the_end(how: str, left: tuple[i
     """It does not come back while a process that is not ours is taken down, and else it does."""
     ended = run(IS_PARKED, how)
     assert (ended.returncode, ended.stdout, ended.stderr) == (*left, "")
+
+
+def test_a_thread_that_begins_at_the_end_does_not_enter_native_code() -> None:
+    """On a busy machine a thread may first run when the interpreter is being taken down."""
+    ended = run(BEGINS_LATE)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (5, "the end", "")
 
 
 @pytest.mark.slow

@@ -12,8 +12,6 @@ import pytest
 from rendezvous_store import CAUSE, PREFIX, Served, arrival, hosted, name, rules
 
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._monitor.activity import Activity
-from nvidia_resiliency_ext.fault_tolerance._monitor.culprit import RankState
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, host_loop, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.exclusions import Exclusions
@@ -50,6 +48,8 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
+from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
 
 NOW = 1000.0
 LOST_S = 100.0

@@ -8,8 +8,6 @@ import random
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._monitor.activity import Activity
-from nvidia_resiliency_ext.fault_tolerance._monitor.culprit import RankState
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     MAX_TEXT,
     MAX_VALUE_BYTES,
@@ -25,6 +23,8 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     decode,
     encode,
 )
+from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
+from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
 
 CAUSE = Cause("exit", "a worker failed", rank=3, exit_code=1, detail={"step": 7, "loss": 0.5})
 ARRIVAL = Arrival("10.0.0.1_7_0", "10.0.0.1", "node1", 4, "nvl", "g", 8, 29500, 2, 1.5e9)

@@ -97,7 +97,7 @@ class Followed(RoundFollower):
         """Note it."""
         self.told.append(("goes on", entry.round, [member.host for member in members]))
 
-    def ended(self, round_: int) -> None:
+    def ended(self, round_: int, cause: Cause | None = None) -> None:  # noqa: ARG002
         """Note it."""
         self.told.append(("ended", round_))
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrapped calls by real ranks: what comes back to the function, and what to its caller."""
 
+import re
 from pathlib import Path
 
 import chaos
@@ -105,6 +106,27 @@ def test_who_is_lost_is_done_without(tmp_path: Path) -> None:
     assert who == seen(0, 3, 1)
     assert terminated == [[3], [0], [1]]
     assert {"abort", "unwind", "barrier", "initialize"} <= set(phases)
+
+
+def test_who_hangs_is_named(tmp_path: Path) -> None:
+    """Every rank that goes on names the rank that hung, in its log and its report.
+
+    One that loops in Python stamps like a healthy one; one that keeps the GIL is killed, and its
+    stack is told.
+    """
+    ended = jobs.run_calls(tmp_path, 3, "one_loops", "one_keeps_the_gil")
+    assert [end.code for end in ended] == [0, -15, 0], "\n".join(end.text[-3000:] for end in ended)
+    for end in (ended[0], ended[2]):
+        (loops, *_), (keeps, *_) = end.results
+        assert re.fullmatch(
+            r"rank 1 \w.* in calls\.py:\d+ in loop_for_ever.*; ranks 0 and 2 waited for it", loops
+        )
+        assert re.match(r"rank 1 waits.* in calls\.py:\d+ in keep_the_gil", keeps)
+        assert re.search(
+            r", stack: calls\.py:\d+ in keep_the_gil < calls\.py:\d+ in function;", keeps
+        )
+        for hang in (loops, keeps):
+            assert f"{hang} (" in end.text
 
 
 @pytest.mark.no_second_try

@@ -15,9 +15,11 @@ from nvidia_resiliency_ext.inprocess.health_check import (
     CudaHealthCheck,
     FaultCounter,
     FaultCounterExceeded,
+    checks_of_each_restart,
 )
 from nvidia_resiliency_ext.inprocess.state import State
 from nvidia_resiliency_ext.shared_utils import health_check as shared
+from nvidia_resiliency_ext.shared_utils._health.check import forget_logged
 from nvidia_resiliency_ext.testing_utils.fake_hardware import FakeNvml
 
 LONG = timedelta(seconds=30)
@@ -216,6 +218,21 @@ def test_host_without_hardware_passes(kind, monkeypatch, caplog) -> None:
             assert len(caplog.records) <= 1
     finally:
         shared.set_nvml(None)
+
+
+def test_checks_that_nobody_asked_for_are_silent_without_hardware(caplog) -> None:
+    """What each restart looks at by itself says only at DEBUG that there is nothing to look at."""
+    caplog.set_level(logging.DEBUG, "nvrx")
+    forget_logged()
+    shared.set_nvml(FakeNvml({"return.nvmlInit": 9}))
+    try:
+        for check in checks_of_each_restart(0):
+            assert check(STATE) is STATE
+    finally:
+        shared.set_nvml(None)
+    said = [record.levelno for record in caplog.records if "is skipped" in record.getMessage()]
+    assert said
+    assert set(said) == {logging.DEBUG}
 
 
 def test_sound_gpu_passes_and_bad_gpu_fails_with_stand_in_driver(nvml) -> None:

@@ -60,7 +60,8 @@ class Monitor:
     def completed(self) -> None:
         self.hear(Completed(self.iteration))
 
-    def arrive(self) -> None:
+    def arrive(self, call: str, place: str) -> None:
+        self.said = call, place
         size = self.world_size
         all_ranks = tuple(Arrival(each, each, size, is_out=False) for each in range(size))
         self.hear(Decided(self.iteration, Decision(all_ranks, (), self.records)))
@@ -218,7 +219,7 @@ def test_what_happened_is_told_in_words(
     monkeypatch.setenv("NVRX_LOG_RANK_FORMAT_VERBOSE", "1")
     records = [InterruptionRecord(rank, Interruption[kind]) for rank, kind in kinds.items()]
     settings = Settings(store_factory=TCPStore, rank_assignment=ShiftRanks())
-    assert describe_interruption(records, lost, settings) == said
+    assert describe_interruption(Decision((), (), tuple(records)), lost, settings) == said
 
 
 def test_what_fails_while_the_function_is_stopped_keeps_nobody(

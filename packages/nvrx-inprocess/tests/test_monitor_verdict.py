@@ -9,6 +9,7 @@ import pytest
 
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase, Stamps
 from nvidia_resiliency_ext.inprocess._monitor.verdict import (
+    AskForStacks,
     GiveUp,
     HardTimeout,
     Limits,
@@ -52,15 +53,27 @@ class Rank:
 
 
 def test_stuck_rank_is_asked_then_killed() -> None:
-    """No stamps: soft timeout, hard timeout with SIGTERM, and SIGKILL, each at its time."""
+    """No stamps: soft timeout; stacks, then SIGTERM at the hard timeout; SIGKILL; in their time."""
     rank = Rank()
-    rank.run(lambda _: stamps(1000.0), 1095.5)
+    rank.run(lambda _: stamps(1000.0), 1096.0)
     assert rank.effects == [
         (1060.0, SoftTimeout()),
-        (1090.0, HardTimeout()),
-        (1090.0, TERM),
-        (1095.0, KILL),
+        (1090.0, AskForStacks()),
+        (1090.5, HardTimeout()),
+        (1090.5, TERM),
+        (1095.5, KILL),
     ]
+
+
+def test_a_rank_that_stamps_when_asked_for_its_stacks_is_left_alone() -> None:
+    """The signal may end the system call that held it; asked again, it writes them again."""
+    rank = Rank()
+    rank.run(lambda now: stamps(1000.0 if now < 1090.2 else now), 1200.0)
+    assert [effect for _, effect in rank.effects] == [SoftTimeout(), AskForStacks()]
+    rank.run(lambda _: stamps(1200.0), 1295.0)
+    asked, ended = (at for at, effect in rank.effects[2:] if effect != TERM)
+    assert rank.effects[2:] == [(asked, AskForStacks()), (ended, HardTimeout()), (ended, TERM)]
+    assert ended - asked >= 0.5
 
 
 def test_unkillable_rank_is_given_up_once() -> None:
@@ -68,8 +81,8 @@ def test_unkillable_rank_is_given_up_once() -> None:
     rank = Rank()
     rank.run(lambda _: stamps(1000.0), 1110.0)
     kills = [at for at, effect in rank.effects if effect == KILL]
-    assert kills[:3] == [1095.0, 1096.0, 1097.0]
-    assert [at for at, effect in rank.effects if effect == GiveUp()] == [1096.0]
+    assert kills[:3] == [1095.5, 1096.5, 1097.5]
+    assert [at for at, effect in rank.effects if effect == GiveUp()] == [1096.5]
 
 
 def test_fresh_stamps_are_never_judged() -> None:
@@ -118,7 +131,8 @@ def test_who_is_stuck_at_the_barrier_is_killed_at_the_hard_timeout() -> None:
     assert rank.effects == []
     last = rank.now
     rank.run(lambda _: stamps(last, phase=Phase.AT_BARRIER), last + 91.0)
-    assert rank.effects == [(last + 90.0, HardTimeout()), (last + 90.0, TERM)]
+    asked, hard = (last + 90.0, AskForStacks()), (last + 90.5, HardTimeout())
+    assert rank.effects == [asked, hard, (last + 90.5, TERM)]
 
 
 def test_interrupted_rank_is_not_asked_again_but_killed_when_stuck() -> None:
@@ -126,7 +140,8 @@ def test_interrupted_rank_is_not_asked_again_but_killed_when_stuck() -> None:
     rank = Rank()
     rank.watch = Watch(epoch=1, looked_s=1000.0, interrupted_s=1000.0)
     rank.run(lambda _: stamps(1000.0), 1091.0)
-    assert rank.effects == [(1090.0, HardTimeout()), (1090.0, TERM)]
+    asked, hard = (1090.0, AskForStacks()), (1090.5, HardTimeout())
+    assert rank.effects == [asked, hard, (1090.5, TERM)]
 
 
 def test_unwinding_rank_need_not_ping() -> None:
@@ -158,13 +173,15 @@ def test_time_in_which_we_were_held_up_does_not_count() -> None:
     # Held up again without a sign of the rank in between: now it counts.
     rank.now = 2100.0
     rank.look(stamps(1010.0))
-    assert [effect for _, effect in rank.effects] == [HardTimeout(), TERM]
+    rank.now = 2100.5
+    rank.look(stamps(1010.0))
+    assert [effect for _, effect in rank.effects] == [AskForStacks(), HardTimeout(), TERM]
 
 
 def test_killing_goes_on_whatever_the_page_says() -> None:
     """A rank that was reported as lost does not come back by stamping."""
     rank = Rank()
-    rank.run(lambda _: stamps(1000.0), 1090.5)
+    rank.run(lambda _: stamps(1000.0), 1091.0)
     rank.run(lambda now: stamps(now, phase=Phase.IDLE), 1096.0)
     assert (KILL) in [effect for _, effect in rank.effects]
 

@@ -427,7 +427,7 @@ def test_schedules_over_a_real_store(first: int, server: Any) -> None:
 
         run = RealRun(seed, connect)
         try:
-            run.run(timeout_s=30.0)
+            run.run(timeout_s=120.0)
         except Exception as error:  # noqa: BLE001 - the report of a schedule
             wrong.append((seed, repr(error)))
     assert not wrong

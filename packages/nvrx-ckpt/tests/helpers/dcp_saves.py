@@ -31,10 +31,10 @@ def state_of(value, count=5, prefix=""):
     return state
 
 
-def request_for(state, folder, finalize=(), *, writer=None, **plan):
+def request_for(state, folder, finalize=(), *, writer=None, group=None, **plan):
     """Return the request of a DCP save."""
     writer = writer or FileSystemWriterAsync(folder, thread_count=1)
-    ret = save_state_dict_async_plan(state, writer, None, 0, **plan)
+    ret = save_state_dict_async_plan(state, writer, group, 0, **plan)
     function, preload, args = writer.get_save_function_and_args()
     functions = [lambda: save_state_dict_async_finalize(*ret), *finalize]
     return AsyncRequest(function, args, functions, {}, preload)
@@ -46,7 +46,7 @@ def load_like(state, folder):
         key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
         for key, value in state.items()
     }
-    dcp.load(into, checkpoint_id=folder)
+    dcp.load(into, checkpoint_id=folder, no_dist=True)
     return into
 
 

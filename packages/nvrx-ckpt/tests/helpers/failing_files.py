@@ -31,3 +31,9 @@ def wait_for_file(path):
     """Work until a file is there."""
     while not os.path.exists(path):
         time.sleep(0.01)
+
+
+def touch_and_wait(path, forever):
+    """Say that the work has begun, then work until a file is there."""
+    Path(path).touch()
+    wait_for_file(forever)

@@ -14,8 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[4] / "tests-support"))
 
 from dcp_saves import assert_same, load_like, request_for, state_of
 from failing_files import kill_myself, refuse_to_open, wait_for_file
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
+from nvidia_resiliency_ext.checkpointing import verify_checkpoint
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
     AsyncCallsQueue,
     AsyncRequest,
@@ -163,6 +165,33 @@ def aborted():
     assert_same(own_state(2), load_like(own_state(0), folder / "b"))
     assert not ran
     return "ok"
+
+
+class OwnPlanner(DefaultSavePlanner):
+    """A planner whose ranks plan by themselves, as Megatron's do."""
+
+    can_run_decentralized_global_plan = True
+
+    def create_decentralized_global_plan(self, plan):
+        return plan
+
+
+def subgroup():
+    """Rank 1 saves alone, in a group of its own, with a planner that names files by rank."""
+    group = dist.new_group([1])
+    queue = AsyncCallsQueue()
+    request = AsyncRequest(None, (), [])
+    if rank == 1:
+        state = state_of(7)
+        request = request_for(state, folder / "a", planner=OwnPlanner(), group=group)
+    queue.schedule_async_request(request)
+    done = queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    if rank == 1:
+        report = verify_checkpoint(folder / "a")
+        assert report.whole, report.problems
+        assert_same(state, load_like(state, folder / "a"))
+    return done
 
 
 def world_shrinks():

@@ -19,6 +19,13 @@ if [ -e "over-$SLURM_ARRAY_JOB_ID" ]; then
     exit 0
 fi
 
+# Tasks with nodes that Slurm drains take no part in the next round (HEALTH_DIR: a shared folder).
+if [ -n "${HEALTH_DIR:-}" ]; then
+    nvrx-slurm-health "$HEALTH_DIR" # what was said of the nodes of an earlier start is stale
+    nvrx-slurm-health "$HEALTH_DIR" --every "${HEALTH_S:-60}" &
+    set -- --ft-segment-health-check-dir "$HEALTH_DIR" "$@"
+fi
+
 # The nodes of a task belong together: when one launcher leaves, all do.
 srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
     ft_launcher --rdzv-endpoint "$endpoint" --rdzv-id "$SLURM_ARRAY_JOB_ID" "$@"

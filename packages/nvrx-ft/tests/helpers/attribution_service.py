@@ -23,6 +23,7 @@ class AttributionService:
         answer: What it says when it is asked for the result.
         mode: `well`, `hangs` (no answer), `garbage` (no JSON), `fails` (status 500).
         posts: What was submitted: intent and path of each log.
+        bodies: The same with everything else that was said.
         url: Where it is.
     """
 
@@ -31,6 +32,7 @@ class AttributionService:
         self.answer: dict[str, Any] = {"status": "in_flight"}
         self.mode = "well"
         self.posts: list[tuple[str, str]] = []
+        self.bodies: list[dict[str, Any]] = []
         self._arrived = threading.Condition()
         self._released = threading.Event()
         server: socketserver.BaseServer
@@ -61,6 +63,7 @@ class AttributionService:
     def take(self, body: dict[str, Any]) -> None:
         """Take note of a log."""
         with self._arrived:
+            self.bodies.append(body)
             self.posts.append((body["analysis_intent"], body["log_path"]))
             self._arrived.notify_all()
 

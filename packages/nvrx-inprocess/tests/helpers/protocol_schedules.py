@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -230,11 +232,16 @@ class RealRun:
             if thread.is_alive():
                 for node in self.job.nodes:
                     node.lost = True
-                raise WrongError("it never ends")
+                raise WrongError(f"it never ends: {self._errors}, {self._where_all_are()}")
         if self._errors:
             raise self._errors[0]
         self.job.check_end()
         return self.job
+
+    def _where_all_are(self) -> str:
+        frames = sys._current_frames()
+        alive = [frames[t.ident] for t in self._threads if t.is_alive() and t.ident in frames]
+        return "\n".join("".join(traceback.format_stack(frame)) for frame in alive)
 
     def _next_thread(self) -> threading.Thread | None:
         return next((thread for thread in self._threads if thread.is_alive()), None)

@@ -6,6 +6,7 @@ Arguments: a directory that all ranks share, and the names of the calls.
 
 from __future__ import annotations
 
+import ctypes
 import datetime as dt
 import gc
 import json
@@ -158,6 +159,56 @@ def hangs() -> Any:
         return seen(wrapper)
 
     return function()
+
+
+def hangs_somewhere(hang: Callable[[], Any], **limits: dt.timedelta) -> Any:
+    """Rank 1 hangs at first, and the others wait for it in a collective; say who is blamed."""
+    number, reports, hangs = len(results), [], [hang]
+
+    @inprocess.Wrapper(
+        monitor_process_interval=seconds(0.1), progress_watchdog_interval=seconds(0.1),
+        **limits, **QUICK,
+    )  # fmt: skip
+    def function(wrapper: inprocess.CallWrapper | None = None) -> Any:
+        assert wrapper is not None
+        reports[:] = wrapper.restart_reports
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        name = FOLDER / f"hang{number}.{wrapper.iteration}"
+        dist.init_process_group("gloo", init_method=f"file://{name}", rank=rank, world_size=size)
+        dist.barrier()
+        if INITIAL_RANK == 1 and hangs:
+            hangs.pop()()
+        dist.barrier()
+        dist.destroy_process_group()
+
+    function()
+    # Who stands still for seconds on a busy host hangs as well.
+    return [report.hang for report in reports if report.culprits == (1,)]
+
+
+def loop_for_ever() -> None:
+    """Run bytecode, which stamps, and never come back."""
+    while True:
+        pass
+
+
+def keep_the_gil() -> None:
+    """Wait in C code for a lock that this thread has already."""
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    for _ in range(2):
+        libc.pthread_mutex_lock(mutex)
+
+
+@call
+def one_loops() -> Any:
+    """Rank 1 runs for ever, which its stamps do not tell; the others pass the soft timeout."""
+    return hangs_somewhere(loop_for_ever, soft_timeout=seconds(3))
+
+
+@call
+def one_keeps_the_gil() -> Any:
+    """Rank 1 cannot be interrupted, and is killed at the hard timeout."""
+    return hangs_somewhere(keep_the_gil, soft_timeout=seconds(3), hard_timeout=seconds(15))
 
 
 @call

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -150,10 +150,11 @@ class Analyzer:
         self._tasks: dict[str, asyncio.Task[engine.Verdict | None]] = {}
         self._ended: set[str] = set()
         self._complete: set[str] = set()
+        self._evidence: dict[str, tuple[str, ...]] = {}
         self._failures: dict[str, str] = {}
         self._background: set[asyncio.Task[Any]] = set()
 
-    async def submit(
+    async def submit(  # noqa: PLR0913 - the fields of a submission
         self,
         path: str,
         user: str = "unknown",
@@ -162,6 +163,7 @@ class Analyzer:
         analysis_intent: str | None = None,
         *,
         log_complete: bool = False,
+        evidence: Sequence[str] = (),
     ) -> LogAnalyzerSubmitResult:
         """Accept a log; the same submission again changes nothing.
 
@@ -172,6 +174,8 @@ class Analyzer:
             cycle_id: Which run of its workers.
             analysis_intent: `track_only` (default), `progressive` or `terminal`.
             log_complete: Nothing more will be written to the log.
+            evidence: What others say about the end of the job, as lines that follow the log's
+                last; those of the first terminal submission count.
 
         Raises:
             LogAnalyzerError: The path or the intent is refused, or the path has another job or
@@ -195,6 +199,7 @@ class Analyzer:
                     "cycle_id": cycle_id,
                     "analysis_intent": intent,
                     "log_complete": log_complete,
+                    "evidence": list(evidence),
                 }
             )
         self.coalescer.track_submission(resolved)
@@ -202,7 +207,7 @@ class Analyzer:
         keys = [info.path for info in job.files[-1:]] or [resolved]
         for key in keys:
             if intent == ANALYSIS_INTENT_TERMINAL:
-                self._end(key, job, is_complete=log_complete)
+                self._end(key, job, tuple(evidence), is_complete=log_complete)
             elif intent == ANALYSIS_INTENT_PROGRESSIVE:
                 self._grow(key, job)
         return LogAnalyzerSubmitResult(
@@ -352,6 +357,7 @@ class Analyzer:
                     value["cycle_id"],
                     value["analysis_intent"],
                     log_complete=value["log_complete"],
+                    evidence=value.get("evidence", ()),
                 )
                 count += 1
             except (LogAnalyzerError, KeyError, TypeError) as error:
@@ -423,15 +429,18 @@ class Analyzer:
             raise LogAnalyzerError(ErrorCode.NOT_FOUND, f"no restart {number} of this job")
         return job.files[number].path, number
 
-    def _end(self, key: str, job: Job, *, is_complete: bool) -> None:
+    def _end(self, key: str, job: Job, evidence: tuple[str, ...], *, is_complete: bool) -> None:
         self._ended.add(key)
         if is_complete:
             self._complete.add(key)
         if self._is_outdated(key):
             self.coalescer.forget(key)
         self._failures.pop(key, None)
+        if self.coalescer.peek(key) is None:
+            evidence = self._evidence.setdefault(key, evidence)
         session = self._sessions.get(key)
         if session is not None:
+            session.evidence = evidence
             session.end(is_complete=is_complete)
         if not self.coalescer.is_running(key) and self.coalescer.peek(key) is None:
             self._in_background(self._compute(key, job))
@@ -503,12 +512,14 @@ class Analyzer:
                 session = self._sessions[key]
                 if key in self._ended:
                     session.end(is_complete=key in self._complete)
+                session.evidence = self._evidence.get(key, ())
                 verdict = await asyncio.shield(task)
         except (OSError, LogAnalyzerError) as error:
             self._failures[key] = str(error)
             raise
         finally:
             self._complete.discard(key)
+            self._evidence.pop(key, None)
         if self._refine is not None:
             verdict = await self._refine(verdict)
         payload = self._payload(verdict, session.dump_path)

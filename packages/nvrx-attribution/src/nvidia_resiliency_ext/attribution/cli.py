@@ -12,6 +12,7 @@ from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_o
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.attribution.engine import Registry, Verdict
+    from nvidia_resiliency_ext.attribution.refine import ModelClient
 
 __all__ = ["main"]
 
@@ -44,6 +45,11 @@ def build_parser() -> argparse.ArgumentParser:
     logs.add_argument("--follow", action="store_true", help="read the log while it grows")
     logs.add_argument(
         "--quiet-s", type=float, metavar="S", help="with --follow: end after S seconds of silence"
+    )
+    logs.add_argument(
+        "--llm",
+        action="store_true",
+        help="then ask the model of NVRX_LLM_BASE_URL, and print the verdict with what it adds",
     )
     logs.add_argument(
         "--exit-code-by-action",
@@ -86,15 +92,15 @@ def main(argv: list[str] | None = None) -> int:
     """
     from nvidia_resiliency_ext.attribution._core.errors import (
         NoTraceError,
-        RegistryError,
         UnreadableInputError,
     )
+    from nvidia_resiliency_ext.shared_utils.errors import ConfigError, MissingExtraError
 
     args = build_parser().parse_args(argv)
     run = {"analyze": _analyze, "fr": _fr, "registry": _registry, "explain": _explain}[args.command]
     try:
         return run(args)
-    except RegistryError as error:
+    except (ConfigError, MissingExtraError) as error:
         write_err(plain(f"nvrx-attribution: {error}") + "\n")
         return _EXIT_USAGE
     except (NoTraceError, UnreadableInputError) as error:
@@ -117,6 +123,7 @@ def _load(args: argparse.Namespace) -> Registry:
 def _analyze(args: argparse.Namespace) -> int:
     from nvidia_resiliency_ext.attribution import engine
 
+    model = _model() if args.llm else None
     if args.follow:
         if len(args.log) > 1:
             write_err("nvrx-attribution: --follow reads one log\n")
@@ -133,7 +140,32 @@ def _analyze(args: argparse.Namespace) -> int:
             registry=_load(args),
         )
         _print(verdict, as_json=args.json)
+    if model is not None:
+        import asyncio
+
+        from nvidia_resiliency_ext.attribution.refine import refine
+
+        verdict = asyncio.run(refine(verdict, client=model, registry=_load(args)))
+        _print(verdict, as_json=args.json)
     return _EXIT_BY_ACTION[verdict.action] if args.exit_code_by_action else 0
+
+
+def _model() -> ModelClient:
+    """Return the client of the site's model.
+
+    Raises:
+        ConfigError: None is named.
+        MissingExtraError: The library for it is not installed.
+    """
+    import os
+
+    from nvidia_resiliency_ext.attribution.refine import ModelClient, model_settings_from_environ
+    from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+
+    settings = model_settings_from_environ(os.environ)
+    if settings is None:
+        raise ConfigError("--llm: no model endpoint is named; set NVRX_LLM_BASE_URL")
+    return ModelClient(settings)
 
 
 def _follow(args: argparse.Namespace) -> Verdict:
@@ -197,6 +229,12 @@ def format_verdict(verdict: Verdict) -> str:
     lines.append(f"  phase: {verdict.phase}; last completed step: {step}")
     retry = verdict.retry
     lines.append(f"  retries: {retry.used} of {retry.budget} used ({retry.rule})")
+    refinement = verdict.refinement
+    if refinement is not None:
+        added = refinement.get("summary") if refinement["used"] else refinement["error"]
+        lines.append(f"  model{'' if refinement['used'] else ' (not used)'}: {added}")
+        if refinement.get("refused"):
+            lines.append(f"  refused of the model's answer: {', '.join(refinement['refused'])}")
     for event in verdict.events[:8]:
         ranks = f", ranks {event.ranks}" if event.ranks else ""
         lines.append(f"  {event.role} {event.code} x{event.count}, line {event.first_line}{ranks}")

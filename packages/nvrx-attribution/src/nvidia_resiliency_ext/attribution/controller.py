@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -192,7 +193,7 @@ class AttributionController:
         if count:
             logger.info("%d submissions of the journal are taken up", count)
 
-    async def submit_log(
+    async def submit_log(  # noqa: PLR0913 - the fields of a submission
         self,
         log_path: str,
         *,
@@ -201,12 +202,19 @@ class AttributionController:
         cycle_id: int | None = None,
         analysis_intent: str | None = None,
         log_complete: bool = False,
+        evidence: Sequence[str] = (),
     ) -> LogAnalyzerSubmitResult:
         """Accept a log; see `Analyzer.submit`."""
         if self.config.progressive == "off" and analysis_intent == ANALYSIS_INTENT_PROGRESSIVE:
             analysis_intent = ANALYSIS_INTENT_TRACK_ONLY
         return await self.analyzer.submit(
-            log_path, user, job_id, cycle_id, analysis_intent, log_complete=log_complete
+            log_path,
+            user,
+            job_id,
+            cycle_id,
+            analysis_intent,
+            log_complete=log_complete,
+            evidence=evidence,
         )
 
     async def analyze_log(

@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from nvidia_resiliency_ext.attribution._core.confined import open_confined
 from nvidia_resiliency_ext.attribution._core.errors import NoTraceError, UnreadableInputError
-from nvidia_resiliency_ext.attribution._core.redact import redact
 from nvidia_resiliency_ext.attribution._core.verdict import (
     FirstFault,
     ReportedEvent,
@@ -36,6 +36,7 @@ from nvidia_resiliency_ext.attribution._policy.history import (
 )
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
+from nvidia_resiliency_ext.shared_utils.redaction import redact
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -207,6 +208,7 @@ def analyze(  # noqa: PLR0913 - the public signature
     policy: RetryPolicy | None = None,
     max_bytes: int | None = None,
     deadline_s: float | None = None,
+    allowed_root: str | None = None,
 ) -> Verdict:
     """Say what failed, where, and whether a restart helps.
 
@@ -222,6 +224,8 @@ def analyze(  # noqa: PLR0913 - the public signature
         policy: What a site may set.
         max_bytes: Read no more than this; the verdict says so.
         deadline_s: Seconds to read for; the verdict is then about what was read.
+        allowed_root: Logs and dumps that lead outside of this directory are not read; None: no
+            limit.
 
     Raises:
         UnreadableInputError: A log, the rank map or the history cannot be read.
@@ -233,11 +237,11 @@ def analyze(  # noqa: PLR0913 - the public signature
         cycle_id=cycle_id,
         registry=registry,
         policy=policy,
-        fr_report=fr_report_of(fr_path),
+        fr_report=fr_report_of(fr_path, allowed_root),
     )
     deadline = Deadline.after(deadline_s)
     left = max_bytes
-    for data in _chunks(log):
+    for data in _chunks(log, allowed_root):
         if deadline.expired() or (left is not None and left <= 0):
             scanner.mark_truncated()
             break
@@ -252,7 +256,7 @@ def analyze(  # noqa: PLR0913 - the public signature
     return verdict
 
 
-def _chunks(log: Any) -> Iterator[bytes]:
+def _chunks(log: Any, allowed_root: str | None) -> Iterator[bytes]:
     if hasattr(log, "read"):
         while data := log.read(_CHUNK_BYTES):
             yield data
@@ -261,21 +265,27 @@ def _chunks(log: Any) -> Iterator[bytes]:
     for path in paths:
         name = os.fspath(path)
         try:
-            with open(name, "rb", buffering=0) as file:
+            opened = name if allowed_root is None else open_confined(name, allowed_root)
+            with open(opened, "rb", buffering=0) as file:
                 while data := file.read(_CHUNK_BYTES):
                     yield data
         except OSError as error:
             raise UnreadableInputError(name, error.strerror or str(error)) from None
 
 
-def fr_report_of(path: str | None) -> dict[str, Any] | None:
-    """Return the report of the dumps at a path; None without a path or a readable dump."""
+def fr_report_of(path: str | None, allowed_root: str | None = None) -> dict[str, Any] | None:
+    """Return the report of the dumps at a path; None without a path or a readable dump.
+
+    Args:
+        path: Directory, prefix or single file.
+        allowed_root: What leads outside of this directory is not read; None: no limit.
+    """
     if path is None:
         return None
     from nvidia_resiliency_ext.attribution._traces.analysis import analyze_traces
 
     try:
-        return analyze_traces(os.fspath(path)).to_dict()
+        return analyze_traces(os.fspath(path), allowed_root=allowed_root).to_dict()
     except NoTraceError:
         return None
 
@@ -303,7 +313,7 @@ def _first_fault(found: Diagnosis) -> FirstFault | None:
     first = fault.first
     return FirstFault(
         *(first.line, first.byte, _iso(first.time_s), found.rank, first.local_rank),
-        *(found.node, first.gpu, redact(first.text)),
+        *(found.node, first.gpu, redact(first.text)[0]),
     )
 
 
@@ -314,7 +324,7 @@ def _reported(scan: ScanResult, found: Diagnosis) -> tuple[ReportedEvent, ...]:
     return tuple(
         ReportedEvent(
             *(event.code, role_of(event, found), event.count, event.first.line),
-            *(format_ranks(event.ranks), redact(event.first.text[:_SAMPLE])),
+            *(format_ranks(event.ranks), redact(event.first.text[:_SAMPLE])[0]),
         )
         for event in sorted(scan.events, key=weight)[:_MOST_REPORTED]
     )
@@ -323,7 +333,7 @@ def _reported(scan: ScanResult, found: Diagnosis) -> tuple[ReportedEvent, ...]:
 def _evidence(found: Diagnosis) -> tuple[dict[str, Any], ...]:
     if found.fault is None:
         return ()
-    return tuple({"line": line, "quote": redact(text)} for line, text in found.fault.evidence)
+    return tuple({"line": line, "quote": redact(text)[0]} for line, text in found.fault.evidence)
 
 
 def _coverage(scan: ScanResult) -> dict[str, Any]:

@@ -13,7 +13,9 @@ import queue
 import secrets
 import threading
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, sync_directory
 
 from ._errors import CheckpointWriteError
 from ._staging import PAGE_BYTES, round_up
@@ -30,7 +32,6 @@ __all__ = [
     "FileSaver",
     "SaveCancelledError",
     "publish_files",
-    "sync_directory",
     "temporary_name",
     "write_small_file",
 ]
@@ -51,44 +52,16 @@ def temporary_name(path: str, tag: str) -> str:
     return os.path.join(folder, f".{name}.nvrx-{tag}.tmp")
 
 
-def sync_directory(path: str) -> None:
-    """Make the names in a directory durable; file systems that cannot are left alone."""
-    fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
-            raise
-    finally:
-        os.close(fd)
-
-
 def write_small_file(path: str, data: bytes, *, sync: bool = True) -> None:
-    """Write a file under a temporary name, sync it, rename it and sync its directory.
+    """Write a file so that readers see the old content or the new, durably where `sync` is true.
 
     Raises:
-        CheckpointWriteError: It cannot be written; the temporary file is gone.
+        CheckpointWriteError: It cannot be written; nothing else is left.
     """
-    temporary = temporary_name(path, secrets.token_hex(4))
-    written, action = 0, "create"
     try:
-        with open(temporary, "xb", buffering=0) as file:
-            action = "write"
-            view = memoryview(data)
-            while written < len(data):
-                written += file.write(view[written:])
-            action = "fsync"
-            if sync:
-                os.fsync(file.fileno())
-        action = "rename"
-        os.replace(temporary, path)
-        if sync:
-            action = "fsync"
-            sync_directory(os.path.dirname(path))
+        atomic_write(path, data, mode=None, fsync=sync)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise CheckpointWriteError.from_os(error, path, written, action) from error
+        raise CheckpointWriteError.from_os(error, path, 0, "write") from error
 
 
 def publish_files(plan: WritePlan, temporary_names: Sequence[str]) -> None:
@@ -208,14 +181,15 @@ class FileSaver:
             ) from error
         finally:
             positions.close()
-            target.close()
+            target.give_back()
         return FileResult(file.path, file.length, checksums.crc, checksums.item_crcs)
 
     def _open(self, file: FilePlan) -> _Target:
         name = self._name(file)
         try:
             if self._opener is not None:
-                return _StreamTarget(self._opener(name, "wb"), file.length)
+                stream = self._opener(name, "wb")
+                return _StreamTarget(stream, file.length, publishes=not self._renames)
             big = file.length >= CHUNK_BYTES and self._plan.io_mode == "auto"
             direct = big or self._plan.io_mode == "direct"
             return _FileTarget(name, file.length, direct=direct)
@@ -242,9 +216,11 @@ class _Target:
         raise NotImplementedError
 
     def finish(self, *, sync: bool) -> None:
+        """Make what was written durable, and close it."""
         raise NotImplementedError
 
-    def close(self) -> None:
+    def give_back(self) -> None:
+        """Drop what is not finished; harmless after `finish`."""
         raise NotImplementedError
 
 
@@ -274,7 +250,7 @@ class _FileTarget(_Target):
             os.posix_fallocate(self._fd, 0, length)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV):
-                self.close()
+                self.give_back()
                 raise
 
     def _write_some(self, image: memoryview, position: int) -> int:
@@ -303,16 +279,27 @@ class _FileTarget(_Target):
             self.action = "fsync"
             os.fsync(self._fd)
 
-    def close(self) -> None:
+    def give_back(self) -> None:
         os.close(self._fd)
 
 
 class _StreamTarget(_Target):
-    """A stream that somebody else's opener gave us."""
+    """A stream that somebody else's opener gave us.
 
-    def __init__(self, stream: Any, length: int) -> None:
+    Args:
+        stream: The stream.
+        length: How long it will be.
+        publishes: Whether closing it makes an object of what was written, under its final name.
+    """
+
+    unfinished: ClassVar[list[Any]] = []
+    """Streams that must not be closed: closing, also by the garbage collector, would publish."""
+
+    def __init__(self, stream: Any, length: int, *, publishes: bool) -> None:
         super().__init__(length)
         self._stream = stream
+        self._publishes = publishes
+        self._finished = False
 
     def _write_some(self, image: memoryview, position: int) -> int:
         data = image[self.written : position]
@@ -326,11 +313,28 @@ class _StreamTarget(_Target):
             try:
                 number = self._stream.fileno()
             except (OSError, AttributeError):
-                return  # an object store: durable when it is closed without an error
-            os.fsync(number)
-
-    def close(self) -> None:
+                number = -1  # an object store: durable when it is closed without an error
+            if number >= 0:
+                os.fsync(number)
+        self.action = "close"
+        self._finished = True
         self._stream.close()
+
+    def give_back(self) -> None:
+        if self._finished:
+            return
+        if not self._publishes:
+            self._stream.close()  # of a temporary file, which is then removed
+            return
+        # What multi-storage-client's files have; for its objects it does nothing.
+        getattr(self._stream, "discard", _nothing)()
+        if not self._stream.closed:
+            self._stream.truncate(0)
+            self.unfinished.append(self._stream)
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class _Ahead:

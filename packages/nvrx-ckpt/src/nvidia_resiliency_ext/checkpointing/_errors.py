@@ -35,7 +35,7 @@ class CheckpointWriteError(NvrxError, OSError):
         reason: What the system said.
         path: The file, under its final name.
         written_bytes: How many bytes of it had been written.
-        action: What was being done: "create", "write", "fsync" or "rename".
+        action: What was being done: "create", "write", "fsync", "close" or "rename".
     """
 
     def __init__(

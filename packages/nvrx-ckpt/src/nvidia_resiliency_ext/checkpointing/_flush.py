@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import secrets
 import shutil
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from ._durable import CHUNK_BYTES, FileSaver, SaveCancelledError, publish_files, temporary_name
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from ._write_plan import FilePlan, FileResult, WritePlan
 
 __all__ = ["LocalCopy"]
+
+
+_PREFIX = "nvrx-ckpt-"
+_YOUNG_S = 60.0  # such a directory may belong to a worker that is about to lock it
 
 
 class LocalCopy:
@@ -43,7 +49,8 @@ class LocalCopy:
         self.plan = plan
         self.stopped = threading.Event()
         self._tag = secrets.token_hex(8)
-        self._folder = os.path.join(plan.staging_dir or "", f"nvrx-ckpt-{self._tag}")
+        self._folder = os.path.join(plan.staging_dir or "", f"{_PREFIX}{self._tag}")
+        self._lock = -1
         files = [
             dataclasses.replace(file, path=self._local(number))
             for number, file in enumerate(plan.files)
@@ -60,7 +67,11 @@ class LocalCopy:
         """
         try:
             os.makedirs(self._folder, mode=0o700)
+            self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            _remove_leftovers(os.path.dirname(self._folder))
         except OSError as error:
+            self.remove()
             raise CheckpointWriteError.from_os(error, self._folder, 0, "create") from error
         try:
             found = self._saver.run()
@@ -99,6 +110,9 @@ class LocalCopy:
     def remove(self) -> None:
         """Remove the local files."""
         shutil.rmtree(self._folder, ignore_errors=True)
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
 
     def _local(self, number: int) -> str:
         return os.path.join(self._folder, str(number))
@@ -120,3 +134,19 @@ class LocalCopy:
                     os.fsync(out.fileno())
         except OSError as error:
             raise CheckpointWriteError.from_os(error, file.path, done, action) from error
+
+
+def _remove_leftovers(staging_dir: str) -> None:
+    """Remove the directories of workers that are gone; a living one has locked its own."""
+    for entry in os.scandir(staging_dir):
+        if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):
+            continue
+        with contextlib.suppress(OSError):  # another worker was faster, or it is another user's
+            folder = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_empty = not os.listdir(folder)
+                if not is_empty or time.time() - os.fstat(folder).st_mtime > _YOUNG_S:
+                    shutil.rmtree(entry.path, ignore_errors=True)
+            finally:
+                os.close(folder)

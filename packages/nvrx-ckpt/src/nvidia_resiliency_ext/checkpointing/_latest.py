@@ -12,7 +12,9 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from ._durable import sync_directory, temporary_name, write_small_file
+from nvidia_resiliency_ext.shared_utils.os_utils import sync_directory
+
+from ._durable import temporary_name, write_small_file
 from ._errors import DamagedCheckpointError
 
 if TYPE_CHECKING:

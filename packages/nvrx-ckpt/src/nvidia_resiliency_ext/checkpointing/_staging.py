@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
@@ -53,13 +54,13 @@ class StagingBuffer:
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self._map(_allocate(round_up(max(nbytes, 1))))
-        self._unpin: Callable[[], None] | None = _pin(self.tensor()) if pinned else None
+        if pinned:
+            self._end = weakref.finalize(self, _give_back, self.fd, _pin(self.tensor()))
 
     @classmethod
     def attach(cls, fd: int) -> StagingBuffer:
         """Map the memory of another process's buffer; the descriptor is owned from now on."""
         buffer = cls.__new__(cls)
-        buffer._unpin = None  # noqa: SLF001 - our own class
         buffer._map(fd)  # noqa: SLF001 - our own class
         return buffer
 
@@ -73,6 +74,8 @@ class StagingBuffer:
             raise
         self.view = memoryview(self._mapping)
         self._tensor: torch.Tensor | None = None
+        # Also for a buffer that nobody closes: it goes with the queue that is forgotten.
+        self._end = weakref.finalize(self, _give_back, fd, None)
 
     def tensor(self) -> torch.Tensor:
         """Return its bytes as a tensor of dtype uint8 and shape (nbytes,)."""
@@ -86,10 +89,8 @@ class StagingBuffer:
         """Give the descriptor back; the memory goes when the last view of it does."""
         if self.fd < 0:
             return
-        if self._unpin is not None:
-            self._unpin()
-        fd, self.fd = self.fd, -1
-        os.close(fd)
+        self.fd = -1
+        self._end()
         self._tensor = None
         self.view = memoryview(b"")
         # While a tensor or a view of it is in use it stays mapped, and goes with the last of them.
@@ -174,6 +175,12 @@ def _allocate(size: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _give_back(fd: int, unpin: Callable[[], None] | None) -> None:
+    if unpin is not None:
+        unpin()
+    os.close(fd)
 
 
 def _pin(tensor: torch.Tensor) -> Callable[[], None] | None:

@@ -6,15 +6,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ._checksum import combine, crc32
 from ._errors import DamagedCheckpointError
 from ._manifest import MANIFEST, read_manifest
-from .local._shard.layout import Manifest as ShardManifest
-from .local._shard.read import FileSource, damage_of
-from .local._shard.read import read_manifest as read_shard_manifest
+from ._shard.layout import Manifest as ShardManifest
+from ._shard.read import FileSource, damage_of
+from ._shard.read import read_manifest as read_shard_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ _METADATA = ".metadata"
 _SHARD = re.compile(r"iter_\d{7,}_\d+_local\.pt")
 _READ_BYTES = 4 << 20
 _MAX_DEPTH = 3
+_LIMIT = 1 << 62
 
 
 @dataclass
@@ -85,18 +87,19 @@ def verify_checkpoint(
     if not os.path.isdir(folder):
         raise NotADirectoryError(f"there is no directory {folder}")
     report = VerifyReport(folder)
-    shards = _shards(folder)
-    if shards:
+    if os.path.lexists(os.path.join(folder, MANIFEST)):
+        try:
+            files = _files(folder)
+        except (DamagedCheckpointError, OSError) as error:
+            report.problems.append(str(error))
+            return report
+        _check_files(report, files, on_progress)
+    elif _has_lost_its_manifest(folder):
+        report.problems.append(f"{MANIFEST}: it is missing")
+    elif shards := _shards(folder):
         _check_shards(report, shards, on_progress)
-        return report
-    if not os.path.lexists(os.path.join(folder, MANIFEST)):
-        return _without_manifest(report)
-    try:
-        files = _files(folder)
-    except (DamagedCheckpointError, OSError) as error:
-        report.problems.append(str(error))
-        return report
-    _check_files(report, files, on_progress)
+    else:
+        report.has_manifest = False
     return report
 
 
@@ -133,6 +136,13 @@ def checkpoint_items(path: str | os.PathLike[str]) -> list[CheckpointItem] | Non
     folder = os.fspath(path)
     if not os.path.isdir(folder):
         raise NotADirectoryError(f"there is no directory {folder}")
+    if os.path.lexists(os.path.join(folder, MANIFEST)):
+        files = [file for file in _files(folder) if file.in_rank_manifest]
+        return [
+            CheckpointItem(name, file.name, start, length, crc)
+            for file in files
+            for name, start, length, crc in file.items
+        ]
     found = []
     for file in _shards(folder):
         with _shard(os.path.join(folder, file)) as (_, manifest):
@@ -140,13 +150,7 @@ def checkpoint_items(path: str | os.PathLike[str]) -> list[CheckpointItem] | Non
                 CheckpointItem(r.tensor or r.name, file, r.offset, r.nbytes, r.crc32)
                 for r in manifest.records
             ]
-    if found:
-        return found
-    if not os.path.lexists(os.path.join(folder, MANIFEST)):
-        return None
-    for file, about in _files(folder):
-        found += [CheckpointItem(item[0], file, *item[1:]) for item in about.get("items", ())]
-    return found
+    return found or None
 
 
 def require_whole(path: str) -> None:
@@ -160,15 +164,62 @@ def require_whole(path: str) -> None:
         raise DamagedCheckpointError(path, "; ".join(report.problems))
 
 
-def _files(folder: str) -> list[tuple[str, dict[str, Any]]]:
+@dataclass(frozen=True)
+class _File:
+    """A file that a checkpoint must have.
+
+    Attributes:
+        name: Its name.
+        nbytes: Its length in bytes.
+        crc32: Checksum of all of it.
+        items: Name, start, length and checksum of what is in it; they cover it without gaps.
+        in_rank_manifest: Whether it holds data of a rank.
+    """
+
+    name: str
+    nbytes: int
+    crc32: int
+    items: list[tuple[str, int, int, int]]
+    in_rank_manifest: bool
+
+    @classmethod
+    def parse(cls, name: Any, about: Any, *, in_rank_manifest: bool = False) -> _File:
+        """Return what a manifest says about a file.
+
+        Raises:
+            KeyError, TypeError, ValueError: It says nothing that makes sense.
+        """
+        nbytes, crc = about["bytes"], about["crc32"]
+        rows = about.get("items") or [[name, 0, nbytes, crc]]
+        items = [(text, start, length, number) for text, start, length, number in rows]
+        numbers = [nbytes, crc, *(number for _, *rest in items for number in rest)]
+        texts = [name, *(text for text, *_ in items)]
+        if any(type(number) is not int or not 0 <= number < _LIMIT for number in numbers):
+            raise TypeError(f"{name!r} has a number that is none")
+        if any(type(text) is not str for text in texts):
+            raise TypeError(f"{name!r} has a name that is no text")
+        end = 0
+        for _, start, length, _ in items:
+            if start != end:
+                raise ValueError(f"the items of {name!r} leave a gap")
+            end = start + length
+        if end != nbytes:
+            raise ValueError(f"the items of {name!r} do not cover it")
+        return cls(name, nbytes, crc, items, in_rank_manifest)
+
+
+def _files(folder: str) -> list[_File]:
     """Return the files that a checkpoint must have, with what must be in them."""
     try:
         manifest = read_manifest(os.path.join(folder, MANIFEST))
-        files: list[tuple[str, dict[str, Any]]] = [(_METADATA, manifest["metadata"])]
+        files = [_File.parse(_METADATA, manifest["metadata"])]
         for rank in manifest["ranks"]:
-            files.append((rank["name"], rank))
-            files += read_manifest(_inside(folder, rank["name"]))["files"].items()
-    except (KeyError, TypeError, AttributeError) as error:
+            files.append(_File.parse(rank["name"], rank))
+            content = read_manifest(_inside(folder, rank["name"]))["files"]
+            files += [_File.parse(*one, in_rank_manifest=True) for one in content.items()]
+    except DamagedCheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedCheckpointError(folder, f"a field of a manifest is wrong: {error}") from None
     return files
 
@@ -209,47 +260,45 @@ def _check_shards(
         on_progress(report.nbytes, total)
 
 
-def _without_manifest(report: VerifyReport) -> VerifyReport:
-    report.has_manifest = False
-    names = os.listdir(report.path)
-    if any(name.startswith(".nvrx_manifest.") for name in names) and _METADATA in names:
-        report.has_manifest = True
-        report.problems.append(f"{MANIFEST}: it is missing")
-    return report
+def _has_lost_its_manifest(folder: str) -> bool:
+    names = os.listdir(folder)
+    return _METADATA in names and any(name.startswith(".nvrx_manifest.") for name in names)
 
 
 def _inside(folder: str, name: str) -> str:
-    if os.path.basename(name) != name or name in ("", ".", ".."):
+    if os.path.basename(name) != name or name in ("", ".", "..") or b"\0" in os.fsencode(name):
         raise DamagedCheckpointError(folder, f"{name!r} is no name of a file in it")
     return os.path.join(folder, name)
 
 
 def _check_files(
-    report: VerifyReport,
-    files: Sequence[tuple[str, dict[str, Any]]],
-    on_progress: Callable[[int, int], None],
+    report: VerifyReport, files: Sequence[_File], on_progress: Callable[[int, int], None]
 ) -> None:
-    total = sum(int(about["bytes"]) for _, about in files)
-    for name, about in files:
+    total = sum(file.nbytes for file in files)
+    for file in files:
         try:
-            for nbytes in _check_file(report, name, about):
+            for nbytes in _check_file(report, file):
                 report.nbytes += nbytes
                 on_progress(report.nbytes, total)
-        except (OSError, DamagedCheckpointError) as error:
-            report.problems.append(f"{name}: {error}")
+        except (OSError, ValueError) as error:  # also a name that no file can have
+            report.problems.append(f"{file.name}: {error}")
         report.files += 1
 
 
-def _check_file(report: VerifyReport, name: str, about: dict[str, Any]) -> Iterator[int]:
-    path = _inside(report.path, name)
-    items = about.get("items") or [[name, 0, about["bytes"], about["crc32"]]]
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _check_file(report: VerifyReport, file: _File) -> Iterator[int]:
+    name = file.name
+    # Not blocking: opening a pipe would wait until somebody writes to it.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(_inside(report.path, name), flags)
     try:
-        size = os.fstat(fd).st_size
-        if size != about["bytes"]:
-            report.problems.append(f"{name}: {size} bytes instead of {about['bytes']}")
-        total = end = 0
-        for item, start, length, expected in items:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            report.problems.append(f"{name}: it is not a regular file")
+            return
+        if status.st_size != file.nbytes:
+            report.problems.append(f"{name}: {status.st_size} bytes instead of {file.nbytes}")
+        total = 0
+        for item, start, length, expected in file.items:
             crc, position = 0, start
             while position < start + length:
                 data = os.pread(fd, min(_READ_BYTES, start + length - position), position)
@@ -261,8 +310,8 @@ def _check_file(report: VerifyReport, name: str, about: dict[str, Any]) -> Itera
             report.items += 1
             if crc != expected or position != start + length:
                 report.problems.append(f"{name}: {item!r} is not what was written")
-            total, end = combine(total, crc, length), start + length
-        if end == about["bytes"] and total != about["crc32"]:
+            total = combine(total, crc, length)
+        if total != file.crc32:
             report.problems.append(f"{name}: the checksum of the file is wrong")
     finally:
         os.close(fd)

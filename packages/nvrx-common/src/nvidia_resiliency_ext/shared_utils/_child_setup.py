@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["child_setup", "keep_exit_statuses"]
+__all__ = ["child_setup", "end_with_parent", "keep_exit_statuses"]
 
 logger = logging.getLogger("nvrx")
 
@@ -44,6 +44,16 @@ def child_setup(*, death_signal: int | None) -> Callable[[], None] | None:
         return _unmask
     # Everything is looked up here: between fork and exec nothing may be imported.
     return functools.partial(_set_up_child, os.getpid(), _load_prctl(), death_signal)
+
+
+def end_with_parent(signum: int = signals.SIGTERM) -> None:
+    """Have the kernel send this process a signal when its parent dies.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
+    if _load_prctl()(_PR_SET_PDEATHSIG, signum) != 0:
+        raise OSError("prctl(PR_SET_PDEATHSIG) was refused")
 
 
 def _unmask() -> None:

@@ -70,7 +70,7 @@ def open_append_beneath(root_fd: int, relpath: str | os.PathLike[str], mode: int
 def atomic_write(
     path: str | os.PathLike[str],
     data: bytes | bytearray | memoryview,
-    mode: int = 0o600,
+    mode: int | None = 0o600,
     fsync: bool = True,
 ) -> None:
     """Write a file so that readers see the old content or the new, and never a part.
@@ -81,7 +81,7 @@ def atomic_write(
     Args:
         path: The file; its directory must exist.
         data: The content.
-        mode: Permissions of the file, whatever the umask.
+        mode: Permissions of the file, whatever the umask; None for what a new file gets.
         fsync: Wait until it would survive a power cut.
 
     Raises:
@@ -100,9 +100,34 @@ def atomic_write(
             _unlink_if_there(temporary, directory)
             raise
         if fsync:
-            _sync_directory(directory)
+            sync_directory(directory)
     finally:
         os.close(directory)
+
+
+def sync_directory(directory: int | str | os.PathLike[str]) -> None:
+    """Wait until the names in a directory would survive a power cut.
+
+    File systems that cannot do so are left alone.
+
+    Args:
+        directory: Its path, or a descriptor of it, which stays open.
+
+    Raises:
+        OSError: It cannot be opened, or the device failed.
+    """
+    descriptor = (
+        directory if isinstance(directory, int) else os.open(directory or ".", _OPEN_DIRECTORY)
+    )
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a directory and say so like this.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        if descriptor is not directory:
+            os.close(descriptor)
 
 
 def _require_replaceable(name: str, directory: int) -> None:
@@ -233,14 +258,15 @@ def _write_new(
     directory: int,
     name: str,
     data: bytes | bytearray | memoryview,
-    mode: int,
+    mode: int | None,
     *,
     fsync: bool,
 ) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(name, flags, 0o600, dir_fd=directory)
+    descriptor = os.open(name, flags, 0o666 if mode is None else 0o600, dir_fd=directory)
     try:
-        os.fchmod(descriptor, mode)
+        if mode is not None:
+            os.fchmod(descriptor, mode)
         remaining = memoryview(data).cast("B")
         while remaining:
             remaining = remaining[os.write(descriptor, remaining) :]
@@ -254,15 +280,6 @@ def _temporary_name(name: str) -> str:
     suffix = f".{os.urandom(8).hex()}.tmp"
     room = _LONGEST_NAME_BYTES - 1 - len(suffix)
     return "." + os.fsdecode(os.fsencode(name)[:room]) + suffix
-
-
-def _sync_directory(descriptor: int) -> None:
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems cannot sync a directory and say so with EINVAL.
-        if error.errno != errno.EINVAL:
-            raise
 
 
 def _unlink_if_there(name: str, directory_fd: int) -> None:

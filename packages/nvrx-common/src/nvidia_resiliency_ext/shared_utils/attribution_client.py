@@ -26,7 +26,7 @@ from .attribution_wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ._attribution.http import JsonConnection
+    from .json_http import JsonConnection
 
 __all__ = ["AttributionService"]
 
@@ -34,6 +34,8 @@ logger = logging.getLogger("nvrx")
 
 _REQUEST_TIMEOUT_S = 2.0
 _POLL_INTERVAL_S = 2.0
+# A log that was read while it grew has its verdict at once: the first questions come sooner.
+_FIRST_POLL_S = 0.1
 # Whoever says that a log has begun or ended is about to start workers: until that is done it has
 # the interpreter to itself.
 _CALM_S = 0.25
@@ -52,7 +54,9 @@ class AttributionService:
             it changes; default ``NVRX_ATTRSVC_TOKEN_FILE``.
         ca_file: Certificates to trust in place of the system's.
         trust_candidate: Take a STOP that the service's rules give while its analysis still runs.
-        poll_interval_s: Seconds between two questions for a verdict.
+        poll_interval_s: Seconds between two questions for a verdict; the first ones come sooner.
+        job_id: Whose logs these are; default: the scheduler's number of the job.
+        log_complete: Whether nothing is written to a log any more when its verdict is asked for.
         on_verdict: Called with action, log and reason of each verdict, in the client's thread. An
             exception of it is logged, as of the next one.
         on_nodes: Called with the nodes that an analysis would exclude, the log and the reason, in
@@ -68,10 +72,12 @@ class AttributionService:
         ca_file: str | None = None,
         trust_candidate: bool = False,
         poll_interval_s: float = _POLL_INTERVAL_S,
+        job_id: str | None = None,
+        log_complete: bool = True,
         on_verdict: Callable[[str, str, str], None] | None = None,
         on_nodes: Callable[[tuple[str, ...], str, str], None] | None = None,
     ) -> None:
-        from ._attribution.http import parse_endpoint
+        from .json_http import parse_endpoint
 
         self.endpoint = endpoint
         self.enforce_stop = enforce_stop
@@ -81,6 +87,8 @@ class AttributionService:
         self._token_file = token_file or os.environ.get("NVRX_ATTRSVC_TOKEN_FILE") or None
         self._ca_file = ca_file
         self._poll_interval_s = poll_interval_s
+        self._job_id = job_id
+        self._log_complete = log_complete
         self._on_verdict = on_verdict
         self._on_nodes = on_nodes
         self._node_id: str | None = None
@@ -92,21 +100,24 @@ class AttributionService:
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
-    def _submit_log(self, log_path: str) -> None:
-        """Have a log analysed while it is written; it is the one that later calls mean."""
+    def _submit_log(self, log_path: str, cycle_id: int | None = None) -> None:
+        """Have the log of a cycle analysed while it is written; later calls mean this one."""
         with self._changed:
-            self._state.submit(log_path)
+            self._state.submit(log_path, cycle_id)
             self._not_before_s = time.monotonic() + _CALM_S
             self._wake()
 
-    def request_terminal_analysis(self) -> bool:
+    def request_terminal_analysis(self, evidence: tuple[str, ...] = ()) -> bool:
         """The last log is complete: ask for a verdict on it.
+
+        Args:
+            evidence: What the caller knows of the end, as lines of a log.
 
         Returns:
             Whether it was asked for: while another verdict is pending nothing is done.
         """
         with self._changed:
-            log_path = self._state.request_terminal()
+            log_path = self._state.request_terminal(evidence)
             if log_path is None or self._endpoint is None:
                 return False
             self._not_before_s = time.monotonic() + _CALM_S
@@ -168,6 +179,7 @@ class AttributionService:
     def _run(self) -> None:
         connection: JsonConnection | None = None
         next_poll_s = next_post_s = 0.0
+        pause_s = self._poll_interval_s
         try:
             while True:
                 with self._changed:
@@ -179,9 +191,13 @@ class AttributionService:
                 if isinstance(work, Post):
                     has_failed = self._post(connection, work)
                     next_post_s = time.monotonic() + (self._poll_interval_s if has_failed else 0.0)
+                    if work.intent == INTENT_TERMINAL:
+                        pause_s = min(_FIRST_POLL_S, self._poll_interval_s)
+                        next_poll_s = time.monotonic() + pause_s
                 else:
                     self._poll(connection, work)
-                    next_poll_s = time.monotonic() + self._poll_interval_s
+                    pause_s = min(2 * pause_s, self._poll_interval_s)
+                    next_poll_s = time.monotonic() + pause_s
         finally:
             if connection is not None:
                 connection.close()
@@ -206,9 +222,9 @@ class AttributionService:
             self._changed.wait(max(0.0, min(due) - now_s) if due else None)
 
     def _connect(self) -> JsonConnection:
-        from ._attribution.http import JsonConnection
         from .credentials import TokenFile
         from .errors import ConfigError
+        from .json_http import JsonConnection
 
         assert self._endpoint is not None
         token = None
@@ -223,7 +239,7 @@ class AttributionService:
         """Submit a log; return whether it has to be tried again."""
         outcome: Literal["accepted", "refused", "failed"] = "failed"
         try:
-            status, _ = connection.post(ROUTE_LOGS, _submission(post).to_payload())
+            status, _ = connection.post(ROUTE_LOGS, self._submission(post).to_payload())
         except _http_errors() as error:
             problem = f"{type(error).__name__}: {error}"
         else:
@@ -242,6 +258,19 @@ class AttributionService:
             if post.intent == INTENT_TERMINAL:
                 self._record("ATTRIBUTION_GET_COMPLETED")
         return outcome == "failed"
+
+    def _submission(self, post: Post) -> LogSubmission:
+        from .job_metadata import job_id_from_env, job_user_from_env
+
+        return LogSubmission(
+            post.log_path,
+            user=job_user_from_env() or "unknown",
+            job_id=self._job_id or job_id_from_env(),
+            cycle_id=post.cycle_id,
+            analysis_intent=post.intent,
+            log_complete=self._log_complete and post.intent == INTENT_TERMINAL,
+            evidence=post.evidence,
+        )
 
     def _poll(self, connection: JsonConnection, log_path: str) -> None:
         status = 0
@@ -285,18 +314,6 @@ class AttributionService:
         from .profiling import ProfilingEvent, record_profiling_event
 
         record_profiling_event(ProfilingEvent[name], node_id=self._node_id)
-
-
-def _submission(post: Post) -> LogSubmission:
-    from .job_metadata import job_id_from_env, job_user_from_env
-
-    return LogSubmission(
-        post.log_path,
-        user=job_user_from_env() or "unknown",
-        job_id=job_id_from_env(),
-        analysis_intent=post.intent,
-        log_complete=post.intent == INTENT_TERMINAL,
-    )
 
 
 def _http_errors() -> tuple[type[Any], ...]:

@@ -58,6 +58,7 @@ class LogSubmission:
         cycle_id: Which run of the workers it is.
         analysis_intent: One of the `INTENT_` names.
         log_complete: Nothing more will be written to it.
+        evidence: Lines that others say about its end, such as how a scheduler ended the job.
     """
 
     log_path: str
@@ -66,6 +67,7 @@ class LogSubmission:
     cycle_id: int | None = None
     analysis_intent: str = INTENT_TRACK_ONLY
     log_complete: bool = False
+    evidence: tuple[str, ...] = ()
 
     def to_payload(self) -> dict[str, Any]:
         """Return the JSON object, without what is not known."""
@@ -80,6 +82,8 @@ class LogSubmission:
             payload["cycle_id"] = self.cycle_id
         if self.log_complete:
             payload["log_complete"] = True
+        if self.evidence:
+            payload["evidence"] = list(self.evidence)
         return payload
 
 

@@ -17,7 +17,11 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, final
 
 from nvidia_resiliency_ext.shared_utils import procfs
-from nvidia_resiliency_ext.shared_utils._child_setup import child_setup, keep_exit_statuses
+from nvidia_resiliency_ext.shared_utils._child_setup import (
+    child_setup,
+    end_with_parent,
+    keep_exit_statuses,
+)
 from nvidia_resiliency_ext.shared_utils._pid_handle import PidHandle
 from nvidia_resiliency_ext.shared_utils._process_watch import (
     open_watch,
@@ -30,7 +34,7 @@ from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["Child", "ExitStatus", "PidHandle", "pidfd_available", "start_child"]
+__all__ = ["Child", "ExitStatus", "PidHandle", "end_with_parent", "pidfd_available", "start_child"]
 
 logger = logging.getLogger("nvrx")
 

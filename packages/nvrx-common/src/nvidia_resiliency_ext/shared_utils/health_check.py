@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ._health.nvml_session import set_nvml, with_pynvml_lock
     from ._health.pci import PciMixin
     from ._health.probes import abandoned_probes
-    from ._health.result import HealthResult
+    from ._health.result import Finding, HealthResult
     from ._health.run import run_checks
     from ._health.storage import DistributedStorageHealthCheck, StoragePathHealthCheck
     from .attribution_client import AttributionService
@@ -33,6 +33,7 @@ __all__ = [
     "AttributionService",
     "Check",
     "DistributedStorageHealthCheck",
+    "Finding",
     "GPUHealthCheck",
     "HealthResult",
     "NVLHealthCheck",
@@ -54,6 +55,7 @@ _ROOMS = {
     "AttributionService": "attribution_client",
     "Check": "_health.check",
     "DistributedStorageHealthCheck": "_health.storage",
+    "Finding": "_health.result",
     "GPUHealthCheck": "_health.gpu",
     "HealthResult": "_health.result",
     "NVLHealthCheck": "_health.nvlink",

@@ -18,6 +18,7 @@ from nvidia_resiliency_ext.shared_utils._safe_files import (
     private_dir,
     read_regular_file,
     remove_tree_at,
+    sync_directory,
 )
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "read_regular_file",
     "remove_tree_at",
     "resolve_under_allowed_roots",
+    "sync_directory",
     "validate_directory",
     "validate_filepath",
 ]

@@ -26,6 +26,7 @@ PARK_S = 1.0
 LOOK_S = 0.005
 
 _threads: weakref.WeakSet[ParkedAtExit] = weakref.WeakSet()
+_at_exit = threading.Event()
 
 
 class ParkedAtExit(threading.Thread):
@@ -40,8 +41,18 @@ class ParkedAtExit(threading.Thread):
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
 
+    def start(self) -> None:
+        """Start the thread; what parks it at exit is registered first."""
+        _register()
+        _threads.add(self)
+        super().start()
+
     def begin(self) -> None:
-        """Take no signals but the one by which this thread is parked."""
+        """Take no signals but the one by which this thread is parked.
+
+        Raises:
+            SystemExit: The interpreter goes already; it ends this thread only.
+        """
         try:
             number = unused_realtime_signal()
         except RuntimeError:
@@ -49,8 +60,9 @@ class ParkedAtExit(threading.Thread):
         wanted = signal.valid_signals() - {number}
         signal.pthread_sigmask(signal.SIG_SETMASK, wanted)
         self.parking_signal = number
-        _register()
-        _threads.add(self)
+        # Whoever parks sets the event first: a thread without a signal by then comes by here.
+        if _at_exit.is_set():
+            raise SystemExit
 
 
 def park(thread: ParkedAtExit) -> None:
@@ -79,6 +91,7 @@ def _register() -> None:
 
 
 def _park_all() -> None:
+    _at_exit.set()
     for thread in list(_threads):
         if thread.is_alive():
             park(thread)

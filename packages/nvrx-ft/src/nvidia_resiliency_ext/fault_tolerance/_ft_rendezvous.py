@@ -203,7 +203,7 @@ def create_handler(store: Store, backend: Any, params: RendezvousParameters) -> 
     `heartbeat_timeout` (seconds), `upscaling_enabled`, `use_infra_group_rank`, `nproc_per_node`,
     `is_store_host` or `is_host`, `rdzv_token_file`, and for the health checks before each round
     `enable_nic_healthcheck`, `link_state_path_template`, `enable_dist_storage_healthcheck` and
-    `storage_healthcheck_paths`. Others are for other parts.
+    `storage_healthcheck_paths`, `segment_health_check_dir`. Others are for other parts.
 
     Args:
         store: A TCPStore that all nodes reach, or PrefixStores over one; it stays the caller's.

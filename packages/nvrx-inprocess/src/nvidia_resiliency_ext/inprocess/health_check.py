@@ -125,6 +125,7 @@ class _ChainedHealthCheck(HealthCheck):
     """
 
     _check_name: ClassVar[str]
+    _skip_level = logging.INFO
 
     def __init__(self, device_index: int | None = None) -> None:
         if device_index is not None:
@@ -137,6 +138,7 @@ class _ChainedHealthCheck(HealthCheck):
             from nvidia_resiliency_ext.shared_utils import health_check
 
             self._check = getattr(health_check, self._check_name)(device_index=device_index)
+            self._check.skip_level = self._skip_level
         except Exception as error:  # noqa: BLE001 - a check that cannot run is no failed check
             self._skip(f"it cannot be set up: {type(error).__name__}: {error}")
 
@@ -170,7 +172,7 @@ class _ChainedHealthCheck(HealthCheck):
     def _skip(self, reason: str) -> None:
         if not self._has_said_why:
             self._has_said_why = True
-            logger.info("%s is skipped: %s", type(self).__name__, reason)
+            logger.log(self._skip_level, "%s is skipped: %s", type(self).__name__, reason)
 
 
 class ChainedGPUHealthCheck(_ChainedHealthCheck):
@@ -205,6 +207,27 @@ class ChainedNicHealthCheck(_ChainedHealthCheck):
     """
 
     _check_name = "NicHealthCheck"
+
+
+def checks_of_each_restart(device_index: int) -> tuple[HealthCheck, ...]:
+    """Return the checks of a rank's devices that nobody asked for: skipped, they say so at DEBUG.
+
+    Args:
+        device_index: Local rank.
+    """
+    return (_GPU(device_index), _NVLink(device_index), _Nic(device_index))
+
+
+class _GPU(ChainedGPUHealthCheck):
+    _skip_level = logging.DEBUG
+
+
+class _NVLink(ChainedNVLHealthCheck):
+    _skip_level = logging.DEBUG
+
+
+class _Nic(ChainedNicHealthCheck):
+    _skip_level = logging.DEBUG
 
 
 def _synchronize_twice(device: int) -> None:

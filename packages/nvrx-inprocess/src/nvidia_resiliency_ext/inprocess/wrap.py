@@ -27,18 +27,14 @@ from ._call.watchdog import Watchdog
 from ._checks import check_callable
 from ._monitor.link import MonitorLink
 from ._monitor.page import ProgressPage
+from ._monitor.stacks import StackDump
 from ._monitor.start import ensure_started
 from .abort import Abort, AbortTorchDistributed
 from .completion import Completion
 from .compose import Compose
 from .exception import InternalError
 from .finalize import Finalize
-from .health_check import (
-    ChainedGPUHealthCheck,
-    ChainedNicHealthCheck,
-    ChainedNVLHealthCheck,
-    HealthCheck,
-)
+from .health_check import HealthCheck, checks_of_each_restart
 from .initialize import Initialize
 from .param_utils import substitute_param_value
 from .rank_assignment import ActivateAllRanks, RankAssignment, ShiftRanks
@@ -175,11 +171,7 @@ def _restart_health_check(check: HealthCheck | None) -> Any:
     members: tuple[Any, ...] = () if check is None else tuple(_flat(check))
     index = _env.local_rank()
     if index is not None:
-        members += (
-            ChainedGPUHealthCheck(device_index=index),
-            ChainedNVLHealthCheck(device_index=index),
-            ChainedNicHealthCheck(device_index=index),
-        )
+        members += checks_of_each_restart(index)
     return Compose(*members) if members else None
 
 
@@ -224,6 +216,9 @@ class CallWrapper:
             stack.callback(page.close)
             meeting = meet(settings, state)
             lock = AtomicLock()
+            # Before the gate, which takes a signal that nobody has: it sees that this one is lent.
+            dump = StackDump()
+            stack.callback(dump.close)
             gate = MainThreadGate()
             watchdog = Watchdog(page, settings.progress_watchdog_interval.total_seconds())
             box: NewsBox[Any] = NewsBox(
@@ -232,7 +227,7 @@ class CallWrapper:
                 page.stamp_auto,
             )
             stack.callback(box.close)
-            link = MonitorLink(meeting.monitor_settings, page, self._hear)
+            link = MonitorLink(meeting.monitor_settings, page, self._hear, dump)
             record = RestartRecord(meeting.call)
             stack.callback(record.close)
             parts = Parts(

@@ -57,6 +57,10 @@ class LogSession:
         history: Attempts of all jobs.
         times: How to wait.
         pool: Where to read.
+
+    Attributes:
+        dump_path: Where the dumps are, once it is known.
+        evidence: Lines that follow the log's last when the verdict is made.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a service meet here
@@ -73,6 +77,7 @@ class LogSession:
         self.path = path
         self.job = job
         self.dump_path: str | None = None
+        self.evidence: tuple[str, ...] = ()
         self._root = allowed_root
         self._history = history
         self._times = times
@@ -184,10 +189,13 @@ class LogSession:
 
     def _finish(self) -> engine.Verdict:
         self.dump_path = extract_fr_dump_path(self.path, self._root)
-        report = engine.fr_report_of(self.dump_path)
+        report = engine.fr_report_of(self.dump_path, self._root)
         with self._lock:
             self._scanner.fr_report = report
             self._scanner.set_history(self._history.before(self.path, self.job))
+            # A newline first: the log's last line need not have one.
+            said = [" ".join(line.split()) for line in self.evidence]
+            self._scanner.feed("".join(f"\n{line}" for line in said).encode())
             verdict = self._scanner.finish()
         self._history.add(self.path, self.job, verdict)
         return verdict

@@ -131,6 +131,7 @@ def analyze_traces(
     *,
     rank_regex: str | None = None,
     file_limit_bytes: int = FILE_LIMIT_BYTES,
+    allowed_root: str | None = None,
 ) -> TraceAnalysis:
     """Read the dumps of a job and say which ranks hold it up.
 
@@ -139,12 +140,19 @@ def analyze_traces(
         pattern: Which files of a directory.
         rank_regex: Finds the rank in a file's name, as its first group.
         file_limit_bytes: Larger files are not read.
+        allowed_root: What leads outside of this directory is not read; None: no limit.
 
     Raises:
         NoTraceError: There is no readable dump.
     """
     started_s = time.perf_counter()
-    loaded = load_traces(path, pattern, rank_regex=rank_regex, file_limit_bytes=file_limit_bytes)
+    loaded = load_traces(
+        path,
+        pattern,
+        rank_regex=rank_regex,
+        file_limit_bytes=file_limit_bytes,
+        allowed_root=allowed_root,
+    )
     analysis = analyze_dumps(loaded)
     analysis.elapsed_s = time.perf_counter() - started_s
     return analysis

@@ -1,31 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the dumps of a job and read them, many at a time; a bad file becomes a finding.
 
-Few small files are read in this process. Many are read by worker processes with limited memory,
-which answer with plain JSON in a memory file.
+Files are read by worker processes with limited memory and CPU time, which answer with plain JSON in
+a memory file: what a hostile file does to its reader costs that file alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.attribution._core.confined import open_confined
 from nvidia_resiliency_ext.attribution._core.errors import NoTraceError
 from nvidia_resiliency_ext.attribution._traces.dumps import Dump, decode_dump
 from nvidia_resiliency_ext.attribution._traces.exchange import dump_from_row
-from nvidia_resiliency_ext.attribution._traces.pickles import UnsafePickleError, load_plain
+from nvidia_resiliency_ext.attribution._traces.pickles import load_plain
 from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
-from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
+from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, PathOutsideRootsError
+from nvidia_resiliency_ext.shared_utils.os_utils import resolve_under_allowed_roots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
 __all__ = [
     "DEFAULT_PATTERN",
@@ -40,10 +44,15 @@ __all__ = [
 DEFAULT_PATTERN = "_dump_*"
 FILE_LIMIT_BYTES = 256 << 20
 _FILE_LIMIT = 65_536
-_SMALL_BYTES = 3 << 20
+_BYTES_PER_WORKER = 3 << 20
 _MOST_WORKERS = 8
 _LOAD_TIMEOUT_S = 300.0
-_WORKER = "nvidia_resiliency_ext.attribution._traces.load_worker"
+_CPU_S_PER_FILE = 60.0
+# The worker finds this package where its caller does, whatever the environment says.
+_WORKER = (
+    "import sys; sys.path[:] = sys.argv[1:];"
+    " from nvidia_resiliency_ext.attribution._traces.load_worker import main; main()"
+)
 _RANK = re.compile(r"(\d{1,7})(?:\.(?:json|pkl|pickle))?$")
 
 
@@ -98,6 +107,7 @@ def load_traces(
     *,
     rank_regex: str | None = None,
     file_limit_bytes: int = FILE_LIMIT_BYTES,
+    allowed_root: str | None = None,
 ) -> LoadedTraces:
     """Read every dump of a job.
 
@@ -107,22 +117,22 @@ def load_traces(
         rank_regex: Finds the rank in a file's name, as its first group; default: the digits at
             the end of the name.
         file_limit_bytes: Larger files are findings and are not read.
+        allowed_root: What leads outside of this directory is not read; None: no limit.
 
     Raises:
         NoTraceError: There is no such file, or none of them is a dump.
     """
+    if allowed_root is not None:
+        try:
+            resolve_under_allowed_roots(path, [allowed_root])
+        except PathOutsideRootsError:
+            raise NoTraceError(path, f"lies outside of {allowed_root}") from None
     files = find_dump_files(path, pattern)
     if not files:
         raise NoTraceError(path, f"no dump of the flight recorder is there ({pattern})")
     loaded = LoadedTraces()
     jobs = _jobs(files, rank_regex, file_limit_bytes, loaded.findings)
-    total_bytes = sum(os.path.getsize(file) for file, _ in jobs)
-    results: Iterable[Dump | Finding]
-    if total_bytes <= _SMALL_BYTES:
-        results = (_read_here(file, rank) for file, rank in jobs)
-    else:
-        results = _read_by_workers(jobs, file_limit_bytes)
-    for result in results:
+    for result in _read_by_workers(jobs, file_limit_bytes, allowed_root):
         if isinstance(result, Finding):
             loaded.findings.append(result)
             continue
@@ -136,20 +146,17 @@ def load_traces(
     return loaded
 
 
-def read_dump(
-    file: str,
-    rank: int,
-    limit_bytes: int = FILE_LIMIT_BYTES,
-    unpickle: Callable[[bytes], object] = load_plain,
-) -> Dump:
-    """Read one file, JSON or pickle.
+def read_dump(file: str, rank: int, limit_bytes: int, allowed_root: str | None) -> Dump:
+    """Read one file, JSON or pickle; only for a process with limited memory and CPU time.
 
     Raises:
         UnsafePickleError: The pickle names more than plain containers.
+        PathOutsideRootsError: The file leads outside of the root.
         ValueError: It is no dump.
         OSError: It cannot be read.
     """
-    data = read_regular_file(file, limit_bytes + 1, follows_symlink=True)
+    with open(open_confined(file, allowed_root), "rb") as opened:
+        data = opened.read(limit_bytes + 1)
     if len(data) > limit_bytes:
         raise ValueError(f"larger than {limit_bytes} bytes")
     name = os.path.basename(file)
@@ -158,7 +165,7 @@ def read_dump(
             return decode_dump(json.loads(data), rank, name)
         except (RecursionError, UnicodeDecodeError) as error:
             raise ValueError(f"not JSON: {error}") from None
-    return decode_dump(unpickle(data), rank, name)
+    return decode_dump(load_plain(data), rank, name)
 
 
 def _jobs(
@@ -190,77 +197,108 @@ def _jobs(
     return [(file, rank) for rank, file in sorted(by_rank.items())]
 
 
-def _read_here(file: str, rank: int) -> Dump | Finding:
-    try:
-        return read_dump(file, rank)
-    except UnsafePickleError as error:
-        return Finding("unsafe_pickle", os.path.basename(file), str(error))
-    except (OSError, ValueError) as error:
-        return Finding("unreadable", os.path.basename(file), str(error))
-
-
-def _read_by_workers(jobs: list[tuple[str, int]], limit_bytes: int) -> Iterable[Dump | Finding]:
-    count = min(_MOST_WORKERS, len(os.sched_getaffinity(0)), len(jobs))
-    shares = [jobs[index::count] for index in range(count)]
+def _read_by_workers(
+    jobs: list[tuple[str, int]], limit_bytes: int, allowed_root: str | None
+) -> Iterable[Dump | Finding]:
+    total_bytes = sum(os.path.getsize(file) for file, _ in jobs)
+    enough = 1 + total_bytes // _BYTES_PER_WORKER
+    count = min(_MOST_WORKERS, len(os.sched_getaffinity(0)), len(jobs), enough)
     deadline = Deadline.after(_LOAD_TIMEOUT_S)
-    workers = [_Worker(share, limit_bytes) for share in shares]
-    try:
+    orders = {"limit_bytes": limit_bytes, "allowed_root": allowed_root, "cpu_s": _CPU_S_PER_FILE}
+    with contextlib.ExitStack() as stack:
+        workers = [
+            stack.enter_context(_Worker(jobs[index::count], orders)) for index in range(count)
+        ]
         for worker in workers:
             yield from worker.results(deadline)
-    finally:
-        for worker in workers:
-            worker.close()
 
 
 class _Worker:
-    """One process that reads its share of the files into a memory file."""
+    """One process that reads its share of the files into a memory file.
 
-    def __init__(self, jobs: list[tuple[str, int]], limit_bytes: int) -> None:
+    Args:
+        jobs: Files and ranks.
+        orders: What holds for all workers.
+
+    Raises:
+        NoTraceError: No process can be started.
+    """
+
+    def __init__(self, jobs: list[tuple[str, int]], orders: dict[str, Any]) -> None:
         self._left = jobs
-        self._limit_bytes = limit_bytes
+        self._orders = orders
         self._start()
 
     def _start(self) -> None:
-        self._answers = os.memfd_create("nvrx-dumps")
-        self._orders = os.memfd_create("nvrx-orders")
-        with open(os.dup(self._orders), "wb") as file:
-            file.write(json.dumps([self._limit_bytes, self._left]).encode())
-        os.lseek(self._orders, 0, os.SEEK_SET)
-        self._child = start_child(
-            [sys.executable, "-E", "-m", _WORKER],
-            stdin=self._orders,
-            stdout=self._answers,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-        )
+        paths = [os.path.abspath(path) for path in sys.path]
+        with contextlib.ExitStack() as stack:
+            self._answers = _memory_file(stack, "nvrx-dumps")
+            orders = _memory_file(stack, "nvrx-orders")
+            with open(os.dup(orders), "wb") as file:
+                file.write(json.dumps({**self._orders, "jobs": self._left}).encode())
+            os.lseek(orders, 0, os.SEEK_SET)
+            try:
+                self._child = start_child(
+                    [sys.executable, "-E", "-c", _WORKER, *paths],
+                    stdin=orders,
+                    stdout=self._answers,
+                    stderr=subprocess.DEVNULL,
+                    cwd="/",
+                )
+            except ChildStartError as error:
+                raise NoTraceError(self._left[0][0], f"no reader can be started: {error}") from None
+            os.close(orders)
+            stack.pop_all()
 
     def results(self, deadline: Deadline) -> Iterable[Dump | Finding]:
-        """Yield a dump or a finding for each file."""
+        """Yield a dump or a finding for each file.
+
+        Raises:
+            NoTraceError: The process ends before it reads anything.
+        """
         while self._left:
             status = self._child.wait(deadline.timeout())
             self._child.close()
             os.lseek(self._answers, 0, os.SEEK_SET)
+            how = "is over time" if status is None else status.describe()
             with open(os.dup(self._answers), "rb") as answers:
+                if not answers.readline() and status is not None:
+                    raise NoTraceError(self._left[0][0], f"its reader does not start: {how}")
                 for line in answers:
-                    file, _ = self._left.pop(0)
-                    yield _answer(json.loads(line), os.path.basename(file))
+                    if line.endswith(b"\n"):
+                        file, _ = self._left.pop(0)
+                        yield _answer(json.loads(line), os.path.basename(file))
             if not self._left:
                 return
             # The first file without an answer is the one at which the process ended.
             file, _ = self._left.pop(0)
-            how = "is over time" if status is None else status.describe()
+            if status is not None and status.signal == signal.SIGPROF:
+                how = f"needs over {self._orders['cpu_s']:g} s of CPU time"
             yield Finding("unreadable", os.path.basename(file), f"its reader {how}")
             if self._left:
                 self.close()
                 self._start()
 
     def close(self) -> None:
-        """Kill the process if it still runs, and give the descriptors back."""
+        """Kill the process if it still runs, and give the descriptor back."""
         self._child.close()
-        for descriptor in (self._answers, self._orders):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._answers = self._orders = -1
+        if self._answers >= 0:
+            os.close(self._answers)
+        self._answers = -1
+
+    def __enter__(self) -> _Worker:  # noqa: PYI034 - Self came with Python 3.11
+        """Return itself; leaving the block closes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+
+def _memory_file(stack: contextlib.ExitStack, name: str) -> int:
+    descriptor = os.memfd_create(name)
+    stack.callback(os.close, descriptor)
+    return descriptor
 
 
 def _answer(answer: dict[str, Any], file: str) -> Dump | Finding:

@@ -2,9 +2,9 @@
 """Read pickles of plain containers; nothing in them is ever executed.
 
 A dump lies in a directory that others can write to. The classes that a pickle may name are a
-closed list of containers, so no function of its choice is called. The interpreter's fast reader
-grows a table to any index that a pickle names: `load_plain` uses the slow reader, which keeps a
-dictionary; `load_plain_limited` is for a process whose memory is limited.
+closed list of containers, so no function of its choice is called. Still a few bytes can ask for any
+memory (the interpreter grows a table to any index that they name) and any time (the hash of a tuple
+of tuples of tuples): only a process in which both are limited may read one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import io
 import pickle
 from typing import Any
 
-__all__ = ["UnsafePickleError", "load_plain", "load_plain_limited"]
+__all__ = ["UnsafePickleError", "load_plain"]
 
 _ALLOWED: dict[tuple[str, str], type] = {
     ("builtins", "dict"): builtins.dict,
@@ -50,14 +50,7 @@ def _find_class(module: str, name: str) -> type:
     return found
 
 
-# The reader in Python: its table of earlier values is a dictionary, so an index of four billion
-# in a small file costs nothing.
-class _SlowReader(pickle._Unpickler):  # noqa: SLF001 - its only name
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        return _find_class(module_name, global_name)
-
-
-class _FastReader(pickle.Unpickler):
+class _PlainReader(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         return _find_class(module_name, global_name)
 
@@ -67,24 +60,10 @@ def load_plain(data: bytes) -> object:
 
     Raises:
         UnsafePickleError: It names anything else; nothing was called.
-        ValueError: It is no whole pickle.
-    """
-    return _load(_SlowReader(io.BytesIO(data)))
-
-
-def load_plain_limited(data: bytes) -> object:
-    """Return the same as `load_plain`, five times as fast, in a process with limited memory.
-
-    Raises:
-        UnsafePickleError: It names anything else; nothing was called.
         ValueError: It is no whole pickle, or needs more memory than the process may have.
     """
-    return _load(_FastReader(io.BytesIO(data)))
-
-
-def _load(reader: Any) -> object:
     try:
-        return reader.load()
+        return _PlainReader(io.BytesIO(data)).load()
     except UnsafePickleError:
         raise
     except MemoryError:

@@ -16,6 +16,8 @@ from nvidia_resiliency_ext.attribution.base import (
     merged_attribution_config,
     normalize_attribution_args,
 )
+from nvidia_resiliency_ext.attribution.combined_log_fr.llm_merge import unpack_run_result
+from nvidia_resiliency_ext.attribution.orchestration.config import MODULE_LOG_FR_ANALYZER
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
 
 __all__ = ["CombinedLogFR", "main"]
@@ -31,7 +33,10 @@ class CombinedLogFR(NVRxAttribution[dict[str, Any], str]):
         args: Mapping or namespace with `input_data` = [result of the log, result of the traces]
             and `threshold` (default 0): the state is STOP when more ranks than this are to be
             excluded. Instead of results, `log_path` and `fr_path` may be given: both are then
-            analysed and fused by the rules.
+            analysed and fused by the rules; `allowed_root` and `deadline_s` limit what is read.
+
+    Attributes:
+        verdict: That of the newest run with a log; None when results were given.
 
     Raises:
         ValueError: When it runs and there is neither.
@@ -39,6 +44,7 @@ class CombinedLogFR(NVRxAttribution[dict[str, Any], str]):
 
     def __init__(self, args: Any) -> None:
         self._init_config = normalize_attribution_args(args)
+        self.verdict: engine.Verdict | None = None
         super().__init__(self.load_inputs, self.combine, self.print_output)
 
     def load_inputs(self) -> dict[str, Any]:
@@ -50,8 +56,9 @@ class CombinedLogFR(NVRxAttribution[dict[str, Any], str]):
         config = merged_attribution_config(self._init_config)
         threshold = int(config.get("threshold") or 0)
         data = config.get("input_data")
+        self.verdict = None
         if data:
-            log_text, fr_text = (_text(item) for item in (*data, "")[:2])
+            log_text, fr_text = (unpack_run_result(item)[0] for item in (*data, "")[:2])
             found = _RANKS.search(fr_text)
             ranks = [int(part) for part in found[1].split(",") if part.strip()] if found else []
             return {"log": log_text, "fr": fr_text, "ranks": ranks, "threshold": threshold}
@@ -59,7 +66,12 @@ class CombinedLogFR(NVRxAttribution[dict[str, Any], str]):
             raise ValueError("give input_data, or log_path with fr_path")
         path = config.get("fr_path")
         path = path[0] if isinstance(path, list) and path else path
-        verdict = engine.analyze(config["log_path"], fr_path=path or None)
+        verdict = self.verdict = engine.analyze(
+            config["log_path"],
+            fr_path=path or None,
+            deadline_s=config.get("deadline_s"),
+            allowed_root=config.get("allowed_root"),
+        )
         ranks = list(verdict.suspect_ranks)
         return {
             "log": verdict.to_item().raw_text,
@@ -77,6 +89,16 @@ class CombinedLogFR(NVRxAttribution[dict[str, Any], str]):
     def print_output(self, text: str) -> tuple[str, AttributionState]:
         """Return (text, state)."""
         return text, AttributionState.STOP if self._is_stop else AttributionState.CONTINUE
+
+    def reply_parts(self, text: str, state: AttributionState) -> dict[str, Any]:
+        """Return what a service answers; ranks to exclude alone are no reason to stop a job."""
+        del state
+        action = "UNKNOWN" if self.verdict is None else self.verdict.action
+        return {
+            "result": text,
+            "recommendation": {"action": action, "source": MODULE_LOG_FR_ANALYZER},
+            "attribution": None if self.verdict is None else self.verdict.to_dict(),
+        }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -99,15 +121,6 @@ def main(argv: list[str] | None = None) -> int:
         return _EXIT_UNREADABLE
     write_out(f"{text}\n\n{state.name}\n")
     return 0
-
-
-def _text(item: Any) -> str:
-    """Return the text of a result in any of the forms that the pipelines return."""
-    if isinstance(item, tuple | list) and item:
-        return _text(item[0])
-    if isinstance(item, dict):
-        return "\n".join(str(value) for value in item.values())
-    return str(item)
 
 
 if __name__ == "__main__":

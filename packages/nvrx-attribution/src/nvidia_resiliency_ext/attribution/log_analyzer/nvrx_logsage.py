@@ -7,12 +7,12 @@ A result is a list of (raw text of five lines, state) pairs, one for each cycle.
 from __future__ import annotations
 
 import argparse
-import io
 import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.attribution import engine
+from nvidia_resiliency_ext.attribution._core.confined import open_confined
 from nvidia_resiliency_ext.attribution._core.errors import UnreadableInputError
 from nvidia_resiliency_ext.attribution.base import (
     AttributionState,
@@ -20,7 +20,12 @@ from nvidia_resiliency_ext.attribution.base import (
     merged_attribution_config,
     normalize_attribution_args,
 )
+from nvidia_resiliency_ext.attribution.orchestration.utils import log_analyzer_result_payload
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 __all__ = ["NVRxLogAnalyzer", "chunk_logs_strict", "lines_after", "main"]
 
@@ -28,7 +33,10 @@ _EXIT_UNREADABLE = 3
 _CYCLE = re.compile(r"profiling.py:.*Cycle: (\d{1,9})")
 _STARTED = "FT: initialized"
 # Lines that the launcher and its monitors write; a caller can leave them out.
-_OWN_LINES = re.compile(rb"\bnvrx\b|fault_tolerance|\[NestedRestarter\]", re.IGNORECASE)
+_OWN_LINES = re.compile(r"\bnvrx\b|fault_tolerance|\[NestedRestarter\]", re.IGNORECASE)
+_LINE_BYTES = 64 * 1024
+_FED_LINES = 4096
+_MOST_CYCLES = 100
 
 
 CycleResults = list[tuple[str, AttributionState]]
@@ -40,8 +48,12 @@ class NVRxLogAnalyzer(NVRxAttribution[list[engine.Verdict], CycleResults]):
     Args:
         args: Mapping or namespace with `log_path` and, as needed, `exclude_nvrx_logs` (leave out
             lines of the launcher), `is_per_cycle` (the log is that of one cycle; default: cut it
-            at the launcher's cycle lines), `cycle_counter` (number of that cycle). Keys of the
-            model-based analyzer of old are taken and have no effect on the rules.
+            at the launcher's cycle lines; the newest 100 count), `cycle_counter` (number of that
+            cycle), `allowed_root` (a log outside of it is not read), `deadline_s` (seconds to read
+            for). Keys of the model-based analyzer of old are taken and have no effect on the rules.
+
+    Attributes:
+        verdicts: Those of the newest run, one per cycle.
 
     Raises:
         UnreadableInputError: When it runs and the log cannot be read.
@@ -55,6 +67,7 @@ class NVRxLogAnalyzer(NVRxAttribution[list[engine.Verdict], CycleResults]):
 
     def __init__(self, args: Any) -> None:
         self._init_config = normalize_attribution_args(args)
+        self.verdicts: list[engine.Verdict] = []
         super().__init__(self.analyze_logs, self.keep_verdicts, self.print_output)
 
     def analyze_logs(self) -> list[engine.Verdict]:
@@ -69,19 +82,37 @@ class NVRxLogAnalyzer(NVRxAttribution[list[engine.Verdict], CycleResults]):
         if not path:
             raise ValueError("log_path is not set: give the log")
         cycle_id = config.get("cycle_counter")
-        if config.get("is_per_cycle") and not config.get("exclude_nvrx_logs"):
-            return [engine.analyze(path, cycle_id=cycle_id)]
-        lines = _read_lines(str(path))
-        if config.get("exclude_nvrx_logs"):
-            lines = [line for line in lines if not _OWN_LINES.search(line.encode())]
-        if config.get("is_per_cycle"):
-            return [_analyze_lines(lines, cycle_id)]
-        chunks = chunk_logs_strict(lines)
-        return [_analyze_lines(chunk, cycle) for cycle, chunk in sorted(chunks.items())]
+        deadline_s = config.get("deadline_s")
+        root = config.get("allowed_root")
+        try:
+            with open(path if root is None else open_confined(str(path), root), "rb") as log:
+                if config.get("is_per_cycle") and not config.get("exclude_nvrx_logs"):
+                    return [engine.analyze(log, cycle_id=cycle_id, deadline_s=deadline_s)]
+                lines = iter(lambda: log.readline(_LINE_BYTES).decode("latin-1"), "")
+                if config.get("exclude_nvrx_logs"):
+                    lines = (line for line in lines if not _OWN_LINES.search(line))
+                is_whole = bool(config.get("is_per_cycle"))
+                parts = ((None, line) for line in lines) if is_whole else _by_cycle(lines)
+                return _verdicts(parts, cycle_id, Deadline.after(deadline_s))
+        except OSError as error:
+            raise UnreadableInputError(str(path), error.strerror or str(error)) from None
 
     async def keep_verdicts(self, verdicts: list[engine.Verdict]) -> list[engine.Verdict]:
         """Return the verdicts as they are: the rules have said all."""
+        self.verdicts = verdicts
         return verdicts
+
+    @property
+    def verdict(self) -> engine.Verdict | None:
+        """That of the newest cycle; None before a run."""
+        return self.verdicts[-1] if self.verdicts else None
+
+    def reply_parts(self, results: CycleResults, state: AttributionState) -> dict[str, Any]:
+        """Return what a service answers: items, recommendation and the newest verdict."""
+        del results, state
+        payload = log_analyzer_result_payload(verdict.to_item() for verdict in self.verdicts)
+        newest = self.verdict
+        return {**payload, "attribution": None if newest is None else newest.to_dict()}
 
     async def print_output(
         self, verdicts: list[engine.Verdict]
@@ -106,17 +137,74 @@ def chunk_logs_strict(lines: list[str]) -> dict[int, list[str]]:
         Cycle -> its lines, without the marking lines and all up to "FT: initialized". A log
         without such lines is cycle 0 as a whole.
     """
-    chunks: dict[int, list[str]] = {}
-    current: list[str] | None = None
+    chunks: dict[int | None, list[str]] = {}
+    for cycle, line in _by_cycle(lines):
+        chunk = chunks.setdefault(cycle, [])
+        if line is None:
+            chunk.clear()
+        else:
+            chunk.append(line)
+    before = chunks.pop(None, [])
+    return {cycle: chunk for cycle, chunk in chunks.items() if cycle is not None} or {0: before}
+
+
+def _by_cycle(lines: Iterable[str]) -> Iterator[tuple[int | None, str | None]]:
+    """Yield each line with its cycle; None as line: those of this cycle so far do not count.
+
+    The cycle is None before the first line that counts cycles.
+    """
+    cycle: int | None = None
+    seen: set[int | None] = set()
+    started: set[int | None] = {None}
     for line in lines:
         match = _CYCLE.search(line)
         if match is not None:
-            current = chunks.setdefault(int(match[1]), [])
-        elif current is not None:
-            current.append(line)
-    if not chunks:
-        return {0: lines}
-    return {cycle: lines_after(chunk, _STARTED) for cycle, chunk in chunks.items()}
+            cycle = int(match[1])
+            if cycle not in seen:
+                seen.add(cycle)
+                yield cycle, None
+        elif _STARTED in line and cycle not in started:
+            started.add(cycle)
+            yield cycle, None
+        else:
+            yield cycle, line
+
+
+def _verdicts(
+    parts: Iterable[tuple[int | None, str | None]], cycle_id: int | None, deadline: Deadline
+) -> list[engine.Verdict]:
+    """Return a verdict per cycle, reading each line once; of the newest cycles only."""
+    scanners: dict[int | None, engine.LogScanner] = {}
+    waiting: list[str] = []
+    current: int | None = None
+
+    def feed() -> None:
+        scanner = scanners.get(current)
+        if scanner is None:
+            number = cycle_id if current is None else current
+            scanner = scanners[current] = engine.LogScanner(cycle_id=number)
+            if len(scanners) > _MOST_CYCLES:
+                del scanners[next(iter(scanners))]
+        scanner.feed("".join(waiting).encode("latin-1"))
+        waiting.clear()
+
+    for cycle, line in parts:
+        if cycle != current or len(waiting) >= _FED_LINES:
+            feed()
+            if deadline.expired():
+                scanners[current].mark_truncated()
+                break
+        current = cycle
+        if line is None:
+            waiting.clear()
+            scanners.pop(current, None)
+        else:
+            waiting.append(line)
+    feed()
+    if len(scanners) > 1:
+        scanners.pop(None, None)
+    numbered = sorted(scanners.items(), key=lambda item: -1 if item[0] is None else item[0])
+    return [scanner.finish() for _, scanner in numbered]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -145,19 +233,6 @@ def main(argv: list[str] | None = None) -> int:
     else:
         write_err(text)
     return 0
-
-
-def _read_lines(path: str) -> list[str]:
-    try:
-        with open(path, "rb") as file:
-            return [line.decode("utf-8", "replace").rstrip("\n") for line in file]
-    except OSError as error:
-        raise UnreadableInputError(path, error.strerror or str(error)) from None
-
-
-def _analyze_lines(lines: list[str], cycle_id: int | None) -> engine.Verdict:
-    data = "".join(f"{line}\n" for line in lines).encode()
-    return engine.analyze(io.BytesIO(data), cycle_id=cycle_id)
 
 
 def _state(verdict: engine.Verdict) -> AttributionState:

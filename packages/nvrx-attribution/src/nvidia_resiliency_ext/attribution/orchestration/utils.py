@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterable
 from typing import Any
 
+from nvidia_resiliency_ext.attribution._core.confined import open_confined
 from nvidia_resiliency_ext.attribution._core.results import RawAnalysisResultItem
 from nvidia_resiliency_ext.attribution.orchestration.config import (
     MODULE_LOG_ANALYZER,
@@ -89,19 +91,16 @@ def open_log(resolved: str, allowed_root: str) -> int:
         LogAnalyzerError: It is no regular file or leads outside of the root now.
         OSError: It cannot be opened.
     """
-    # O_NONBLOCK: a pipe planted under this name must not hold us up.
-    descriptor = os.open(resolved, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    opened = os.readlink(f"/proc/self/fd/{descriptor}")
-    root = os.path.realpath(allowed_root)
-    error = None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        error = LogAnalyzerError(ErrorCode.NOT_REGULAR, f"not a regular file: {resolved}")
-    elif os.path.commonpath([root, opened]) != root:
-        error = LogAnalyzerError(ErrorCode.OUTSIDE_ROOT, f"outside of the root: {resolved}")
-    if error is not None:
-        os.close(descriptor)
-        raise error
-    return descriptor
+    try:
+        return open_confined(resolved, allowed_root)
+    except PathOutsideRootsError:
+        message = f"outside of the root: {resolved}"
+        raise LogAnalyzerError(ErrorCode.OUTSIDE_ROOT, message) from None
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            message = f"not a regular file: {resolved}"
+            raise LogAnalyzerError(ErrorCode.NOT_REGULAR, message) from None
+        raise
 
 
 def log_analyzer_result_payload(

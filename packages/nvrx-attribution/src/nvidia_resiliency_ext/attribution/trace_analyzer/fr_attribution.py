@@ -19,7 +19,6 @@ from nvidia_resiliency_ext.attribution._traces.loading import (
     DEFAULT_PATTERN,
     LoadedTraces,
     load_traces,
-    read_dump,
 )
 from nvidia_resiliency_ext.attribution._traces.table import format_summary, format_table
 from nvidia_resiliency_ext.attribution.base import (
@@ -66,9 +65,10 @@ class CollectiveAnalyzer(NVRxAttribution[str, dict[str, str]]):
     Args:
         args: Mapping or namespace with `fr_path` (directory, file or prefix) and, as needed,
             `pattern` (default `_dump_*`), `rank_regex`, `verbose`, `health_check`,
-            `include_device_lag` (default False: the table has only ranks whose program is late;
-            all are in the hanging ranks). `llm_analyze`, `model`, `base_url`, `debug` and
-            `threshold` are taken for callers that set them; the analysis needs no model.
+            `allowed_root` (what leads outside of it is not read), `include_device_lag` (default
+            False: the table has only ranks whose program is late; all are in the hanging ranks).
+            `llm_analyze`, `model`, `base_url`, `debug` and `threshold` are taken for callers that
+            set them; the analysis needs no model.
 
     Raises:
         ValueError: When it runs and no file could be read.
@@ -96,7 +96,15 @@ class CollectiveAnalyzer(NVRxAttribution[str, dict[str, str]]):
         if not path:
             raise ValueError("fr_path is not set: give the directory, file or prefix of the dumps")
         pattern = config.get("pattern") or DEFAULT_PATTERN
-        self._loaded = load_traces(str(path), pattern, rank_regex=config.get("rank_regex"))
+        import asyncio
+
+        self._loaded = await asyncio.to_thread(
+            load_traces,
+            str(path),
+            pattern,
+            rank_regex=config.get("rank_regex"),
+            allowed_root=config.get("allowed_root"),
+        )
         self._analysis = None
         analysis = self._analyzed()
         if config.get("verbose"):
@@ -122,16 +130,24 @@ class CollectiveAnalyzer(NVRxAttribution[str, dict[str, str]]):
             AttributionState.CONTINUE,
         )
 
+    def reply_parts(self, result: dict[str, str], state: AttributionState) -> dict[str, Any]:
+        """Return what a service answers: the texts and the report; no advice by traces alone."""
+        del state
+        report = self._analyzed().to_dict() if self._loaded.dumps else None
+        return {
+            "result": result,
+            "recommendation": {"action": "UNKNOWN", "source": "fr_analyzer"},
+            "report": report,
+        }
+
     def process_file(self, path: str) -> bool:
         """Add one dump; return whether it could be read."""
-        base = os.path.basename(path)
-        digits = "".join(c if c.isdigit() else " " for c in base.partition(".")[0]).split()
         try:
-            dump = read_dump(path, int(digits[-1]) if digits else len(self._loaded.dumps))
-        except (OSError, ValueError) as error:
-            eprint(f"{path}: {error}")
+            found = load_traces(path, rank_regex=r"(\d{1,7})(?=\D*$)").dumps
+        except NoTraceError as error:
+            eprint(f"{error}")
             return False
-        self._loaded.dumps[dump.rank] = dump
+        self._loaded.dumps.update(found)
         self._analysis = None
         return True
 

@@ -76,10 +76,7 @@ class TraceAnalyzer:
 
     async def analyze_fr_dump(self, dump_path: str) -> FRAnalysisResult | None:
         """Analyse dumps; None, and a log line, when that is not possible."""
-        if self.allowed_root is not None and _resolved(dump_path, self.allowed_root) is None:
-            logger.warning("dumps at %s lie outside of %s", dump_path, self.allowed_root)
-            return None
-        return await analyze_fr_dump(dump_path)
+        return await _analyze_in_thread(dump_path, self.allowed_root)
 
 
 def extract_fr_dump_path(log_path: str, allowed_root: str | None = None) -> str | None:
@@ -119,9 +116,7 @@ async def analyze_fr_dump(dump_path: str) -> FRAnalysisResult | None:
     Args:
         dump_path: Directory, prefix or single file.
     """
-    import asyncio
-
-    return await asyncio.get_running_loop().run_in_executor(None, _analyze, dump_path)
+    return await _analyze_in_thread(dump_path, None)
 
 
 def fr_result_from_mcp_module_response(resp: Any) -> FRAnalysisResult | None:
@@ -170,7 +165,13 @@ def fr_markdown_appendix_from_result(dump_path: str | None, result: FRAnalysisRe
     )
 
 
-def _analyze(dump_path: str) -> FRAnalysisResult | None:
+async def _analyze_in_thread(dump_path: str, allowed_root: str | None) -> FRAnalysisResult | None:
+    import asyncio
+
+    return await asyncio.to_thread(_analyze, dump_path, allowed_root)
+
+
+def _analyze(dump_path: str, allowed_root: str | None) -> FRAnalysisResult | None:
     from nvidia_resiliency_ext.attribution._traces.analysis import (
         analyze_traces,
         hanging_ranks_text,
@@ -178,7 +179,7 @@ def _analyze(dump_path: str) -> FRAnalysisResult | None:
     from nvidia_resiliency_ext.attribution._traces.table import format_summary, format_table
 
     try:
-        analysis = analyze_traces(dump_path)
+        analysis = analyze_traces(dump_path, allowed_root=allowed_root)
     except (NoTraceError, OSError) as error:
         logger.warning("no flight-recorder analysis: %s", error)
         return None

@@ -31,6 +31,8 @@ __all__ = ["AttributionHttpAdapter", "create_app"]
 _BODY_BYTES = 64 << 10
 _OPEN_ROUTES = frozenset({"/", ROUTE_HEALTHZ})
 _MOST_INDENT = 8
+_MOST_EVIDENCE = 16
+_LONGEST_EVIDENCE = 2000
 _MOST_JOBS = 1000
 _HIGHEST = 1 << 31
 _UNAVAILABLE = 503
@@ -164,7 +166,9 @@ def _add_error_replies(app: "FastAPI") -> None:
 def _add_log_routes(app: "FastAPI", service: _Service) -> None:
     from fastapi import Query, Request, Response
     from fastapi.responses import PlainTextResponse
-    from pydantic import BaseModel, StrictBool, StrictInt, StrictStr
+    from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
+
+    Evidence = Annotated[StrictStr, Field(max_length=_LONGEST_EVIDENCE)]  # noqa: N806 - a type
 
     class Submission(BaseModel):
         """Body of a submission."""
@@ -175,6 +179,7 @@ def _add_log_routes(app: "FastAPI", service: _Service) -> None:
         cycle_id: StrictInt | None = None
         analysis_intent: StrictStr | None = None
         log_complete: StrictBool = False
+        evidence: Annotated[list[Evidence], Field(max_length=_MOST_EVIDENCE)] = []
 
     @app.post(ROUTE_LOGS)
     async def submit(request: Request, body: Submission) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +32,9 @@ class ControlGroup:
     """
 
     def __init__(self, parent: dist.ProcessGroup | None = None) -> None:
-        self._parent = parent
-        self._world: object | None = None
+        # Weakly: a group that the program has destroyed must not live on here.
+        self._parent_ref = None if parent is None else weakref.ref(parent)
+        self._world: weakref.ref[Any] | None = None
         self._group: dist.ProcessGroup | None = None
         self._device = torch.device("cpu")
 
@@ -82,17 +84,27 @@ class ControlGroup:
         dist.all_gather(parts, mine, group=group)
         return [json.loads(bytes(part.cpu().numpy()).rstrip(b"\0")) for part in parts]
 
+    @property
+    def _parent(self) -> dist.ProcessGroup | None:
+        if self._parent_ref is None:
+            return None
+        parent = self._parent_ref()
+        if parent is None:
+            raise RuntimeError("the process group of this control group was destroyed")
+        return parent
+
     def _ready(self) -> dist.ProcessGroup | None:
         world = dist.group.WORLD
-        if self._world is not world:
-            self._world = world
+        if self._world is None or self._world() is not world:
+            self._world = weakref.ref(world)
             self._group = self._choose()
-        return self._group
+        return self._parent if self._group is None else self._group
 
     def _choose(self) -> Any:
+        """Return a group made beside the given one; None if that serves."""
         config = str(dist.get_backend_config(self._parent))
         if "cpu:gloo" in config or config == "gloo":
-            return self._parent
+            return None
         if dist.is_gloo_available():
             ranks = None if self._parent is None else dist.get_process_group_ranks(self._parent)
             return dist.new_group(
@@ -100,16 +112,17 @@ class ControlGroup:
             )
         logger.warning("torch has no gloo: saves are agreed upon over the backend of training")
         self._device = torch.device("cuda", torch.cuda.current_device())
-        return self._parent
+        return None
 
 
-_groups: dict[dist.ProcessGroup | None, ControlGroup] = {}
+_of_world = ControlGroup()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, ControlGroup] = weakref.WeakKeyDictionary()
 
 
 def control_group(parent: dist.ProcessGroup | None = None) -> ControlGroup:
     """Return the control group beside a process group; the same one for the same group."""
-    if parent is not None and parent is dist.group.WORLD:
-        parent = None
+    if parent is None or parent is dist.group.WORLD:
+        return _of_world
     if parent not in _groups:
         _groups[parent] = ControlGroup(parent)
     return _groups[parent]

@@ -36,6 +36,9 @@ __all__ = ["AsyncCaller", "Call", "CallState", "PersistentAsyncCaller", "Tempora
 
 logger = logging.getLogger("nvrx")
 
+_GIVE_UP_S = 1.0
+"""How long a worker may go on with a call that was given up, while others need its buffer."""
+
 
 class CallState(enum.Enum):
     """How far a call is on this rank."""
@@ -59,7 +62,8 @@ class Call:
         write_s: Seconds that writing took.
         nbytes: Bytes staged.
         attempts: How often writing was tried.
-        given_up: Nobody waits for it any more.
+        expires: Monotonic time at which it has taken too long; None for never.
+        given_up: Monotonic time from which on nobody waits for it any more; None until then.
     """
 
     request: AsyncRequest
@@ -71,7 +75,8 @@ class Call:
     write_s: float = 0.0
     nbytes: int = 0
     attempts: int = 1
-    given_up: bool = False
+    expires: float | None = None
+    given_up: float | None = None
     buffer: StagingBuffer | None = None
     run: Run | None = None
     plan: bytes = b""
@@ -171,11 +176,14 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         call.stage_s = time.perf_counter() - begin
 
     def wait(self, call: Call, timeout_s: float | None) -> bool:
-        """Wait until a call is no longer running; return whether that is so."""
+        """Wait until a call is no longer running; return whether that is so.
+
+        One that has taken too long is given up, and counts as failed.
+        """
         deadline = Deadline.after(timeout_s)
         while call.state is CallState.RUNNING:
             if call.thread is not None:
-                call.thread.join(deadline.timeout())
+                call.thread.join(_shorter(deadline.timeout(), self._next_limit()))
                 self._collect_threads()
             else:
                 self._take_results(deadline.timeout())
@@ -183,9 +191,10 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
                 break
         return call.state is not CallState.RUNNING
 
-    def give_up(self, call: Call) -> None:
-        """Let a running call end soon; its result is dropped."""
-        call.given_up = True
+    def give_up(self, call: Call, cause: str) -> None:
+        """Mark a running call as failed and let it end soon; its result is dropped."""
+        call.given_up = time.monotonic()
+        call.fail(cause)
         if call.run is not None and self._worker is not None:
             self._worker.cancel(call.run.job)
 
@@ -303,7 +312,22 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
                 self._calls[job] = call
                 return
 
+    def _next_limit(self) -> float | None:
+        """Give up what has taken too long; return the seconds until that has to be asked again."""
+        now = time.monotonic()
+        limits = []
+        for call in [*self._calls.values(), *self._threads]:
+            if call.expires is not None and call.state is CallState.RUNNING:
+                limits.append(max(0.0, call.expires - now))
+                if call.expires <= now:
+                    seconds = call.expires - call.started
+                    self.give_up(call, f"it was not written within {seconds:.6g} s")
+            if call.given_up is not None and call.buffer is not None:
+                limits.append(max(0.0, call.given_up + _GIVE_UP_S - now))
+        return min(limits, default=None)
+
     def _take_results(self, timeout_s: float | None) -> None:
+        timeout_s = _shorter(timeout_s, self._next_limit())
         worker = self._worker
         self._collect_threads()
         if worker is None:
@@ -318,8 +342,16 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
             return
         for result in results:
             self._settle(result)
+        overdue = time.monotonic() - _GIVE_UP_S
+        if any(c.buffer and c.given_up and c.given_up <= overdue for c in self._calls.values()):
+            # It holds the buffer that the next save needs, and does not get to the next call.
+            logger.warning(
+                "the worker process %d does not give up a save: it is replaced", worker.pid
+            )
+            self._lose_worker(worker)
+            return
         if not self._calls and not self._keeps_worker:
-            self._drop_worker(worker)
+            self._drop_worker(worker, self.sigterm_timeout)
 
     def _settle(self, result: WorkerResult) -> None:
         if result.released:
@@ -329,6 +361,9 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         call = self._calls.pop(result.job, None)
         if call is None:
             return  # of a worker or a queue before
+        if call.given_up is not None:
+            self._release(call)
+            return
         call.write_s = result.seconds
         staged = call.staged
         if result.ok:
@@ -344,16 +379,24 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
             call.fail(str(result.value["traceback"]))
         self._release(call)
 
-    def _lose_worker(self, worker: Worker, cause: str = "") -> None:
-        """Settle the calls of a worker that ended: one failed, later ones go to the next worker."""
+    def _lose_worker(self, worker: Worker, cause: str | None = None) -> None:
+        """Settle the calls of a worker; those that it had not begun go to the next worker.
+
+        Args:
+            worker: The worker.
+            cause: How it ended, which fails its oldest call; None if it has to be ended for a call
+                that was given up.
+        """
         if self._worker is not worker:
             return
-        self._drop_worker(worker)
+        self._drop_worker(worker, 0.0 if cause is None else self.sigterm_timeout)
         lost, self._calls = list(self._calls.values()), {}
         for number, call in enumerate(lost):
-            if number == 0 or call.given_up or call.run is None or call.buffer is None:
-                call.fail(cause)
-                self._release(call)
+            begun = number == 0 and cause is not None
+            if begun or call.given_up is not None or call.run is None or call.buffer is None:
+                if call.given_up is None:
+                    call.fail(cause or "its worker had to be ended")
+                self._release(call, reusable=not worker.is_alive())
                 continue
             try:
                 self._submit(call, call.run.kind, call.run.renames)
@@ -361,17 +404,19 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
                 call.fail(str(error))
                 self._release(call)
 
-    def _drop_worker(self, worker: Worker) -> None:
+    def _drop_worker(self, worker: Worker, grace_s: float) -> None:
         self._worker = None
         if self._end_worker is not None:
             self._end_worker.detach()
-        worker.stop(self.sigterm_timeout)
+        worker.stop(grace_s)
 
-    def _release(self, call: Call) -> None:
+    def _release(self, call: Call, *, reusable: bool = True) -> None:
         buffer, call.buffer = call.buffer, None
         call.plan = call.code = b""
-        if buffer is not None:
+        if buffer is not None and reusable:
             self._pool.give_back(buffer)
+        elif buffer is not None:
+            self._pool.discard(buffer)  # the kernel holds its reader in an uninterruptible wait
 
     def _start_thread(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         import torch
@@ -396,10 +441,17 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
     def _collect_threads(self) -> None:
         for call in [call for call in self._threads if call.thread and not call.thread.is_alive()]:
             self._threads.remove(call)
+            if call.given_up is not None:
+                continue
             if call.thread_errors:
                 call.fail(call.thread_errors[0])
             else:
                 call.state = CallState.WRITTEN
+
+
+def _shorter(left: float | None, right: float | None) -> float | None:
+    """Return the shorter of two timeouts; None is endless."""
+    return min((value for value in (left, right) if value is not None), default=None)
 
 
 class PersistentAsyncCaller(AsyncCaller):

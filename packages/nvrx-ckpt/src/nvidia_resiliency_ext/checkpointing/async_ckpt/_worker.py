@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Worker", "WorkerLostError", "WorkerResult"]
 
 _BOOT = """\
-import json, os, sys
-sys.path[:] = json.loads(os.read(int(sys.argv[2]), 1 << 20)); os.close(int(sys.argv[2]))
+import json, sys
+with open(int(sys.argv[2]), "rb") as file:
+    sys.path[:] = json.load(file)
 from nvidia_resiliency_ext.checkpointing.async_ckpt._worker_main import main
 main(int(sys.argv[1]))
 """
@@ -195,10 +196,12 @@ def _start(theirs: socket.socket) -> Child:
     if not sys.executable:
         raise OSError("this interpreter does not know its own path, to start another one")
     paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]
-    reader, writer = os.pipe()
+    # Not a pipe: nobody reads it yet, and it takes no more than 64 KiB until somebody does.
+    reader = os.memfd_create("nvrx-ckpt-path", os.MFD_CLOEXEC)
     try:
-        os.write(writer, json.dumps(paths).encode())
-        os.close(writer)
+        with open(reader, "wb", closefd=False) as file:
+            file.write(json.dumps(paths).encode())
+        os.lseek(reader, 0, os.SEEK_SET)
         # Without site and user settings: nothing but what the trainer's path has is imported.
         argv = [sys.executable, "-I", "-S", "-c", _BOOT, str(theirs.fileno()), str(reader)]
         return start_child(

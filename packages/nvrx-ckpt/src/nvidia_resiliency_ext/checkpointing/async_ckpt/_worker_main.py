@@ -22,7 +22,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.checkpointing import _checksum
-from nvidia_resiliency_ext.checkpointing._durable import FileSaver
+from nvidia_resiliency_ext.checkpointing._durable import FileSaver, SaveCancelledError
 from nvidia_resiliency_ext.checkpointing._flush import LocalCopy
 from nvidia_resiliency_ext.checkpointing._manifest import write_rank_manifest
 from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
@@ -60,7 +60,10 @@ def main(socket_fd: int) -> None:
     try:
         server.serve()
     except SystemExit:
-        pass
+        server.remove_unfinished()
+        # Whoever asks how it ended is told of the signal.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
     finally:
         server.remove_unfinished()
         os._exit(0)
@@ -153,6 +156,8 @@ class _Server:
             begin = time.monotonic()
             try:
                 plan_text = memory.part(0, run.plan_bytes)
+                if run.job in self._cancelled:
+                    raise SaveCancelledError  # noqa: TRY301 - as while it is written
                 if run.kind in {"call", "bytes"}:
                     from ._function import call_payload, call_with_bytes
 

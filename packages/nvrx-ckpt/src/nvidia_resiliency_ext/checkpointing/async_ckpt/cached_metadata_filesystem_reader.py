@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from nvidia_resiliency_ext.checkpointing._environment import verify_option
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -44,7 +46,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
     ) -> None:
         super().__init__(path)
         self._cache_metadata = cache_metadata
-        self._verify = _verify_option() if verify is None else verify
+        self._verify = verify_option(default=False) if verify is None else verify
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata; read again when the file is another one than before.
@@ -80,10 +82,3 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         file = os.path.abspath(os.path.join(path, ".metadata"))
         for key in [key for key in cls._metadata_cache if key[0] == file]:
             del cls._metadata_cache[key]
-
-
-def _verify_option() -> bool:
-    text = os.environ.get("NVRX_CKPT_VERIFY_ON_LOAD", "")
-    if text not in ("", "0", "1"):
-        raise ValueError(f"NVRX_CKPT_VERIFY_ON_LOAD={text!r}: allowed are 0 and 1")
-    return text == "1"

@@ -236,6 +236,8 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         idx = self._next_idx
         self._next_idx += 1
         call = Call(request._replace(call_idx=idx).freeze(), idx)
+        if self.options.save_timeout is not None:
+            call.expires = call.started + self.options.save_timeout
         self.async_calls.append(call)
         self._get_async_caller().schedule(call)
         self._stats.scheduled += 1
@@ -340,19 +342,12 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
 
     def _wait_here(self, call: Call, blocking: bool, *, alone: bool) -> None:
         caller = self._get_async_caller()
-        limit = self.options.save_timeout
-        left = None if limit is None else max(0.0, call.started + limit - time.monotonic())
         if not blocking:
             wait_s: float | None = 0.0
-        elif alone:
-            wait_s = left
         else:
-            wait_s = _LOOK_S if left is None else min(left, _LOOK_S)
-        over = caller.wait(call, wait_s)
+            wait_s = None if alone else _LOOK_S
+        caller.wait(call, wait_s)
         self._recorder.progress(call, caller)
-        if not over and left is not None and call.started + (limit or 0.0) <= time.monotonic():
-            caller.give_up(call)
-            call.fail(f"it was not written within {limit} s")
 
     def _agree(self, call: Call) -> tuple[CallState, bool]:
         written = int(call.state is CallState.WRITTEN)
@@ -373,9 +368,9 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
 
     def _shared_error(self, call: Call) -> BaseException:
         """Return the error of a call that failed on some rank, the same on all of them."""
-        if call.state is CallState.RUNNING:
-            self._get_async_caller().give_up(call)
         mine = call.cause if call.state is CallState.FAILED else ""
+        if call.state is CallState.RUNNING:
+            self._get_async_caller().give_up(call, "it failed on another rank")
         causes = self._control.gather_texts(mine[-600:] if not mine.isascii() else mine[-4000:])
         told = ((rank, cause) for rank, cause in enumerate(causes) if cause)
         rank, cause = next(told, (None, "the rank that failed did not say why"))

@@ -297,12 +297,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         return write.results
 
     def rank_manifest(self) -> dict[str, Any] | None:
-        """Return name, length and checksum of the manifest that this rank's worker wrote."""
+        """Return rank, length and checksum of the manifest that this rank's worker wrote."""
         manifest = None if self._write is None else self._write.manifest
         if manifest is None:
             return None
-        name = os.path.basename(manifest.path)
-        return {"name": name, "bytes": manifest.nbytes, "crc32": manifest.crc}
+        # Not always the rank in the group: planners that need no coordinator use the global one.
+        rank = int(os.path.basename(manifest.path).split(".")[2])
+        return {"rank": rank, "bytes": manifest.nbytes, "crc32": manifest.crc}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the directory; with a staging directory the worker does it, later."""

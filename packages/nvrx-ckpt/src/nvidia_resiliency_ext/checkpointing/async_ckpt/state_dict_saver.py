@@ -303,7 +303,7 @@ def save_state_dict_async_finalize(
     known = not failed and exchange.knows(digest, dist_wrapper)
     numbers = control.gather_numbers([
         int(failed), int(known), digest,
-        *((manifest["crc32"], manifest["bytes"]) if manifest else (0, -1)),
+        *((manifest["crc32"], manifest["bytes"], manifest["rank"]) if manifest else (0, -1, 0)),
     ])  # fmt: skip
     if all(row[1] for row in numbers):
         all_results = exchange.results_of(numbers) if dist_wrapper.is_coordinator else None
@@ -390,8 +390,8 @@ def _rank_manifests(numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     from nvidia_resiliency_ext.checkpointing._manifest import rank_manifest_name
 
     return [
-        {"name": rank_manifest_name(str(rank)), "crc32": row[3], "bytes": row[4]}
-        for rank, row in enumerate(numbers)
+        {"name": rank_manifest_name(str(row[5])), "crc32": row[3], "bytes": row[4]}
+        for row in numbers
         if row[4] >= 0
     ]
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
-from nvidia_resiliency_ext.checkpointing.local.replication.torch_device_utils import (
+from nvidia_resiliency_ext.checkpointing.local._placeholder import (
+    TensorPlaceholder,
     get_default_device_from_type,
 )
+from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
 
 __all__ = [
     "BasicTensorAwareStateDict",
@@ -52,26 +53,6 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
     if isinstance(x, tuple):
         return _tuple_like(x, [dict_list_map_inplace(f, value) for value in x])
     return f(x)
-
-
-class TensorPlaceholder:
-    """What stays of a tensor in a hollow state: device type, shape and dtype.
-
-    Args:
-        ten: The tensor to describe.
-        same_as: Number of the popped tensor that this one is, when it occurs more than once.
-    """
-
-    def __init__(self, ten: torch.Tensor, same_as: int | None = None) -> None:
-        self.device = torch.device(ten.device.type)
-        self.shape = ten.shape
-        self.dtype = ten.dtype
-        self.same_as = same_as
-
-    def init_tensor(self) -> torch.Tensor:
-        """Return an uninitialised tensor on the current device of the recorded type."""
-        device = get_default_device_from_type(self.device.type)
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 class BasicTensorAwareStateDict(TensorAwareStateDict):

@@ -7,7 +7,7 @@ it: asked for -> submitted -> accepted (it may be polled) -> verdict or given up
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from nvidia_resiliency_ext.shared_utils.attribution_wire import (
@@ -31,6 +31,8 @@ class Post:
 
     log_path: str
     intent: str
+    cycle_id: int | None = None
+    evidence: tuple[str, ...] = ()
 
 
 class RequestState:
@@ -45,44 +47,43 @@ class RequestState:
         self.stop_count = 0
         self._enforce_stop = enforce_stop
         self._trust_candidate = trust_candidate
-        self._last_path: str | None = None
-        self._progressive: str | None = None
-        self._terminal: str | None = None
+        self._last: Post | None = None
+        self._progressive: Post | None = None
+        self._terminal: Post | None = None
         self._is_accepted = False
         self._failures = 0
 
     @property
     def poll_path(self) -> str | None:
         """The log whose verdict is awaited, once the service has accepted it."""
-        if not self._is_accepted or self.is_over:
+        if self._terminal is None or not self._is_accepted or self.is_over:
             return None
-        return self._terminal
+        return self._terminal.log_path
 
     @property
     def is_over(self) -> bool:
         """Whether a verdict has made all further questions pointless."""
         return self._enforce_stop and self.stop_count > 0
 
-    def submit(self, log_path: str) -> None:
+    def submit(self, log_path: str, cycle_id: int | None = None) -> None:
         """A cycle begins and writes this log; the newest one wins."""
-        self._last_path = self._progressive = log_path
+        self._last = self._progressive = Post(log_path, INTENT_PROGRESSIVE, cycle_id)
 
-    def request_terminal(self) -> str | None:
+    def request_terminal(self, evidence: tuple[str, ...] = ()) -> str | None:
         """The cycle of the last log has ended; return that log if it gets the slot."""
-        if self._last_path is None or self._terminal is not None or self.is_over:
+        if self._last is None or self._terminal is not None or self.is_over:
             return None
-        self._terminal, self._is_accepted, self._failures = self._last_path, False, 0
-        if self._progressive == self._terminal:
+        self._terminal = replace(self._last, intent=INTENT_TERMINAL, evidence=evidence)
+        self._is_accepted, self._failures = False, 0
+        if self._progressive == self._last:
             self._progressive = None
-        return self._terminal
+        return self._terminal.log_path
 
     def next_post(self) -> Post | None:
         """Return what to submit now; it stays due until it is answered."""
         if self._terminal is not None and not self._is_accepted and not self.is_over:
-            return Post(self._terminal, INTENT_TERMINAL)
-        if self._progressive is not None:
-            return Post(self._progressive, INTENT_PROGRESSIVE)
-        return None
+            return self._terminal
+        return self._progressive
 
     def posted(self, post: Post, outcome: Literal["accepted", "refused", "failed"]) -> bool:
         """Take the answer to a submission; return whether it was given up.
@@ -90,7 +91,7 @@ class RequestState:
         A failure of the connection is tried again, a refusal is not.
         """
         if post.intent == INTENT_PROGRESSIVE:
-            if self._progressive == post.log_path:
+            if self._progressive == post:
                 self._progressive = None
             return outcome != "accepted"
         if outcome == "accepted":

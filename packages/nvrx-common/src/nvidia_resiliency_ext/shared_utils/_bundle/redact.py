@@ -54,6 +54,12 @@ _KNOWN = re.compile(
     r"|[Bb]earer[ \t]{1,8}[\w.~+/-]{16,}=*"
     r"|hooks\.slack\.com/services/[\w/-]{10,}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
 )
+# `invalid token abc123...` in an error message: a word with letters and digits after the name.
+_IN_PROSE = re.compile(
+    r"(\b(?:token|password|passwd|secret)[ \t]{1,8})(?!\[redacted\])"
+    r"(?=[A-Za-z0-9+/._~-]{0,200}[A-Za-z])(?=[A-Za-z0-9+/._~-]{0,200}\d)[A-Za-z0-9+/._~-]{8,}=*",
+    re.IGNORECASE,
+)
 _KEY_BLOCK = re.compile(
     r"()-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----.*?"
     r"(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----|\Z)",
@@ -170,7 +176,9 @@ class _Redaction:
             text = self.replace(pattern, text)
         for pattern in (_PAIR, _NAMED):
             text = self.named(pattern, text)
-        return self.replace(_KNOWN, self.replace(_IN_QUERY, text))
+        for pattern in (_IN_QUERY, _IN_PROSE, _KNOWN):
+            text = self.replace(pattern, text)
+        return text
 
     def named(self, pattern: re.Pattern[str], text: str) -> str:
         """Redact the values of secret names."""

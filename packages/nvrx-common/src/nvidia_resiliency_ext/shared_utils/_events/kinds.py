@@ -199,7 +199,7 @@ class InprocRestart(Event):
     """Ranks restarted inside their processes; ``phases`` maps a phase to its seconds.
 
     ``call`` counts the wrapped calls of a cycle, in each of which ``iteration`` begins at 0.
-    ``lost_ranks`` take no further part.
+    ``lost_ranks`` take no further part. ``hang`` says whom a hang is blamed on, ``culprits``.
     """
 
     kind: ClassVar[str] = "inproc_restart"
@@ -210,6 +210,8 @@ class InprocRestart(Event):
     phases: Mapping[str, float] = field(default_factory=dict)
     kept_ranks: Sequence[int] | str | None = None
     lost_ranks: Sequence[int] | str | None = None
+    hang: str | None = None
+    culprits: Sequence[int] | str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

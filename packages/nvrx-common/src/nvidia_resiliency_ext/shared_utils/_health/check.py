@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from nvidia_resiliency_ext.shared_utils.console import plain
 
-from .result import Finding, HealthResult, skipped
+from .result import Finding, HealthResult, Status, skipped
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -47,9 +47,18 @@ def _plain(text: str) -> str:
 
 
 class Check:
-    """A health check: `check` tells what was found, calling it tells whether all is well."""
+    """A health check: `check` tells what was found, calling it tells whether all is well.
+
+    Attributes:
+        name: The check, as the command line names it.
+        late_status: What `run_checks` takes a check for that has not ended by the deadline:
+            unhealthy, because a driver or mount hangs, or skipped where silence proves nothing.
+        skip_level: Level of the line that says, once in a process, why there was nothing to check.
+    """
 
     name: ClassVar[str] = ""
+    late_status: ClassVar[Status] = "unhealthy"
+    skip_level = logging.INFO
 
     def __init__(self, on_failure: Callable[[], Awaitable[object]] | None = None) -> None:
         self.on_failure = on_failure
@@ -81,7 +90,7 @@ class Check:
                 logger.warning("health check %s: %s", self.name, line)
         elif finding.status == "skipped":
             message = f"health check {self.name} is skipped: {reason}"
-            log_once(f"skipped {self.name}", logging.INFO, message)
+            log_once(f"skipped {self.name} {self.skip_level}", self.skip_level, message)
         return HealthResult(
             self.name,
             finding.status,

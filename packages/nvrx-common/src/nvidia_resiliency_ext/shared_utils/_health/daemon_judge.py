@@ -39,14 +39,16 @@ def judge_answer(*, success: bool, exit_code: int, output: str, error: str) -> F
     """
     details = _details(output)
     evidence: dict[str, Any] = {"exit_code": exit_code}
-    failed = None
+    failed: float = 0
+    names: object = None
     if details is not None:
-        count = details.get("fail_count")
-        failed = count if isinstance(count, int | float) and not isinstance(count, bool) else None
-        names = details.get("failed_checks")
+        count, names = details.get("fail_count"), details.get("failed_checks")
+        failed = count if isinstance(count, int | float) and not isinstance(count, bool) else 0
         evidence |= {"fail_count": failed, "failed_checks": _shorten(names)}
-    if failed is not None and failed > 0:
+    if failed > 0:
         return unhealthy(f"{failed} checks of the node failed: {_shorten(names)}", evidence)
+    if isinstance(names, list) and names:
+        return unhealthy(f"checks of the node failed: {_shorten(names)}", evidence)
     if not success:
         words = error or f"exit code {exit_code}"
         return unhealthy(f"the node health daemon says: {words[:_TEXT_LENGTH]}", evidence)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from .check import Check
 
 __all__ = ["run_checks"]
+
+logger = logging.getLogger("nvrx")
 
 
 class _Running:
@@ -36,7 +39,8 @@ class _Running:
 def run_checks(checks: Sequence[Check], deadline_s: float) -> list[HealthResult]:
     """Run checks at the same time and return their results in the same order.
 
-    A check that has not ended by the deadline is unhealthy; it is left behind.
+    A check that has not ended by the deadline is unhealthy, or skipped where its `late_status` says
+    so; it is left behind.
 
     Args:
         checks: What to look at.
@@ -56,4 +60,5 @@ def run_checks(checks: Sequence[Check], deadline_s: float) -> list[HealthResult]
 
 def _late(check: Check, deadline_s: float, took_s: float) -> HealthResult:
     reason = f"the check has not ended within {deadline_s:g} s"
-    return HealthResult(check.name, "unhealthy", reason, check.component, {}, took_s)
+    logger.warning("health check %s: %s", check.name, reason)
+    return HealthResult(check.name, check.late_status, reason, check.component, {}, took_s)

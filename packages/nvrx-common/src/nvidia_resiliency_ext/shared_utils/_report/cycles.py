@@ -198,7 +198,8 @@ def _inprocess_faults(
         if not any(after < fault.at <= back for fault in known):
             phases = first.durations("phases")
             onset = max(cycle.start, first.at - sum(phases.values()))
-            text, ranks = first.text("cause"), first.record.fields.get("ranks")
+            text, fields = first.text("cause"), first.record.fields
+            ranks = fields.get("culprits") or fields.get("ranks")
             cause = next((c for word, c in _INPROCESS_CAUSES.items() if word in text), "exception")
             note = FaultNote(
                 at=min(first.at, onset + phases.get("detect", 0.0)),
@@ -208,8 +209,8 @@ def _inprocess_faults(
                 cycle=cycle.number,
                 rank=ranks[0] if isinstance(ranks, list) and ranks else None,
                 cause=cause,
-                what=text,
-                detail="",
+                what=first.shown("hang") or text,
+                detail=text if first.shown("hang") else "",
                 detected_by=first.record.src,
                 deadline_s=phases.get("detect"),
                 late_s=None,

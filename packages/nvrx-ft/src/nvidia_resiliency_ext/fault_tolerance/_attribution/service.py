@@ -7,6 +7,7 @@ import http.client
 import importlib.util
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -21,7 +22,7 @@ from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 from .endpoint import DEFAULT_ATTRIBUTION_PORT, MANAGED_HOST, is_served
 from .settings import AttributionConfig, AttributionEndpoint
 
-__all__ = ["AttributionManager", "AttributionMissingError", "is_installed"]
+__all__ = ["AttributionManager", "AttributionMissingError", "is_installed", "state_dir"]
 
 logger = logging.getLogger("nvrx")
 
@@ -30,6 +31,8 @@ _MODULE = "nvidia_resiliency_ext.services.attrsvc"
 _NEEDED = (_MODULE, "fastapi", "uvicorn")  # the module comes without what its extra brings
 _PROGRAM = "nvrx-attrsvc"
 _KEY_FILE = "LLM_API_KEY_FILE"
+_STATE_DIR = "NVRX_ATTRSVC_STATE_DIR"
+_LONGEST_NAME = 100
 _PROBE_TIMEOUT_S = 1.0
 _PROBE_PAUSE_S = 0.1
 _KEY_LIMIT_BYTES = 1 << 16
@@ -46,6 +49,8 @@ class AttributionManager:
         cfg: What was asked for.
         is_store_host: Whether this launcher is the one that runs it.
         environ: The environment that the service gets; ours if None.
+        state_dir: Private directory for what the service remembers, where its environment names
+            none; None: it remembers nothing when it is started again.
     """
 
     def __init__(
@@ -54,10 +59,12 @@ class AttributionManager:
         *,
         is_store_host: bool,
         environ: Mapping[str, str] | None = None,
+        state_dir: str | None = None,
     ) -> None:
         self._cfg = cfg
         self._is_store_host = is_store_host
         self._environ = dict(os.environ if environ is None else environ)
+        self._state_dir = state_dir
         self._child: Child | None = None
         self._given_up = threading.Event()
 
@@ -169,8 +176,23 @@ class AttributionManager:
             "NVRX_ATTRSVC_ANALYSIS_BACKEND": cfg.analysis_backend,
             "NVRX_ATTRSVC_LOG_LEVEL": cfg.log_level,
             "NVRX_ATTRSVC_EXPORT_URL": cfg.export_url,
+            _STATE_DIR: self._environ.get(_STATE_DIR) or self._state_dir,
         }
         return {**self._environ, **{name: text for name, text in given.items() if text}}
+
+
+def state_dir(log_file: str | None, job_id: str | None, run_dir: str) -> str:
+    """Return where a managed service keeps what it knows of a job.
+
+    Args:
+        log_file: The service's log.
+        job_id: The job's name; None: it has none by which it could be started again.
+        run_dir: The launcher's private directory, which goes with the job.
+    """
+    name = re.sub(r"[^\w.-]", "_", job_id or "", flags=re.ASCII)[:_LONGEST_NAME]
+    if log_file is None or name in {"", ".", ".."}:
+        return os.path.join(run_dir, "attribution")
+    return os.path.join(f"{os.path.splitext(log_file)[0]}_state", name)
 
 
 def is_installed() -> bool:

@@ -49,6 +49,9 @@ class AttributionWatch:
         base_log_file: Prefix of the cycle logs.
         token_file: File with the job's token, or None.
         node_id: This node's name in profiling events.
+        job_id: The job's name at the service; None: the scheduler's, if there is one.
+        log_complete: Whether a cycle's log is whole when the cycle has ended: nobody else writes
+            to it.
         loop: Where verdicts are handed over.
         on_stop: Called on the loop with the reason of the first STOP that is to be obeyed.
         on_nodes: Called in any thread with the nodes that are to have no place any more, and why;
@@ -65,11 +68,15 @@ class AttributionWatch:
         loop: Loop,
         on_stop: Callable[[str], None],
         on_nodes: Callable[[tuple[str, ...], str], None] | None = None,
+        job_id: str | None = None,
+        log_complete: bool = False,
     ) -> None:
         self._manager = manager
         self._base_log_file = base_log_file
         self._token_file = token_file
         self._node_id = node_id
+        self._job_id = job_id
+        self._log_complete = log_complete
         self._loop = loop
         self._on_nodes = on_nodes
         self._on_stop = on_stop
@@ -77,6 +84,8 @@ class AttributionWatch:
         self._client: AttributionService | None = None
         self._cycle: int | None = None
         self._has_ended = False
+        # The first cycle that ended before there was a client, and what is known of its end.
+        self._missed: tuple[int, tuple[str, ...]] | None = None
         self._is_closed = False
         self._stops: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -106,10 +115,14 @@ class AttributionWatch:
             if self._client is not None:
                 self._submit(self._client, cycle)
 
-    def ended(self) -> None:
-        """Take note that the present cycle is over: its log is complete."""
+    def ended(self, evidence: tuple[str, ...] = ()) -> None:
+        """Take note that the present cycle is over.
+
+        Args:
+            evidence: What is known of its end, as lines of a log.
+        """
         with self._lock:
-            self._end()
+            self._end(evidence)
 
     def close(self, *, asks: bool = True) -> None:
         """End the service and stop asking; what is still to be sent has a moment.
@@ -132,15 +145,27 @@ class AttributionWatch:
             os.close(self._wakeup)
             self._wakeup = -1
 
-    def _end(self) -> None:
+    def _end(self, evidence: tuple[str, ...] = ()) -> None:
         """Ask for the verdict on the present cycle, once; the lock is held."""
         if self._cycle is not None and not self._has_ended:
             self._has_ended = True
             if self._client is not None:
-                self._client.request_terminal_analysis()
+                self._client.request_terminal_analysis(evidence)
+            elif self._missed is None:
+                self._missed = self._cycle, evidence
 
     def _submit(self, client: AttributionService, cycle: int) -> None:
-        client._submit_log(cycle_log_file(self._base_log_file, cycle))  # noqa: SLF001 - its name is public
+        path = cycle_log_file(self._base_log_file, cycle)
+        client._submit_log(path, cycle)  # noqa: SLF001 - its name is public
+
+    def _catch_up(self, client: AttributionService) -> None:
+        """Submit the first cycle that has ended, and the one that runs; the lock is held."""
+        if self._missed is not None:
+            cycle, evidence = self._missed
+            self._submit(client, cycle)
+            client.request_terminal_analysis(evidence)
+        if self._cycle is not None and not self._has_ended:
+            self._submit(client, self._cycle)
 
     def _connect_when_ready(self) -> None:
         try:
@@ -161,6 +186,8 @@ class AttributionWatch:
             endpoint.endpoint,
             enforce_stop=endpoint.enforce_stop,
             token_file=self._token_file,
+            job_id=self._job_id,
+            log_complete=self._log_complete,
             on_verdict=self._heard,
             on_nodes=self._heard_of_nodes,
         )
@@ -169,8 +196,7 @@ class AttributionWatch:
             is_late = self._is_closed
             if not is_late:
                 self._client = client
-                if self._cycle is not None and not self._has_ended:
-                    self._submit(client, self._cycle)
+                self._catch_up(client)
         if is_late:
             # Nobody else knows of it. Its poller takes the lock.
             client.stop_poller(0.0)

@@ -89,6 +89,7 @@ class FaultToleranceConfig:
     bad_node_hook: str | None = None
     preempt_deadline: str | None = None
     preempt_grace: float = 120.0
+    segment_health_check_dir: str | None = None
 
     def __post_init__(self) -> None:
         problems = []

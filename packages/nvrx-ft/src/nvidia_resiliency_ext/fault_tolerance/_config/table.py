@@ -431,6 +431,13 @@ OPTIONS: tuple[Option, ...] = (
         FAULT_TOLERANCE,
         "Time that ranks have to save and leave; with a deadline it begins so long before it.",
     ),
+    Option(
+        "segment_health_check_dir",
+        v.or_none(v.ABSOLUTE_PATH),
+        None,
+        HEALTH,
+        "Directory of files by which the scheduler excludes array tasks or jobs before a round.",
+    ),
 )
 
 # What is said of the flag and of the key that used to ask for it.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 __all__ = [
+    "ABSOLUTE_PATH",
     "BOOL",
     "COMMAND",
     "COUNT",
@@ -259,6 +260,13 @@ def _paths(raw: Any) -> str:
     return ",".join(paths)
 
 
+def _absolute_path(raw: Any) -> str:
+    text = _text(raw)
+    if not text.startswith("/") or "\0" in text:
+        raise ValueError
+    return text
+
+
 def _modules(raw: Any) -> str:
     modules = _comma_list(raw)
     if not all(part.isidentifier() for module in modules for part in module.split(".")):
@@ -352,6 +360,7 @@ SECTIONS = Kind(
     "NAME:SECONDS,...",
     _sections,
 )
+ABSOLUTE_PATH = Kind("str", "an absolute path", "PATH", _absolute_path)
 PATHS = Kind("str", "a comma separated list of absolute paths", "PATH,...", _paths)
 MODULES = Kind("str", "a comma separated list of module names", "MODULE,...", _modules)
 PATH_TEMPLATE = Kind("str", "a path that holds {nic}", "PATH", _path_template)

@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.fault_tolerance._launch.log_plan import (
     server_problems,
 )
 from nvidia_resiliency_ext.fault_tolerance._launch.parser import FlagParser
-from nvidia_resiliency_ext.fault_tolerance._launch.plan import check_job_id, missing_hook
+from nvidia_resiliency_ext.fault_tolerance._launch.plan import check_job_id, job_name, missing_hook
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.rules import (
     GROUP_SIZE,
     LAST_CALL,
@@ -243,6 +243,7 @@ def _services(args: argparse.Namespace, layers: Layers) -> HostPlan:
         logs=logs,
         cycle_info_dir=config.cycle_info_dir,
         cycle_info_job_id=args.ft_cycle_info_job_id,
+        job_name=job_name(args),
         attribution=attribution,
         excludes_named=config.attribution_node_action == "exclude",
         token_file=config.rdzv_token_file,

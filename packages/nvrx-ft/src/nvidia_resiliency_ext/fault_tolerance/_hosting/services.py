@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.job_metadata import job_id_from_env
 
 from .log_token import IN_A_FILE, NO_SERVER, make_token, token_file
 from .plan import HostPlan
@@ -25,10 +27,11 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
     from nvidia_resiliency_ext.fault_tolerance._cycleinfo.reporter import CycleInfoReporter
     from nvidia_resiliency_ext.fault_tolerance._cyclelogs.servers import LogServers, Loop
+    from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 
     from .nodes import CycleNodes
 
-__all__ = ["HostPlace", "HostServices"]
+__all__ = ["HostPlace", "HostServices", "evidence_of"]
 
 logger = logging.getLogger("nvrx")
 
@@ -155,17 +158,29 @@ class HostServices:
         if excludes and not self._is_shared:
             logger.info("a job of one node excludes none: bad nodes are only logged")
             excludes = False
-        from nvidia_resiliency_ext.fault_tolerance._attribution.service import AttributionManager
+        from nvidia_resiliency_ext.fault_tolerance._attribution.service import (
+            AttributionManager,
+            state_dir,
+        )
         from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
 
+        job_id = plan.cycle_info_job_id or job_id_from_env() or plan.job_name
+        manager = AttributionManager(
+            plan.attribution,
+            is_store_host=True,
+            environ=self._environ,
+            state_dir=state_dir(plan.attribution.log_file, job_id, self._place.run_dir),
+        )
         self._watch = AttributionWatch(
-            AttributionManager(plan.attribution, is_store_host=True, environ=self._environ),
+            manager,
             base_log_file=plan.logs.applog_prefix,
             token_file=plan.token_file,
             node_id=self._place.host,
             loop=self._loop,
             on_stop=on_stop,
             on_nodes=on_nodes if excludes else None,
+            job_id=job_id,
+            log_complete=not self._is_shared and plan.logs.server is None,
         )
         self._watch.start()
 
@@ -189,10 +204,15 @@ class HostServices:
         if self._reporter is not None:
             self._reporter.report_cycle_goes_on(nodes.snapshot(cycle))
 
-    def ended(self, cycle: int) -> None:
-        """Take note that a cycle is over, also one that began before; it may be told again."""
+    def ended(self, cycle: int, cause: Cause | None = None) -> None:
+        """Take note that a cycle is over, also one that began before; it may be told again.
+
+        Args:
+            cycle: Which one.
+            cause: Why, where that is known.
+        """
         if self._watch is not None:
-            self._watch.ended()
+            self._watch.ended(evidence_of(cause))
         if self._reporter is not None:
             self._reporter.report_end_of(cycle)
 
@@ -218,6 +238,25 @@ class HostServices:
         servers, self._servers = self._servers, None
         if servers is not None:
             servers.stop(at_once=job_goes_on)
+
+
+def evidence_of(cause: Cause | None) -> tuple[str, ...]:
+    """Return what launchers saw of a fault, as lines of a log: workers do not write of it."""
+    if cause is None:
+        return ()
+    if cause.detected_by == "monitor":
+        return (cause.what,)
+    who = "" if cause.rank is None else f"rank {cause.rank}: "
+    if cause.signal is not None:
+        return (f"{who}killed by {_signal_name(cause.signal)}",)
+    return (f"{who}exit code {cause.exit_code}",) if cause.exit_code else ()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _make_directory(path: str) -> None:

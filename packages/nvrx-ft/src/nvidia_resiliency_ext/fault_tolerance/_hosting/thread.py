@@ -175,5 +175,5 @@ class _Follower(RoundFollower):
     def goes_on(self, entry: Entry, members: tuple[Member, ...]) -> None:
         self._services.goes_on(entry.round, nodes_of_members(members))
 
-    def ended(self, round_: int) -> None:
-        self._services.ended(round_)
+    def ended(self, round_: int, cause: Cause | None = None) -> None:
+        self._services.ended(round_, cause)

@@ -7,6 +7,7 @@ from typing import Final
 
 __all__ = [
     "compact_nodes",
+    "expand_nodelist",
     "hostnames_to_slurm_nodelist",
     "ranks_to_range_str",
     "slurm_sort_addrs",
@@ -14,6 +15,9 @@ __all__ = [
 
 # Commas, but not those within brackets.
 _BETWEEN_HOSTS: Final = re.compile(r",(?![^\[]*\])")
+_BRACKETS: Final = re.compile(r"\[([^\[\]]*)\]")
+_RANGE: Final = re.compile(r"(\d+)(?:-(\d+))?")
+_MOST_NODES: Final = 100_000
 
 
 def hostnames_to_slurm_nodelist(hostnames: Iterable[str]) -> str:
@@ -21,6 +25,40 @@ def hostnames_to_slurm_nodelist(hostnames: Iterable[str]) -> str:
     from nvidia_resiliency_ext.shared_utils.rank_sets import format_hosts
 
     return format_hosts(list(hostnames))
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """Return the names that Slurm shortened: `r[1-2]n[01,04]` is r1n01, r1n04, r2n01 and r2n04.
+
+    Raises:
+        ValueError: It is no such list, or has over 100,000 names.
+    """
+    names: list[str] = []
+    for part in _BETWEEN_HOSTS.split(text):
+        texts, heads = _BRACKETS.split(part.strip()), [""]
+        for index, piece in enumerate(texts):
+            tails = _numbers(piece) if index % 2 else [piece]
+            heads = [head + tail for head in heads for tail in tails]
+            if len(names) + len(heads) > _MOST_NODES:
+                raise ValueError(f"{text[:80]!r} has over {_MOST_NODES} nodes")
+        names += [name for name in heads if name]
+    if any("[" in name or "]" in name for name in names):
+        raise ValueError(f"{text[:80]!r} is no list of nodes")
+    return names
+
+
+def _numbers(text: str) -> list[str]:
+    """Return the numbers of one bracket, with their leading zeros."""
+    found: list[str] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{part[:80]!r} is no number and no range of numbers")
+        first, last = match[1], match[2] or match[1]
+        if int(last) - int(first) > _MOST_NODES:
+            raise ValueError(f"{part[:80]!r} is a range of over {_MOST_NODES}")
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return found
 
 
 def compact_nodes(addrs: Iterable[str]) -> str:

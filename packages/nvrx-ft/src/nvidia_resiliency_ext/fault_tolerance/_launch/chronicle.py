@@ -43,7 +43,7 @@ class Chronicle:
         *,
         host: str,
         shows_stacks: bool,
-        on_cycle_ended: Callable[[], None] = lambda: None,
+        on_cycle_ended: Callable[[Cause | None], None] = lambda _: None,
     ) -> None:
         self._events = log
         self._failures = failures
@@ -237,7 +237,7 @@ class Chronicle:
     def cycle_ended(self, result: str) -> None:
         """Record the end of a cycle."""
         self._record(events.CycleEnd(result=result))
-        self._on_cycle_ended()
+        self._on_cycle_ended(self._fault[0] if self._fault else None)
 
     def _restart_complete(self) -> None:
         if self._fault is None:

@@ -57,6 +57,7 @@ class NodeChecks:
     ) -> None:
         self._config = config
         self._endpoint = endpoint
+        self._environ = environ
         self._must_have_gpus = bool(environ.get(_env.EXPECTED_GPUS))
         self._checks: dict[str, Check] = {}
 
@@ -92,6 +93,12 @@ class NodeChecks:
             from nvidia_resiliency_ext.shared_utils.health_check import StoragePathHealthCheck
 
             checks["paths"] = StoragePathHealthCheck(config.storage_healthcheck_path.split(","))
+        if "segment" not in checks and config.segment_health_check_dir:
+            from nvidia_resiliency_ext.fault_tolerance._infra.segment_health import (
+                SegmentHealthCheck,
+            )
+
+            checks["segment"] = SegmentHealthCheck(config.segment_health_check_dir, self._environ)
         if "service" not in checks:
             service = _service_of(self._endpoint)
             if service is not None:

@@ -293,7 +293,7 @@ _OWN_FLAGS = (
     ),
     Flag(
         "ft-per-cycle-applog-prefix",
-        syntax.WHOLE_PATH,
+        v.ABSOLUTE_PATH,
         None,
         table.LOGGING,
         "Write the workers' output to one file per cycle.",
@@ -301,7 +301,7 @@ _OWN_FLAGS = (
     ),
     Flag(
         "ft-nvrx-logfile",
-        syntax.WHOLE_PATH,
+        v.ABSOLUTE_PATH,
         None,
         table.LOGGING,
         "Write the launchers' output to this file.",

@@ -446,10 +446,10 @@ class Job:
             if event is not None:
                 self._agent.post(event)
 
-    def _cycle_ended(self) -> None:
+    def _cycle_ended(self, cause: Cause | None) -> None:
         """Take note that a cycle is over here; of many nodes, the host knows when it is for all."""
         if self._plan.max_nodes == 1 and self._services is not None:
-            self._services.ended(self._services.cycle)
+            self._services.ended(self._services.cycle, cause)
 
     def _look_at_output(self) -> None:
         if self._next_look is not None:

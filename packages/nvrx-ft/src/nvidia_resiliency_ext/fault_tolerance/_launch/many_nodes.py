@@ -90,7 +90,7 @@ _OWN_AFFAIRS = frozenset(
         "log_level", "rdzv_token_file", "checkpoint_iteration_file", "pci_topo_file",
         "link_down_path_template", "link_state_path_template", "storage_healthcheck_path",
         "cycle_info_dir", "attribution_endpoint", "attribution_export_url", "prewarm",
-        "prewarm_import", "numa_bind_strict", "bad_node_hook",
+        "prewarm_import", "numa_bind_strict", "bad_node_hook", "segment_health_check_dir",
     }
 )  # fmt: skip
 

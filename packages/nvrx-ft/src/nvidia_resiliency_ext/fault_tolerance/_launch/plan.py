@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 
-__all__ = ["LaunchPlan", "PrewarmSettings", "log_warnings", "plan_from_args"]
+__all__ = ["LaunchPlan", "PrewarmSettings", "job_name", "log_warnings", "plan_from_args"]
 
 _DEFAULT_MASTER_PORT = next(flag.default for flag in FLAGS if flag.name == "master-port")
 _DEFAULT_ID = next(flag.default for flag in FLAGS if flag.name == "rdzv-id")
@@ -72,7 +72,8 @@ class LaunchPlan:
         nproc_per_node: Workers on this node.
         min_nodes: Nodes without which the job does not start.
         max_nodes: Nodes that work at most.
-        run_id: The job's name.
+        run_id: The job's name, made up where it has none.
+        job_name: The name that somebody gave the job (`--rdzv-id`); None: nobody did.
         role: The workers' role.
         max_restarts: Restarts before the job fails.
         restart_policy: When workers are restarted.
@@ -143,6 +144,7 @@ class LaunchPlan:
     logs: LogPlan = field(default_factory=LogPlan)
     attribution: AttributionConfig = field(default_factory=AttributionConfig)
     cycle_info_job_id: str | None = None
+    job_name: str | None = None
     output_specs: OutputSpecs | None = None
     event_log_handler: str = NO_HANDLER
     virtual_devices: tuple[str, ...] | None = None
@@ -249,6 +251,7 @@ def plan_from_args(
         logs=logs,
         attribution=attribution,
         cycle_info_job_id=args.ft_cycle_info_job_id,
+        job_name=job_name(args),
         output_specs=_output_specs(args, output),
         event_log_handler=args.event_log_handler,
         virtual_devices=devices_of_ranks(environ, nproc) if args.virtual_local_rank else None,
@@ -473,12 +476,17 @@ def _given(args: argparse.Namespace) -> Mapping[str, str]:
     return given
 
 
+def job_name(args: argparse.Namespace) -> str | None:
+    """Return the name that a command line or the environment gives the job, or None."""
+    is_named = "rdzv_id" in _given(args) or args.rdzv_id != _DEFAULT_ID
+    return args.rdzv_id if is_named else None
+
+
 def _meets_nobody(args: argparse.Namespace, max_nodes: int) -> bool:
     """Return whether nobody named this job or where it meets: nothing must know its id."""
     if args.standalone:
         return True
-    is_named = "rdzv_id" in _given(args) or args.rdzv_id != _DEFAULT_ID
-    return max_nodes == 1 and not (is_named or args.rdzv_endpoint or _given_port(args))
+    return max_nodes == 1 and not (job_name(args) or args.rdzv_endpoint or _given_port(args))
 
 
 def random_id() -> str:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from nvidia_resiliency_ext.fault_tolerance._monitor.culprit import RankState
 from nvidia_resiliency_ext.fault_tolerance._preempt.agreement import agreed_call
+from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 from .cause import Cause
 from .leaving import RoundLeaves, SaveAgreed

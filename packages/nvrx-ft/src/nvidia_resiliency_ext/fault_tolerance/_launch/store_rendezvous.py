@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from nvidia_resiliency_ext.fault_tolerance._monitor.culprit import RankState
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.lease import (
     FENCE_STOP_LEASES,
     LEASES_TO_FENCE,
@@ -47,6 +46,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 from .cause import Cause
 from .leaving import RoundLeaves, SaveAgreed

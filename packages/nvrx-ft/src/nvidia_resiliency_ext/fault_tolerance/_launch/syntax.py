@@ -25,7 +25,6 @@ __all__ = [
     "RANKS",
     "SIGNALS",
     "STREAMS",
-    "WHOLE_PATH",
     "Std",
     "parse_configuration",
     "parse_endpoint",
@@ -204,12 +203,6 @@ def _filters(raw: Any) -> list[str]:
     return [part.replace("\0", ",") for part in parts if part]
 
 
-def _whole_path(raw: Any) -> str:
-    if not str(raw).startswith("/"):
-        raise ValueError
-    return str(raw)
-
-
 NODES = Kind("str", "a number of nodes or MIN:MAX with 0 < MIN <= MAX", "N|MIN:MAX", _nodes)
 PROCESSES = Kind(
     "str",
@@ -226,4 +219,3 @@ SIGNALS = Kind(
     "str", "a comma separated list of signals that can be handled", "SIGNAL,...", _signals
 )
 FILTERS = Kind("list[str]", "a comma separated list of texts", "TEXT,...", _filters)
-WHOLE_PATH = Kind("str", "an absolute path", "PATH", _whole_path)

@@ -12,23 +12,14 @@ import os
 from dataclasses import dataclass
 
 from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.rank_activity import Kernel, inspect_kernel
 
-from .activity import Kernel
-
-__all__ = ["Evidence", "inspect_kernel", "inspect_process", "save_evidence"]
+__all__ = ["Evidence", "inspect_process", "save_evidence"]
 
 logger = logging.getLogger("nvrx")
 
-MAX_THREADS = 256
 _MAX_SAME_NAME = 1000
-_STOPPED_STATES = frozenset("Tt")
 _CANNOT_ANSWER = frozenset("TtDZX?")
-_GLOO_THREAD = "pt_gloo_runloop"
-_GPU_THREADS = ("pt_nccl_", "cuda-", "cuda0")
-_FUTEX = frozenset({202, 98, 240, 422})
-"""Numbers of `futex` on x86-64, on aarch64, and of the older and the 64-bit call on 32 bits."""
-_FUTEX_TIMEOUT = 4
-"""Place of the time limit in what `procfs.syscall` returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,38 +46,6 @@ def inspect_process(pid: int, dump_signal: int) -> Evidence:
         and procfs.catches_signal(pid, dump_signal)
     )
     return Evidence(kernel=kernel, can_dump=can_dump)
-
-
-def inspect_kernel(pid: int) -> Kernel:
-    """Ask the kernel what a process is doing, of its threads the oldest `MAX_THREADS`."""
-    stat = procfs.read_stat(pid)
-    if stat is None or not stat.running:
-        return Kernel("?")
-    if stat.state in _STOPPED_STATES:
-        return Kernel(stat.state, procfs.wchan(pid) or "")
-    threads = procfs.threads(pid, MAX_THREADS)
-    gloo = [thread for thread in threads if thread.name == _GLOO_THREAD]
-    pending = [
-        is_pending for thread in gloo if (is_pending := _in_collective(pid, thread)) is not None
-    ]
-    return Kernel(
-        stat.state,
-        procfs.wchan(pid) or "",
-        is_pending=any(pending) if pending else None,
-        has_gpu=any(thread.name.startswith(_GPU_THREADS) for thread in threads),
-    )
-
-
-def _in_collective(pid: int, thread: procfs.Thread) -> bool | None:
-    """Return whether a thread of gloo works on a collective; None when the kernel does not tell.
-
-    An idle one waits for work in a futex without a time limit; one that waits for a peer has one.
-    """
-    call = procfs.syscall(pid, thread.tid)
-    if call is None:
-        return None
-    is_idle = len(call) > _FUTEX_TIMEOUT and call[0] in _FUTEX and call[_FUTEX_TIMEOUT] == 0
-    return not is_idle
 
 
 def save_evidence(

@@ -13,11 +13,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._process.error_file import read_error_file
+from nvidia_resiliency_ext.shared_utils.hang_culprit import (
+    Confidence,
+    Finding,
+    RankState,
+    find_culprit,
+)
+from nvidia_resiliency_ext.shared_utils.rank_activity import (
+    NO_STACK,
+    Activity,
+    classify,
+    in_words,
+    inspect_kernel,
+    main_stack,
+)
 
 from . import control
-from .activity import NO_STACK, Activity, classify, in_words, main_stack
-from .culprit import Confidence, Finding, RankState, find_culprit
-from .evidence import inspect_kernel
 from .report import HEALTH_RULES, describe, hang_report, plain_states
 from .session import SAVE_LIMIT_S
 

@@ -7,15 +7,17 @@ import dataclasses
 import signal
 from typing import TYPE_CHECKING, Any
 
-from .activity import Activity, Kernel
-from .culprit import RankState
-from .culprit import describe as describe_finding
+from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
+from nvidia_resiliency_ext.shared_utils.hang_culprit import describe as describe_finding
+from nvidia_resiliency_ext.shared_utils.rank_activity import Activity, Kernel
+
 from .evidence import Evidence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .culprit import Finding
+    from nvidia_resiliency_ext.shared_utils.hang_culprit import Finding
+
     from .verdict import Verdict
 
 __all__ = [

@@ -29,14 +29,14 @@ from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_GRACEFUL,
 )
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._monitor.activity import Activity
-from nvidia_resiliency_ext.fault_tolerance._monitor.culprit import (
+from nvidia_resiliency_ext.fault_tolerance._preempt.agreement import agreed_call
+from nvidia_resiliency_ext.shared_utils.hang_culprit import (
     Confidence,
     Finding,
     describe,
     find_culprit,
 )
-from nvidia_resiliency_ext.fault_tolerance._preempt.agreement import agreed_call
+from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
 
 from . import blame
 from .blame import BlameRules, Failures

@@ -68,8 +68,8 @@ class RoundFollower:
     def goes_on(self, entry: Entry, members: tuple[Member, ...]) -> None:
         """Take note that a round goes on which another host has closed."""
 
-    def ended(self, round_: int) -> None:
-        """Take note that nobody works in a round any more; it may be told again."""
+    def ended(self, round_: int, cause: Cause | None = None) -> None:
+        """Take note that nobody works in a round any more, and why; it may be told again."""
 
 
 class Host:
@@ -192,7 +192,7 @@ class Host:
             Phase.CLOSED,
             before.round,
         ):
-            self._follower.ended(before.round)
+            self._follower.ended(before.round, entry.cause)
         self._log.announce(entry.seq)
         self._adopted.append((entry.seq, now))
         while now - self._adopted[1][1] > _keep_decisions_s(self._rules):
@@ -311,7 +311,7 @@ class Host:
             self._create(self._next(Phase.OPEN, known.entry.round + 1, cause=cause))
         else:
             # Whoever was told that the round before began may not have been told that it ended.
-            self._follower.ended(answer.round - 1)
+            self._follower.ended(answer.round - 1, answer.cause)
             self._create(self._next(Phase.OPEN, answer.round, cause=answer.cause))
         return True
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._monitor.activity import Activity
-from nvidia_resiliency_ext.fault_tolerance._monitor.culprit import RankState
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
+from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
 
 MAX_VALUE_BYTES = 64 * 1024
 MAX_LINE_BYTES = MAX_VALUE_BYTES - 1024

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import RDZV_NO_RESTART_REASONS
 from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._monitor.culprit import RankState
+from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 from . import keys
 from .log import DecisionLog

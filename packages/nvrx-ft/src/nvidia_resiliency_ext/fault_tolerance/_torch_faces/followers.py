@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.fault_tolerance._attribution.endpoint import client_endpoint
 from nvidia_resiliency_ext.fault_tolerance._cyclelogs.names import cycle_log_file
 from nvidia_resiliency_ext.fault_tolerance._hosting.nodes import nodes_of
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import evidence_of
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import RoundFollower
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._cycleinfo.reporter import CycleInfoReporter
+    from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry
     from nvidia_resiliency_ext.shared_utils.attribution_client import AttributionService
@@ -94,6 +96,7 @@ class CycleFollowers(RoundFollower):
                 settings.attribution_endpoint,
                 enforce_stop=settings.enforces_stop,
                 token_file=settings.token_file,
+                log_complete=False,  # the logs of other nodes may be on their way
             )
             self._service.start_poller(node_id)
 
@@ -108,12 +111,13 @@ class CycleFollowers(RoundFollower):
         with self._lock:
             self._is_open = True
         if self._service is not None and self._prefix is not None:
-            self._service._submit_log(cycle_log_file(self._prefix, entry.round))  # noqa: SLF001 - its name is public
+            path = cycle_log_file(self._prefix, entry.round)
+            self._service._submit_log(path, entry.round)  # noqa: SLF001 - its name is public
         reporter = self._reporter
         if reporter is not None:
             reporter.report_cycle_start(nodes_of(placement, hosts).snapshot(entry.round))
 
-    def ended(self, round_: int | None = None) -> None:
+    def ended(self, round_: int | None = None, cause: Cause | None = None) -> None:
         """Take note that the present round is over; harmless when repeated."""
         del round_  # There is no other.
         with self._lock:
@@ -121,7 +125,7 @@ class CycleFollowers(RoundFollower):
         if not was_open:
             return
         if self._service is not None:
-            self._service.request_terminal_analysis()
+            self._service.request_terminal_analysis(evidence_of(cause))
         reporter = self._reporter
         if reporter is not None:
             reporter.report_cycle_end()

@@ -18,8 +18,8 @@ def node_check(conf: Mapping[str, Any]) -> Callable[[], None]:
     """Return what raises `UnhealthyNodeException` where this node must not join.
 
     Settings: `enable_nic_healthcheck`, `link_state_path_template`,
-    `enable_dist_storage_healthcheck` and `storage_healthcheck_paths`; those left out have the
-    launcher's defaults.
+    `enable_dist_storage_healthcheck`, `storage_healthcheck_paths` and `segment_health_check_dir`;
+    those left out have the launcher's defaults.
 
     Raises:
         ValueError: a setting has an unusable value.
@@ -28,7 +28,8 @@ def node_check(conf: Mapping[str, Any]) -> Callable[[], None]:
         name: rdzv_config_get_as_bool(conf, name)
         for name in ("enable_nic_healthcheck", "enable_dist_storage_healthcheck")
     }
-    given["link_state_path_template"] = conf.get("link_state_path_template")
+    for name in ("link_state_path_template", "segment_health_check_dir"):
+        given[name] = conf.get(name)
     paths = conf.get("storage_healthcheck_paths")
     given["storage_healthcheck_path"] = paths if isinstance(paths, str) else ",".join(paths or ())
     wanted = {name: value for name, value in given.items() if value not in (None, "")}

@@ -26,6 +26,7 @@ from nvidia_resiliency_ext.inprocess._monitor.messages import (
     StoreLost,
 )
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase as ProgressPhase
+from nvidia_resiliency_ext.inprocess._protocol.hang import is_searched
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, format_interruption_records
 from nvidia_resiliency_ext.inprocess.exception import HealthCheckError, InternalError
 from nvidia_resiliency_ext.inprocess.monitor_thread import RankShouldRestart
@@ -35,6 +36,7 @@ from nvidia_resiliency_ext.inprocess.state import Mode
 from nvidia_resiliency_ext.inprocess.store import BarrierTimeout
 from nvidia_resiliency_ext.inprocess.utils import log_exc
 
+from . import doing
 from .collection import YoungGarbage
 from .newsbox import NewsBox
 from .rendezvous import patient_rendezvous
@@ -131,6 +133,7 @@ class CallLoop:
         self._is_run = False
         self._pending: RestartReport | None = None
         self._what_happened = ""
+        self._doing = doing.Doing()
         self.reports: deque[RestartReport] = recent_reports()
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -211,7 +214,7 @@ class CallLoop:
         state, parts = self.state, self._parts
         state.set_distributed_vars()
         parts.page.rearm()
-        self._reported_at = None
+        self._reported_at, self._doing = None, doing.Doing()
         assert state.rank is not None
         logger.debug(
             "iteration %d begins: rank %d of %d, %s",
@@ -247,6 +250,7 @@ class CallLoop:
                     if self._is_child:
                         return (value,)
                 parts.page.rearm()
+                self._doing = doing.WAITS
                 parts.link.completed()
                 self._await_completion()
                 return (value,)
@@ -260,6 +264,8 @@ class CallLoop:
             if self._is_child:
                 raise
             state.fn_exception = error
+            if not self._doing.call:
+                self._doing = doing.of_raised(error)
             self._report()
             self._log(error, f"iteration {state.iteration}")
         finally:
@@ -324,6 +330,8 @@ class CallLoop:
         try:
             if isinstance(news, Interrupted):
                 self._count_detection(news)
+                if is_searched(news.records):
+                    self._look_at_function()
                 self._terminate(format_interruption_records(news.records))
             else:
                 self._terminate(news.text)
@@ -331,6 +339,11 @@ class CallLoop:
             self._log(error, "stopping the function")
         self._stopped_in = iteration
         box.wake()
+
+    def _look_at_function(self) -> None:
+        """Note what the main thread is in, unless it is out of the function."""
+        if self._reported_at is None and self._doing is not doing.WAITS:
+            self._doing = doing.of_main_thread()
 
     def _count_detection(self, news: Interrupted) -> None:
         unseen_s = detection_s(news.records, self._settings)
@@ -440,7 +453,7 @@ class CallLoop:
     def _arrive(self, limit_s: float) -> Decision:
         parts = self._parts
         parts.page.phase = ProgressPhase.AT_BARRIER
-        parts.link.arrive()
+        parts.link.arrive(self._doing.call, self._doing.place)
         decided: Decided | None = parts.box.wait(self._decision, limit_s)
         if decided is None:
             raise BarrierTimeout(
@@ -456,7 +469,7 @@ class CallLoop:
             for each in decision.participants
             if each.initial_rank not in decision.going_on
         )
-        self._what_happened = describe_interruption(decision.records, ended, self._settings)
+        self._what_happened = describe_interruption(decision, ended, self._settings)
         self._pending = RestartReport(
             iteration=state.iteration,
             cause=format_interruption_records(decision.records),
@@ -464,6 +477,8 @@ class CallLoop:
             terminated=ended,
             kept=tuple(sorted(decision.going_on)),
             world_size=state.world_size,
+            hang="" if decision.hang is None else decision.hang.text,
+            culprits=() if decision.hang is None else decision.hang.culprits,
         )
         old = state.iteration
         state.advance()

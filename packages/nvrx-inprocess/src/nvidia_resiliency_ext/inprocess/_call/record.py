@@ -31,6 +31,8 @@ class RestartRecord:
             phases={name: seconds for name, seconds in report.seconds.items() if seconds},
             kept_ranks=report.kept,
             lost_ranks=report.terminated,
+            hang=report.hang or None,
+            culprits=report.culprits or None,
         )
         self._log.record(event, cycle=self._cycle, rank=rank)
 

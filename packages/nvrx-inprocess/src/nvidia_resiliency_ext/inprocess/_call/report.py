@@ -17,6 +17,8 @@ from nvidia_resiliency_ext.inprocess.attribution import Interruption, Interrupti
 from nvidia_resiliency_ext.inprocess.utils import format_rank_set
 
 if TYPE_CHECKING:
+    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
+
     from .settings import Settings
 
 KEPT_REPORTS = 32
@@ -61,6 +63,8 @@ class RestartReport:
         kept: Initial ranks that go on.
         world_size: Ranks that go on.
         seconds: Duration by phase, in their order; 0 of those that did not occur.
+        hang: Whom a hang is blamed on, in words; "" when it was none or cannot be told.
+        culprits: The initial ranks that `hang` blames.
     """
 
     iteration: int
@@ -70,6 +74,8 @@ class RestartReport:
     kept: tuple[int, ...] = ()
     world_size: int = 0
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    hang: str = ""
+    culprits: tuple[int, ...] = ()
 
     def line(self) -> str:
         """Return the report as one line: a fixed word and JSON."""
@@ -125,20 +131,20 @@ def _limits(settings: Settings) -> dict[Interruption, timedelta]:
     }
 
 
-def describe_interruption(
-    records: Iterable[InterruptionRecord], lost: Iterable[int], settings: Settings
-) -> str:
+def describe_interruption(decision: Decision, lost: Iterable[int], settings: Settings) -> str:
     """Return in words what happened to which ranks, and who takes no further part.
 
     Args:
-        records: What was reported.
+        decision: What was reported, and whom a hang is blamed on.
         lost: Initial ranks that do not go on.
         settings: The limits that were passed.
 
-    Example: `rank 1: no progress for 90 s (hard_timeout), killed; rank 1 is lost`.
+    Examples: `rank 1: process was killed or crashed; rank 1 is lost`, and, of a hang, `rank 1 runs
+    in train.py:41 in load; rank 0 waited for it (rank 0: no progress for 60 s (soft_timeout), or
+    waited for a rank that made none)`.
     """
     ranks: dict[Interruption, set[int]] = {}
-    for record in records:
+    for record in decision.records:
         ranks.setdefault(record.interruption, set()).add(record.rank)
     killed = ranks.get(Interruption.HARD_TIMEOUT, set())
     # Who was killed had been given a soft timeout before.
@@ -151,7 +157,8 @@ def describe_interruption(
     ]
     if gone := set(lost):
         words.append(f"{_name_ranks(gone)} {'is' if len(gone) == 1 else 'are'} lost")
-    return "; ".join(words)
+    what = "; ".join(words)
+    return what if decision.hang is None else f"{decision.hang.text} ({what})"
 
 
 def _name_ranks(ranks: Collection[int]) -> str:

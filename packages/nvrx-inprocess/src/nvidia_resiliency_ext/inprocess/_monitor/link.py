@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.inprocess._monitor.messages import News
     from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
+    from nvidia_resiliency_ext.inprocess._monitor.stacks import StackDump
     from nvidia_resiliency_ext.inprocess.attribution import Interruption
 
 __all__ = ["MonitorLink", "MonitorSettings"]
@@ -70,13 +71,19 @@ class MonitorLink:
         settings: What the monitor must know about the call.
         page: The rank's stamps.
         hear: Called with each piece of news, in the link's thread.
+        dump: Where the rank writes its stacks when the monitor asks for them.
     """
 
     def __init__(
-        self, settings: MonitorSettings, page: ProgressPage, hear: Callable[[News], None]
+        self,
+        settings: MonitorSettings,
+        page: ProgressPage,
+        hear: Callable[[News], None],
+        dump: StackDump | None = None,
     ) -> None:
         self._settings = settings
         self._page = page
+        self._dump = dump
         self._hear = hear
         # Guards the connection and what was said.
         self._lock = threading.Lock()
@@ -140,9 +147,9 @@ class MonitorLink:
         """Say that the function has returned."""
         self._say(messages.Done(self._iteration))
 
-    def arrive(self) -> None:
-        """Say that we are ready for the next iteration."""
-        self._say(messages.Arrived(self._iteration))
+    def arrive(self, call: str = "", place: str = "") -> None:
+        """Say that we are ready for the next iteration, and what we were doing in this one."""
+        self._say(messages.Arrived(self._iteration, call, place))
 
     def leave(self, is_lost: bool, *, is_discarded: bool = False) -> bool:
         """Say that we leave the call, and wait until the monitor has it, 5 s at most.
@@ -363,8 +370,12 @@ class MonitorLink:
     def _introduce(self, sock: socket.socket, deadline: Deadline) -> None:
         with self._lock:
             begun = next((one for one in self._said if isinstance(one, messages.Begun)), None)
+        number, fds = 0, [self._page.fd]
+        if self._dump is not None and self._dump.number:
+            number = self._dump.number
+            fds.append(self._dump.fd)
         hello = messages.Hello(
-            messages.VERSION, self._settings, self._initial_rank, self._world_size, begun
+            messages.VERSION, self._settings, self._initial_rank, self._world_size, begun, number
         )
         data = messages.FROM_RANK.encode(hello)
-        send_with_fds(sock, data, [self._page.fd], deadline.remaining())
+        send_with_fds(sock, data, fds, deadline.remaining())

@@ -24,6 +24,7 @@ __all__ = [
     "FROM_RANK",
     "TO_RANK",
     "VERSION",
+    "WAITED",
     "AreYouThere",
     "Arrived",
     "Begun",
@@ -46,7 +47,9 @@ __all__ = [
     "unpack_ranks",
 ]
 
-VERSION = 3
+VERSION = 4
+WAITED = "waited"
+"""In `Arrived`: the rank waited for its peers, or a collective that failed sent it here."""
 _PART_CHARACTERS = 400_000
 
 
@@ -62,13 +65,17 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank comes, or comes back, to say what it began last; its page is attached."""
+    """A rank comes, or comes back, to say what it began last; its page is attached.
+
+    With a `dump_signal`, at which it writes its stacks, the file for them is attached, too.
+    """
 
     version: int
     settings: MonitorSettings
     initial_rank: int
     world_size: int
     begun: Begun | None
+    dump_signal: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +95,15 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The rank is ready for the next iteration."""
+    """The rank is ready for the next iteration.
+
+    `call` is what its main thread was in when it was interrupted, a `rank_activity.Call` or
+    `WAITED`, and `place` the line of the program; both are empty where that is not known.
+    """
 
     iteration: int
+    call: str = ""
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)

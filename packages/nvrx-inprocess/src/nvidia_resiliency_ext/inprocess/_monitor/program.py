@@ -165,12 +165,13 @@ class Monitor:
             page = PageView(fd)
         except PageError as error:
             return str(error)
+        dump_fd = connection.take_fd() if message.dump_signal else None
         prefix = message.settings.prefix
         serving = self._servings.get(prefix)
         if serving is None:
             serving = Serving(self._host, message.settings, message.world_size)
             self._servings[prefix] = serving
-        return serving.hello(connection, message, page)
+        return serving.hello(connection, message, page, dump_fd)
 
     def _process_ended(self, pid: int) -> None:
         for serving in self._servings.values():

@@ -7,7 +7,7 @@ effect, so a monitor that took over may be told everything again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Interrupted
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.inprocess._monitor.messages import News
     from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
+    from nvidia_resiliency_ext.inprocess._protocol.hang import Seen
 
 __all__ = [
     "Arrive",
@@ -99,6 +100,7 @@ class Member:
         is_leaving: It has said so itself.
         is_discarded: It has no number in the iteration after the one it began last.
         is_settled: It left a call that needs it no more.
+        seen: What it was doing before it was ended for a hard timeout.
     """
 
     initial_rank: int
@@ -109,6 +111,7 @@ class Member:
     is_leaving: bool = False
     is_discarded: bool = False
     is_settled: bool = False
+    seen: Seen | None = None
 
     @property
     def is_present(self) -> bool:
@@ -203,12 +206,13 @@ class Roster:
         self._said.completed.add(initial_rank)
         return [Complete(iteration, self._arrival_of(initial_rank))]
 
-    def arrived(self, initial_rank: int, iteration: int) -> list[Effect]:
-        """A rank is ready for the next iteration."""
+    def arrived(self, initial_rank: int, iteration: int, seen: Seen | None = None) -> list[Effect]:
+        """A rank is ready for the next iteration; `seen` is what it did when interrupted."""
         if iteration != self.position or initial_rank in self._said.arrived:
             return []
         self._said.arrived.add(initial_rank)
-        return [Arrive(iteration, self._arrival_of(initial_rank), self._participants[iteration])]
+        arrival = replace(self._arrival_of(initial_rank), seen=seen)
+        return [Arrive(iteration, arrival, self._participants[iteration])]
 
     def left(self, initial_rank: int, *, is_lost: bool, is_discarded: bool = False) -> list[Effect]:
         """A rank leaves the call: because it is over, or lost for the others."""
@@ -231,9 +235,10 @@ class Roster:
             return []
         return self._interrupt(initial_rank, kind)
 
-    def ended(self, initial_rank: int) -> list[Effect]:
-        """A rank's process is gone."""
+    def ended(self, initial_rank: int, seen: Seen | None = None) -> list[Effect]:
+        """A rank's process is gone; `seen` is what it did before it was ended for a timeout."""
         member = self.members[initial_rank]
+        member.seen = seen or member.seen
         if member.is_settled or member.ended is not None:
             return []
         if self.is_over:
@@ -348,7 +353,8 @@ class Roster:
             effects += self._interrupt(rank, Interruption.BASE_EXCEPTION)
         # One that was discarded, or leaves, says so; the number of any other may be unknown.
         is_out = member is not None and member.is_leaving
-        arrival = Arrival(rank, None, None, is_out=is_out)
+        seen = None if member is None else member.seen
+        arrival = Arrival(rank, None, None, is_out=is_out, seen=seen)
         has_reported = bool(effects) or self._has_reported(rank)
         return [*effects, Arrive(self.position, arrival, self.participants, has_reported)]
 

@@ -18,11 +18,22 @@ from nvidia_resiliency_ext.inprocess._monitor import messages, roster, verdict
 from nvidia_resiliency_ext.inprocess._monitor.news import Hearer, NewsReader, read_fate
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView, Phase, Stamps
 from nvidia_resiliency_ext.inprocess._monitor.registration import Registration
+from nvidia_resiliency_ext.inprocess._monitor.stacks import read_dump, seen_before_end
 from nvidia_resiliency_ext.inprocess._monitor.store_side import Desk, store_name
 from nvidia_resiliency_ext.inprocess._protocol.decision import encode_decision
+from nvidia_resiliency_ext.inprocess._protocol.hang import Seen
 from nvidia_resiliency_ext.inprocess._protocol.keys import job_of
 from nvidia_resiliency_ext.inprocess._store.stopped import wake_keepers
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
+from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.rank_activity import (
+    Activity,
+    Call,
+    Stack,
+    classify,
+    in_words,
+    inspect_kernel,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,6 +45,7 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
     from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
     from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
+    from nvidia_resiliency_ext.shared_utils.rank_activity import Kernel
 
 __all__ = ["Host", "Serving"]
 
@@ -65,6 +77,9 @@ class _Seat:
     page: PageView | None = None
     connection: Connection | None = None
     watch: verdict.Watch = field(default_factory=verdict.Watch)
+    dump_signal: int = 0
+    dump_fd: int = -1
+    kernel: Kernel | None = None
 
     def look(self) -> Stamps | None:
         """Return what the page shows, `None` when it cannot be read."""
@@ -82,6 +97,9 @@ class _Seat:
         if self.page is not None:
             self.page.close()
             self.page = None
+        fd, self.dump_fd = self.dump_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class Serving:
@@ -117,12 +135,20 @@ class Serving:
 
     # --- what the program calls ---
 
-    def hello(self, connection: Connection, hello: messages.Hello, page: PageView) -> str | None:
-        """Take in a rank; return why not, if so. The page is ours from now on."""
+    def hello(
+        self,
+        connection: Connection,
+        hello: messages.Hello,
+        page: PageView,
+        dump_fd: int | None = None,
+    ) -> str | None:
+        """Take in a rank; return why not, if so. The page and the file are ours from now on."""
         rank = hello.initial_rank
         problem = self._refusal(connection.pid, hello)
         if problem is not None:
             page.close()
+            if dump_fd is not None:
+                os.close(dump_fd)
             return problem
         now = time.monotonic()
         start_ticks = self._host.processes.hold(connection.pid)
@@ -131,6 +157,8 @@ class Serving:
             seat.connection.close()
         seat.close_page()
         seat.start_ticks, seat.page, seat.connection = start_ticks, page, connection
+        if dump_fd is not None:
+            seat.dump_signal, seat.dump_fd = hello.dump_signal, dump_fd
         connection.on_message = lambda message: self._heard(rank, message)
         connection.on_over = lambda: self._hung_up(seat, connection)
         self._host.journal.open_log(hello.settings.log_file, rank)
@@ -156,7 +184,7 @@ class Serving:
         for rank, seat in self._seats.items():
             if seat.pid == pid:
                 logger.info("monitor_process: initial rank %d, target_pid=%d, ended", rank, pid)
-                self._do(self._roster.ended(rank))
+                self._do(self._roster.ended(rank, self._seen_before_end(rank, seat)))
                 seat.close_page()
 
     def tick(self, now: float) -> float:
@@ -243,7 +271,7 @@ class Serving:
         if isinstance(message, messages.Done):
             return self._roster.completed(rank, message.iteration)
         if isinstance(message, messages.Arrived):
-            return self._roster.arrived(rank, message.iteration)
+            return self._roster.arrived(rank, message.iteration, self._seen_of(rank, message))
         raise ValueError(f"a second {type(message).__name__}")
 
     def _hung_up(self, seat: _Seat, connection: Connection) -> None:
@@ -289,18 +317,63 @@ class Serving:
             logger.warning("monitor_process: %s to target_pid=%d", names, seat.pid)
             self._host.processes.signal(seat.pid, effect.signals)
             return
+        if isinstance(effect, verdict.AskForStacks):
+            self._ask_for_stacks(seat)
+            return
         name = type(effect).__name__
         logger.warning("monitor_process: initial rank %d, target_pid=%d: %s", rank, seat.pid, name)
         if isinstance(effect, verdict.GiveUp):
-            self._do(self._roster.ended(rank))
+            self._do(self._roster.ended(rank, self._seen_before_end(rank, seat)))
         else:
             is_soft = isinstance(effect, verdict.SoftTimeout)
             kind = Interruption.SOFT_TIMEOUT if is_soft else Interruption.HARD_TIMEOUT
             self._do(self._roster.timed_out(rank, kind))
 
+    # --- what ranks were doing ---
+
+    def _ask_for_stacks(self, seat: _Seat) -> None:
+        """Look at a rank that is to be ended, and have it write its stacks if it can."""
+        seat.kernel = inspect_kernel(seat.pid)
+        number = seat.dump_signal
+        if seat.dump_fd >= 0 and number > 0 and procfs.catches_signal(seat.pid, number):
+            self._host.processes.signal(seat.pid, (number,))
+
+    def _seen_before_end(self, rank: int, seat: _Seat) -> Seen | None:
+        """Return what a rank did that was ended for a hard timeout; log its stacks."""
+        if seat.kernel is None or not seat.watch.is_being_killed:
+            return None
+        dump = read_dump(seat.dump_fd) if seat.dump_fd >= 0 else ""
+        seen = seen_before_end(seat.kernel, dump)
+        logger.warning("monitor_process: initial rank %d %s\n%s", rank, seen.words, dump)
+        return seen
+
+    def _seen_of(self, rank: int, message: messages.Arrived) -> Seen | None:
+        """Return what a rank did when it was interrupted, by its word and by the kernel's.
+
+        Raises:
+            ValueError: Its word is unknown.
+        """
+        seat = self._seats[rank]
+        kernel, seat.kernel = seat.kernel, None
+        if message.call == messages.WAITED:
+            return Seen(Activity.WAITING, message.place)
+        if not message.call or kernel is None:
+            return None
+        stack = Stack(Call(message.call), message.place)
+        activity = classify(kernel, stack)
+        is_waiting = activity is Activity.WAITING
+        return Seen(
+            activity, message.place, "" if is_waiting else in_words(activity, kernel, stack)
+        )
+
     # --- what the store says ---
 
     def _outcome(self, iteration: int, is_completed: bool) -> None:
+        if not is_completed and iteration == self._roster.position:
+            # Before anybody is told: whoever is interrupted does something else.
+            for rank, seat in self._seats.items():
+                if self._roster.members[rank].is_present and not seat.watch.is_being_killed:
+                    seat.kernel = inspect_kernel(seat.pid)
         logger.info(
             "monitor_process: iteration %d is %s",
             iteration,

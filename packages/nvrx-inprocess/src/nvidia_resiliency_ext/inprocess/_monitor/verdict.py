@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.inprocess._monitor.page import Stamps
 
 __all__ = [
+    "AskForStacks",
     "Effect",
     "GiveUp",
     "HardTimeout",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 _SHORTEST_GRACE_S = 0.05
+_STACKS_S = 0.5
 _KILL_AGAIN_S = 1.0
 
 
@@ -67,6 +69,7 @@ class Watch:
         interrupted_s: When the iteration was interrupted.
         is_soft_told: The soft timeout of this epoch was told.
         is_pardoned: We were held up, and no fresh stamp was seen since.
+        asked_s: When the rank was asked for its stacks, which it may stamp after.
         step: How far killing has gone.
         step_s: When that step was taken.
     """
@@ -77,12 +80,13 @@ class Watch:
     interrupted_s: float | None = None
     is_soft_told: bool = False
     is_pardoned: bool = False
+    asked_s: float | None = None
     step: _Step = _Step.NONE
     step_s: float = -math.inf
 
     @property
     def is_being_killed(self) -> bool:
-        """Whether a signal was sent."""
+        """Whether a signal was sent that ends it."""
         return self.step is not _Step.NONE
 
 
@@ -97,6 +101,11 @@ class HardTimeout:
 
 
 @dataclass(frozen=True, slots=True)
+class AskForStacks:
+    """Look at the process, and have it write its stacks, before it is ended."""
+
+
+@dataclass(frozen=True, slots=True)
 class SendSignals:
     """Signal the process, in this order."""
 
@@ -108,7 +117,7 @@ class GiveUp:
     """Even SIGKILL does not end the process: it counts as ended."""
 
 
-Effect = SoftTimeout | HardTimeout | SendSignals | GiveUp
+Effect = SoftTimeout | HardTimeout | AskForStacks | SendSignals | GiveUp
 
 _TERM = SendSignals((signal.SIGCONT, signal.SIGTERM))
 _KILL = SendSignals((signal.SIGCONT, signal.SIGTERM, signal.SIGKILL))
@@ -150,14 +159,25 @@ def judge(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Verdict:
     is_interrupted = watch.interrupted_s is not None
     if now >= base_s + limits.hard_s:
         # At the barrier, too: who waits there makes stamps, and the others wait for who does not.
-        watch = replace(watch, step=_Step.TERMINATED, step_s=now)
-        return Verdict(watch, (HardTimeout(), _TERM), now + _grace(limits))
+        return _hard_timeout(watch, limits, now)
+    watch = replace(watch, asked_s=None)
     if is_interrupted or watch.is_soft_told:
         return Verdict(watch, due_s=base_s + limits.hard_s)
     if now >= base_s + limits.soft_s:
         watch = replace(watch, is_soft_told=True)
         return Verdict(watch, (SoftTimeout(),), base_s + limits.hard_s)
     return Verdict(watch, due_s=base_s + limits.soft_s)
+
+
+def _hard_timeout(watch: Watch, limits: Limits, now: float) -> Verdict:
+    """Have the rank write its stacks; end it when it has had time for that and made no stamp."""
+    if watch.asked_s is None:
+        return Verdict(replace(watch, asked_s=now), (AskForStacks(),), now + _STACKS_S)
+    due_s = watch.asked_s + _STACKS_S
+    if now < due_s:
+        return Verdict(watch, due_s=due_s)
+    watch = replace(watch, step=_Step.TERMINATED, step_s=now)
+    return Verdict(watch, (HardTimeout(), _TERM), now + _grace(limits))
 
 
 def _pardon(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Watch:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
 from .errors import ForeignValueError
+from .hang import LONGEST_TEXT, Hang, Seen
 
 _MOST_RANKS = 1 << 20
 
@@ -28,12 +29,14 @@ class Arrival:
         rank: Its number in this iteration, if it goes on.
         world_size: How many numbers there are, if it goes on.
         is_out: It was discarded or leaves. Without number and not out: it has ended.
+        seen: What it was doing when the iteration was interrupted, where that was looked at.
     """
 
     initial_rank: int
     rank: int | None
     world_size: int | None
     is_out: bool
+    seen: Seen | None = field(default=None, compare=False)
 
     @property
     def goes_on(self) -> bool:
@@ -49,11 +52,13 @@ class Decision:
         participants: How each participant has arrived, by initial rank.
         terminated: Numbers of this iteration that nobody has who goes on.
         records: What was reported, of initial ranks.
+        hang: Whom a hang is blamed on, if it was one.
     """
 
     participants: tuple[Arrival, ...]
     terminated: tuple[int, ...]
     records: tuple[InterruptionRecord, ...]
+    hang: Hang | None = None
 
     @cached_property
     def going_on(self) -> frozenset[int]:
@@ -84,13 +89,15 @@ def encode_decision(decision: Decision) -> str:
     # Only neighbours with neighbouring numbers are joined.
     going = _runs((initial, rank) for initial, rank in pairs if rank is not None)
     stay = [arrival for arrival in decision.participants if not arrival.goes_on]
-    fields = {
+    fields: dict[str, Any] = {
         "world_size": decision.world_size,
         "going": going,
         "left": _runs((arrival.initial_rank,) for arrival in stay if arrival.is_out),
         "ended": _runs((arrival.initial_rank,) for arrival in stay if not arrival.is_out),
         "records": _record_fields(decision.records),
     }
+    if decision.hang is not None:
+        fields["hang"] = [decision.hang.text, list(decision.hang.culprits)]
     return json.dumps(fields, separators=(",", ":"))
 
 
@@ -110,6 +117,7 @@ def decode_decision(text: str, key: str = "decision") -> Decision:
         left = [Arrival(rank, None, None, is_out=True) for (rank,) in _spread(fields["left"], 1)]
         ended = [Arrival(rank, None, None, is_out=False) for (rank,) in _spread(fields["ended"], 1)]
         records = _parse_record_fields(fields["records"])
+        hang = _parse_hang(fields["hang"]) if "hang" in fields else None
         taken = {arrival.rank for arrival in going}
         initials = {arrival.initial_rank for arrival in (*going, *left, *ended)}
         _require(_is_count(world_size))
@@ -120,7 +128,7 @@ def decode_decision(text: str, key: str = "decision") -> Decision:
         raise ForeignValueError(key, text) from None
     participants = sorted((*going, *left, *ended), key=lambda arrival: arrival.initial_rank)
     terminated = tuple(rank for rank in range(world_size) if rank not in taken)
-    return Decision(tuple(participants), terminated, records)
+    return Decision(tuple(participants), terminated, records, hang)
 
 
 def encode_records(records: Iterable[InterruptionRecord]) -> str:
@@ -153,6 +161,13 @@ def _parse_record_fields(fields: Any) -> tuple[InterruptionRecord, ...]:
         for name, runs in fields.items()
         for (rank,) in _spread(runs, 1)
     )
+
+
+def _parse_hang(value: Any) -> Hang:
+    text, culprits = value
+    _require(isinstance(text, str) and len(text) <= LONGEST_TEXT and isinstance(culprits, list))
+    _require(len(culprits) <= _MOST_RANKS and all(map(_is_count, culprits)))
+    return Hang(" ".join(text.split()), tuple(culprits))
 
 
 def _runs(values: Iterable[tuple[int, ...]]) -> list[list[int]]:

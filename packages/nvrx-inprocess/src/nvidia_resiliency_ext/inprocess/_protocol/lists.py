@@ -16,6 +16,7 @@ from nvidia_resiliency_ext.inprocess.attribution import Interruption, Interrupti
 
 from .decision import Arrival, Decision
 from .errors import ForeignValueError
+from .hang import Seen, find_hang
 from .numbers import parse_number
 
 _END = ";"
@@ -47,7 +48,8 @@ def format_arrival(arrival: Arrival) -> str:
         said = f"{arrival.rank}:{arrival.world_size}"
     else:
         said = _LEFT if arrival.is_out else _ENDED
-    return f"{arrival.initial_rank}:{said}{_END}"
+    seen = "" if arrival.seen is None else f":{arrival.seen.to_text()}"
+    return f"{arrival.initial_rank}:{said}{seen}{_END}"
 
 
 def parse_arrivals(text: str, key: str = "arrivals") -> list[Arrival]:
@@ -60,15 +62,23 @@ def parse_arrivals(text: str, key: str = "arrivals") -> list[Arrival]:
 
 
 def _parse_arrival(entry: str, key: str) -> Arrival:
-    parts = entry.split(":")
-    initial_rank = parse_number(parts[0])
-    if initial_rank is not None:
-        if parts[1:] in ([_LEFT], [_ENDED]):
-            return Arrival(initial_rank, None, None, is_out=parts[1] == _LEFT)
-        rank, world_size = map(parse_number, parts[1:]) if len(parts) == 3 else (None, None)  # noqa: PLR2004
-        if rank is not None and world_size is not None and rank < world_size:
-            return Arrival(initial_rank, rank, world_size, is_out=False)
-    raise ForeignValueError(key, entry)
+    match entry.split(":"):
+        case [number, (("-" | "?") as how), *rest]:
+            initial_rank, rank, world_size, is_out = parse_number(number), None, None, how == _LEFT
+            is_known = True
+        case [number, number_now, size, *rest]:
+            initial_rank, rank, world_size = map(parse_number, (number, number_now, size))
+            is_out = False
+            is_known = rank is not None and world_size is not None and rank < world_size
+        case _:
+            raise ForeignValueError(key, entry)
+    if initial_rank is None or not is_known or len(rest) > 1:
+        raise ForeignValueError(key, entry)
+    try:
+        seen = Seen.from_text(rest[0]) if rest else None
+    except ValueError:
+        raise ForeignValueError(key, entry) from None
+    return Arrival(initial_rank, rank, world_size, is_out, seen)
 
 
 def format_records(records: Iterable[InterruptionRecord]) -> str:
@@ -149,7 +159,9 @@ def decide(
                 taken.add(arrival.rank)
     terminated = tuple(rank for rank in range(world_size or 0) if rank not in taken)
     settled = tuple(said[initial_rank] for initial_rank in sorted(said))
-    return Decision(settled, terminated, _in_order(records))
+    records = _in_order(records)
+    seen = {each.initial_rank: each.seen for each in settled if each.seen is not None}
+    return Decision(settled, terminated, records, find_hang(records, seen, len(settled)))
 
 
 def _both(known: Arrival, arrival: Arrival) -> Arrival:

@@ -206,7 +206,7 @@ def shortened(name: str) -> str:
     """
     if len(name) <= MAX_NAME_CHARACTERS:
         return name
-    mark = f"...{_digest(name.encode('utf-8', 'surrogatepass')).hex()}"
+    mark = f"...{digest_of_message(name.encode('utf-8', 'surrogatepass')).hex()}"
     return name[: MAX_NAME_CHARACTERS - len(mark)] + mark
 
 
@@ -257,7 +257,7 @@ def _exchange(payload: bytes, group: ProcessGroup | None) -> list[bytes]:
     world_size, rank = dist_utils.get_world_size(group), dist_utils.get_rank(group)
     packed = zlib.compress(payload, 1) if payload else b""
     own = np.zeros(3, dtype=np.int64)
-    own[:2] = np.frombuffer(_digest(packed), dtype=np.int64)
+    own[:2] = np.frombuffer(digest_of_message(packed), dtype=np.int64)
     own[2] = len(packed)
     announced = dist_utils.all_gather_rows(torch.from_numpy(own).to(device), group)
     table = announced.cpu().numpy().reshape(world_size, 3)
@@ -280,7 +280,7 @@ def _exchange(payload: bytes, group: ProcessGroup | None) -> list[bytes]:
     parts = []
     for source, size, end in zip(sources, sizes, ends.tolist(), strict=True):
         part = data[end - size : end]
-        if _digest(part) != table[source, :2].tobytes():
+        if digest_of_message(part) != table[source, :2].tobytes():
             raise MalformedNamesError(f"the names of rank {source} do not fit their digest")
         parts.append(_decompress(part, source))
     return parts
@@ -301,8 +301,9 @@ def _digest_of(base: bytes, kernels: Sequence[str], sections: Sequence[str]) -> 
     """Return the digest of tables with digest `base` after these names were added."""
     counts = _COUNTS.pack(len(kernels), len(sections))
     names = "\0".join((*kernels, *sections)).encode("utf-8", "surrogatepass")
-    return _digest(base + counts + names)
+    return digest_of_message(base + counts + names)
 
 
-def _digest(data: bytes) -> bytes:
+def digest_of_message(data: bytes) -> bytes:
+    """Return 16 bytes that tell messages apart."""
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()

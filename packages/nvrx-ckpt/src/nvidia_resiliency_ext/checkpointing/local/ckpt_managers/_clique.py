@@ -9,18 +9,36 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from nvidia_resiliency_ext.checkpointing.local._shard.directory import RankDirectory, ShardName
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import Manifest
-from nvidia_resiliency_ext.checkpointing.local._shard.peer import Peer, PeerServer
+from nvidia_resiliency_ext.checkpointing._shard.directory import RankDirectory, ShardName
+from nvidia_resiliency_ext.checkpointing._shard.layout import Manifest
+from nvidia_resiliency_ext.checkpointing._shard.peer import Peer, PeerServer
 from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import GroupWrapper
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
-__all__ = ["meet_peers"]
+__all__ = ["PeerLinks", "meet_peers"]
 
 _SIOCGIFADDR = 0x8915
 _TOKEN_BYTES = 32
+
+
+@dataclass(frozen=True)
+class PeerLinks:
+    """How this rank reaches the others of its clique.
+
+    Attributes:
+        server: Takes copies for the others; None if it could not be started.
+        peers: The others.
+        one_machine: Whether all of them, this one included, are on one machine.
+        problem: Why copies cannot be exchanged; empty when nothing speaks against it.
+    """
+
+    server: PeerServer | None
+    peers: tuple[Peer, ...] = ()
+    one_machine: bool = False
+    problem: str = ""
 
 
 def meet_peers(
@@ -28,24 +46,29 @@ def meet_peers(
     directory: RankDirectory,
     may_keep: Callable[[ShardName, Manifest], str],
     timeout_s: float,
-) -> tuple[PeerServer, tuple[Peer, ...]]:
-    """Start the server of this rank and return it with the other ranks of the group.
+) -> PeerLinks:
+    """Start the server of this rank and find those of the other ranks of the group.
 
-    All ranks of the group call this together.
-
-    Raises:
-        ConfigError: The address of this rank cannot be reached by ranks on other hosts.
+    All ranks of the group call this together. What fails on one of them is a problem that is
+    returned, as an exception would leave the others waiting.
     """
-    host = own_address()
+    server, mine = None, None
     token = secrets.token_bytes(_TOKEN_BYTES)
-    server = PeerServer(directory, host, token, may_keep, timeout_s)
-    mine = (host, server.port, token.hex(), _boot_id())
-    everybody = group.all_gather_object(mine)
+    problem = ""
+    try:
+        host = own_address()
+        server = PeerServer(directory, host, token, may_keep, timeout_s)
+        mine = (host, server.port, token.hex(), _boot_id())
+    except (OSError, ConfigError) as error:
+        problem = f"this rank cannot listen for copies: {error}"
+    found = group.all_gather_object(mine)
+    everybody = [entry for entry in found if entry is not None]
+    if len(everybody) < len(found):
+        return PeerLinks(server, problem=problem)
     hosts = {boot_id for _, _, _, boot_id in everybody}
     loopback = [h for h, _, _, _ in everybody if h.startswith("127.") or h == "::1"]
     if len(hosts) > 1 and loopback:
-        server.close()
-        raise ConfigError(
+        problem = (
             f"a rank would listen for copies at {loopback[0]}, which other hosts cannot reach; "
             "set GLOO_SOCKET_IFNAME to the network interface that ranks use"
         )
@@ -54,7 +77,7 @@ def meet_peers(
         for rank, (host, port, text, _) in zip(group.ranks, everybody, strict=True)
         if rank != group.my_global_rank
     )
-    return server, peers
+    return PeerLinks(server, peers, len(hosts) == 1 and len(everybody) > 1, problem)
 
 
 def own_address() -> str:

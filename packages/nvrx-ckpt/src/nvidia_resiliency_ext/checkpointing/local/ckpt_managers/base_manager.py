@@ -9,12 +9,12 @@ import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
-from nvidia_resiliency_ext.checkpointing.local._shard.pickling import join_state, split_state
+from nvidia_resiliency_ext.checkpointing.local._pickling import join_state, split_state
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers._agreement import (
     Agreement,
@@ -327,20 +327,31 @@ class BaseCheckpointManager(ABC):
             raise CheckpointingException(
                 f"the ranks save different iterations; this rank saves {iteration}"
             )
-        if not problem:
-            try:
+        # A state that cannot be saved on one rank must not leave the others waiting.
+        try:
+            if not problem:
+                state_dict.copy_tensors_to_cpu()
+        except Exception as error:
+            logger.warning("%s cannot be saved", ckpt_id, exc_info=True)
+            problem = f"{type(error).__name__}: {error}"
+        if self._exchanges_objects() and not self._agreement.all_true(not problem):
+            return SaveCall(None, (), [ckpt_id], problem or "not saved, as another rank cannot")
+        try:
+            if not problem:
                 return self._save_call(state_dict, ckpt_id, is_async=is_async)
-            # A state that cannot be saved on one rank must not leave the others waiting.
-            except Exception as error:
-                logger.warning("%s cannot be saved", ckpt_id, exc_info=True)
-                problem = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            logger.warning("%s cannot be saved", ckpt_id, exc_info=True)
+            problem = f"{type(error).__name__}: {error}"
         return SaveCall(None, (), [ckpt_id], problem)
+
+    def _exchanges_objects(self) -> bool:
+        """Return whether `_save_call` waits for other ranks; the same on all of them."""
+        return self.repl_strategy is not None
 
     def _save_call(
         self, state_dict: TensorAwareStateDict, ckpt_id: CkptID, *, is_async: bool
     ) -> SaveCall:
         """Return how this rank writes its part and the copies of others' parts."""
-        state_dict.copy_tensors_to_cpu()
         states, ids = [state_dict], [ckpt_id]
         if self.repl_strategy is not None:
             states, ids = self.repl_strategy.replicate(state_dict, ckpt_id)
@@ -373,10 +384,15 @@ class BaseCheckpointManager(ABC):
             return
         problems = self._agreement.gather_texts(problem)
         self._cleanup_failed_save(iteration)
-        text = "; ".join(f"rank {rank}: {problem}" for rank, problem in sorted(problems.items()))
+        text = by_rank(problems)
         message = f"iteration {iteration} could not be saved, earlier ones are untouched: {text}"
         self._record.save_failed(iteration, message, seconds, rank=rank)
         raise CheckpointingException(message)
+
+
+def by_rank(problems: Mapping[int, str]) -> str:
+    """Return one line with what each rank says."""
+    return "; ".join(f"rank {rank}: {problem}" for rank, problem in sorted(problems.items()))
 
 
 class _InTrainer:

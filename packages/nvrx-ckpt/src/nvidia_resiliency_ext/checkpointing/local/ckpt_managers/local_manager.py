@@ -11,28 +11,31 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from nvidia_resiliency_ext.checkpointing._environment import verify_option
 from nvidia_resiliency_ext.checkpointing._errors import DamagedCheckpointError
-from nvidia_resiliency_ext.checkpointing.local._shard.directory import (
+from nvidia_resiliency_ext.checkpointing._shard.directory import (
     DAMAGED,
     DIRTY,
     RankDirectory,
     ShardName,
     shard_file_name,
 )
-from nvidia_resiliency_ext.checkpointing.local._shard.job import SaveJob, run_save_job
-from nvidia_resiliency_ext.checkpointing.local._shard.layout import Manifest, ShardIdentity
-from nvidia_resiliency_ext.checkpointing.local._shard.load import load_state
-from nvidia_resiliency_ext.checkpointing.local._shard.peer import Peer, PeerServer, PeerSource
-from nvidia_resiliency_ext.checkpointing.local._shard.pickling import split_state
-from nvidia_resiliency_ext.checkpointing.local._shard.read import read_manifest
-from nvidia_resiliency_ext.checkpointing.local._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing._shard.job import SaveJob, run_save_job
+from nvidia_resiliency_ext.checkpointing._shard.layout import Manifest, ShardIdentity
+from nvidia_resiliency_ext.checkpointing._shard.peer import Peer, PeerServer, PeerSource
+from nvidia_resiliency_ext.checkpointing._shard.read import read_manifest
+from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing.local._load import load_state
+from nvidia_resiliency_ext.checkpointing.local._pickling import split_state
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers._clique import meet_peers
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
     BaseCheckpointManager,
     CheckpointingException,
     CkptID,
+    SameMachineReplicationException,
     SaveCall,
+    by_rank,
 )
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
     CliqueReplicationStrategy,
@@ -59,9 +62,14 @@ class LocalCheckpointManager(BaseCheckpointManager):
         load_policy: "auto" loads any class of state, from files and directories that only this
             user can write to; "strict" loads only `BasicTensorAwareStateDict`, which runs no code.
         peer_timeout_s: Seconds after which a rank that keeps copies and does not answer is lost.
+        verify_on_load: Compare what is loaded with its checksums. Default
+            `NVRX_CKPT_VERIFY_ON_LOAD` (0 or 1), else yes.
+        allow_same_machine: Let copies lie on the machine of their original, from where they are
+            lost with it. Otherwise such a save raises `SameMachineReplicationException`.
 
     Raises:
         ConfigError: A value is not allowed.
+        ValueError: `NVRX_CKPT_VERIFY_ON_LOAD` is neither 0 nor 1.
 
     Example:
         >>> import tempfile, torch, warnings
@@ -79,7 +87,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         ((1, 0, ''), {'w': tensor([1., 1.])})
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one for each option
         self,
         root_local_ckpt_dir: str | Path,
         session_id: str = "",
@@ -88,6 +96,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
         keep_last: int = 1,
         load_policy: str = "auto",
         peer_timeout_s: float = 30.0,
+        verify_on_load: bool | None = None,
+        allow_same_machine: bool = True,
     ) -> None:
         super().__init__(session_id, repl_strategy)
         if keep_last < 1:
@@ -98,6 +108,9 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._keep_last = keep_last
         self._load_policy = load_policy
         self._peer_timeout_s = peer_timeout_s
+        self._verify = verify_option(default=True) if verify_on_load is None else verify_on_load
+        self._allow_same_machine = allow_same_machine
+        self._one_machine = False
         self._server: PeerServer | None = None
         self._peers: tuple[Peer, ...] = ()
         self._cleanup_thread: threading.Thread | None = None
@@ -194,7 +207,9 @@ class LocalCheckpointManager(BaseCheckpointManager):
         try:
             manifest = read_manifest(source)
             self._check_identity(source.name, manifest.identity, name)
-            state: TensorAwareStateDict = load_state(manifest, [source], strict=self._is_strict())
+            state: TensorAwareStateDict = load_state(
+                manifest, [source], strict=self._is_strict(), verify=self._verify
+            )
         finally:
             source.close()
         return state
@@ -221,14 +236,17 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _save_call(
         self, state_dict: TensorAwareStateDict, ckpt_id: CkptID, *, is_async: bool
     ) -> SaveCall:
-        clique = self._clique_strategy()
-        if self._save_is_replaced() or (self.repl_strategy is not None and clique is None):
+        if self._save_is_replaced() or self._exchanges_objects():
             return super()._save_call(state_dict, ckpt_id, is_async=is_async)
-        state_dict.copy_tensors_to_cpu()
         call = self._file_call(state_dict, ckpt_id, self._peers)
         iteration, _, session_id = ckpt_id
         call.expected += [(iteration, peer.rank, session_id) for peer in self._peers]
         return call
+
+    def _exchanges_objects(self) -> bool:
+        if self.repl_strategy is None:
+            return False
+        return self._save_is_replaced() or self._clique_strategy() is None
 
     def _save_is_replaced(self) -> bool:
         return type(self)._save is not _OWN_SAVE  # noqa: SLF001 - ours
@@ -259,9 +277,16 @@ class LocalCheckpointManager(BaseCheckpointManager):
             return ""
 
         group = clique.local_group
-        self._server, self._peers = meet_peers(
-            group, self._directory(), may_keep, self._peer_timeout_s
-        )
+        links = meet_peers(group, self._directory(), may_keep, self._peer_timeout_s)
+        # All ranks, not only those of the clique: the others would wait in the next exchange.
+        if not self._agreement.all_true(not links.problem and links.server is not None):
+            if links.server is not None:
+                links.server.close()
+            problems = self._agreement.gather_texts(links.problem)
+            raise CheckpointingException("copies cannot be exchanged: " + by_rank(problems))
+        assert links.server is not None
+        self._server, self._peers = links.server, links.peers
+        self._one_machine = not self._agreement.all_true(not links.one_machine)
         self._end = weakref.finalize(self, self._server.close)
 
     def close(self) -> None:
@@ -311,7 +336,9 @@ class LocalCheckpointManager(BaseCheckpointManager):
             if not usable:
                 return None
             same = [s for s, m in zip(sources, manifests, strict=True) if m == usable[0]]
-            state: TensorAwareStateDict = load_state(usable[0], same, strict=self._is_strict())
+            state: TensorAwareStateDict = load_state(
+                usable[0], same, strict=self._is_strict(), verify=self._verify
+            )
         # As for an own shard: a damaged copy can raise anything while it is put together.
         except Exception as error:  # noqa: BLE001
             logger.warning("the copies of shard %s are not usable: %s", ckpt_id, error)
@@ -339,10 +366,19 @@ class LocalCheckpointManager(BaseCheckpointManager):
         job = SaveJob(root, str(self.session_id), self._agreement.rank, content, peers)
         return SaveCall(run_save_job, (job, parts.storages), [ckpt_id], nbytes=sum(lengths))
 
+    def _load_together(self, iteration: int) -> TensorAwareStateDict | None:
+        state = super()._load_together(iteration)
+        if state is None:
+            # It must not take the place of one that can be loaded when old ones are removed.
+            self._complete.discard(iteration)
+        return state
+
     def _prepare(
         self, state_dict: TensorAwareStateDict, iteration: int, *, is_async: bool
     ) -> SaveCall:
         self._meet_peers()
+        if self._one_machine and not self._allow_same_machine:
+            raise SameMachineReplicationException(self._ckpt_id(iteration))
         return super()._prepare(state_dict, iteration, is_async=is_async)
 
     def _begin_save(self, iteration: int) -> None:

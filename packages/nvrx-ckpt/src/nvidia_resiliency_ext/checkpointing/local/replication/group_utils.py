@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Union
 import torch
 import torch.distributed as dist
 
-from nvidia_resiliency_ext.checkpointing.local._shard.pickling import (
+from nvidia_resiliency_ext.checkpointing.local._pickling import (
     join_state,
     runs_no_code,
     split_state,

@@ -125,12 +125,27 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     def replicate(
         self, local_ckpt: TensorAwareStateDict, id_: Any
     ) -> tuple[list[TensorAwareStateDict], list[Any]]:
-        """Return the states of all ranks of the group; `local_ckpt` is hollow afterwards."""
-        tensors = local_ckpt.pop_tensors()
-        members = self.local_group.all_gather_object((id_, local_ckpt))
+        """Return the states of all ranks of the group; `local_ckpt` is hollow afterwards.
+
+        Raises:
+            RuntimeError: A rank cannot take its tensors out; on all ranks of the group.
+        """
+        tensors: Sequence[torch.Tensor] = ()
+        problem = ""
+        try:
+            tensors = local_ckpt.pop_tensors()
+        # Whatever a user's class raises: the others wait for this rank.
+        except Exception as error:  # noqa: BLE001
+            problem = f"rank {dist.get_rank()}: {error}"
+        members: list[Any] = self.local_group.all_gather_object((
+            id_, None if problem else local_ckpt, problem
+        ))  # fmt: skip
+        problems = [text for *_, text in members if text]
+        if problems:
+            raise RuntimeError("states cannot be exchanged: " + "; ".join(problems))
         batches = self.local_group.all_gather_batch(tensors, target_device=self.target_device)
         states, ids = [], []
-        for (member_id, hollow), batch in zip(members, batches, strict=True):
+        for (member_id, hollow, _), batch in zip(members, batches, strict=True):
             hollow.insert_tensors(batch)
             states.append(hollow)
             ids.append(member_id)

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said to the attribution service about one job, and what comes back."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import threading
+import time
+
+from nvidia_resiliency_ext.attribution.orchestration.client_response import (
+    AttrSvcResult,
+    parse_attrsvc_response,
+)
+from nvidia_resiliency_ext.services.smonsvc.models import MonitoredJob
+from nvidia_resiliency_ext.shared_utils.attribution_wire import (
+    ROUTE_HEALTHZ,
+    ROUTE_LOGS,
+    LogQuery,
+    LogSubmission,
+)
+from nvidia_resiliency_ext.shared_utils.console import plain
+from nvidia_resiliency_ext.shared_utils.json_http import JsonConnection
+
+__all__ = ["ServiceClient", "fetch_results", "log_attribution_result", "submit_log"]
+
+logger = logging.getLogger("nvrx")
+
+_NOT_FOUND = 404
+_TOO_MANY = 429
+_SERVER_ERROR = 500
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+
+
+class ServiceClient:
+    """Makes requests one after the other, not more often than every `gap_s`.
+
+    Args:
+        connection: Where the service is.
+        ended: Set when the program ends: no request waits then.
+        gap_s: Least time between two requests.
+
+    Attributes:
+        is_reachable: Whether the last request was answered.
+    """
+
+    def __init__(
+        self, connection: JsonConnection, ended: threading.Event, gap_s: float = 0.25
+    ) -> None:
+        self._connection = connection
+        self._ended = ended
+        self._gap_s = gap_s
+        self._pause_s = 0.0
+        self._next_s = 0.0
+        self.is_reachable = True
+
+    def is_alive(self) -> bool:
+        """Return whether the service answers at all."""
+        self._request(None)
+        return self.is_reachable
+
+    def post(self, submission: LogSubmission) -> tuple[int, object]:
+        """Submit a log; return status and reply, status 0 where no reply came."""
+        return self._request(submission)
+
+    def get(self, query: LogQuery) -> tuple[int, object]:
+        """Ask for a result; as `post`."""
+        return self._request(query)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def _request(self, request: LogSubmission | LogQuery | None) -> tuple[int, object]:
+        self._ended.wait(max(0.0, self._next_s - time.monotonic()))
+        try:
+            if request is None:
+                status, reply = self._connection.get(ROUTE_HEALTHZ, {})
+            elif isinstance(request, LogSubmission):
+                status, reply = self._connection.post(ROUTE_LOGS, request.to_payload())
+            else:
+                status, reply = self._connection.get(ROUTE_LOGS, request.to_params())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            status, reply = 0, f"{type(error).__name__}: {error}"
+        self.is_reachable = status > 0
+        # The service says that it is asked too often: each time, wait twice as long.
+        is_refused = status == _TOO_MANY
+        longer_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+        self._pause_s = longer_s if is_refused else 0.0
+        self._next_s = time.monotonic() + max(self._gap_s, self._pause_s)
+        return status, reply
+
+
+def submit_log(
+    client: ServiceClient, job: MonitoredJob, intent: str, evidence: tuple[str, ...] = ()
+) -> bool | None:
+    """Submit a job's log.
+
+    Returns:
+        True: the service has it; False: it refuses it for good, and `job.problem` says why; None:
+        it did not answer, or not now.
+    """
+    submission = LogSubmission(
+        job.log_path,
+        user=job.user or "unknown",
+        job_id=job.job_id,
+        analysis_intent=intent,
+        evidence=evidence,
+    )
+    status, reply = client.post(submission)
+    if 200 <= status < 300:  # noqa: PLR2004 - the successes of HTTP
+        return True
+    said = reply.get("message") if isinstance(reply, dict) else reply
+    problem = plain(f"status {status}: {said}"[:500])
+    # 404: the folder of the log may come yet.
+    if status in {0, 401, _NOT_FOUND, _TOO_MANY} or status >= _SERVER_ERROR:
+        logger.warning("job %s: its log is submitted later: %s", job.job_id, problem)
+        return None
+    job.problem = problem
+    logger.warning("job %s: its log is refused: %s", job.job_id, problem)
+    return False
+
+
+def fetch_results(client: ServiceClient, job: MonitoredJob) -> AttrSvcResult | None:
+    """Ask for the result of a job's log; None while there is none.
+
+    A service that does not know the log any more is told of the end again.
+    """
+    status, reply = client.get(LogQuery(job.log_path, wait=False))
+    job.tries += client.is_reachable
+    if status == _NOT_FOUND:
+        job.is_terminal_submitted = False
+    if status != 200:  # noqa: PLR2004 - OK
+        return None
+    found = parse_attrsvc_response(reply, log_path=job.log_path)
+    return found if found.status in {"completed", "failed"} else None
+
+
+def log_attribution_result(job: MonitoredJob, result: AttrSvcResult) -> None:
+    """Keep a verdict with its job, and write it to the log."""
+    advice = result.recommendation
+    job.action, job.reason = advice.action, plain(advice.reason[:500])
+    logger.info(
+        "job %s (%s, %s, %s): %s: %s",
+        job.job_id,
+        plain(job.user),
+        plain(job.name),
+        job.state,
+        job.action,
+        job.reason,
+    )

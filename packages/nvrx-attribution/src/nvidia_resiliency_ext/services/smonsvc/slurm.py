@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ask Slurm's own programs about jobs: few calls, each with a time limit, for many jobs at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nvidia_resiliency_ext.services.smonsvc.models import JobState, SlurmJob
+from nvidia_resiliency_ext.shared_utils.console import plain
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+
+__all__ = ["JobRecord", "SlurmClient", "SlurmError", "expand_path"]
+
+logger = logging.getLogger("nvrx")
+
+_PROGRAMS = ("squeue", "scontrol", "sacct")
+# The name comes last: its owner may write anything into it.
+_QUEUE_FORMAT = "%A|%T|%u|%P|%N|%F|%K|%j"
+_QUEUE_FIELDS = 8
+_SACCT_FIELDS = "JobIDRaw,State,ExitCode,NodeList,FailedNode"
+_SACCT_COUNT = 5
+# Variables by which users change what these programs print.
+_FOREIGN = ("SQUEUE_", "SACCT_", "SCONTROL_", "SLURM_JOB_ID", "SLURM_TIME_FORMAT")
+_KEY = re.compile(r"^\s*(JobState|NodeList|StdOut)=(.*)$")
+_JOB_ID = re.compile(r"^JobId=(\d+)\b")
+_EXIT_CODE = re.compile(r"\bExitCode=(\d+:\d+)")
+_PATTERN = re.compile(r"%(\d{0,3})([AaJjNnstux%])")
+_NODE = re.compile(r"([A-Za-z0-9._-]+?)(?:\[([0-9]+)[^\]]*\])?(?:,|$)")
+_MOST_JOBS_AT_ONCE = 200
+_NOTHING = frozenset({"", "(null)", "None", "None assigned", "Unknown"})
+
+
+class SlurmError(NvrxError):
+    """A program of Slurm failed, or took too long."""
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What Slurm knows of one job.
+
+    Attributes:
+        state: Its state.
+        log_path: Its output; empty: not known.
+        exit_code: As Slurm writes it (`1:0`: code and signal).
+        nodes: Its nodes.
+        failed_node: The node whose failure ended it.
+    """
+
+    state: JobState
+    log_path: str = ""
+    exit_code: str = ""
+    nodes: str = ""
+    failed_node: str = ""
+
+    def evidence(self) -> tuple[str, ...]:
+        """Return what this says about the end of the job, as lines of a log."""
+        line = f"State={self.state.value} ExitCode={self.exit_code} NodeList={self.nodes}"
+        said = (plain(line[:1000]),)
+        if self.failed_node:  # first: the first line of a kind is the one that is taken
+            return (plain(f"Node failure on {self.failed_node[:255]}"), *said)
+        return said
+
+
+class SlurmClient:
+    """Runs `squeue`, `scontrol` and `sacct`.
+
+    Args:
+        timeout_s: What one call may take.
+        user: Only this user's jobs; None: those of all.
+        partitions: Only jobs in these; empty: in all.
+
+    Raises:
+        ConfigError: A program is not on PATH.
+    """
+
+    def __init__(
+        self, timeout_s: float = 60.0, user: str | None = None, partitions: Sequence[str] = ()
+    ) -> None:
+        for name in _PROGRAMS:
+            if shutil.which(name) is None:
+                raise ConfigError(f"{name} is not on PATH: the monitor needs Slurm's programs")
+        self._timeout_s = timeout_s
+        self._user = user
+        self._partitions = tuple(partitions)
+
+    def queue(self) -> list[SlurmJob]:
+        """Return the jobs that run or complete.
+
+        Raises:
+            SlurmError: squeue fails.
+        """
+        argv = ["squeue", "--noheader", "--states=RUNNING,COMPLETING", f"--format={_QUEUE_FORMAT}"]
+        if self._user is not None:
+            argv.append(f"--user={self._user}")
+        if self._partitions:
+            argv.append(f"--partition={','.join(self._partitions)}")
+        found = []
+        for line in self._run(argv).splitlines():
+            fields = line.split("|", _QUEUE_FIELDS - 1)
+            if len(fields) != _QUEUE_FIELDS or not fields[0].isdecimal():
+                continue
+            job_id, state, user, partition, nodes, array, index, name = fields
+            is_member = index.isdecimal()
+            found.append(
+                SlurmJob(
+                    job_id,
+                    JobState.from_str(state),
+                    user,
+                    partition,
+                    nodes,
+                    name,
+                    array if is_member else "",
+                    index if is_member else "",
+                )
+            )
+        return found
+
+    def records(self, jobs: Sequence[str]) -> dict[str, JobRecord]:
+        """Return what Slurm knows of jobs: from the controller, else from its accounting.
+
+        Raises:
+            SlurmError: Neither answers.
+        """
+        wanted = set(jobs)
+        if not wanted:
+            return {}
+        problem: SlurmError | None = None
+        try:
+            known = _records_of(self._run(["scontrol", "show", "jobs"]))
+        except SlurmError as error:
+            known, problem = {}, error
+        found = {job_id: record for job_id, record in known.items() if job_id in wanted}
+        missing = sorted(wanted - found.keys())
+        for start in range(0, len(missing), _MOST_JOBS_AT_ONCE):
+            try:
+                found |= self._accounting(missing[start : start + _MOST_JOBS_AT_ONCE])
+            except SlurmError as error:
+                if problem is not None:
+                    raise problem from error
+                logger.warning("%s: %d jobs are unknown for now", error, len(missing))
+                break
+        return found
+
+    def _accounting(self, jobs: Sequence[str]) -> dict[str, JobRecord]:
+        base = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(jobs)}"]
+        try:
+            text = self._run([*base, f"--format={_SACCT_FIELDS},StdOut"])
+        except SlurmError:
+            text = self._run([*base, f"--format={_SACCT_FIELDS}"])  # Slurm before 24.05
+        found = {}
+        for line in text.splitlines():
+            job_id, *rest = line.split("|", _SACCT_COUNT)
+            if len(rest) < _SACCT_COUNT - 1:
+                continue
+            state, exit_code, nodes, failed, *path = (_value(text) for text in rest)
+            record = JobRecord(JobState.from_str(state), "".join(path), exit_code, nodes, failed)
+            found[job_id] = record
+        return found
+
+    def _run(self, argv: Sequence[str]) -> str:
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+        try:
+            done = subprocess.run(
+                argv,
+                env={**environ, "LC_ALL": "C"},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=self._timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise SlurmError(f"{argv[0]} did not end within {self._timeout_s:g} s") from None
+        except OSError as error:
+            raise SlurmError(f"{argv[0]} cannot be run: {error.strerror}") from None
+        if done.returncode != 0:
+            said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+            why = plain(said[-1][:300]) if said else f"exit code {done.returncode}"
+            raise SlurmError(f"{argv[0]} failed: {why}")
+        return done.stdout.decode("utf-8", "replace")
+
+
+def expand_path(pattern: str, job: SlurmJob) -> str:
+    """Return an output path with what Slurm puts in place of `%j` and the like; pure.
+
+    A number after the percent sign is the least width of a number, filled with zeros.
+
+    Example:
+        >>> job = SlurmJob("42", JobState.RUNNING, "ada", "batch", "n[1-3]", "train")
+        >>> expand_path("/logs/%x-%6j.%N.out", job)
+        '/logs/train-000042.n1.out'
+    """
+    first = _NODE.match(job.nodes)
+    node = "" if first is None else first[1] + (first[2] or "")
+    values = {
+        "A": job.array_id or job.job_id,
+        "a": job.array_index or "4294967294",
+        "J": job.job_id,
+        "j": job.job_id,
+        "N": node.partition(".")[0],
+        "n": "0",
+        "s": "batch",
+        "t": "0",
+        "u": job.user,
+        "x": job.name,
+        "%": "%",
+    }
+
+    def value(found: re.Match[str]) -> str:
+        text = values[found[2]]
+        return text.zfill(int(found[1])) if found[1] and text.isdecimal() else text
+
+    return _PATTERN.sub(value, pattern)
+
+
+def _records_of(text: str) -> dict[str, JobRecord]:
+    """Return the jobs in the output of `scontrol show jobs`.
+
+    Only the beginnings of lines count: a job's name stands in the middle of one.
+    """
+    found: dict[str, JobRecord] = {}
+    for block in re.split(r"\n\s*\n", text):
+        lines = block.strip("\n").split("\n")
+        first = _JOB_ID.match(lines[0])
+        if first is None:
+            continue
+        values: dict[str, str] = {}
+        for line in lines[1:]:
+            pair = _KEY.match(line)
+            if pair is not None:
+                values[pair[1]] = pair[2].strip()
+            elif line.lstrip().startswith("Requeue="):
+                code = _EXIT_CODE.search(line)
+                values["ExitCode"] = code[1] if code else ""
+        state = JobState.from_str(values.get("JobState", ""))
+        path = _value(values.get("StdOut", ""))
+        nodes = _value(values.get("NodeList", ""))
+        found[first[1]] = JobRecord(state, path, values.get("ExitCode", ""), nodes)
+    return found
+
+
+def _value(text: str) -> str:
+    return "" if text in _NOTHING else text

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Slurm monitor with programs named like Slurm's and the real attribution service."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import ports
+import pytest
+from attribution_running import OOM, running
+from attribution_slurm import FakeSlurm, slurm_job
+
+from nvidia_resiliency_ext.services.smonsvc import JobState, SlurmJobMonitor
+from nvidia_resiliency_ext.services.smonsvc.models import MonitoredJob, MonitorState, SlurmJob
+from nvidia_resiliency_ext.services.smonsvc.slurm import SlurmClient, expand_path
+from nvidia_resiliency_ext.services.smonsvc.status_server import StatusServer
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+LIMIT_S = 60.0
+PROGRAM = [sys.executable, "-m", "nvidia_resiliency_ext.services.smonsvc"]
+STEPS = "0: step: 1 loss: 0.5\n0: step: 2 loss: 0.5\n"
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Slurm's programs, first on PATH."""
+    made = FakeSlurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", made.path)
+    return made
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """A real service at a Unix socket, that gives verdicts after 0.5 s of silence."""
+    root = tmp_path_factory.mktemp("logs")
+    endpoint = f"unix://{tmp_path_factory.mktemp('s')}/s"
+    with running(root, endpoint, RESTART_AGENT_LOG_QUIET_SECONDS="0.5") as found:
+        found.root = root
+        yield found
+
+
+@pytest.fixture
+def monitor_of(service):
+    """Return a function that makes monitors; these are polled by the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(endpoint=service.endpoint, **more):
+            made = SlurmJobMonitor(endpoint, partitions=[], **more)
+            made._client._gap_s = 0.0
+            return stack.enter_context(contextlib.closing(made))
+
+        yield make
+
+
+def job(monitor, job_id):
+    """Return what a monitor knows of a job."""
+    return monitor.state.jobs[job_id]
+
+
+def test_jobs_from_queue_to_verdict(slurm, service, monitor_of, caplog):
+    """Each job's log is submitted while it runs; its end, in Slurm's words, gives the verdict."""
+    root = service.root
+    logs = {"1": STEPS, "2": STEPS, "3": OOM, "4": STEPS}
+    for job_id, text in logs.items():
+        (root / f"train-{job_id}.out").write_text(text)
+    jobs = [slurm_job(job_id, root / "train-%j.out") for job_id in logs]
+    slurm.all_say(*jobs)
+    monitor = monitor_of()
+    monitor.poll_once()
+    assert all(job(monitor, job_id).is_submitted for job_id in logs)
+    assert job(monitor, "1").log_path == str(root / "train-1.out")
+    assert (len(slurm.calls("squeue")), len(slurm.calls("scontrol"))) == (1, 1)
+    slurm.says("squeue", jobs[3])
+    slurm.says("scontrol", {**jobs[0], "state": "TIMEOUT"}, jobs[3])
+    gone = [{**jobs[1], "state": "NODE_FAIL", "failed": "n2"}, {**jobs[2], "state": "FAILED"}]
+    slurm.says("sacct", *gone, is_old=True)
+    with caplog.at_level("INFO", "nvrx"):
+        monitor.poll_once()
+    found = {job_id: (job(monitor, job_id).action, job(monitor, job_id).is_done) for job_id in logs}
+    assert found == {
+        "1": ("STOP", True), "2": ("RESTART", True), "3": ("STOP", True), "4": ("", False),
+    }  # fmt: skip
+    reasons = [job(monitor, job_id).reason.partition(":")[0] for job_id in "123"]
+    assert reasons == ["sched.time_limit", "sched.node_fail", "gpu.oom"]
+    assert "job 2 (ada, train, NODE_FAIL): RESTART: sched.node_fail" in caplog.text
+    verdict = service.get(root / "train-2.out", wait="false")[1]["attribution"]
+    assert verdict["suspect_nodes"] == ["n2"]
+    assert (len(slurm.calls("squeue")), len(slurm.calls("scontrol"))) == (2, 2)
+
+
+def test_jobs_outlive_the_monitor(slurm, service, monitor_of, tmp_path):
+    """A monitor that is started again goes on where the other was; nothing is asked for twice."""
+    state = str(tmp_path / "state.jsonl")
+    log = service.root / "again.out"
+    log.write_text(OOM)
+    slurm.all_say(slurm_job("7", log))
+    monitor_of(state_file=state).poll_once()
+    slurm.all_say(slurm_job("7", log, "FAILED"))
+    second = monitor_of(state_file=state)
+    assert job(second, "7").is_submitted
+    second.poll_once()
+    assert job(second, "7").action == "STOP"
+    third = monitor_of(state_file=state)
+    third.poll_once()
+    assert (job(third, "7").action, third.state.counts["submitted"]) == ("STOP", 0)
+    with open(state, "ab") as file:
+        file.write(
+            b'{"job_id": "8", "user": "a"\n{"job_id": "--x", "user": "a", "name": "b"}\n[]\n'
+        )
+    fourth = monitor_of(state_file=state)
+    assert list(fourth.state.jobs) == ["7"]
+
+
+def test_a_service_that_is_away_loses_no_job(slurm, monitor_of, tmp_path):
+    """Jobs that end meanwhile are submitted when it is back."""
+    root = tmp_path / "logs"
+    root.mkdir()
+    (root / "a.out").write_text(OOM)
+    path = f"unix://{tmp_path}/s"
+    slurm.all_say(slurm_job("5", root / "a.out"))
+    monitor = monitor_of(path)
+    monitor.poll_once()
+    assert not job(monitor, "5").is_submitted
+    assert monitor.state.problems() == ["the attribution service does not answer"]
+    slurm.all_say(slurm_job("5", root / "a.out", "FAILED"))
+    monitor.poll_once()
+    assert job(monitor, "5").has_ended
+    with running(root, path, RESTART_AGENT_LOG_QUIET_SECONDS="0.5"):
+        monitor.poll_once()
+    assert (job(monitor, "5").action, monitor.state.problems()) == ("STOP", [])
+
+
+def test_slurm_that_fails_or_hangs(slurm, service, monitor_of):
+    """A failing or hanging program costs a line and its time limit; jobs stay as they were."""
+    log = service.root / "fails.out"
+    log.write_text(STEPS)
+    slurm.all_say(slurm_job("9", log))
+    monitor = monitor_of(timeout=10)
+    monitor.poll_once()
+    slurm.says("squeue", error="slurm_load_jobs error: Unable to contact slurm controller")
+    monitor.poll_once()
+    assert not job(monitor, "9").has_ended
+    assert monitor.state.problems() == ["squeue failed 1 times of 2"]
+    slurm.says("squeue")
+    slurm.says("scontrol", error="down")
+    slurm.says("sacct", error="accounting storage is disabled")
+    monitor.poll_once()
+    assert (job(monitor, "9").has_ended, job(monitor, "9").misses) == (False, 0)
+    slurm.says("scontrol", takes_s=600)
+    monitor._slurm._timeout_s = 0.5
+    monitor.poll_once()
+    assert not job(monitor, "9").has_ended
+    # Slurm that answers and does not know the job has forgotten it: after three looks it is over.
+    slurm.says("scontrol")
+    monitor._slurm._timeout_s = LIMIT_S
+    for _ in range(3):
+        monitor.poll_once()
+    assert (job(monitor, "9").state, job(monitor, "9").is_done) == ("UNKNOWN", True)
+
+
+def test_hostile_jobs(slurm, service, monitor_of):
+    """A job's name forges no field, and a path outside of the root is refused once."""
+    inside = service.root / "own.out"
+    inside.write_text(STEPS)
+    forged = "x\n   StdOut=/etc/passwd|RUNNING|root JobState=FAILED"
+    slurm.all_say(
+        slurm_job("11", inside, name=forged.replace("\n", " ")),
+        slurm_job("12", "/etc/passwd"),
+        slurm_job("13", "(null)"),
+    )
+    monitor = monitor_of(job_pattern="x|train")
+    monitor.poll_once()
+    assert job(monitor, "11").log_path == str(inside)
+    assert "status 403" in job(monitor, "12").problem
+    assert job(monitor, "13").log_path == ""
+    monitor.poll_once()
+    assert monitor.state.counts["refused"] == 1
+
+
+def test_finished_jobs_are_forgotten():
+    """The newest 1000 finished jobs are kept, and every job that is not."""
+    state = MonitorState()
+    for number in range(1500):
+        state.jobs[str(number)] = MonitoredJob(str(number), "u", "n", is_done=number != 3)
+    state.forget_old()
+    assert (len(state.jobs), "3" in state.jobs, "499" in state.jobs) == (1001, True, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("R", JobState.RUNNING), ("CG", JobState.COMPLETING),
+        ("OUT_OF_ME+", JobState.OUT_OF_MEMORY),
+        ("CANCELLED by 1001", JobState.CANCELLED), ("NF", JobState.NODE_FAIL),
+        ("node_fail", JobState.NODE_FAIL), ("COMPL+", JobState.UNKNOWN), ("", JobState.UNKNOWN),
+        ("nonsense", JobState.UNKNOWN), ("TIMEOUT", JobState.TIMEOUT),
+    ],
+)  # fmt: skip
+def test_states(text, state):
+    """Long, short and cut names of states are understood; what fits two is unknown."""
+    assert JobState.from_str(text) is state
+
+
+def test_paths():
+    """Patterns of output files are replaced as Slurm does it."""
+    member = SlurmJob("45", JobState.RUNNING, "ada", "p", "gpu[07-09],n1", "tr", "42", "3")
+    alone = SlurmJob("42", JobState.RUNNING, "ada", "p", "n1.site", "tr")
+    assert expand_path("/l/%u/%x-%A_%a-%j.%N", member) == "/l/ada/tr-42_3-45.gpu07"
+    assert expand_path("/l/%5j-%A-%n-%t.%N%%", alone) == "/l/00042-42-0-0.n1%"
+
+
+def test_status_server(tmp_path):
+    """Counts, jobs and health are shown; others are asked for a token; nobody listens openly."""
+    token = tmp_path / "token"
+    token.write_text("t0ken\n")
+    token.chmod(0o600)
+    state = MonitorState()
+    state.jobs["1"] = MonitoredJob("1", "ada", "train")
+    with contextlib.closing(StatusServer(state, 0, token_file=str(token))) as server:
+
+        def get(path, **headers):
+            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port)) as client:
+                client.request("GET", path, headers=headers)
+                reply = client.getresponse()
+                return reply.status, json.loads(reply.read())
+
+        good = {"Authorization": "Bearer t0ken"}
+        assert get("/jobs")[0] == 401
+        assert get("/jobs", **good)[1]["jobs"][0]["user"] == "ada"
+        assert get("/", **good)[1]["counts"] == {"jobs": 1, "open": 1}
+        assert get("/none", **good)[0] == 404
+        assert get("/healthz") == (200, {"status": "ok", "issues": []})
+        state.counts.update(squeue=4, squeue_failed=2)
+        assert get("/healthz")[0] == 503
+    with pytest.raises(ConfigError, match="NVRX_SMONSVC_TOKEN_FILE"):
+        StatusServer(state, 0, "0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "said"),
+    [
+        ([], {}, "--attrsvc-endpoint is missing"),
+        (["--attrsvc-endpoint", "nonsense"], {}, "is no service"),
+        (["--attrsvc-endpoint", "unix:///s", "--interval", "0"], {}, "--interval '0'"),
+        (["--attrsvc-endpoint", "unix:///s", "--port", "70000"], {}, "--port"),
+        (["--attrsvc-endpoint", "unix:///s", "--job-pattern", "("], {}, "no regular expression"),
+        (
+            ["--attrsvc-endpoint", "unix:///s", "--state-file", "/no/such/f"],
+            {},
+            "cannot be written",
+        ),
+        (["--attrsvc-endpoint", "unix:///s", "--port", "1", "--host", "0.0.0.0"], {}, "TOKEN_FILE"),
+        (
+            [],
+            {"NVRX_ATTRSVC_ENDPOINT": "unix:///s", "NVRX_SMONSVC_TIMEOUT": "x"},
+            "SMONSVC_TIMEOUT",
+        ),
+        ([], {"NVRX_ATTRSVC_ENDPOINT": "unix:///s", "NVRX_ATTRSVC_TOKEN_FILE": "/no"}, "/no"),
+        ([], {"NVRX_ATTRSVC_ENDPOINT": "unix:///s", "PATH": "/nowhere"}, "squeue is not on PATH"),
+    ],
+)
+def test_bad_input_is_one_line(slurm, arguments, environ, said):
+    """Each mistake is one line that names it, and exit code 2."""
+    environ = {**os.environ, **environ}
+    done = subprocess.run(
+        [*PROGRAM, *arguments], env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert said in done.stderr
+
+
+def test_the_program(slurm, service, tmp_path):
+    """It shows a verdict where jobs are shown, ends at SIGTERM, and helps without torch."""
+    log = service.root / "program.out"
+    log.write_text(OOM)
+    slurm.says("scontrol", slurm_job("21", log, "FAILED"))
+    slurm.says("squeue")
+    state = tmp_path / "state"
+    MonitorState(jobs={"21": MonitoredJob("21", "ada", "train", str(log))}).save(str(state))
+    with ports.claimed() as port:
+        argv = [*PROGRAM, "--attrsvc-endpoint", service.endpoint, "--port", str(port)]
+        with subprocess.Popen([*argv, "--state-file", str(state)]) as process:
+            try:
+                deadline = time.monotonic() + LIMIT_S
+                actions = []
+                while actions != ["STOP"]:
+                    assert time.monotonic() < deadline
+                    with contextlib.suppress(OSError):
+                        client = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+                        client.request("GET", "/jobs")
+                        jobs = json.loads(client.getresponse().read())["jobs"]
+                        actions = [found["action"] for found in jobs if found["action"]]
+                        client.close()
+                    time.sleep(0.05)
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(LIMIT_S) == 0
+            finally:
+                process.kill()
+    code = "import sys; from nvidia_resiliency_ext.services.smonsvc import main\n"
+    code += "try: main(['--help'])\nfinally: print(*{'torch', 'fastapi'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "NVRX_SMONSVC_INTERVAL" in done.stdout
+    assert done.stdout.splitlines()[-1] == ""
+
+
+def test_other_users_variables_change_nothing(slurm, monkeypatch):
+    """A user's SQUEUE_ variables do not filter what the monitor sees."""
+    monkeypatch.setenv("SQUEUE_USERS", "nobody")
+    slurm.all_say(slurm_job("1", "/x"))
+    client = SlurmClient(LIMIT_S, "ada", ["batch", "long"])
+    assert [found.job_id for found in client.queue()] == ["1"]
+    assert slurm.calls("squeue")[0][-2:] == ["--user=ada", "--partition=batch,long"]

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of one rank: names of shards, trust, files in progress, and removal."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nvidia_resiliency_ext.checkpointing._errors import CheckpointWriteError
+from nvidia_resiliency_ext.checkpointing._shard.read import FileSource
+from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
+from nvidia_resiliency_ext.shared_utils.os_utils import private_dir, sync_directory
+
+__all__ = ["RankDirectory", "ShardInProgress", "ShardName", "shard_file_name"]
+
+DIRTY = ".dirty"
+DAMAGED = ".damaged"
+_PATTERN = re.compile(r"iter_(\d{7,})_(\d+)_local(\.dirty|\.damaged)?\.pt")
+_FAILURE_MAGIC = b"NVRX save failed: "
+_FAILURE_LIMIT_BYTES = 4096
+_CREATE_ATTEMPTS = 5
+
+
+def shard_file_name(iteration: int | str, owner: int | str, extra_suffix: str = "") -> str:
+    """Return the name of a shard's file; text takes the place of a number as it is."""
+    number = f"{iteration:07d}" if isinstance(iteration, int) else iteration
+    return f"iter_{number}_{owner}_local{extra_suffix}.pt"
+
+
+@dataclass(frozen=True, order=True)
+class ShardName:
+    """What a file name says about a shard."""
+
+    iteration: int
+    owner: int
+    suffix: str = ""
+
+    @classmethod
+    def parse(cls, name: str) -> ShardName | None:
+        """Read a file name; None when it is not that of a shard."""
+        match = _PATTERN.fullmatch(name)
+        if match is None:
+            return None
+        return cls(int(match[1]), int(match[2]), match[3] or "")
+
+    def __str__(self) -> str:
+        return shard_file_name(self.iteration, self.owner, self.suffix)
+
+
+class RankDirectory:
+    """The shards that one rank holds: its own and copies of others'.
+
+    Args:
+        root: Directory of all sessions.
+        session_id: Session, a path below the root; empty for none.
+        rank: The rank.
+
+    Raises:
+        UnsafePathError: The session leads out of the root.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], session_id: str, rank: int) -> None:
+        parts = session_id.split("/")
+        if "\0" in session_id or ".." in parts or session_id.startswith("/"):
+            raise UnsafePathError(errno.EPERM, "the session leads out of the root", session_id)
+        self._session = os.path.join(root, session_id) if session_id else None
+        self.path = os.path.join(root, session_id, str(rank))
+
+    def ensure(self) -> None:
+        """Create the directory if it is missing; make sure that only we may write to it.
+
+        Raises:
+            UnsafePathError: It, or the one of the session, is a symbolic link, belongs to somebody
+                else, or others may write to it.
+            OSError: It cannot be created.
+        """
+        if self._session is not None:
+            private_dir(self._session)
+        private_dir(self.path)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[int | None]:
+        """Open the directory; give None when it is missing.
+
+        Raises:
+            UnsafePathError: It, or the one of the session, is not to be trusted.
+            OSError: It cannot be read.
+        """
+        for path in (self._session, self.path):
+            if path is None:
+                continue
+            try:
+                descriptor = _open_trusted(path)
+            except FileNotFoundError:
+                yield None
+                return
+            if path is not self.path:
+                os.close(descriptor)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def names(self) -> list[ShardName]:
+        """Return all files that have a name of ours, oldest first; none when it is missing."""
+        with self.open() as directory:
+            if directory is None:
+                return []
+            return sorted(filter(None, map(ShardName.parse, os.listdir(directory))))
+
+    def source(self, name: ShardName) -> FileSource:
+        """Open a shard for reading.
+
+        Raises:
+            OSError: It is missing, or it or the directory is not to be trusted.
+        """
+        with self.open() as directory:
+            if directory is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
+            source = FileSource(str(name), directory)
+        source.name = os.path.join(self.path, str(name))
+        return source
+
+    def create(self, iteration: int, owner: int) -> ShardInProgress:
+        """Begin a shard; what a dead writer has left of it is removed.
+
+        Raises:
+            CheckpointWriteError: It cannot be created, or a living process writes it.
+        """
+        try:
+            self.ensure()
+            with self.open() as directory:
+                return ShardInProgress(self.path, directory, ShardName(iteration, owner))
+        except OSError as error:
+            name = os.path.join(self.path, shard_file_name(iteration, owner))
+            raise CheckpointWriteError.from_os(error, name, 0, "create") from error
+
+    def remove(self, names: list[ShardName]) -> None:
+        """Remove files; those that are gone already are no error.
+
+        Raises:
+            OSError: One cannot be removed; the others are.
+        """
+        problem: OSError | None = None
+        with self.open() as directory:
+            for name in names if directory is not None else ():
+                try:
+                    os.unlink(str(name), dir_fd=directory)
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    problem = error
+        if problem is not None:
+            raise problem
+
+    def set_aside(self, name: ShardName) -> None:
+        """Rename a damaged shard, so that nobody takes it for a whole one again."""
+        with self.open() as directory, contextlib.suppress(FileNotFoundError):
+            if directory is not None:
+                aside = ShardName(name.iteration, name.owner, DAMAGED)
+                os.rename(str(name), str(aside), src_dir_fd=directory, dst_dir_fd=directory)
+
+    def remove_leftovers(self) -> list[str]:
+        """Remove files in progress whose writers are gone; return what failed saves noted there."""
+        notes: list[str] = []
+        with self.open() as directory:
+            if directory is None:
+                return notes
+            for name in os.listdir(directory):
+                shard = ShardName.parse(name)
+                if shard is None or shard.suffix != DIRTY:
+                    continue
+                with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                    note = _remove_dead(name, directory)
+                    if note:
+                        notes.append(note)
+        return notes
+
+
+class ShardInProgress:
+    """A file that is being written; it is locked, so that others see that its writer lives.
+
+    Args:
+        path: Path of the directory, for messages.
+        directory: Its descriptor.
+        name: The shard's final name.
+    """
+
+    def __init__(self, path: str, directory: int | None, name: ShardName) -> None:
+        if directory is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        self._name = name
+        self._dirty = shard_file_name(name.iteration, name.owner, DIRTY)
+        self.path = os.path.join(path, str(name))
+        self.descriptor = _create_locked(self._dirty, directory)
+        self._directory = os.dup(directory)
+
+    def publish(self) -> None:
+        """Make the file durable and give it its final name.
+
+        Raises:
+            CheckpointWriteError: That failed; the file is removed.
+        """
+        action, name = "fsync", self._dirty
+        try:
+            os.fsync(self.descriptor)
+            action = "rename"
+            os.rename(
+                self._dirty,
+                str(self._name),
+                src_dir_fd=self._directory,
+                dst_dir_fd=self._directory,
+            )
+            action, name = "fsync", str(self._name)
+            sync_directory(self._directory)
+        except OSError as error:
+            written = os.fstat(self.descriptor).st_size
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=self._directory)
+            self.discard()
+            raise CheckpointWriteError.from_os(error, self.path, written, action) from error
+        self._close()
+
+    def written_bytes(self) -> int:
+        """Return how long the file is so far."""
+        return os.fstat(self.descriptor).st_size
+
+    def discard(self, note: str = "") -> None:
+        """Give the file up; with a note, what is left says why until the leftovers are removed."""
+        if self.descriptor < 0:
+            return
+        with contextlib.suppress(OSError):
+            os.ftruncate(self.descriptor, 0)
+            if note:
+                data = _FAILURE_MAGIC + note.encode(errors="replace")[-_FAILURE_LIMIT_BYTES:]
+                os.pwrite(self.descriptor, data, 0)
+        if not note:
+            with contextlib.suppress(OSError):
+                os.unlink(self._dirty, dir_fd=self._directory)
+        self._close()
+
+    def _close(self) -> None:
+        os.close(self.descriptor)
+        os.close(self._directory)
+        self.descriptor = -1
+
+
+def _open_trusted(path: str) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            message = "a symbolic link or no directory"
+            raise UnsafePathError(error.errno, message, path) from error
+        raise
+    status = os.fstat(descriptor)
+    problem = ""
+    if status.st_uid != os.geteuid():
+        problem = f"the directory belongs to uid {status.st_uid}"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = "others may write to the directory"
+    if problem:
+        os.close(descriptor)
+        raise UnsafePathError(errno.EPERM, problem, path)
+    return descriptor
+
+
+def _create_locked(name: str, directory: int) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    for _ in range(_CREATE_ATTEMPTS):
+        try:
+            descriptor = os.open(name, flags, 0o600, dir_fd=directory)
+        except FileExistsError:
+            try:
+                _remove_dead(name, directory)
+            except FileNotFoundError:
+                pass
+            except BlockingIOError as error:
+                message = "a living process is writing it"
+                raise OSError(errno.EBUSY, message, name) from error
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.lstat(name, dir_fd=directory)):
+                return descriptor
+        except (BlockingIOError, FileNotFoundError):
+            pass  # somebody who removes leftovers was faster than our lock
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    raise OSError(errno.EBUSY, "others keep removing it", name)
+
+
+def _remove_dead(name: str, directory: int) -> str:
+    """Remove a file in progress and return its note.
+
+    Raises:
+        BlockingIOError: Its writer lives.
+        FileNotFoundError: It is gone.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(name, flags, dir_fd=directory)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        os.unlink(name, dir_fd=directory)
+        return ""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(name, dir_fd=directory)
+        head = os.read(descriptor, len(_FAILURE_MAGIC) + _FAILURE_LIMIT_BYTES)
+    finally:
+        os.close(descriptor)
+    if not head.startswith(_FAILURE_MAGIC):
+        return ""
+    return head[len(_FAILURE_MAGIC) :].decode(errors="replace")

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read and check shards from a file or from another rank; nothing is unpickled here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from typing import Protocol
+
+from nvidia_resiliency_ext.checkpointing._checksum import crc32
+from nvidia_resiliency_ext.checkpointing._errors import DamagedCheckpointError
+from nvidia_resiliency_ext.checkpointing._shard.layout import (
+    FOOTER_BYTES,
+    MANIFEST_LIMIT_BYTES,
+    Footer,
+    Manifest,
+    Record,
+    ShardFormatError,
+)
+from nvidia_resiliency_ext.checkpointing._shard.write import frames
+
+__all__ = ["FileSource", "ShardSource", "damage_of", "read_manifest", "read_record"]
+
+_CHUNK_BYTES = 8 << 20
+
+
+class ShardSource(Protocol):
+    """Where the bytes of a shard come from.
+
+    Attributes:
+        name: What to call it in messages.
+        nbytes: Length of the shard.
+    """
+
+    name: str
+    nbytes: int
+
+    def read_into(self, position: int, target: memoryview) -> None:
+        """Fill the target with the bytes at a position.
+
+        Raises:
+            OSError: They cannot be had.
+        """
+
+    def close(self) -> None:
+        """Give the source back."""
+
+
+class FileSource:
+    """A shard in a file of ours.
+
+    Args:
+        path: The file.
+        directory_fd: Descriptor of the directory that `path` is relative to.
+
+    Raises:
+        OSError: It is missing, a symbolic link, not a regular file, belongs to somebody else, or
+            others may write to it.
+    """
+
+    def __init__(self, path: str, directory_fd: int | None = None) -> None:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._fd = os.open(path, flags, dir_fd=directory_fd)
+        status = os.fstat(self._fd)
+        problem = ""
+        if not stat.S_ISREG(status.st_mode):
+            problem = "not a regular file"
+        elif status.st_uid != os.geteuid():
+            problem = f"the file belongs to uid {status.st_uid}"
+        elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            problem = "others may write to the file"
+        if problem:
+            os.close(self._fd)
+            raise PermissionError(1, problem, path)
+        self.name = path
+        self.nbytes = status.st_size
+
+    def read_into(self, position: int, target: memoryview) -> None:
+        """Fill the target with the bytes at a position."""
+        while target:
+            count = os.preadv(self._fd, [target[:_CHUNK_BYTES]], position)
+            if count == 0:
+                raise OSError(5, "the file is shorter than it was", self.name)
+            position, target = position + count, target[count:]
+
+    def fileno(self) -> int:
+        """Return the descriptor; it stays the source's."""
+        return self._fd
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_manifest(source: ShardSource) -> Manifest:
+    """Return what a shard says about itself, after checking that it is as long as it should be.
+
+    This reads the end of the shard only, whatever its size.
+
+    Raises:
+        DamagedCheckpointError: The shard is cut, or no shard, or its manifest has changed.
+        OSError: It cannot be read.
+    """
+    try:
+        return _parse_end(source)
+    except ShardFormatError as error:
+        raise DamagedCheckpointError(source.name, str(error)) from error
+
+
+def _parse_end(source: ShardSource) -> Manifest:
+    footer = Footer.parse(_read(source, source.nbytes - FOOTER_BYTES, FOOTER_BYTES))
+    if footer.file_bytes != source.nbytes:
+        problem = f"{source.nbytes} bytes long, {footer.file_bytes} were written"
+        raise ShardFormatError(problem)
+    end = footer.manifest_offset + footer.manifest_bytes
+    if footer.manifest_bytes > MANIFEST_LIMIT_BYTES or end > source.nbytes:
+        raise ShardFormatError("the footer is damaged")
+    encoded = _read(source, footer.manifest_offset, footer.manifest_bytes)
+    if zlib.crc32(encoded) != footer.manifest_crc32:
+        raise ShardFormatError("the manifest has changed since it was written")
+    manifest = Manifest.parse(encoded)
+    limit = 0
+    for record in manifest.records:
+        if record.offset < limit:
+            raise ShardFormatError("records overlap")
+        limit = record.offset + record.nbytes
+    if not manifest.records or limit > footer.manifest_offset:
+        raise ShardFormatError("records lie outside of the file")
+    return manifest
+
+
+def read_record(
+    source: ShardSource, record: Record, target: memoryview, *, verify: bool = True
+) -> None:
+    """Fill the target with the bytes of a record and, unless told not to, compare the checksum.
+
+    Raises:
+        DamagedCheckpointError: The bytes have changed since they were written.
+        OSError: They cannot be read.
+    """
+    value = 0
+    for start in range(0, record.nbytes, _CHUNK_BYTES):
+        piece = target[start : min(start + _CHUNK_BYTES, record.nbytes)]
+        source.read_into(record.offset + start, piece)
+        value = crc32(piece, value) if verify else 0
+    if verify and value != record.crc32:
+        raise DamagedCheckpointError(source.name, f"{_title(record)} has changed: wrong checksum")
+
+
+def damage_of(source: ShardSource, manifest: Manifest) -> Iterator[str]:
+    """Yield what is wrong with a shard, record by record; every byte of it is looked at."""
+    buffer = memoryview(bytearray(max((r.nbytes for r in manifest.records), default=0)))
+    for record in manifest.records:
+        try:
+            read_record(source, record, buffer[: record.nbytes])
+        except DamagedCheckpointError as error:
+            yield error.problem
+    with contextlib.suppress(ShardFormatError):
+        for position, piece in frames(manifest):
+            if (
+                position + len(piece) > source.nbytes
+                or _read(source, position, len(piece)) != piece
+            ):
+                yield f"bytes between the records, at {position}, have changed"
+        return
+    yield "the records do not lie as they should"
+
+
+def _read(source: ShardSource, position: int, nbytes: int) -> bytes:
+    if position < 0:
+        raise ShardFormatError(f"{source.nbytes} bytes are too few for a shard")
+    data = bytearray(nbytes)
+    source.read_into(position, memoryview(data))
+    return bytes(data)
+
+
+def _title(record: Record) -> str:
+    return f"{record.tensor} ({record.name})" if record.tensor else f"record {record.name}"

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classifies what one rank is doing from its stacks and from the kernel's view.
+
+All of it is pure but for `inspect_kernel`, which reads /proc.
+
+Kernel state alone does not tell a rank that waits for its peers from one that waits for a lock:
+both sleep in a futex. Three facts together do: the innermost call of the Python stack (a
+collective of torch, or the program's own code), the kernel function in which the main thread
+sleeps, and whether a thread of gloo has a collective pending.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from . import procfs
+
+__all__ = [
+    "NO_STACK",
+    "Activity",
+    "Call",
+    "Frame",
+    "Kernel",
+    "Stack",
+    "classify",
+    "in_words",
+    "inspect_kernel",
+    "main_frames",
+    "main_stack",
+    "stack_of",
+]
+
+MAX_PLACE = 160
+
+
+class Activity(enum.Enum):
+    """What a rank is doing, as far as that bears on whose fault a hang is."""
+
+    FAILED = "failed"
+    STOPPED = "stopped"
+    LEFT = "left"
+    WORKING = "working"
+    UNKNOWN = "unknown"
+    WAITING = "waiting"
+
+
+class Call(enum.Enum):
+    """What the innermost Python call of the main thread is."""
+
+    COLLECTIVE = "collective"
+    DEVICE = "device"
+    OWN = "own"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What the kernel says about a process.
+
+    Attributes:
+        state: State letter of the main thread; `?` when the process is gone.
+        wchan: Kernel function in which the main thread sleeps, or "".
+        is_pending: Whether a gloo thread is in a collective; None when that cannot be seen.
+        has_gpu: Whether the process has threads of CUDA or NCCL.
+    """
+
+    state: str
+    wchan: str = ""
+    is_pending: bool | None = None
+    has_gpu: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What the main thread's Python stack says: the kind of call, and the program's own line."""
+
+    call: Call = Call.NONE
+    place: str = ""
+
+
+NO_STACK = Stack()
+"""Where the stack is not known."""
+
+Frame = tuple[str, int, str]
+"""File, line and function of a Python frame."""
+
+MAX_THREADS = 256
+_STOPPED_STATES = frozenset("Tt")
+_GLOO_THREAD = "pt_gloo_runloop"
+_GPU_THREADS = ("pt_nccl_", "cuda-", "cuda0")
+_FUTEX = frozenset({202, 98, 240, 422})
+"""Numbers of `futex` on x86-64, on aarch64, and of the older and the 64-bit call on 32 bits."""
+_FUTEX_TIMEOUT = 4
+"""Place of the time limit in what `procfs.syscall` returns."""
+
+_FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d{1,9}) in (?P<name>.*)')
+_LIBRARY = re.compile(r"/site-packages/|/torch/|/lib/python3\.\d+/|^<frozen ")
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
+# Frames between a program and the call that blocks, which say nothing themselves.
+_PASSED_OVER = ("/torch/_ops.py", "/torch/_tensor.py", "/torch/utils/_contextlib.py")
+_COLLECTIVES = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/distributed.py",
+    "/deepspeed/comm/",
+    "/p2p_communication.py",
+)
+_NO_COLLECTIVES = (
+    "/torch/distributed/checkpoint/",
+    "/torch/distributed/elastic/",
+    "/torch/distributed/run.py",
+)
+_DEVICE_CALLS = frozenset(
+    {
+        ("/torch/autograd/graph.py", "_engine_run_backward"),
+        ("/torch/autograd/__init__.py", "backward"),
+    }
+)
+_SYNCHRONIZES = frozenset({"synchronize", "wait", "wait_event", "wait_stream"})
+
+
+def main_frames(dump: str) -> list[Frame]:
+    """Read the frames of the main thread, innermost first, from what faulthandler wrote.
+
+    The signal is handled by the main thread unless it blocks it, so that is the current thread.
+
+    Args:
+        dump: Stacks of all threads; cut off, garbled or empty is fine.
+    """
+    frames: list[Frame] = []
+    is_current = False
+    for line in dump.splitlines():
+        if _THREAD.fullmatch(line):
+            is_current = line.startswith("Current")
+            frames = [] if is_current else frames
+        elif is_current and (found := _FRAME.fullmatch(line)):
+            frames.append((found["file"], int(found["line"]), found["name"]))
+    return frames
+
+
+def main_stack(dump: str) -> Stack:
+    """Return what the stack of the main thread says, from what faulthandler wrote."""
+    return stack_of(main_frames(dump))
+
+
+def stack_of(frames: Sequence[Frame]) -> Stack:
+    """Return what frames say, of which the innermost is the first.
+
+    Example:
+        >>> stack_of([("/job/train.py", 41, "load"), ("/job/train.py", 80, "main")])
+        Stack(call=<Call.OWN: 'own'>, place='train.py:41 in load')
+    """
+    told = [frame for frame in frames if not frame[0].endswith(_PASSED_OVER)]
+    if not told:
+        return NO_STACK
+    own = next((frame for frame in told if not _is_of_a_library(frame[0])), told[0])
+    place = f"{own[0].rpartition('/')[2]}:{own[1]} in {own[2]}"[:MAX_PLACE]
+    return Stack(_call_of(*told[0]), place)
+
+
+def _is_of_a_library(file: str) -> bool:
+    return bool(_LIBRARY.search(file)) or any(part in file for part in _COLLECTIVES)
+
+
+def _call_of(file: str, _line: int, name: str) -> Call:
+    if any(part in file for part in _NO_COLLECTIVES):
+        return Call.OWN
+    if any(part in file for part in _COLLECTIVES):
+        return Call.COLLECTIVE
+    if any(file.endswith(end) and name == called for end, called in _DEVICE_CALLS):
+        return Call.DEVICE
+    if "/torch/cuda/" in file and name in _SYNCHRONIZES:
+        return Call.DEVICE
+    return Call.OWN
+
+
+def inspect_kernel(pid: int) -> Kernel:
+    """Ask the kernel what a process is doing, of its threads the oldest `MAX_THREADS`."""
+    stat = procfs.read_stat(pid)
+    if stat is None or not stat.running:
+        return Kernel("?")
+    if stat.state in _STOPPED_STATES:
+        return Kernel(stat.state, procfs.wchan(pid) or "")
+    threads = procfs.threads(pid, MAX_THREADS)
+    gloo = [thread for thread in threads if thread.name == _GLOO_THREAD]
+    pending = [
+        is_pending for thread in gloo if (is_pending := _in_collective(pid, thread)) is not None
+    ]
+    return Kernel(
+        stat.state,
+        procfs.wchan(pid) or "",
+        is_pending=any(pending) if pending else None,
+        has_gpu=any(thread.name.startswith(_GPU_THREADS) for thread in threads),
+    )
+
+
+def _in_collective(pid: int, thread: procfs.Thread) -> bool | None:
+    """Return whether a thread of gloo works on a collective; None when the kernel does not tell.
+
+    An idle one waits for work in a futex without a time limit; one that waits for a peer has one.
+    """
+    call = procfs.syscall(pid, thread.tid)
+    if call is None:
+        return None
+    is_idle = len(call) > _FUTEX_TIMEOUT and call[0] in _FUTEX and call[_FUTEX_TIMEOUT] == 0
+    return not is_idle
+
+
+def classify(kernel: Kernel, stack: Stack) -> Activity:
+    """Return what a rank is doing.
+
+    | main thread | in a collective | in backward, device wait | in its own code | no stack |
+    | --- | --- | --- | --- | --- |
+    | stopped | STOPPED | STOPPED | STOPPED | STOPPED |
+    | runs | UNKNOWN (1) | WORKING (2) | WORKING (2) | UNKNOWN |
+    | in a futex, collective pending | WAITING | WAITING | WAITING | WAITING |
+    | in a futex, nothing pending | WAITING | UNKNOWN (1) | WORKING (2) | UNKNOWN |
+    | in a futex, cannot be seen | WAITING | WAITING | UNKNOWN | UNKNOWN |
+    | in a poll or a socket | WAITING | UNKNOWN | WORKING (2) | UNKNOWN |
+    | sleeps, reads, waits for a disk | UNKNOWN | WORKING | WORKING | WORKING |
+
+    With a GPU (1) is WAITING and (2) UNKNOWN: CUDA spins or sleeps while it waits for a kernel of
+    NCCL, also under a line of the program such as `loss.item()`.
+    """
+    if kernel.state in "Tt":
+        return Activity.STOPPED
+    if kernel.state == "R":
+        return _while_it_runs(kernel, stack)
+    if kernel.state not in ("S", "D"):
+        return Activity.UNKNOWN
+    if "futex" in kernel.wchan:
+        return _in_a_futex(kernel, stack)
+    if not kernel.wchan or _is_polling(kernel.wchan):
+        return {
+            Call.COLLECTIVE: Activity.WAITING,
+            Call.OWN: Activity.UNKNOWN if kernel.has_gpu else Activity.WORKING,
+        }.get(stack.call, Activity.UNKNOWN)
+    return Activity.UNKNOWN if stack.call is Call.COLLECTIVE else Activity.WORKING
+
+
+def _while_it_runs(kernel: Kernel, stack: Stack) -> Activity:
+    if stack.call is Call.NONE:
+        return Activity.UNKNOWN
+    if stack.call is Call.COLLECTIVE:
+        return Activity.WAITING if kernel.has_gpu else Activity.UNKNOWN
+    # CUDA spins while it waits, also under `loss.item()` of the program's own line.
+    return Activity.UNKNOWN if kernel.has_gpu else Activity.WORKING
+
+
+def _in_a_futex(kernel: Kernel, stack: Stack) -> Activity:
+    if kernel.is_pending or stack.call is Call.COLLECTIVE:
+        return Activity.WAITING
+    if stack.call is Call.DEVICE:
+        is_idle = kernel.is_pending is False and not kernel.has_gpu
+        return Activity.UNKNOWN if is_idle else Activity.WAITING
+    if stack.call is Call.OWN and kernel.is_pending is False and not kernel.has_gpu:
+        return Activity.WORKING
+    return Activity.UNKNOWN
+
+
+def _is_polling(wchan: str) -> bool:
+    return any(
+        word in wchan for word in ("poll", "select", "sk_wait", "inet_", "tcp_", "wait_woken")
+    )
+
+
+_DOES = (
+    ("nanosleep", "sleeps"),
+    ("pipe_read", "waits to read from a pipe"),
+    ("pipe_write", "waits to write to a pipe"),
+    ("futex", "waits for a lock"),
+    ("locks", "waits for a file lock"),
+    ("do_wait", "waits for a child process"),
+    ("poll", "waits for a descriptor"),
+    ("select", "waits for a descriptor"),
+)
+
+
+def in_words(activity: Activity, kernel: Kernel, stack: Stack) -> str:
+    """Say what a rank does, such as `sleeps in train.py:41 in load (hrtimer_nanosleep)`."""
+    where = f" in {stack.place}" if stack.place else ""
+    if activity is Activity.STOPPED:
+        return "is stopped (SIGSTOP or a debugger)" if kernel.state == "T" else "is being traced"
+    if activity is Activity.WAITING:
+        return f"waits for its peers{where}"
+    if kernel.state == "R":
+        return f"runs{where}" if where else "runs"
+    if kernel.state == "D":
+        return f"is in an uninterruptible kernel call ({kernel.wchan or 'unknown'}){where}"
+    does = next((words for part, words in _DOES if part in kernel.wchan), "waits")
+    if "futex" in kernel.wchan and activity is Activity.UNKNOWN:
+        does = "waits"
+    return f"{does}{where} ({kernel.wchan})" if kernel.wchan else f"{does}{where}"

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exclusions by the scheduler: files that say which units of a job have unhealthy nodes.
+
+A unit is a task of a Slurm job array, or a Slurm job that is no array. Owns the names of the files
+and their meaning, for the launchers that obey them and for the publisher that writes them. Whatever
+is not a clear exclusion passes: a file that cannot be read must not end a job.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.shared_utils.console import plain
+from nvidia_resiliency_ext.shared_utils.health_check import Check, Finding
+from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
+
+__all__ = [
+    "MAX_FIRST_LINE_BYTES",
+    "Exclusion",
+    "SegmentHealthCheck",
+    "Unit",
+    "read_exclusion",
+    "state_file",
+    "state_text",
+    "task_file",
+    "unit_of",
+]
+
+logger = logging.getLogger("nvrx")
+
+MAX_FIRST_LINE_BYTES = 8192
+MAX_FILE_BYTES = 64 << 10
+MAX_REASON_CHARS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What the scheduler excludes as a whole; both ids are decimal numbers.
+
+    Attributes:
+        job_id: The job, or the job array.
+        task_id: The task of the array; of a plain job the job again.
+    """
+
+    job_id: str
+    task_id: str
+
+    def __str__(self) -> str:
+        """Return the unit in words."""
+        if self.task_id == self.job_id:
+            return f"job {self.job_id}"
+        return f"array task {self.task_id} of job {self.job_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """A unit must not work.
+
+    Attributes:
+        path: The file that says so.
+        reason: The diagnosis in it, one line; may be empty.
+    """
+
+    path: str
+    reason: str
+
+
+def unit_of(environ: Mapping[str, str]) -> Unit | None:
+    """Return the unit of this node, or None outside Slurm."""
+    task, job = environ.get(_env.SLURM_ARRAY_TASK_ID), environ.get(_env.SLURM_ARRAY_JOB_ID)
+    if not (task and job):
+        task = job = environ.get(_env.SLURM_JOB_ID)
+    if not job or not task or not (job + task).isdecimal():
+        return None
+    return Unit(job, task)
+
+
+def task_file(directory: str, unit: Unit) -> str:
+    """Return the file whose content excludes one unit."""
+    return os.path.join(directory, f"segment_health_check.{unit.job_id}.{unit.task_id}")
+
+
+def state_file(directory: str, job_id: str) -> str:
+    """Return the file that lists all excluded units of a job."""
+    return os.path.join(directory, f"segment_health_check.{job_id}.state")
+
+
+def state_text(evidence: Mapping[str, Collection[str]]) -> str:
+    """Return the content of the file that lists all excluded units.
+
+    Args:
+        evidence: For each excluded task id what is wrong with its nodes, one line each.
+    """
+    tasks = sorted(evidence, key=lambda task: (len(task), task))
+    first = json.dumps(tasks, separators=(",", ":"))
+    lines = [f"{task}: {'; '.join(evidence[task])}" for task in tasks]
+    return "\n".join([first, *lines, ""])
+
+
+def read_exclusion(directory: str, unit: Unit) -> Exclusion | None:
+    """Return why a unit is excluded, or None; a file that cannot be used is one WARNING."""
+    path = task_file(directory, unit)
+    content = _content(path)
+    if content:
+        return Exclusion(path, _one_line(content))
+    path = state_file(directory, unit.job_id)
+    content = _content(path)
+    if content is None:
+        return None
+    first, _, rest = content.partition(b"\n")
+    excluded = _task_ids(first)
+    if excluded is None:
+        logger.warning(
+            "%s excludes nobody: its first line is no JSON array of task ids as strings"
+            " (at most %d bytes)",
+            path,
+            MAX_FIRST_LINE_BYTES,
+        )
+        return None
+    return Exclusion(path, _of_unit(rest, unit)) if unit.task_id in excluded else None
+
+
+def _content(path: str) -> bytes | None:
+    """Return what a file says, None where it is missing or cannot be used."""
+    try:
+        return read_regular_file(path, MAX_FILE_BYTES, follows_symlink=True)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.warning("%s is passed over and excludes nobody: %s", path, error)
+        return None
+
+
+def _task_ids(line: bytes) -> Collection[str] | None:
+    if len(line) > MAX_FIRST_LINE_BYTES:
+        return None
+    try:
+        ids = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
+        return None
+    return frozenset(ids)
+
+
+def _of_unit(evidence: bytes, unit: Unit) -> str:
+    """Return the lines about a unit (`7: ...`, as the publisher writes them), else all of them."""
+    prefix = f"{unit.task_id}:".encode()
+    own = [line for line in evidence.splitlines() if line.startswith(prefix)]
+    return _one_line(b"\n".join(own) if own else evidence)
+
+
+def _one_line(text: bytes) -> str:
+    return plain(" ".join(text.decode(errors="replace").split()))[:MAX_REASON_CHARS]
+
+
+class SegmentHealthCheck(Check):
+    """Does the scheduler exclude this node's array task, or its job?
+
+    Args:
+        directory: Where the files are, the same for all launchers.
+        environ: The launcher's environment.
+    """
+
+    name = "segment"
+    # The directory is on a shared file system: while that hangs, nobody is excluded.
+    late_status = "skipped"
+
+    def __init__(self, directory: str, environ: Mapping[str, str]) -> None:
+        super().__init__()
+        self._directory = directory
+        self._unit = unit_of(environ)
+
+    @property
+    def component(self) -> str:
+        """The unit that is asked about."""
+        return "no Slurm job" if self._unit is None else str(self._unit)
+
+    def _examine(self) -> Finding:
+        if self._unit is None:
+            return Finding("skipped", "no Slurm job: SLURM_JOB_ID is not set, or is no number")
+        found = read_exclusion(self._directory, self._unit)
+        if found is None:
+            return Finding("healthy")
+        said = f": {found.reason}" if found.reason else ""
+        return Finding(
+            "unhealthy",
+            f"the scheduler excludes {self._unit} by {found.path}{said}",
+            {"file": found.path, "unit": str(self._unit), "reason": found.reason},
+        )

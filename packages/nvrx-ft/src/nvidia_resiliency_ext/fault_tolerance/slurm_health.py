@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nvrx-slurm-health`: writes which units of a Slurm job have nodes that Slurm calls unavailable.
+
+Run it in the batch script, or beside `nvrx-control`; launchers obey with
+`--ft-segment-health-check-dir`. One look costs two commands, `sinfo` and `squeue`. Owns the
+questions to Slurm and what the answers mean; the file is `_infra/segment_health.py`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from nvidia_resiliency_ext.fault_tolerance._infra.nodelist import expand_nodelist
+from nvidia_resiliency_ext.fault_tolerance._infra.segment_health import (
+    MAX_FIRST_LINE_BYTES,
+    Unit,
+    state_file,
+    state_text,
+    unit_of,
+)
+from nvidia_resiliency_ext.shared_utils.children import end_with_parent
+from nvidia_resiliency_ext.shared_utils.console import open_missing_streams, plain, write_err
+from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
+
+__all__ = ["SlurmAnswerError", "excluded_units", "main", "publish", "unavailable_nodes"]
+
+PROGRAM: Final = "nvrx-slurm-health"
+COMMAND_DEADLINE_S: Final = 30.0
+MOST_SECONDS: Final = 86400.0
+# Launchers of other users of the project read it, too; it holds names of nodes and reasons.
+FILE_MODE: Final = 0o644
+
+# The states of which `sinfo -R` shows reasons. Slurm adds one character for what else is so.
+_UNAVAILABLE: Final = frozenset({"down", "drained", "draining", "fail", "failing", "error"})
+_ADDED: Final = "*~#!%$@+^-"
+# A user's own choice of what these commands show.
+_FILTERS: Final = ("SINFO_", "SQUEUE_")
+_SINFO: Final = ("sinfo", "--noheader", "--Node", "--format=%N|%T|%E")
+_SQUEUE: Final = ("squeue", "--noheader", "--array", "--format=%K|%N")
+
+
+class SlurmAnswerError(RuntimeError):
+    """Slurm did not answer, or not as it should; the message says which command and why."""
+
+
+def unavailable_nodes(sinfo: str) -> dict[str, str]:
+    """Return what is wrong with each node that must not work.
+
+    Args:
+        sinfo: What `sinfo` printed, lines of `NODE|STATE|REASON`.
+
+    Raises:
+        SlurmAnswerError: A line is none of these.
+    """
+    found: dict[str, str] = {}
+    for line in sinfo.splitlines():
+        node, state, reason = _fields(line, 3, "sinfo")
+        if state.rstrip(_ADDED).lower() in _UNAVAILABLE:
+            said = "" if reason in ("none", "") else f": {reason}"
+            found[node] = plain(f"{node} {state}{said}")
+    return found
+
+
+def excluded_units(
+    squeue: str, job_id: str, unavailable: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Return the units that have unavailable nodes, with what is wrong with these.
+
+    Args:
+        squeue: What `squeue` printed, lines of `TASK|NODES`; the task of a plain job is `N/A`.
+        job_id: The job, or the array.
+        unavailable: From `unavailable_nodes`.
+
+    Raises:
+        SlurmAnswerError: A line is none of these.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    for line in squeue.splitlines():
+        task, nodes = _fields(line, 2, "squeue")
+        unit = task if task.isdecimal() else job_id
+        try:
+            names = expand_nodelist(nodes)
+        except ValueError as error:
+            raise SlurmAnswerError(f"squeue: {error}") from error
+        found[unit] += [unavailable[name] for name in names if name in unavailable]
+    return {unit: texts for unit, texts in found.items() if texts}
+
+
+def publish(directory: str, job_id: str, environ: Mapping[str, str]) -> dict[str, list[str]]:
+    """Ask Slurm once and write the file of a job; without exclusions there is none.
+
+    Args:
+        directory: That of `--ft-segment-health-check-dir`; it must exist.
+        job_id: The job, or the array.
+        environ: The environment of Slurm's commands.
+
+    Returns:
+        The excluded units and what is wrong with their nodes.
+
+    Raises:
+        SlurmAnswerError: Slurm did not answer; the file is what it was.
+        OSError: The file cannot be written; it is what it was.
+    """
+    unavailable = unavailable_nodes(_ask(_SINFO, environ))
+    excluded = excluded_units(_ask((*_SQUEUE, f"--jobs={job_id}"), environ), job_id, unavailable)
+    path = state_file(directory, job_id)
+    if not excluded:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            os.stat(directory)  # a directory that is not there is a mistake
+        return excluded
+    content = state_text(excluded).encode()
+    if content.index(b"\n") > MAX_FIRST_LINE_BYTES:
+        raise SlurmAnswerError(f"{len(excluded)} excluded tasks are more than a file can list")
+    atomic_write(path, content, mode=FILE_MODE)
+    return excluded
+
+
+def _fields(line: str, count: int, command: str) -> list[str]:
+    fields = [field.strip() for field in line.split("|", count - 1)]
+    if len(fields) != count:
+        raise SlurmAnswerError(
+            f"{command} printed {plain(line[:200])!r}, which has no {count} parts"
+        )
+    return fields
+
+
+def _ask(command: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return what a command of Slurm prints."""
+    try:
+        done = subprocess.run(
+            command,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=COMMAND_DEADLINE_S,
+            check=False,
+        )
+    except OSError as error:
+        raise SlurmAnswerError(f"{command[0]} cannot be run: {error}") from error
+    except subprocess.TimeoutExpired:
+        raise SlurmAnswerError(
+            f"{command[0]} has not answered within {COMMAND_DEADLINE_S:g} s"
+        ) from None
+    if done.returncode != 0:
+        said = plain(" ".join(done.stderr.decode(errors="replace").split())[:300])
+        raise SlurmAnswerError(f"{command[0]} ended with exit code {done.returncode}: {said}")
+    return done.stdout.decode(errors="replace")
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < MOST_SECONDS:
+        raise ValueError
+    return seconds
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        allow_abbrev=False,
+        description="Write which tasks of a Slurm job array have nodes that Slurm calls down, "
+        "drained or failing, for ft_launcher --ft-segment-health-check-dir; or whether a job has. "
+        "While Slurm does not answer the file stays what it is; without exclusions there is none.",
+    )
+    parser.add_argument("directory", help="the directory of that flag, which all nodes share")
+    parser.add_argument(
+        "--job-id", help="the job, or the array; by default the one that this runs in"
+    )
+    parser.add_argument(
+        "--every",
+        type=_seconds,
+        metavar="SECONDS",
+        help="look again and again until a signal, or the end of the batch script; by default once",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the program and exit: 0, 1 where a single look failed, 2 for a wrong command line."""
+    open_missing_streams()
+    parser = get_args_parser()
+    args = parser.parse_args(argv)
+    unit = unit_of(os.environ)
+    job_id = args.job_id or (unit.job_id if unit else "")
+    if not job_id.isdecimal():
+        parser.error("--job-id is needed outside a Slurm job, the number of the job or array")
+    if not os.path.isabs(args.directory):
+        parser.error(f"{args.directory} is no absolute path")
+    # A file that is just being written is removed on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if args.every is not None:
+        end_with_parent(signal.SIGTERM)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
+    said: Mapping[str, Sequence[str]] = {}
+    while True:
+        try:
+            excluded = publish(args.directory, job_id, environ)
+        except (SlurmAnswerError, OSError) as error:
+            write_err(f"{PROGRAM}: nothing is changed: {error}\n")
+            if args.every is None:
+                sys.exit(1)
+        else:
+            if excluded != said:
+                write_err(f"{PROGRAM}: {_in_words(excluded, job_id)}\n")
+            said = excluded
+        if args.every is None:
+            sys.exit(0)
+        time.sleep(args.every)
+
+
+def _in_words(excluded: Mapping[str, Sequence[str]], job_id: str) -> str:
+    if not excluded:
+        return "nobody is excluded any more"
+    units = [f"{Unit(job_id, task)} ({'; '.join(why)})" for task, why in excluded.items()]
+    return f"excluded: {', '.join(units)}"
+
+
+if __name__ == "__main__":
+    main()

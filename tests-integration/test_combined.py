@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All packages in one training program: after each fault it ends with the undisturbed weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fault_jobs import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fault_jobs import Job
+
+PROGRAM = Path(__file__).resolve().parent / "examples" / "pretrain.py"
+FAULT_AT = 14  # the newest local checkpoint is then that of iteration 12
+LIMIT_S = 150.0
+LAUNCHER_FLAGS = ("--ft-rank-section-timeouts", "setup:120,step:60,checkpointing:60")
+
+
+def results_in(text: str) -> list[dict[str, Any]]:
+    """Return the results that ranks have printed."""
+    return [
+        json.loads(line.split("result: ")[1]) for line in text.splitlines() if "result: " in line
+    ]
+
+
+def all_switched_on(folder: Path, fault: str) -> tuple[str, ...]:
+    """Return the program's arguments: all packages, and a fault on rank 1."""
+    return (
+        *("--save", str(folder / "run"), "--save-interval", "10"),
+        *("--async-save", "--use-persistent-ckpt-worker"),
+        *("--non-persistent-ckpt-type", "local", "--non-persistent-save-interval", "3"),
+        *("--non-persistent-local-ckpt-dir", str(folder / "local")),
+        *("--replication", "--replication-jump", "1", "--replication-factor", "2"),
+        *("--enable-ft-package", "--calc-ft-timeouts", "--log-straggler"),
+        *("--inprocess-restart", "--inprocess-active-world-size", "2"),
+        *("--fault-injector-ranks", "1", "--fault-injector-fault-types", fault),
+        *("--fault-injector-delay-start-iteration", str(FAULT_AT)),
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the result of the same training without any package but torch, and without faults."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {name: value for name, value in os.environ.items() if name[:5] != "NVRX_"}
+    done = subprocess.run(
+        [*command, str(PROGRAM), "--save", str(folder)],
+        env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True,
+    )  # fmt: skip
+    (result,) = results_in(done.stdout)
+    return result
+
+
+@pytest.fixture
+def verdicts(job: Job) -> Iterator[str]:
+    """Give the address of an attribution service that may read the job's logs."""
+    socket_path = job.folder / "attrsvc.sock"
+    logs = job.folder / "logs"
+    logs.mkdir()
+    settings = {"ALLOWED_ROOT": str(logs), "ENDPOINT": f"unix://{socket_path}"}
+    environment = job.environment(
+        {f"NVRX_ATTRSVC_{name}": value for name, value in settings.items()}
+    )
+    service = subprocess.Popen(
+        [sys.executable, "-m", "nvidia_resiliency_ext.services.attrsvc"],
+        env=environment, cwd=job.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        wait_until(socket_path.exists, "the service listens")
+        yield settings["ENDPOINT"]
+    finally:
+        service.terminate()
+        service.wait(30)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("fault", "cycles", "in_process_restarts"),
+    [
+        pytest.param("sigkill", [0, 1], 0, id="a killed rank: the launcher restarts"),
+        pytest.param("workload_exc", [0], 1, id="an exception: restarted in the processes"),
+    ],
+)
+def test_the_result_is_that_of_an_undisturbed_training(
+    job: Job,
+    undisturbed: dict[str, Any],
+    verdicts: str,
+    fault: str,
+    cycles: list[int],
+    in_process_restarts: int,
+) -> None:
+    """Weights and loss equal plain torchrun's; the layer meant for the fault handled it, once."""
+    logs = job.folder / "logs"
+    flags = ("--ft-per-cycle-applog-prefix", str(logs / "job.log"))
+    flags += ("--ft-attribution-endpoint", verdicts, *LAUNCHER_FLAGS)
+    arguments = all_switched_on(job.folder, fault)
+    job.start(*arguments, nproc=3, program=PROGRAM, flags=flags)
+    assert job.wait(LIMIT_S) == 0, job.log()
+    text = "".join((logs / f"job_cycle{cycle}.log").read_text() for cycle in cycles)
+    assert results_in(text) == [undisturbed], text
+    assert not (logs / f"job_cycle{len(cycles)}.log").exists()
+    kinds = [event["kind"] for event in job.events()]
+    assert kinds.count("cycle_start") == len(cycles), kinds
+    restarted = {event["iteration"] for event in job.events("inproc_restart")}
+    assert len(restarted) == in_process_restarts
+    if len(cycles) > 1:
+        assert "attribution: verdict RESTART for" in job.log()
+    assert f"starts at {FAULT_AT - FAULT_AT % 3} from local checkpoint" in text
+    assert "relative" in text, "no report of slow ranks"
+    learnt = json.loads((job.folder / "run" / "ft_state.json").read_text())
+    assert learnt, "no timeouts were learnt"
