@@ -16,14 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-<<<<<<< HEAD:packages/nvrx-straggler/src/nvidia_resiliency_ext/attribution/straggler/_session/control.py
 from nvidia_resiliency_ext.attribution.straggler._errors import ControlError
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir, live_run_dirs, remove_stale_run_dirs
-=======
-from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
-from nvidia_resiliency_ext.shared_utils.rundir import RunDir, live_run_dirs, remove_stale_run_dirs
->>>>>>> main:packages/nvrx-straggler/src/nvidia_resiliency_ext/attribution/straggler/_control.py
 from nvidia_resiliency_ext.shared_utils.wire import (
     MessageSet,
     receive_message,
@@ -111,14 +106,9 @@ class ControlServer:
         OSError: There is no place for the socket.
     """
 
-<<<<<<< HEAD:packages/nvrx-straggler/src/nvidia_resiliency_ext/attribution/straggler/_session/control.py
     def __init__(self, answer: Handler) -> None:
         self._answer = answer
-=======
-    def __init__(self, session: Session) -> None:
-        self._session = session
         remove_stale_run_dirs()  # of ranks that were killed, in earlier cycles of this job too
->>>>>>> main:packages/nvrx-straggler/src/nvidia_resiliency_ext/attribution/straggler/_control.py
         self._run_dir = RunDir.create(LABEL)
         self._pid = os.getpid()
         self._wake_read, self._wake_write = socket.socketpair()
