@@ -10,9 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from nvidia_resiliency_ext.attribution.straggler import Detector
 from nvidia_resiliency_ext.attribution.straggler._cli import main
+from nvidia_resiliency_ext.attribution.straggler._session import store_control
+from nvidia_resiliency_ext.attribution.straggler._session.control import Change
+from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
 from nvidia_resiliency_ext.shared_utils.events import read_events
 
 
@@ -157,6 +161,57 @@ def test_other_users_are_refused(job):
     os.close(reader)
     os.chmod(job, 0o700)
     assert answer == b"refused"
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """A job's store and token file, with a detector that takes requests through it."""
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("of the job")
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(served.port))
+    monkeypatch.setenv("NVRX_STRAGGLER_TOKEN_FILE", str(token))
+    Detector.initialize(cuda_profiling="off")
+    Detector.generate_report_if_interval_elapsed()
+    yield served
+    Detector.shutdown()
+
+
+def test_requests_through_the_store(store, capsys):
+    """With the job's token, status and changes go through the store, applied by a report."""
+    address = ["--store", f"127.0.0.1:{store.port}"]
+    assert main(["set", *address, "--profiling-interval", "3"]) == 0
+    assert "profiling_interval = 1  -> 3" in capsys.readouterr().out
+    Detector.generate_report()
+    assert main(["status", *address, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["profiling_interval"] == 3
+    assert main(["set", *address, "--profiling-interval", "0"]) == 2
+    assert "profiling_interval" in capsys.readouterr().err
+
+
+def test_requests_through_the_store_are_refused_to_others(store, capsys, tmp_path):
+    """Another token, a request that is sent again and bytes that are none change nothing."""
+    address = ["--store", f"127.0.0.1:{store.port}"]
+    other = tmp_path / "other"
+    other.touch(0o600)
+    other.write_text("guessed")
+    assert main(["disable", *address, "--token-file", str(other)]) == 2
+    assert "not signed with this token" in capsys.readouterr().err
+    token = TokenFile(os.environ["NVRX_STRAGGLER_TOKEN_FILE"]).token()
+    challenge = store.get(store_control._CHALLENGE)
+    again = store_control._seal(token, b"request", challenge, bytes(16), Change({"enabled": False}))
+    for data in (again, again, b"", b"x", bytes(100), bytes(2 << 20)):
+        before = store.get(store_control._CHALLENGE)
+        store.set(store_control._REQUEST, data)
+        deadline = time.monotonic() + 60
+        while store.get(store_control._CHALLENGE) == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert main(["status", *address]) == 0
+    assert Detector._session.pending.version == 1
+    assert main(["status", *address, "--token-file", str(tmp_path / "absent")]) == 2
+    assert "--token-file" in capsys.readouterr().err
 
 
 def test_stragglers_are_recorded(tmp_path, monkeypatch):

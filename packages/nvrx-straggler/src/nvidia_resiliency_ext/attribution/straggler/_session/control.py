@@ -36,6 +36,7 @@ __all__ = [
     "StatusRequest",
     "ask",
     "find_job",
+    "status_of",
 ]
 
 LABEL = "straggler"
@@ -206,8 +207,17 @@ def ask(run_dir: str, request: StatusRequest | Change) -> Status:
             answer = receive_message(sock, MESSAGES, _TIMEOUT_S)
     except (NvrxError, OSError, ValueError) as error:
         raise ControlError(f"the job at {run_dir} cannot be reached: {error}") from error
+    return status_of(answer, f"the job at {run_dir}")
+
+
+def status_of(answer: object, place: str) -> Status:
+    """Return an answer that is a status.
+
+    Raises:
+        ControlError: It is a refusal, or something else.
+    """
     if isinstance(answer, Refused):
         raise ControlError(answer.reason)
     if not isinstance(answer, Status):
-        raise ControlError(f"the job at {run_dir} answered with {type(answer).__name__}")
+        raise ControlError(f"{place} answered with {type(answer).__name__}")
     return answer

@@ -41,12 +41,14 @@ from nvidia_resiliency_ext.attribution.straggler.interval_tracker import (
     ReportIntervalTracker,
 )
 from nvidia_resiliency_ext.attribution.straggler.statistics import SummaryTable
+from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.events import EventLog
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
 from .control import Change, ControlServer, Refused, Status, StatusRequest
 from .settings import Settings
+from .store_control import TOKEN_FILE_VARIABLE, StoreControlServer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -140,6 +142,7 @@ class Session:
         self._world: object = None
         self._events = EventLog.join(src="straggler")
         self._control: ControlServer | None = None
+        self._store_control: StoreControlServer | None = None
         self._has_tried_control = False
         self._update_switches()
 
@@ -229,6 +232,8 @@ class Session:
             parts.callback(self._worker.close)
             if self._control is not None:
                 parts.callback(self._control.close)
+            if self._store_control is not None:
+                parts.callback(self._store_control.close)
             parts.callback(self.wrapping.restore)
 
     def _destroy_group(self) -> None:
@@ -406,7 +411,22 @@ class Session:
         try:
             self._control = ControlServer(self._answer)
         except OSError as error:
-            logger.warning("straggler: nvrx-straggler cannot steer this job: %s", error)
+            logger.warning("straggler: nvrx-straggler cannot steer this job here: %s", error)
+        self._open_store_control()
+
+    def _open_store_control(self) -> None:
+        """Take requests through the job's store, too, if there is a token to know them by."""
+        token_file = os.environ.get(TOKEN_FILE_VARIABLE)
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+        if not token_file or not host or not port.isdigit():
+            return
+        try:
+            token = TokenFile(token_file, TOKEN_FILE_VARIABLE)
+        except ConfigError as error:
+            logger.warning("straggler: no control through the job's store: %s", error)
+            return
+        self._store_control = StoreControlServer(host, int(port), token, self._answer)
+        logger.info("straggler: nvrx-straggler --store %s:%s steers this job", host, port)
 
     def _answer(self, request: object) -> Status | Refused:
         """Answer a request of `nvrx-straggler`; the boundary of the thread that serves it."""
