@@ -32,7 +32,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from shared_record import Monitor, Record
+from shared_record import Monitor, Record, cycle
 
 SAMPLES_PER_STEP = 64
 FIRST_STATE = "0" * 16
@@ -90,7 +90,7 @@ class Group:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.me = {
             "run": os.environ.get("TORCHELASTIC_RUN_ID", ""),
-            "cycle": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            "cycle": str(cycle()),
             "world": self.world,
         }
         self.record = record

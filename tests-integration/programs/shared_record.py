@@ -27,6 +27,12 @@ def replace_file(path: Path, data: bytes) -> None:
     partial.replace(path)
 
 
+def cycle() -> int:
+    """Return the job's cycle; torchrun's count is that of one node's agent."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(os.environ.get("NVRX_CYCLE", count))
+
+
 class Record:
     """What this rank does in the shared folder."""
 
@@ -38,7 +44,7 @@ class Record:
         is_array = "SLURM_ARRAY_TASK_ID" in os.environ
         self._known = {
             "attempt": 0 if is_array else int(os.environ.get("SLURM_RESTART_COUNT", "0")),
-            "cycle": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "cycle": cycle(),
             "rank": int(os.environ["RANK"]),
             "host": self.host,
             "pid": os.getpid(),

@@ -204,3 +204,45 @@ def test_captures(capsys):
         other.join()
     assert printed.getvalue() == "mine\n"
     assert capsys.readouterr().out == "theirs\n"
+
+
+def test_captures_of_threads_overlap(capsys):
+    """A capture that begins in another one and ends after it loses nothing and leaves nothing."""
+    before = sys.stdout
+    inside, go_on = threading.Event(), threading.Event()
+    found = []
+
+    def other():
+        with utils.capture_stdout() as text:
+            inside.set()
+            go_on.wait(60)
+            sys.stdout.write("theirs\n")
+        found.append(text.getvalue())
+
+    thread = threading.Thread(target=other)
+    with utils.capture_stdout() as mine:
+        thread.start()
+        inside.wait(60)
+        sys.stdout.write("mine\n")
+    go_on.set()
+    thread.join()
+    assert (mine.getvalue(), found) == ("mine\n", ["theirs\n"])
+    assert sys.stdout is before
+
+
+def test_annotations_as_text():
+    """Steps of a module that postpones annotations fit those of one that does not."""
+
+    def count(text: "str") -> "int":
+        return len(text)
+
+    def show(number: int) -> tuple:
+        return number, base.AttributionState.CONTINUE
+
+    def wrong(text: str) -> tuple:
+        return text, base.AttributionState.CONTINUE
+
+    with base.NVRxAttribution(lambda args: args["text"], count, show) as pipeline:
+        assert pipeline.run_sync({"text": "abc"})[0] == 3
+    with pytest.raises(ValueError, match="attribution returns"):
+        base.NVRxAttribution(lambda args: args["text"], count, wrong)

@@ -2,6 +2,7 @@
 # ruff: noqa: E501 - texts of logs, and patterns for them, stay on one line
 """Logs: which fault was first, who had it, where it was, and what is done about it."""
 
+import fcntl
 import io
 import json
 import os
@@ -21,6 +22,8 @@ import pytest
 
 from nvidia_resiliency_ext.attribution import cli, engine
 from nvidia_resiliency_ext.attribution._core.errors import RegistryError, UnreadableInputError
+from nvidia_resiliency_ext.attribution._logs.following import LogFollower
+from nvidia_resiliency_ext.attribution._policy.history import Attempt, load_history, save_attempt
 
 STEP = (
     "iteration {}/ 500 | consumed samples: 64 | lm loss: 2.1E+00 | number of nan iterations: 0 |\n"
@@ -100,9 +103,56 @@ def test_overlay(tmp_path):
         ({"counterexamples": ["one"]}, "at least two"),
         ({"anchors": ["abc"], "examples": ["abc"]}, "under 4 letters"),
         ({"patern": "x"}, "unknown key 'patern'"),
+        ({"confidence": "high"}, "confidence 'high' is no number"),
+        ({"confidence": 7}, "no number from 0 to 1"),
+        ({"specificity": True}, "specificity True is no whole number"),
+        ({"source": "moon"}, "source 'moon' is none of any"),
+        ({"phase": "lunch"}, "phase 'lunch' is none of startup"),
+        ({"needs_block": "yes"}, "needs_block is not true or false"),
+        ({"since": 1}, "since is not a text"),
+        ({"confirms": ["gpu.gremlin"]}, "'gpu.gremlin' is not a known"),
+        ({"entity": "shelf"}, "entity 'shelf' is no group"),
+        ({"rank_group": "who"}, "rank_group 'who' is no group"),
+        ({"disable": "no"}, "disable is not true or false"),
     ):
         with pytest.raises(RegistryError, match=message):
             engine.load_registry(write_rules(tmp_path / "bad.json", {**SITE, **change}))
+
+
+def test_overlay_names_rank_node_and_data(tmp_path):
+    """Groups of a site's pattern say who had the fault, where, and with which data."""
+    texts = [f"gremlin in bay {n} of host n{n} at peer {n} with shard s-{n}.bin" for n in (1, 2)]
+    rule = {
+        **SITE,
+        "pattern": r"gremlin in bay \d+ of host (?P<where>\S+) at peer (?P<who>\d+)"
+        r" with shard (?P<what>\S+)",
+        "rank_group": "who",
+        "node_group": "where",
+        "entity": "what",
+        "phase": "checkpoint_load",
+        "examples": texts,
+    }
+    registry = engine.load_registry(write_rules(tmp_path / "site.json", rule))
+    found = verdict_of("[rank9]: " + texts[0] + "\n", registry=registry)
+    assert (found.first_fault.rank, found.first_fault.node) == (1, "n1")
+    assert (found.entity["id"], found.phase) == ("s-1.bin", "checkpoint_load")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"message": "CUDA out of memory.", "rank": 99999999999999999999999}',
+        '{"message": "CUDA out of memory.", "rank": "\u00b2"}',
+        "0000-01-01 10:00:00,000 ERROR CUDA out of memory.",
+        "[rank9999999]: CUDA out of memory.",
+        "9999999: CUDA out of memory.",
+    ],
+)
+def test_impossible_numbers_of_a_prefix(line):
+    """A rank or year that cannot be is left out; the line still counts."""
+    found = verdict_of((line + "\n") * 1000)
+    assert (found.reason_code, found.first_fault.rank) == ("gpu.oom", None)
+    assert found.events[0].ranks == ""
 
 
 def test_root_beats_cascade_whatever_the_order():
@@ -347,6 +397,47 @@ def test_program(tmp_path, capsys):
     assert cli.main(["explain", f"{log}:99"]) == 3
     with pytest.raises(SystemExit, match="2"):
         cli.main(["analyse"])
+
+
+def test_following_through_a_link(tmp_path):
+    """Growth is seen when the log is a link to a file of another directory."""
+    (tmp_path / "there").mkdir()
+    real = tmp_path / "there" / "job.log"
+    real.touch()
+    link = tmp_path / "job.log"
+    link.symlink_to(real)
+    with LogFollower(str(link)) as follower:
+        chunks = follower.chunks(60.0)
+        assert next(chunks) == b""  # it has settled
+        real.write_text("grown\n")
+        assert next(chunks) == b"grown\n"
+
+
+def test_log_that_cannot_be_read_is_no_wait(tmp_path, capsys):
+    """Following a directory, a pipe or a loop of links ends with one line, not with a wait."""
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("folder", "pipe", "loop"):
+        assert cli.main(["analyze", "--follow", str(tmp_path / name)]) == 3
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_histories_of_programs_at_once(tmp_path):
+    """Attempts that several programs add at the same time are all kept."""
+    path = str(tmp_path / "history.jsonl")
+    code = (
+        "import sys\nfrom nvidia_resiliency_ext.attribution._policy.history import *\n"
+        "for cycle in range(8): save_attempt(sys.argv[1], Attempt(sys.argv[2], cycle, 'f'))"
+    )
+    jobs = [subprocess.Popen([sys.executable, "-c", code, path, f"job{n}"]) for n in range(4)]
+    assert [job.wait(120) for job in jobs] == [0] * 4
+    for number in range(4):
+        assert len(load_history(path, f"job{number}", None)) == 8
+    with open(f"{path}.lock", "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match="another program"):
+            save_attempt(path, Attempt("job", 0, "f"), timeout_s=0.1)
 
 
 @pytest.mark.parametrize("notices", ["1", "0"])

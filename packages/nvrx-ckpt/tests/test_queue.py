@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queues on one rank: functions, failures, aborts, and what is left behind."""
 
-import dataclasses
 import gc
 import os
 import re
@@ -309,13 +308,16 @@ def test_nothing_outlives_the_trainer(how, tmp_path):
 @pytest.mark.parametrize("max_pending", [1, 2])
 def test_hung_save_does_not_hold_up_the_next(max_pending, tmp_path):
     """A save that hangs beyond `save_timeout` costs its worker, and later saves are written."""
-    queue = AsyncCallsQueue(save_timeout=1.0, max_pending=max_pending)
-    never = (str(tmp_path / "never"), torch.ones(5))
-    queue.schedule_async_request(AsyncRequest(failing_files.wait_for_file, never[:1], []))
+    queue = AsyncCallsQueue(max_pending=max_pending)
+    begun = tmp_path / "begun"
+    args = (str(begun), str(tmp_path / "never"))
+    queue.schedule_async_request(AsyncRequest(failing_files.touch_and_wait, args, []))
+    wait_until(begun.exists)
+    # Only now: on a slow machine a timeout could end before the worker has begun to hang.
+    queue.async_calls[0].expires = queue.async_calls[0].started + 1
     with pytest.raises(AsyncSaveError, match=r"within 1 s"):
         queue.maybe_finalize_async_calls(blocking=True)
     hung = queue.persistent_caller.process
-    queue.options = dataclasses.replace(queue.options, save_timeout=None)
     args = (str(tmp_path / "next"), torch.ones(5))
     queue.schedule_async_request(AsyncRequest(failing_files.write_text, args, []))
     assert queue.maybe_finalize_async_calls(blocking=True) == [1]

@@ -89,7 +89,7 @@ def test_a_read_timeout_must_be_positive(free_port: int, value: int) -> None:
 def test_the_patch_may_be_applied_twice(patched: None) -> None:
     """A second call changes nothing."""
     apply_c10d_patch()
-    assert c10d_rendezvous_backend._create_tcp_store is c10d_monkey_patch._create_tcp_store
+    assert c10d_rendezvous_backend._create_tcp_store is c10d_monkey_patch.create_tcp_store
 
 
 def test_a_store_that_comes_up_late_is_used_soon(free_port: int) -> None:

@@ -159,7 +159,7 @@ class NVRxAttribution(Generic[T, R]):
             ValueError: They differ; steps without annotations fit anything.
         """
         for first, second in itertools.pairwise(_STEPS):
-            returned = inspect.signature(attr_pipeline[first]).return_annotation
+            returned = _signature(attr_pipeline[first]).return_annotation
             parameters = _positional(attr_pipeline[second])
             if not parameters:
                 continue
@@ -167,6 +167,8 @@ class NVRxAttribution(Generic[T, R]):
             empty = inspect.Signature.empty
             if returned is empty or taken is empty or Any in (returned, taken):
                 continue
+            if isinstance(returned, str) != isinstance(taken, str):
+                continue  # one of them names a type that cannot be looked up
             if returned != taken:
                 raise ValueError(f"{first} returns {returned}, but {second} takes {taken}")
 
@@ -194,8 +196,10 @@ class NVRxAttribution(Generic[T, R]):
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return self.get_shared_loop().run_until_complete(self.run(args))
-        raise RuntimeError("an event loop runs in this thread; use 'await run(args)' instead")
+            pass  # errors of the steps are not to be told as consequences of this one
+        else:
+            raise RuntimeError("an event loop runs in this thread; use 'await run(args)' instead")
+        return self.get_shared_loop().run_until_complete(self.run(args))
 
     async def do_attribution(self, data: T) -> Any:
         """Run the middle step."""
@@ -260,4 +264,12 @@ class NVRxAttribution(Generic[T, R]):
 
 def _positional(step: Callable[..., Any]) -> list[inspect.Parameter]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p for p in inspect.signature(step).parameters.values() if p.kind in kinds]
+    return [p for p in _signature(step).parameters.values() if p.kind in kinds]
+
+
+def _signature(step: Callable[..., Any]) -> inspect.Signature:
+    """Return a signature whose annotations are types, also where their module postpones them."""
+    try:
+        return inspect.signature(step, eval_str=True)
+    except Exception:  # noqa: BLE001 - names in an annotation can be anything
+        return inspect.signature(step)

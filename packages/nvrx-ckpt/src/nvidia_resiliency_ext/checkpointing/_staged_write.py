@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ._durable import FileSaver
 from ._errors import AsyncSaveError
@@ -16,7 +16,23 @@ if TYPE_CHECKING:
 
     from ._write_plan import FileResult, WritePlan
 
-__all__ = ["StagedWrite"]
+__all__ = ["Publication", "StagedWrite"]
+
+
+class Publication(Protocol):
+    """What makes a checkpoint of files that are durable on all ranks.
+
+    Attributes:
+        begun: Whether `gather` was called.
+    """
+
+    begun: bool
+
+    def gather(self) -> bool:
+        """Exchange what has to be known; all ranks call it. Return whether this rank publishes."""
+
+    def write(self, is_dropped: Callable[[], bool] = lambda: False) -> None:
+        """Publish, from any thread; a failure is kept for the finalize function."""
 
 
 class StagedWrite(ABC):
@@ -34,6 +50,9 @@ class StagedWrite(ABC):
 
     pinned: bool = False
     """Whether data comes from a CUDA device, so that the buffer should be registered with it."""
+
+    publication: Publication | None = None
+    """What follows when all ranks have written, away from the training thread where possible."""
 
     @abstractmethod
     def staging_bytes(self) -> int:

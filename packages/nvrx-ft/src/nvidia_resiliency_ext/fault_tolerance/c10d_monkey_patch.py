@@ -29,7 +29,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_float
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
-__all__ = ["apply_c10d_patch"]
+__all__ = ["apply_c10d_patch", "create_tcp_store"]
 
 logger = logging.getLogger("nvrx")
 
@@ -45,10 +45,10 @@ def apply_c10d_patch() -> None:
     - `use_libuv` (default true): which server torch's store uses.
     - `store_connect_wait_seconds` (default 120): how long the store may take to come up.
     """
-    c10d_rendezvous_backend._create_tcp_store = _create_tcp_store  # noqa: SLF001 - the patch
+    c10d_rendezvous_backend._create_tcp_store = create_tcp_store  # noqa: SLF001 - the patch
 
 
-def _create_tcp_store(params: RendezvousParameters) -> TCPStore:
+def create_tcp_store(params: RendezvousParameters) -> TCPStore:
     """Serve or reach the store at the endpoint of `params`.
 
     Without `is_host` the name of the machine decides, and where that machine cannot bind the port

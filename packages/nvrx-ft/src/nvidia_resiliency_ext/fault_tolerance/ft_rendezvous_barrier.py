@@ -8,11 +8,11 @@ work; the others stand by.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
@@ -230,6 +230,9 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
         raise NotImplementedError("the world size of next_rendezvous() is the number of nodes")
 
 
+_Handler = TypeVar("_Handler", bound=FtRendezvousBarrierHandler)
+
+
 def create_handler(
     store: Store, backend: Any, params: RendezvousParameters
 ) -> FtRendezvousBarrierHandler:
@@ -252,6 +255,15 @@ def create_handler(
         ValueError: a setting has an unusable value, or the store is of another kind.
     """
     del backend
+    return make_handler(FtRendezvousBarrierHandler, store, params)
+
+
+def make_handler(
+    kind: Callable[[Store, RendezvousSettings, NodeOptions], _Handler],
+    store: Store,
+    params: RendezvousParameters,
+) -> _Handler:
+    """Return a handler of a kind over `store`; see `create_handler`."""
     check = node_check(params.config)
     timeout: RendezvousTimeout = RendezvousTimeout.from_configuration(params.config)
     settings = RendezvousSettings(
@@ -265,7 +277,7 @@ def create_handler(
         replacement_group_size=group_size(params.config),
         nproc_per_node=rdzv_config_get_as_int(params.config, "nproc_per_node", 1) or 1,
     )
-    handler = FtRendezvousBarrierHandler(store, settings, node_options(params))
+    handler = kind(store, settings, node_options(params))
     handler.set_node_check(check)
     return handler
 

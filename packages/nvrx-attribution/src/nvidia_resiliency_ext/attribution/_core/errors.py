@@ -12,11 +12,11 @@ class AttributionError(NvrxError):
     """Base of the errors of nvrx-attribution."""
 
 
-class UnreadableInputError(AttributionError, OSError):
-    """A log, trace or history cannot be read.
+class _PathError(AttributionError):
+    """Something is wrong with a path.
 
     Args:
-        path: The file or directory.
+        path: The file, directory or prefix.
         reason: Why, in words.
     """
 
@@ -29,21 +29,12 @@ class UnreadableInputError(AttributionError, OSError):
         return f"{self.path}: {self.reason}"
 
 
-class NoTraceError(AttributionError, ValueError):
-    """A path holds no readable flight-recorder dump.
+class UnreadableInputError(_PathError, OSError):
+    """A log, trace or history cannot be read."""
 
-    Args:
-        path: The directory, file or prefix that was searched.
-        reason: Why, in words.
-    """
 
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(path, reason)
-        self.path = path
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
+class NoTraceError(_PathError, ValueError):
+    """A path holds no readable flight-recorder dump."""
 
 
 class RegistryError(AttributionError, ConfigError):

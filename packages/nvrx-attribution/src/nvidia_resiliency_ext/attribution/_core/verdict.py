@@ -13,13 +13,22 @@ __all__ = ["FirstFault", "ReportedEvent", "RetryState", "Verdict", "VerdictProgr
 
 _SCHEMA = "nvrx_attribution.v1"
 _RESPONSE_SCHEMA = "restart_agent_response.v1"
+_BASIS_OF_RULE = {
+    "confirmation_retry": "confirmation_retry_available",
+    "general_retry": "general_retry_available",
+    "workload_managed_recovery": "workload_managed_recovery_available",
+}
+_USE_OF_QUALITY = {
+    "normal": "eligible",
+    "degraded": "eligible_degraded",
+    "unusable": "fallback_to_nvrx_default",
+}
 _HEADS = {
     "STOP": "STOP - DONT RESTART IMMEDIATE",
     "RESTART": "RESTART IMMEDIATE",
     "CONTINUE": "ERRORS NOT FOUND",
     "UNKNOWN": "NO LOGS",
 }
-_BOUNDED = frozenset({"gpu.illegal_access", "host.segfault", "net.port_in_use"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +36,8 @@ class RetryState:
     """Which budget counts, how large it is, how much of it is used.
 
     Attributes:
-        rule: `general_retry`, `bounded_retry`, `confirmation_retry` or `workload_unrecoverable`.
+        rule: `general_retry`, `bounded_retry`, `confirmation_retry`, `workload_managed_recovery` or
+            `workload_unrecoverable`.
         budget: Repeats without progress that are allowed.
         used: Repeats so far.
         scope: `root`, or `root_and_entity`.
@@ -200,24 +210,26 @@ class Verdict:
         """Return the JSON object `restart_agent_response.v1`; all keys are always there."""
         fault = self.first_fault
         fingerprint = f"sha256:{self.fingerprint}" if self.fingerprint else None
+        quality = "degraded" if self.reason_code == "unknown" else "normal"
+        quality = "unusable" if self.action == "UNKNOWN" else quality
         return {
             "schema_version": _RESPONSE_SCHEMA,
             "decision": "STOP" if self.action == "STOP" else "RESTART",
             "decision_basis": self._basis(),
             "retry_policy": {
                 "policy_version": "retry_budget.v1",
-                "rule": self._rule(),
+                "rule": self.retry.rule,
                 "general_root_ceiling": 3,
                 "selected_rule_budget": self.retry.budget,
-                "exhausted_by": self._rule() if self.retry.exhausted else None,
+                "exhausted_by": self.retry.rule if self.retry.exhausted else None,
             },
             "failure_domain": self.domain if self.domain != "none" else "unknown",
             "result_provenance": {
                 "candidate_kind": "l1_enriched"
                 if self.refinement and self.refinement.get("used")
                 else "deterministic",
-                "result_quality": "normal" if self.reason_code != "unknown" else "degraded",
-                "nvrx_use": "eligible" if self.reason_code != "unknown" else "eligible_degraded",
+                "result_quality": quality,
+                "nvrx_use": _USE_OF_QUALITY[quality],
             },
             "primary_failure": None
             if fault is None
@@ -258,17 +270,8 @@ class Verdict:
         if self.action == "STOP":
             exhausted = self.retry.exhausted
             return "retry_budget_exhausted" if exhausted else "workload_unrecoverable"
-        rule = self._rule()
-        if rule == "confirmation_retry":
-            return "confirmation_retry_available"
-        return "general_retry_available" if rule == "general_retry" else "retry_recovery_available"
-
-    def _rule(self) -> str:
-        if self.action == "STOP" and not self.retry.exhausted:
-            return "workload_unrecoverable"
-        if self.retry.scope == "root_and_entity":
-            return "confirmation_retry"
-        return "bounded_retry" if self.reason_code in _BOUNDED else "general_retry"
+        rule = self.retry.rule
+        return _BASIS_OF_RULE.get(rule, "retry_recovery_available")
 
     def _events(self, roles: set[str]) -> list[dict[str, Any]]:
         line = self.first_fault.line if self.first_fault is not None else -1

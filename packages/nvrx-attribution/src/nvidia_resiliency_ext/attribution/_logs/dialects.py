@@ -14,11 +14,13 @@ import json
 import re
 from dataclasses import dataclass
 
-__all__ = ["NO_YEAR", "Line", "LineReader", "plain_text"]
+__all__ = ["NO_YEAR", "Line", "LineReader", "plain_text", "rank_in_digits"]
 
 NO_YEAR = 2000
 _LAYERS = 6
 _MOST_RANK = 1 << 20
+_RANK_DIGITS = 7
+_FIRST_YEAR = 1970
 _LONGEST = 4096
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
@@ -154,8 +156,7 @@ class LineReader:
     def _take(self, match: re.Match[str], line: Line) -> None:
         parts = match.groupdict()
         if parts.get("rank") is not None and line.rank is None:
-            rank = int(parts["rank"])
-            line.rank = rank if rank < _MOST_RANK else None
+            line.rank = rank_in_digits(parts["rank"])
         if parts.get("local") is not None:
             line.local_rank = int(parts["local"])
         if parts.get("node") is not None and line.node is None:
@@ -168,8 +169,9 @@ class LineReader:
             line.is_kernel = True
 
     def _seconds(self, parts: dict[str, str | None]) -> float | None:
-        if parts.get("year"):
-            self.year = int(parts["year"] or 0)
+        year = int(parts.get("year") or 0)
+        if year >= _FIRST_YEAR:
+            self.year = year
         month = _MONTHS.get(parts.get("mon") or "") or int(parts.get("month") or 0)
         numbers = (
             *(self.year, month, int(parts["day"] or 0), int(parts["hour"] or 0)),
@@ -201,13 +203,21 @@ class LineReader:
             node = next((source[k] for k in _JSON_NODE if isinstance(source.get(k), str)), None)
             line.node = line.node or node
             rank = source.get("rank")
-            if line.rank is None and isinstance(rank, int | str) and str(rank).isdigit():
-                line.rank = int(rank)
+            if line.rank is None and isinstance(rank, int | str):
+                line.rank = rank_in_digits(str(rank)[: _RANK_DIGITS + 1])
         stamp = next((value[k] for k in _JSON_TIME if isinstance(value.get(k), str)), "")
         match = re.match(_ISO, stamp)
         if match is not None:
             line.time_s = self._seconds(match.groupdict())
         return str(message).rstrip("\n")
+
+
+def rank_in_digits(text: str | bytes | None) -> int | None:
+    """Return the rank in a text of digits; None for anything else, and beyond 2**20."""
+    if not text or len(text) > _RANK_DIGITS or not (text.isascii() and text.isdigit()):
+        return None
+    rank = int(text)
+    return rank if rank < _MOST_RANK else None
 
 
 def plain_text(text: str) -> str:
@@ -220,5 +230,4 @@ def _rank_in(text: str) -> int | None:
     match = _GLOBAL_RANK.search(text) or _IN_TEXT.search(text)
     if match is None:
         return None
-    rank = int(next(value for value in match.groups() if value is not None))
-    return rank if rank < _MOST_RANK else None
+    return rank_in_digits(next(value for value in match.groups() if value is not None))

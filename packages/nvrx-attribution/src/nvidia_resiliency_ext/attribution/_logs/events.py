@@ -9,7 +9,13 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.attribution._logs.dialects import NO_YEAR, Line, LineReader, plain_text
+from nvidia_resiliency_ext.attribution._logs.dialects import (
+    NO_YEAR,
+    Line,
+    LineReader,
+    plain_text,
+    rank_in_digits,
+)
 from nvidia_resiliency_ext.attribution._logs.nodes import NodeMap
 from nvidia_resiliency_ext.attribution._logs.progress import Progress
 from nvidia_resiliency_ext.attribution._logs.registry import letters
@@ -213,6 +219,7 @@ class _Found:
     at: Occurrence
     xid: int | None = None
     exit_code: int | None = None
+    entity: str | None = None
 
 
 class EventTable:
@@ -262,12 +269,13 @@ class EventTable:
             *(place.number, -1, line.time_s, line.rank, line.local_rank, line.node, line.gpu),
             line.text[:_TEXT],
         )
-        for name in ("rank", "rank2", "rank3"):
+        for name in (rule.rank_group, "rank2", "rank3"):
             if groups.get(name):
-                at.rank = int(groups[name])
-        at.node = (groups.get("node") or at.node or "").rstrip(".,;") or None
+                at.rank = rank_in_digits(groups[name])
+        at.node = (groups.get(rule.node_group) or at.node or "").rstrip(".,;") or None
         at.gpu = groups.get("gpu") or at.gpu
         found = _Found(rule.code, rule.role, at)
+        found.entity = groups.get(rule.entity) if rule.entity is not None else None
         if groups.get("xid"):
             found.xid = int(groups["xid"])
             entry = self._registry.xids.get(found.xid)
@@ -308,7 +316,9 @@ class EventTable:
         event = Event(rule, found.code, found.role, found.at, progress.mark(), progress.phase)
         event.steps_before = progress.last_step is not None
         event.xid, event.exit_code = found.xid, found.exit_code
+        event.phase = rule.phase or event.phase
         self._describe(event, line, place)
+        event.entity = found.entity or event.entity
         if rule.needs_block and not event.in_traceback:
             event.role = "either"
         return event

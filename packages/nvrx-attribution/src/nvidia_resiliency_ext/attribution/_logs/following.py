@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import select
+import stat
 import time
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["LogFollower"]
 
 _CHUNK_BYTES = 1 << 20
-_LOOK_S = 0.5  # where the kernel reports nothing
+_LOOK_S = 0.5  # where the kernel does not report all growth
+# File systems whose files grow by writes of this machine alone.
+_LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs"})
 
 
 class LogFollower:
@@ -28,7 +31,8 @@ class LogFollower:
         settle_s: Seconds without growth after which the reader is told so.
 
     Raises:
-        UnreadableInputError: The directory cannot be opened.
+        UnreadableInputError: The directory cannot be opened; while reading, that the log is there
+            and cannot be read.
     """
 
     def __init__(self, path: str, settle_s: float = 0.2) -> None:
@@ -43,6 +47,7 @@ class LogFollower:
         except OSError as error:
             raise UnreadableInputError(parent, error.strerror or str(error)) from None
         self._notices = DirectoryNotices(self._directory)
+        self._is_reported = False
 
     def chunks(self, quiet_s: float | None = None) -> Iterator[bytes]:
         """Yield data as it comes, and empty bytes once when none has come for `settle_s`.
@@ -89,7 +94,10 @@ class LogFollower:
         if self._file is None and not self._open():
             return b""
         assert self._file is not None
-        data = os.read(self._file, _CHUNK_BYTES)
+        try:
+            data = os.read(self._file, _CHUNK_BYTES)
+        except OSError as error:
+            raise UnreadableInputError(self._path, error.strerror or str(error)) from None
         if data:
             self._offset += len(data)
             return data
@@ -108,9 +116,17 @@ class LogFollower:
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             self._file = os.open(self._name, flags, dir_fd=self._directory)
-        except OSError:
+        except FileNotFoundError:
             return False
+        except OSError as error:
+            raise UnreadableInputError(self._path, error.strerror or str(error)) from None
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            raise UnreadableInputError(self._path, "not a regular file")
         self._offset = 0
+        # Of a file that is reached through a link the directory is told nothing.
+        real = os.readlink(f"/proc/self/fd/{self._file}")
+        here = os.readlink(f"/proc/self/fd/{self._directory}")
+        self._is_reported = os.path.dirname(real) == here and _is_local(self._file)
         return True
 
     def _is_replaced(self) -> bool:
@@ -123,10 +139,24 @@ class LogFollower:
         return (now.st_dev, now.st_ino) != (ours.st_dev, ours.st_ino)
 
     def _wait(self, seconds: float | None) -> None:
-        if not self._notices.are_there:
-            select.select([], [], [], min(_LOOK_S, seconds if seconds is not None else _LOOK_S))
-            return
+        is_told = self._notices.are_there and (self._file is None or self._is_reported)
+        if not is_told:
+            seconds = _LOOK_S if seconds is None else min(_LOOK_S, seconds)
         poll = select.poll()
-        poll.register(self._notices.fileno(), select.POLLIN)
+        if self._notices.are_there:
+            poll.register(self._notices.fileno(), select.POLLIN)
         poll.poll(None if seconds is None else max(0.0, seconds) * 1000)
-        self._notices.names()
+        if self._notices.are_there:
+            self._notices.names()
+
+
+def _is_local(descriptor: int) -> bool:
+    """Tell whether only this machine writes to the file system of a descriptor."""
+    device = os.fstat(descriptor).st_dev
+    mounted = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+        for line in mounts:
+            before, _, after = line.partition(" - ")
+            if before.split()[2] == mounted:
+                return after.split()[0] in _LOCAL
+    return False

@@ -30,29 +30,32 @@ _DEFAULT_SPECIFICITY = 50
 _TIMING_BYTES = 64 * 1024
 _TIMING_LIMIT_S = 0.1
 _TIMING_TRIES = 50
-_KNOWN_KEYS = frozenset(
-    [
-        "id",
-        "code",
-        "role",
-        "anchors",
-        "pattern",
-        "unless",
-        "source",
-        "confidence",
-        "entity",
-        "specificity",
-        "confirms",
-        "phase",
-        "since",
-        "needs_block",
-        "examples",
-        "counterexamples",
-        "disable",
-        "rank_group",
-        "node_group",
-    ]
-)
+SOURCES = ("any", "kernel", "slurm", "nccl", "python", "launcher")
+PHASES = ("startup", "training", "checkpoint_save", "checkpoint_load", "shutdown")
+# Key of a rule -> type of its value, and where there are few, the values; `since` is for people.
+_KEYS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "id": (str, ()),
+    "code": (str, ()),
+    "role": (str, ROLES),
+    "anchors": (list, ()),
+    "pattern": (str, ()),
+    "unless": (list, ()),
+    "source": (str, SOURCES),
+    "confidence": (float, ()),
+    "entity": (str, ()),
+    "rank_group": (str, ()),
+    "node_group": (str, ()),
+    "specificity": (int, ()),
+    "confirms": (list, ()),
+    "phase": (str, PHASES),
+    "since": (str, ()),
+    "needs_block": (bool, ()),
+    "examples": (list, ()),
+    "counterexamples": (list, ()),
+    "disable": (bool, ()),
+}
+_REQUIRED = ("code", "role", "anchors", "pattern")
+_ARTIFACT = "artifact"
 # A quantified group that holds a quantifier: the way to exponential time.
 _NESTED = re.compile(r"\((?:[^()\\]|\\.)*[+*](?:[^()\\]|\\.)*\)(?:[+*]|\{\d+,\})")
 
@@ -78,6 +81,7 @@ class Code:
         confidence: Of a finding by text, 0 to 1.
         exclude: Its node is named to be excluded.
         exclude_on_repeat: Its node is named when it has it again.
+        bounded: Its retries are counted under the rule `bounded_retry`.
         stop_first: STOP when no step was completed before.
         most_ranks: `stop_first` counts only when most ranks have it.
         per_entity: Only a repeat with the same file or data counts.
@@ -90,6 +94,7 @@ class Code:
     confidence: float
     exclude: bool = False
     exclude_on_repeat: bool = False
+    bounded: bool = False
     stop_first: bool = False
     most_ranks: bool = False
     per_entity: bool = False
@@ -107,7 +112,28 @@ class XidEntry:
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """One rule; `matches` is the whole test of a line."""
+    """One rule; `matches` is the whole test of a line.
+
+    Attributes:
+        id: Its name; overlays disable it by that.
+        code: Reason code that it gives.
+        role: One of `ROLES`.
+        anchors: Literals of which a line has at least one.
+        pattern: What the line matches.
+        unless: What it must not match.
+        source: Kind of the writer; the block before lines of the kernel and of Slurm says nothing.
+        confidence: 0 to 1; None: that of the code.
+        entity: Group of the pattern that names file or data; `artifact`: the path in the line.
+        specificity: Higher ones win.
+        confirms: Codes whose symptom this line explains.
+        needs_block: It is a cause only below a traceback.
+        phase: Of the job; None: as the log says.
+        rank_group: Group of the pattern that names the rank.
+        node_group: Group of the pattern that names the node.
+        examples: Lines that it matches.
+        counterexamples: Lines that it does not match.
+        origin: File and rule, for messages.
+    """
 
     id: str
     code: str
@@ -122,6 +148,8 @@ class Rule:
     confirms: tuple[str, ...] = ()
     needs_block: bool = False
     phase: str | None = None
+    rank_group: str = "rank"
+    node_group: str = "node"
     examples: tuple[str, ...] = ()
     counterexamples: tuple[str, ...] = ()
     origin: str = "bundled"
@@ -255,7 +283,9 @@ def _overlaid(registry: Registry, path: str) -> Registry:
         if not isinstance(value, dict) or not isinstance(value.get("id"), str):
             raise RegistryError(f"{where} has no id")
         where = f"{path}: rule {value['id']!r}"
-        if value.get("disable") is True:
+        if "disable" in value:
+            _check_value("disable", value["disable"], where)
+        if value.get("disable"):
             if rules.pop(value["id"], None) is None:
                 raise RegistryError(f"{where}: there is no such rule to disable")
             continue
@@ -266,7 +296,10 @@ def _overlaid(registry: Registry, path: str) -> Registry:
         if problems:
             raise RegistryError(f"{path}: {problems[0]}")
         rules[rule.id] = rule
-    version = f"{registry.version}+{data.get('version', os.path.basename(path))}"
+    own_version = data.get("version", os.path.basename(path))
+    if not isinstance(own_version, str | int | float):
+        raise RegistryError(f"{path}: version is not a text")
+    version = f"{registry.version}+{own_version}"
     return Registry(version, _sorted(rules.values()), registry.codes, registry.xids)
 
 
@@ -295,35 +328,61 @@ def _toml(text: str) -> Any:
 
 
 def _checked(value: dict[str, Any], where: str, registry: Registry) -> Rule:
-    unknown = sorted(set(value) - _KNOWN_KEYS)
+    unknown = sorted(set(value) - set(_KEYS))
     if unknown:
         raise RegistryError(f"{where}: unknown key {unknown[0]!r}")
-    if value.get("code") not in registry.codes:
-        raise RegistryError(f"{where}: code {value.get('code')!r} is not a known reason code")
-    if value.get("role") not in ROLES:
-        raise RegistryError(f"{where}: role {value.get('role')!r} is none of {', '.join(ROLES)}")
-    anchors = value.get("anchors")
-    if not isinstance(anchors, list) or not anchors or not all(isinstance(a, str) for a in anchors):
-        raise RegistryError(f"{where}: anchors is not a list of texts")
-    if not isinstance(value.get("pattern"), str):
-        raise RegistryError(f"{where}: pattern is not a text")
-    for key in ("unless", "examples", "counterexamples", "confirms"):
-        items = value.get(key, [])
-        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-            raise RegistryError(f"{where}: {key} is not a list of texts")
-    for pattern in (value["pattern"], *value.get("unless", [])):
+    for key in _REQUIRED:
+        if key not in value:
+            raise RegistryError(f"{where}: {key} is missing")
+    for key, item in value.items():
+        _check_value(key, item, where)
+    for code in (value["code"], *value.get("confirms", ())):
+        if code not in registry.codes:
+            raise RegistryError(f"{where}: code {code!r} is not a known reason code")
+    if not value["anchors"]:
+        raise RegistryError(f"{where}: anchors is empty")
+    for pattern in (value["pattern"], *value.get("unless", ())):
         try:
-            re.compile(pattern)
-        except re.error as error:
+            groups = re.compile(pattern).groupindex
+        except (re.error, RecursionError, OverflowError) as error:
             raise RegistryError(f"{where}: {pattern!r}: {error}") from None
+        if pattern == value["pattern"]:
+            _check_groups(value, groups, where)
     return _rule(value, where)
+
+
+def _check_groups(value: dict[str, Any], groups: Any, where: str) -> None:
+    for key in ("entity", "rank_group", "node_group"):
+        name = value.get(key)
+        is_path = key == "entity" and name == _ARTIFACT
+        if name is not None and name not in groups and not is_path:
+            raise RegistryError(f"{where}: {key} {name!r} is no group of the pattern")
+
+
+def _check_value(key: str, value: object, where: str) -> None:
+    kind, allowed = _KEYS[key]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is list:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise RegistryError(f"{where}: {key} is not a list of texts")
+    elif kind is float:
+        if not is_number or not 0 <= float(value) <= 1:  # type: ignore[arg-type]
+            raise RegistryError(f"{where}: {key} {value!r} is no number from 0 to 1")
+    elif kind is int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise RegistryError(f"{where}: {key} {value!r} is no whole number")
+    elif not isinstance(value, kind):
+        name = "a text" if kind is str else "true or false"
+        raise RegistryError(f"{where}: {key} is not {name}")
+    if allowed and value not in allowed:
+        raise RegistryError(f"{where}: {key} {value!r} is none of {', '.join(allowed)}")
 
 
 def _rule(value: dict[str, Any], origin: str) -> Rule:
     kept: dict[str, Any] = {
         key: tuple(item) if isinstance(item, list) else item for key, item in value.items()
     }
-    for key in ("since", "disable", "rank_group", "node_group"):
+    for key in ("since", "disable"):
         kept.pop(key, None)
     return Rule(**kept, origin=origin)
 

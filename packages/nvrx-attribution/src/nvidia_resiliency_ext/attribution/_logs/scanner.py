@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.attribution._logs.dialects import Line, LineReader
+from nvidia_resiliency_ext.attribution._logs.dialects import Line, LineReader, rank_in_digits
 from nvidia_resiliency_ext.attribution._logs.events import (
     MOST_RANKS,
     Block,
@@ -307,8 +307,9 @@ class Scanner:
         event.count += 1
         event.last_line = number
         found = _QUICK_RANK.search(text, 0, _PREFIX_BYTES)
-        if found is not None and len(event.ranks) < MOST_RANKS:
-            event.ranks.add(int(found[1] or found[2]))
+        rank = rank_in_digits(found[1] or found[2]) if found is not None else None
+        if rank is not None and len(event.ranks) < MOST_RANKS:
+            event.ranks.add(rank)
         return True
 
     def _take_note(self, line: Line) -> None:

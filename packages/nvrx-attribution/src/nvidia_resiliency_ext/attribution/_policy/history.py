@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import sqlite3
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.attribution._core.errors import UnreadableInputError
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
 
 if TYPE_CHECKING:
@@ -24,6 +28,8 @@ _TOTAL = 3000
 _LIMIT_BYTES = 32 << 20
 _SQLITE_ENDINGS = (".db", ".sqlite", ".sqlite3")
 _SQLITE_TIMEOUT_S = 10.0
+_LOCK_TIMEOUT_S = 30.0
+_LOCK_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +147,45 @@ def load_history(
     return attempts
 
 
-def save_attempt(path: str, attempt: Attempt) -> None:
+def save_attempt(path: str, attempt: Attempt, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
     """Add an attempt to a file; the same attempt again replaces itself.
 
-    At most 10 attempts per job and 3000 in all are kept, the newest.
+    At most 10 attempts per job and 3000 in all are kept, the newest. Programs that add at the same
+    time take turns, by a lock on `<path>.lock`.
+
+    Args:
+        path: JSON lines, or SQLite.
+        attempt: What to add.
+        timeout_s: Seconds to wait for a turn.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: The file cannot be written, or another program keeps the lock.
     """
+    with _locked(f"{path}.lock", timeout_s):
+        _save(path, attempt)
+
+
+@contextlib.contextmanager
+def _locked(path: str, timeout_s: float) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        deadline = Deadline.after(timeout_s)
+        # The kernel knows no wait for a lock with an end.
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if deadline.expired():
+                    message = f"another program has had it for {timeout_s:g} s"
+                    raise OSError(errno.EAGAIN, message, path) from None
+                time.sleep(_LOCK_LOOK_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _save(path: str, attempt: Attempt) -> None:
     kept = [
         other
         for other in _read(path)

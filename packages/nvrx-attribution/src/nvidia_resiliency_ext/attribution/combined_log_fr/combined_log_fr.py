@@ -26,7 +26,7 @@ _EXIT_UNREADABLE = 3
 _RANKS = re.compile(r"hanging ranks:\s*\[([\d,\s]*)\]")
 
 
-class CombinedLogFR(NVRxAttribution[dict[str, Any], str]):
+class CombinedLogFR(NVRxAttribution[dict[str, Any], tuple[str, AttributionState]]):
     """Put the results of log analysis and flight-recorder analysis together.
 
     Args:
@@ -80,15 +80,16 @@ class CombinedLogFR(NVRxAttribution[dict[str, Any], str]):
             "threshold": threshold,
         }
 
-    def combine(self, inputs: dict[str, Any]) -> str:
-        """Return one text of both results and the ranks to exclude."""
-        self._is_stop = len(inputs["ranks"]) > inputs["threshold"]
+    def combine(self, inputs: dict[str, Any]) -> tuple[str, AttributionState]:
+        """Return one text of both results and the ranks to exclude, and the state."""
+        is_stop = len(inputs["ranks"]) > inputs["threshold"]
         parts = [inputs["log"], inputs["fr"], f"ranks to exclude: {inputs['ranks']}"]
-        return "\n\n".join(part for part in parts if part)
+        text = "\n\n".join(part for part in parts if part)
+        return text, AttributionState.STOP if is_stop else AttributionState.CONTINUE
 
-    def print_output(self, text: str) -> tuple[str, AttributionState]:
-        """Return (text, state)."""
-        return text, AttributionState.STOP if self._is_stop else AttributionState.CONTINUE
+    def print_output(self, combined: tuple[str, AttributionState]) -> tuple[str, AttributionState]:
+        """Return (text, state) as they are."""
+        return combined
 
     def reply_parts(self, text: str, state: AttributionState) -> dict[str, Any]:
         """Return what a service answers; ranks to exclude alone are no reason to stop a job."""

@@ -88,37 +88,26 @@ class ErrorCode(str, enum.Enum):
         403
     """
 
-    INVALID_PATH = "invalid_path"
-    INVALID_PARAMETER = "invalid_parameter"
-    NOT_REGULAR = "not_regular"
-    EMPTY_FILE = "empty_file"
-    OUTSIDE_ROOT = "outside_root"
-    NOT_READABLE = "not_readable"
-    LOGS_DIR_NOT_READABLE = "logs_dir_not_readable"
-    NOT_FOUND = "not_found"
-    FR_DUMP_NOT_FOUND = "fr_dump_not_found"
-    JOB_LIMIT_REACHED = "job_limit_reached"
-    INTERNAL_ERROR = "internal_error"
+    http_status: int
 
-    @property
-    def http_status(self) -> int:
-        """Status of the reply."""
-        return _HTTP_STATUS[self.value]
+    def __new__(cls, text: str, http_status: int = 0) -> ErrorCode:  # noqa: PYI034 - as Python 3.10
+        """Make a code of its text; `http_status` is the status of the reply."""
+        code = str.__new__(cls, text)
+        code._value_ = text
+        code.http_status = http_status
+        return code
 
-
-_HTTP_STATUS = {
-    "invalid_path": 400,
-    "invalid_parameter": 400,
-    "not_regular": 400,
-    "empty_file": 400,
-    "outside_root": 403,
-    "not_readable": 403,
-    "logs_dir_not_readable": 403,
-    "not_found": 404,
-    "fr_dump_not_found": 404,
-    "job_limit_reached": 503,
-    "internal_error": 500,
-}
+    INVALID_PATH = ("invalid_path", 400)
+    INVALID_PARAMETER = ("invalid_parameter", 400)
+    NOT_REGULAR = ("not_regular", 400)
+    EMPTY_FILE = ("empty_file", 400)
+    OUTSIDE_ROOT = ("outside_root", 403)
+    NOT_READABLE = ("not_readable", 403)
+    LOGS_DIR_NOT_READABLE = ("logs_dir_not_readable", 403)
+    NOT_FOUND = ("not_found", 404)
+    FR_DUMP_NOT_FOUND = ("fr_dump_not_found", 404)
+    JOB_LIMIT_REACHED = ("job_limit_reached", 503)
+    INTERNAL_ERROR = ("internal_error", 500)
 
 
 @dataclass(frozen=True)

@@ -54,27 +54,33 @@ def capture_logs(logger_name: str | None = None) -> Iterator[io.StringIO]:
 
 
 class _ThreadStream(io.TextIOBase):
-    """Send what one thread writes to a text, and all else where it went before."""
+    """Stand in for a stream: text of threads that capture goes to them, all else on to the stream.
 
-    def __init__(self, owner: int, text: io.StringIO, before: TextIO) -> None:
+    Args:
+        before: The stream.
+    """
+
+    def __init__(self, before: TextIO) -> None:
         super().__init__()
-        self._owner = owner
-        self._text = text
-        self._before = before
+        self.before = before
+        self.texts: dict[int, list[io.StringIO]] = {}
 
     def write(self, text: str) -> int:
-        """Write to the stream of the calling thread."""
-        mine = threading.get_ident() == self._owner
-        return (self._text if mine else self._before).write(text)
+        """Write to the innermost capture of the calling thread."""
+        mine = self.texts.get(threading.get_ident())
+        return (mine[-1] if mine else self.before).write(text)
 
     def flush(self) -> None:
-        """Flush the stream from before."""
-        self._before.flush()
+        """Flush the stream."""
+        self.before.flush()
+
+
+_stdout_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def capture_stdout(logger_name: str | None = None) -> Iterator[io.StringIO]:
-    """Collect what this thread prints.
+    """Collect what this thread prints; captures of several threads may overlap.
 
     Args:
         logger_name: Not used; callers of old pass one.
@@ -83,10 +89,20 @@ def capture_stdout(logger_name: str | None = None) -> Iterator[io.StringIO]:
         The text so far.
     """
     del logger_name
+    owner = threading.get_ident()
     text = io.StringIO()
-    before = sys.stdout
-    sys.stdout = _ThreadStream(threading.get_ident(), text, before)
+    with _stdout_lock:
+        now: object = sys.stdout
+        stream = now if isinstance(now, _ThreadStream) else _ThreadStream(sys.stdout)
+        sys.stdout = stream
+        stream.texts.setdefault(owner, []).append(text)
     try:
         yield text
     finally:
-        sys.stdout = before
+        with _stdout_lock:
+            stream.texts[owner].remove(text)
+            if not stream.texts[owner]:
+                del stream.texts[owner]
+            # The last one puts the stream back, unless somebody has put another in its place.
+            if not stream.texts and sys.stdout is stream:
+                sys.stdout = stream.before

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import secrets
 import threading
@@ -191,6 +192,20 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
                 break
         return call.state is not CallState.RUNNING
 
+    def publish(self, call: Call) -> None:
+        """Begin to publish a call that all ranks have written; all of them call this.
+
+        On the rank that publishes the call is running again until that is done.
+        """
+        staged = call.staged
+        if staged is None or staged.publication is None:
+            return
+        publication = staged.publication
+        if publication.gather():
+            write = functools.partial(publication.write, lambda: call.given_up is not None)
+            call.state = CallState.RUNNING
+            self._run_in_thread(call, write)
+
     def give_up(self, call: Call, cause: str) -> None:
         """Mark a running call as failed and let it end soon; its result is dropped."""
         call.given_up = time.monotonic()
@@ -249,6 +264,10 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
                 call.fail("it was aborted")
                 self._release(call)
             self._calls.clear()
+        for call in self._threads:
+            self.give_up(call, "it was aborted")
+            if call.staged is not None and call.thread is not None:
+                call.thread.join(self.sigterm_timeout)  # nothing is published after this
         self._threads.clear()
         self._current = None
         self._pool.close()
@@ -426,11 +445,15 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
             return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
         args, kwargs = _pytree.tree_map(copy, (args, kwargs))
+        function: Any = call.request.async_fn
+        self._run_in_thread(call, functools.partial(function, *args, **kwargs))
+
+    def _run_in_thread(self, call: Call, function: Callable[[], Any]) -> None:
         outcome = call.thread_errors
 
         def run() -> None:
             try:
-                call.request.async_fn(*args, **kwargs)  # type: ignore[misc]
+                function()
             except BaseException:  # noqa: BLE001 - it is the call's failure
                 outcome.append(traceback.format_exc())
 

@@ -328,15 +328,22 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
     ) -> tuple[CallState, BaseException | None]:
         """Return how far a call is, on all ranks unless `no_dist`, and why it failed."""
         while True:
-            self._wait_here(call, blocking, alone=no_dist or self._control.size == 1)
-            if no_dist or self._control.size == 1:
+            alone = self._control.size == 1
+            self._wait_here(call, blocking, alone=no_dist or alone)
+            if alone and self._can_publish(call):
+                self._get_async_caller().publish(call)
+                continue
+            if no_dist or alone:
                 failed = call.state is CallState.FAILED
                 return call.state, self._error(call, call.cause) if failed else None
-            state, same = self._agree(call)
+            state, same, publishes = self._agree(call)
             if not same:
                 raise AssertionError("ranks finalise different calls: all must schedule the same")
             if state is CallState.FAILED:
                 return state, self._shared_error(call)
+            if state is CallState.WRITTEN and publishes:
+                self._get_async_caller().publish(call)
+                continue
             if state is CallState.WRITTEN or not blocking:
                 return state, None
 
@@ -349,15 +356,23 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         caller.wait(call, wait_s)
         self._recorder.progress(call, caller)
 
-    def _agree(self, call: Call) -> tuple[CallState, bool]:
+    @staticmethod
+    def _can_publish(call: Call) -> bool:
+        publication = None if call.staged is None else call.staged.publication
+        written = call.state is CallState.WRITTEN
+        return written and publication is not None and not publication.begun
+
+    def _agree(self, call: Call) -> tuple[CallState, bool, bool]:
+        """Return how far a call is on all ranks, whether all mean it, and whether all publish."""
         written = int(call.state is CallState.WRITTEN)
         ok = int(call.state is not CallState.FAILED)
-        values = self._control.minimum([written, ok, call.idx, -call.idx])
+        publishes = int(self._can_publish(call))
+        values = self._control.minimum([written, ok, call.idx, -call.idx, publishes])
         if not values[1]:
             state = CallState.FAILED
         else:
             state = CallState.WRITTEN if values[0] else CallState.RUNNING
-        return state, values[2] == -values[3]
+        return state, values[2] == -values[3], bool(values[4])
 
     def _error(self, call: Call, cause: str, rank: int | None = None) -> BaseException:
         rank = self._control.rank if rank is None else rank

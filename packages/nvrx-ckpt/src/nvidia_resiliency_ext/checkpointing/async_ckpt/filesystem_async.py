@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
 
+    from nvidia_resiliency_ext.checkpointing._staged_write import Publication
+
 __all__ = [
     "ConsistentDataIdentifier",
     "FileSystemWriterAsync",
@@ -164,6 +166,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.rank_manifests: list[dict[str, Any]] = []
         self._buckets: list[WriteBucket] = []
         self._write: CheckpointWrite | None = None
+        self.publication: Publication | None = None
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Resolve the items of a plan and divide them into files.
@@ -201,6 +204,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self._write is None:
             return None, None, []
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        self._write.publication = self.publication
         preload = functools.partial(self.preload_tensors, self._buckets, True)
         return self._write, preload, [rank, None, get_write_results_queue()]
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from ._agreement import control_group
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -167,6 +167,7 @@ def save_state_dict_async_plan(  # noqa: PLR0913, PLR0917 - given
     ret = (storage_writer, metadata, wrapper)
     if cache is not None:
         ret = cache.prepare_save_state_dict_ret(wrapper.rank, coordinator_rank, ret)
+    storage_writer.publication = _Publication(*ret)
     return ret
 
 
@@ -294,37 +295,79 @@ def save_state_dict_async_finalize(
         CheckpointException: A rank could not write, or the coordinator could not publish; on all
             ranks, with the details on the coordinator.
     """
-    control = control_group(dist_wrapper.group)
-    results = storage_writer.retrieve_write_results()
-    failed = _is_wrapped_exception(results)
-    manifest = storage_writer.rank_manifest() if hasattr(storage_writer, "rank_manifest") else None
-    exchange = _exchange_of(dist_wrapper)
-    digest = 0 if failed else _results_digest(results)
-    known = not failed and exchange.knows(digest, dist_wrapper)
-    numbers = control.gather_numbers([
-        int(failed), int(known), digest,
-        *((manifest["crc32"], manifest["bytes"], manifest["rank"]) if manifest else (0, -1, 0)),
-    ])  # fmt: skip
-    if all(row[1] for row in numbers):
-        all_results = exchange.results_of(numbers) if dist_wrapper.is_coordinator else None
-    else:
-        all_results = dist_wrapper.gather_object(results)
-        if not any(row[0] for row in numbers):
-            exchange.keep(digest, all_results, numbers)
-    failures: dict[int, Any] = {}
-    if dist_wrapper.is_coordinator and all_results is not None:
-        failures = {r: v for r, v in enumerate(all_results) if _is_wrapped_exception(v)}
-        if not failures and global_metadata is None:
+    publication = storage_writer.publication
+    if not isinstance(publication, _Publication) or publication.metadata is not global_metadata:
+        publication = _Publication(storage_writer, global_metadata, dist_wrapper)
+    if not publication.begun:
+        publication.gather()
+        publication.write()
+    publication.agree()
+
+
+class _Publication:
+    """The last step of a save: its metadata is written when all files are durable on all ranks.
+
+    A queue takes the first two steps by itself, `write` in a thread.
+
+    Args:
+        writer: The writer of this rank.
+        metadata: The metadata, on the coordinator.
+        wrapper: The ranks that save.
+    """
+
+    def __init__(
+        self, writer: FileSystemWriterAsync, metadata: Metadata | None, wrapper: _DistWrapper
+    ) -> None:
+        self.metadata = metadata
+        self.begun = False
+        self._writer = writer
+        self._wrapper = wrapper
+        self._results: list[Any] | None = None
+        self._failures: dict[int, Any] = {}
+
+    def gather(self) -> bool:
+        """Bring the results of all ranks to the coordinator; return whether this rank is it."""
+        self.begun = True
+        writer, wrapper = self._writer, self._wrapper
+        results = writer.retrieve_write_results()
+        failed = _is_wrapped_exception(results)
+        manifest = writer.rank_manifest() if hasattr(writer, "rank_manifest") else None
+        exchange = _exchange_of(wrapper)
+        digest = 0 if failed else _results_digest(results)
+        known = not failed and exchange.knows(digest, wrapper)
+        numbers = control_group(wrapper.group).gather_numbers([
+            int(failed), int(known), digest,
+            *((manifest["crc32"], manifest["bytes"], manifest["rank"]) if manifest else (0, -1, 0)),
+        ])  # fmt: skip
+        if all(row[1] for row in numbers):
+            self._results = exchange.results_of(numbers) if wrapper.is_coordinator else None
+        else:
+            self._results = wrapper.gather_object(results)
+            if not any(row[0] for row in numbers):
+                exchange.keep(digest, self._results, numbers)
+        if not wrapper.is_coordinator or self._results is None:
+            return False
+        self._failures = {r: v for r, v in enumerate(self._results) if _is_wrapped_exception(v)}
+        if not self._failures and self.metadata is None:
             unplanned = ValueError("the coordinator has no metadata of this save: plan it anew")
-            failures = {dist_wrapper.rank: _wrap_exception(unplanned)}
-        elif not failures and global_metadata is not None:
-            storage_writer.rank_manifests = _rank_manifests(numbers)
-            try:
-                storage_writer.finish(global_metadata, all_results)
-            except Exception as error:  # noqa: BLE001 - all ranks must hear of it
-                failures = {dist_wrapper.rank: _wrap_exception(error)}
-    if not control.minimum([int(not failures)])[0]:
-        raise CheckpointException("write", failures)
+            self._failures = {wrapper.rank: _wrap_exception(unplanned)}
+        writer.rank_manifests = _rank_manifests(numbers)
+        return not self._failures
+
+    def write(self, is_dropped: Callable[[], bool] = lambda: False) -> None:
+        """Write the metadata on the coordinator, unless the save was dropped meanwhile."""
+        if self._results is None or self._failures or self.metadata is None or is_dropped():
+            return
+        try:
+            self._writer.finish(self.metadata, self._results)
+        except Exception as error:  # noqa: BLE001 - all ranks must hear of it
+            self._failures = {self._wrapper.rank: _wrap_exception(error)}
+
+    def agree(self) -> None:
+        """Raise on all ranks if one has failed, with the details on the coordinator."""
+        control = control_group(self._wrapper.group)
+        if not control.minimum([int(not self._failures)])[0]:
+            raise CheckpointException("write", self._failures)
 
 
 def verify_global_md_reuse(

@@ -34,7 +34,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import GOODBYE_WAIT_S
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Kind
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import Placed
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import News, Placed
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -102,7 +102,10 @@ class StoreRendezvousHandler(RendezvousHandler):
             )
             self._host.start()
         self._member = Membership(
-            member, lambda: connect_guest(GuestStore, store, prefix, options.secret), clock
+            member,
+            lambda: connect_guest(GuestStore, store, prefix, options.secret),
+            clock,
+            self._heard,
         )
 
     # What torch's agent calls ----------------------------------------------------------------
@@ -302,6 +305,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._worker_group = worker_group
 
     # Steps -----------------------------------------------------------------------------------
+
+    def _heard(self, news: News) -> None:
+        """Take note of a decision, in a thread; for records. This does nothing."""
 
     def _before_arrival(self) -> None:
         if self._is_unfit:

@@ -94,13 +94,19 @@ class Membership:
         settings: What this node is.
         connect: Makes a connection to the job's store; called in a thread.
         clock: Where the time is read.
+        on_news: Told of each decision that this node learns of, in a thread.
     """
 
     def __init__(
-        self, settings: MemberSettings, connect: Callable[[], JobStore], clock: Clock
+        self,
+        settings: MemberSettings,
+        connect: Callable[[], JobStore],
+        clock: Clock,
+        on_news: Callable[[News], None] = lambda _news: None,
     ) -> None:
         self._settings = settings
         self._clock = clock
+        self._on_news = on_news
         # Guards what follows.
         self._changed = threading.Condition()
         self._news: News | None = None
@@ -359,6 +365,7 @@ class Membership:
 
     def _take(self, news: News) -> None:
         """Take news, in the session's thread."""
+        self._on_news(news)
         with self._changed:
             self._news = news
             if isinstance(news, Lost):

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our rounds under plain torchrun: spares, leases, exclusions, and the record of the job.
+
+torch's agent starts and watches the workers, counts restarts and decides when the job has failed;
+who takes part in which round is ours. What torch tells no handler (why a rank failed, what a rank
+does) is not here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+from nvidia_resiliency_ext.shared_utils import events
+
+from ._infra.rdzv_reasons import RDZV_SHUTDOWN_REASON_FAILURE, RDZV_SHUTDOWN_REASON_GRACEFUL
+from ._launch.cause import Cause
+from ._rendezvous.records import Kind
+from ._rendezvous.session import News, Opened, Over, Placed
+from ._rendezvous.store import StoreLostError
+from ._torch_faces.settings import NodeOptions
+from .c10d_monkey_patch import create_tcp_store
+from .ft_rendezvous_barrier import FtRendezvousBarrierHandler, RendezvousSettings, make_handler
+
+__all__ = ["TorchrunHandler", "create_torchrun_handler"]
+
+
+class TorchrunHandler(FtRendezvousBarrierHandler):
+    """One node of a job whose launchers are torchrun's.
+
+    Args:
+        store: A TCPStore that all nodes reach.
+        settings: What the rendezvous goes by.
+        options: What concerns this node alone.
+        log: The record of this node.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        settings: RendezvousSettings,
+        options: NodeOptions,
+        log: events.EventLog,
+    ) -> None:
+        self._log = log
+        # Decisions are heard in a thread.
+        self._lock = threading.Lock()
+        self._cycle: int | None = None
+        self._reason = "start"
+        nnodes = f"{settings.min_nodes}:{settings.max_nodes}"
+        log.record(events.JobStart(nnodes=nnodes, policy="any-failed"), cycle=None)
+        super().__init__(store, settings, options)
+
+    def get_backend(self) -> str:
+        """Return `nvrx`, the name that torch knows this handler by."""
+        return "nvrx"
+
+    def next_rendezvous(self) -> Any:
+        """Take part in the next round; workers find its number in NVRX_CYCLE.
+
+        torch counts restarts of its own node in TORCHELASTIC_RESTART_COUNT.
+        """
+        with self._lock:
+            if self._cycle is not None:
+                # No other node has opened a round: it is torch's agent here that starts anew.
+                what = f"workers on host {self._member.host} failed; torchrun's log says how"
+                self._restarts_because(Cause("exit", what, host=self._member.host))
+        info = super().next_rendezvous()
+        os.environ["NVRX_CYCLE"] = str(self.round())
+        return info
+
+    def shutdown(self, reason: str = "") -> bool:
+        """Let go of everything; end the job for everybody only with its outcome.
+
+        torch calls this without a word when its agent has ended, well or not. Workers that failed
+        for good end the job; an error of this launcher is its own, and the others go on.
+        """
+        error = sys.exc_info()[1]
+        if not reason and error is not None and not isinstance(error, ChildFailedError):
+            self._leave(f"{type(error).__name__}: {error}")
+        fallback = RDZV_SHUTDOWN_REASON_GRACEFUL if error is None else RDZV_SHUTDOWN_REASON_FAILURE
+        is_told = super().shutdown(reason or fallback)
+        with self._lock:
+            self._end_cycle("over")
+        result = "success" if error is None else str(error) or type(error).__name__
+        restarts = max(0, self.round())
+        code = 0 if error is None else 1
+        self._log.record(
+            events.JobEnd(result=result[:2000], exit_code=code, restarts=restarts), cycle=None
+        )
+        self._log.close()
+        return is_told
+
+    def _leave(self, what: str) -> None:
+        if self._member.is_over or self._member.has_left:
+            return
+        try:
+            self._member.leave(Kind.LEFT, self._cause("left", what[:1000]))
+        except StoreLostError:
+            # Nobody can be told: the lease expires.
+            return
+
+    def _heard(self, news: News) -> None:
+        with self._lock:
+            if isinstance(news, Opened) and news.entry.cause is not None:
+                self._restarts_because(news.entry.cause)
+            elif isinstance(news, Over):
+                self._end_cycle(news.entry.reason)
+            elif isinstance(news, Placed) and news.entry.round != self._cycle:
+                self._cycle = news.entry.round
+                start = events.CycleStart(nodes=news.entry.active, reason=self._reason)
+                self._log.record(start, cycle=self._cycle)
+
+    def _restarts_because(self, cause: Cause) -> None:
+        self._reason = cause.what
+        if self._cycle is not None:
+            fault = events.Fault(cause=cause.kind, what=cause.what, detected_by=cause.detected_by)
+            self._log.record(fault, cycle=self._cycle, rank=cause.rank)
+        self._end_cycle(cause.what)
+
+    def _end_cycle(self, result: str) -> None:
+        cycle, self._cycle = self._cycle, None
+        if cycle is not None:
+            self._log.record(events.CycleEnd(result=result), cycle=cycle)
+
+
+def create_torchrun_handler(params: RendezvousParameters) -> TorchrunHandler:
+    """Return the handler of a `torchrun --rdzv-backend=nvrx`.
+
+    The node whose name or address is in the endpoint serves the store. With NVRX_EVENT_DIR in the
+    environment the job is recorded there, also by the packages that workers use.
+
+    Raises:
+        RendezvousConnectionError: the store cannot be served or reached.
+        ValueError: a setting of --rdzv-conf has an unusable value; see `create_handler`.
+    """
+
+    def make(store: Store, settings: RendezvousSettings, options: NodeOptions) -> TorchrunHandler:
+        return TorchrunHandler(store, settings, options, _event_log(params.run_id))
+
+    return make_handler(make, create_tcp_store(params), params)
+
+
+def _event_log(job_id: str) -> events.EventLog:
+    """Return the record of this node, which its workers find by the environment."""
+    directory = os.environ.get("NVRX_EVENT_DIR")
+    if not directory:
+        return events.NULL_EVENTS
+    log = events.EventLog.create(
+        directory,
+        src="launcher",
+        job_id=job_id,
+        launch_id=os.urandom(8).hex(),
+        host=os.uname().nodename,
+    )
+    # Workers get this process's environment.
+    os.environ.update(log.environment())
+    return log
