@@ -110,11 +110,18 @@ def test_server_goes_on_after_a_failure(job, capsys, caplog, monkeypatch):
         def table(self, k):
             raise KeyError(k)
 
+    def open_descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
     monkeypatch.setattr(Detector._session, "last_report", Broken())
+    before = open_descriptors()
     assert main(["status", "--run-dir", job]) == 2
     assert "could not answer: KeyError" in capsys.readouterr().err
     monkeypatch.setattr(Detector._session, "last_report", None)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    deadline = time.monotonic() + 60
+    while open_descriptors() > before and time.monotonic() < deadline:
+        time.sleep(0.01)  # the server closes its end a moment after we have the answer
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(60)
         free = os.dup(0)

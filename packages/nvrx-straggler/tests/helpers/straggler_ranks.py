@@ -233,9 +233,9 @@ def detector_in_steps(rank, steps):
     due, texts = [], []
     for _ in range(steps):
         with Detector.detection_section("step", profile_cuda=False):
-            deadline = time.perf_counter() + (0.004 if rank == 1 else 0.001)
-            while time.perf_counter() < deadline:
-                pass
+            pass
+        samples = Detector.custom_sections["step"].cpu_elapsed_times
+        samples.extend([4.0 if rank == 1 else 1.0] * 3)  # so the median is this, on any machine
         report = Detector.generate_report_if_interval_elapsed()
         due.append(Detector.is_interval_elapsed())
         if report is not None:
