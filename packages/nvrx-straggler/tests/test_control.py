@@ -79,6 +79,7 @@ def test_wrong_changes_are_refused(job, capsys, arguments, named):
     assert Detector._session.pending is before
 
 
+@pytest.mark.serial  # another test's job of this user would be found, too
 def test_job_is_found_or_named(job, capsys, tmp_path):
     """The only job is found by itself; what is no job of ours is an error with a next step."""
     assert main(["status"]) == 0

@@ -330,7 +330,10 @@ def subgroup_settings(rank):
     if rank == 0:
         return None
     Detector.initialize(
-        scores_to_compute="individual_perf_scores", process_group=group, cuda_profiling="off"
+        scores_to_compute="individual_perf_scores",
+        process_group=group,
+        cuda_profiling="off",
+        control=False,
     )
     try:
         Detector.request_settings(profiling_interval=4)
