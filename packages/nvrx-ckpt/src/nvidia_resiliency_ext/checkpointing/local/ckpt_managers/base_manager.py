@@ -209,6 +209,8 @@ class BaseCheckpointManager(ABC):
             raise CheckpointingException(
                 "no checkpoint is known: call find_latest() first and load only when it finds one"
             )
+        if not self.globally_available_ids:
+            self._look_for_latest()
         asked = iteration = self.latest_iteration
         begin = time.monotonic()
         while iteration != -1:
@@ -393,6 +395,7 @@ class BaseCheckpointManager(ABC):
         rank = self._agreement.rank
         if self._all_true(not problem, problem):
             self.latest_iteration = iteration
+            self.globally_available_ids = {}  # as it was before; looked at again when it is loaded
             self._record.saved(iteration, call.nbytes, seconds, rank=rank)
             self._finish_cleanup(iteration, in_background=is_async)
             return
