@@ -399,7 +399,7 @@ LAUNCHER = [sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launche
 def test_the_program_reports_a_mistake_in_one_line(words: list[str], message: str) -> None:
     """As a program: one line, exit code 2, no traceback."""
     result = subprocess.run(
-        [*LAUNCHER, *words], capture_output=True, text=True, timeout=30, check=False
+        [*LAUNCHER, *words], capture_output=True, text=True, timeout=150, check=False
     )
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("ft_launcher: error: ")
@@ -427,14 +427,14 @@ finally:
     print(*heavy & set(sys.modules), file=sys.stderr)
 """
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=150, check=True
     )
     # Start-up files of the environment may load some before us.
     bare = subprocess.run(
         [sys.executable, "-c", "import sys; print(*sys.modules)"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=150,
         check=True,
     )
     loaded = set(result.stderr.split())
@@ -465,7 +465,7 @@ def test_closed_streams_change_no_exit_code(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=30,
+        timeout=150,
         check=False,
     )
     assert (result.returncode, result.stdout) == (code, "")

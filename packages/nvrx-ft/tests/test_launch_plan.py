@@ -448,7 +448,7 @@ print(*{"torch", "numpy", "psutil", "yaml", "grpc", "asyncio", "importlib.metada
         [sys.executable, "-c", program, script],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=150,
         check=True,
         env={"PATH": os.environ["PATH"]},
     )
