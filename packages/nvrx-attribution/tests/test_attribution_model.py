@@ -35,6 +35,8 @@ from nvidia_resiliency_ext.attribution.refine import (
 )
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
+pytest.importorskip("httpx")
+
 STEP = "iteration 7/ 500 | consumed samples: 64 | lm loss: 2.1E+00 |\n"
 EXCEPTION = "[rank0]: acme.PlanError: the plan has no stage for rank 0\n"
 OFF_BUS = "node7 kernel: [ 10.0] NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n"

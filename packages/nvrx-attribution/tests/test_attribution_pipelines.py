@@ -100,6 +100,7 @@ def test_program_for_both(tmp_path, capsys, monkeypatch):
     assert combined_log_fr.main([*base, *folders, "--pattern", "other_*"]) == 0
     assert combined_log_fr.main([*base, *folders, "-l"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+    pytest.importorskip("httpx")
     with serving(completion("Rank 3 hung.")) as (url, _):
         assert combined_log_fr.main([*base, *folders, "-l", "-m", "m", "-b", url]) == 0
     assert "Rank 3 hung." in capsys.readouterr().out
