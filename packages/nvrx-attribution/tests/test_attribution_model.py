@@ -2,19 +2,29 @@
 """What a model may add to a verdict, and what it may not; servers that are slow, wrong, hostile."""
 
 import asyncio
-import contextlib
-import http.server
 import json
 import threading
 
 import pytest
+from attribution_model_server import answer, completion, serving
 
 from nvidia_resiliency_ext.attribution import cli, engine
+from nvidia_resiliency_ext.attribution.analyzer import Analyzer
 from nvidia_resiliency_ext.attribution.base import AttributionState
 from nvidia_resiliency_ext.attribution.combined_log_fr.llm_merge import (
     merge_log_fr_llm,
     unpack_run_result,
 )
+from nvidia_resiliency_ext.attribution.controller import (
+    AttributionAnalysisConfig,
+    AttributionController,
+    AttributionControllerConfig,
+)
+from nvidia_resiliency_ext.attribution.orchestration.analysis_pipeline import (
+    AnalysisPipelineMode,
+    run_attribution_pipeline,
+)
+from nvidia_resiliency_ext.attribution.orchestration.config import LogSageExecutionConfig
 from nvidia_resiliency_ext.attribution.refine import (
     ModelClient,
     ModelSettings,
@@ -25,66 +35,12 @@ from nvidia_resiliency_ext.attribution.refine import (
 )
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
+pytest.importorskip("httpx")
+
 STEP = "iteration 7/ 500 | consumed samples: 64 | lm loss: 2.1E+00 |\n"
 EXCEPTION = "[rank0]: acme.PlanError: the plan has no stage for rank 0\n"
 OFF_BUS = "node7 kernel: [ 10.0] NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n"
 KEY = "sk-" + "a" * 24
-
-
-@contextlib.contextmanager
-def serving(*replies):
-    """Serve one reply after another, the last for ever; yield (address, requests).
-
-    A reply is (status, body), or a function that writes to the handler itself.
-    """
-    requests = []
-    left = list(replies)
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            requests.append((self.path, dict(self.headers), json.loads(body)))
-            reply = left.pop(0) if len(left) > 1 else left[0]
-            if callable(reply):
-                with contextlib.suppress(OSError):
-                    reply(self)
-                return
-            status, data = reply
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.send_header("Location", "http://127.0.0.1:1/")
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", requests
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def completion(content):
-    """Return the reply that holds an answer."""
-    text = content if isinstance(content, str) else json.dumps(content)
-    return 200, json.dumps({"choices": [{"message": {"content": text}}]}).encode()
-
-
-def answer(action, code, domain, *citations, summary="It is so."):
-    """Return an answer as it is asked for."""
-    return {
-        "action": action,
-        "reason_code": code,
-        "domain": domain,
-        "summary": summary,
-        "citations": list(citations),
-    }
 
 
 def verdict_of(text, **more):
@@ -331,3 +287,83 @@ def test_summary_of_both_results():
         assert asyncio.run(merged) == "Rank 1 hung."
         assert "hanging ranks: [1]" in requests[0][2]["messages"][1]["content"]
         assert asyncio.run(merge_log_fr_llm(*results, model="m", base_url=url)) is None
+
+
+def test_service_publishes_the_rules_first(tmp_path, monkeypatch):
+    """Clients get the verdict of the rules while a model thinks, and the refined one afterwards."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    log = tmp_path / "job_cycle0.log"
+    log.write_text(EXCEPTION)
+    go_on = threading.Event()
+    status, body = completion(answer("STOP", "user.config_error", "workload", 1))
+
+    def think(handler):
+        go_on.wait(60)
+        handler.send_response(status)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    async def scenario(url):
+        model = ModelSettings(url, "m")
+        analysis = AttributionAnalysisConfig(model=model)
+        controller = AttributionController(
+            AttributionControllerConfig(str(tmp_path), analysis=analysis)
+        )
+        await controller.submit_log(str(log), analysis_intent="terminal", log_complete=True)
+        found = await controller.analyze_log(str(log))
+        assert (found.status, found.recommendation["action"]) == ("completed", "RESTART")
+        assert found.recommendation["source"] == "rules"
+        go_on.set()
+        while found.recommendation["action"] == "RESTART":
+            await asyncio.sleep(0.01)
+            found = await controller.analyze_log(str(log))
+        assert found.attribution["refinement"]["used"]
+        assert "model" in found.recommendation["source"]
+        await controller.shutdown_async()
+
+    with serving(think) as (url, _):
+        asyncio.run(asyncio.wait_for(scenario(url), 60))
+
+
+def test_failing_refinement_leaves_the_verdict(tmp_path):
+    """A function of the caller that raises costs the refinement and nothing else."""
+    log = tmp_path / "job_cycle0.log"
+    log.write_text(EXCEPTION)
+    done = []
+
+    async def fail(_):
+        raise KeyError("refinement")
+
+    async def scenario():
+        ended = asyncio.Event()
+
+        def complete(analysis):
+            done.append(analysis)
+            ended.set()
+
+        analyzer = Analyzer(str(tmp_path), log_sage=fail, on_complete=complete)
+        await analyzer.submit(str(log), analysis_intent="terminal", log_complete=True)
+        found = await analyzer.analyze(str(log))
+        assert (found.status, found.recommendation["action"]) == ("completed", "RESTART")
+        await ended.wait()
+        await analyzer.shutdown_async()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert done[0].verdict.refinement is None
+
+
+def test_pipeline_with_a_model(tmp_path):
+    """The pipeline asks the model that its arguments name, and needs both name and address."""
+    log = tmp_path / "job.log"
+    log.write_text(EXCEPTION)
+    mode = AnalysisPipelineMode.LOG_AND_TRACE_WITH_LLM
+    with serving(completion("The plan is wrong.")) as (url, requests):
+        settings = LogSageExecutionConfig(llm_model="m", llm_base_url=url, llm_temperature=0.0)
+        overrides = settings.pipeline_llm_overrides()
+        run = run_attribution_pipeline(str(log), mode=mode, llm_api_key=KEY, **overrides)
+        found = asyncio.run(run)
+    assert found.llm_merged_summary == "The plan is wrong."
+    assert found.log_result["recommendation"]["action"] == "RESTART"
+    assert requests[0][2]["temperature"] == 0.0
+    with pytest.raises(ValueError, match="llm_base_url"):
+        asyncio.run(run_attribution_pipeline(str(log), mode=mode, llm_model="m"))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions for a worker process: openers that fail, and saves that end badly."""
 
+import io
 import os
 import signal
 import time
@@ -37,3 +38,22 @@ def touch_and_wait(path, forever):
     """Say that the work has begun, then work until a file is there."""
     Path(path).touch()
     wait_for_file(forever)
+
+
+class SlowFile(io.FileIO):
+    """A file that takes one piece, and the next ones when another file is there."""
+
+    def __init__(self, path, go):
+        super().__init__(path, "wb")
+        self._go, self._pieces = go, 0
+
+    def write(self, data):
+        if self._pieces:
+            wait_for_file(self._go)
+        self._pieces += 1
+        return super().write(data)
+
+
+def slow_open(go, path, _mode):
+    """Open a file that waits for `go`."""
+    return SlowFile(path, go)

@@ -10,32 +10,29 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nvidia_resiliency_ext.attribution import engine
 from nvidia_resiliency_ext.attribution._live.history import JobHistory
+from nvidia_resiliency_ext.attribution._live.jobs import JobTable, attempt_key, choose_file
 from nvidia_resiliency_ext.attribution._live.journal import SubmissionJournal
+from nvidia_resiliency_ext.attribution._live.replies import (
+    failed_reply,
+    recommendation_of,
+    reply_of,
+)
 from nvidia_resiliency_ext.attribution._live.sessions import LogSession, SessionTimes
 from nvidia_resiliency_ext.attribution.coalescing.coalescer import RequestCoalescer
 from nvidia_resiliency_ext.attribution.orchestration.config import (
     DEFAULT_COMPUTE_TIMEOUT_SECONDS,
-    MAX_JOBS,
     ErrorCode,
 )
 from nvidia_resiliency_ext.attribution.orchestration.job import Job, JobMode
-from nvidia_resiliency_ext.attribution.orchestration.log_path_metadata import (
-    CYCLE_NUM_PATTERN,
-    extract_job_metadata,
-)
 from nvidia_resiliency_ext.attribution.orchestration.progressive import (
     ANALYSIS_INTENT_PROGRESSIVE,
     ANALYSIS_INTENT_TERMINAL,
     normalize_analysis_intent,
-)
-from nvidia_resiliency_ext.attribution.orchestration.slurm_parser import (
-    SlurmParser,
-    SplitlogTracker,
 )
 from nvidia_resiliency_ext.attribution.orchestration.types import (
     LogAnalysisCycleResult,
@@ -46,7 +43,6 @@ from nvidia_resiliency_ext.attribution.orchestration.types import (
     LogAnalyzerSubmitResult,
 )
 from nvidia_resiliency_ext.attribution.orchestration.utils import (
-    log_analyzer_result_payload,
     open_log,
     validate_log_path,
 )
@@ -56,15 +52,11 @@ __all__ = ["Analyzer", "CompletedAnalysis"]
 
 logger = logging.getLogger("nvrx")
 
-_SOURCE = "rules"
 _PREVIEW_BYTES = 4096
-_HEAD_BYTES = 1 << 20
 _READERS = 2
 _MOST_GROWING = 64
 _GRACE_S = 600.0
 _LONGEST_NAME = 256
-_LISTS = ("groups", "suspects", "findings")
-_MOST_LISTED = 256
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 Result = LogAnalysisCycleResult | LogAnalysisSplitlogResult
@@ -93,8 +85,9 @@ class Analyzer:
     Args:
         allowed_root: Absolute path; nothing outside of it is read.
         use_lib_log_analysis: Results are `restart_agent_response.v1`; else the items of old.
-        log_sage: Function (verdict) -> verdict in place of None, such as a model's refinement; it
-            is awaited before a result is handed out, and its failure leaves the verdict as it is.
+        log_sage: Function (verdict) -> verdict, such as a model's refinement. Clients get the
+            verdict of the rules at once, and the refined one when they ask later; its failure
+            leaves the verdict as it is.
         compute_timeout: Seconds from the end of a job to its result.
         grace_period_seconds: How long a result counts without a look at the file.
         coalescer: Shares computations; default: a new one.
@@ -103,6 +96,7 @@ class Analyzer:
         history: Attempts of jobs; default: in memory.
         journal: Where submissions are written before they are answered; None: nowhere.
         max_growing: Logs of running jobs that are read at the same time.
+        policy: Retries that a site allows; None: the defaults.
         on_complete: Called in the event loop with each analysis that has ended; must not block.
 
     Raises:
@@ -129,6 +123,7 @@ class Analyzer:
         history: JobHistory | None = None,
         journal: SubmissionJournal | None = None,
         max_growing: int = _MOST_GROWING,
+        policy: engine.RetryPolicy | None = None,
         on_complete: Callable[[CompletedAnalysis], None] | None = None,
     ) -> None:
         LogAnalyzerConfig(allowed_root)
@@ -142,10 +137,10 @@ class Analyzer:
         self._history = history or JobHistory()
         self._journal = journal
         self._max_growing = max_growing
+        self._policy = policy
         self._on_complete = on_complete
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="nvrx-log-reader")
-        self._jobs: dict[str, Job] = {}
-        self._paths: dict[tuple[str, int], str] = {}
+        self._jobs = JobTable(self.allowed_root)
         self._sessions: dict[str, LogSession] = {}
         self._tasks: dict[str, asyncio.Task[engine.Verdict | None]] = {}
         self._ended: set[str] = set()
@@ -189,7 +184,7 @@ class Analyzer:
             if len(value) > _LONGEST_NAME or not value.isprintable():
                 raise LogAnalyzerError(ErrorCode.INVALID_PARAMETER, "user or job_id is no name")
         resolved = validate_log_path(path, self.allowed_root, must_exist=False)
-        job = self._register(resolved, user, job_id, cycle_id)
+        job = self._jobs.register(resolved, user, job_id, cycle_id)
         if self._journal is not None:
             self._journal.add(
                 {
@@ -203,7 +198,7 @@ class Analyzer:
                 }
             )
         self.coalescer.track_submission(resolved)
-        self._look_for_split_log(job)
+        self._jobs.look_for_split_log(job, self._is_analyzed)
         keys = [info.path for info in job.files[-1:]] or [resolved]
         for key in keys:
             if intent == ANALYSIS_INTENT_TERMINAL:
@@ -242,32 +237,32 @@ class Analyzer:
         job = self._jobs.get(resolved)
         if job is None:
             raise LogAnalyzerError(ErrorCode.NOT_FOUND, f"never submitted: {path}")
-        self._look_for_split_log(job)
-        key, number = self._choose(job, file, wl_restart)
+        self._jobs.look_for_split_log(job, self._is_analyzed)
+        key, number = choose_file(job, file, wl_restart)
         kept = self.coalescer.peek(key)
         if kept is not None:
             return self._result(job, key, number, kept.value)
         if key in self._failures and not self.coalescer.is_running(key):
-            return self._result(job, key, number, _failed(self._failures[key]))
+            return self._result(job, key, number, failed_reply(self._failures[key]))
         session = self._sessions.get(key)
         if not wait:
             if session is None:
                 status = "in_flight" if key in self._ended else "pending"
                 return self._result(job, key, number, {"result": None, "status": status})
-            candidate = _recommendation(await session.candidate())
+            candidate = recommendation_of(await session.candidate())
             value = {"result": None, "status": "in_flight", "candidate_recommendation": candidate}
             return self._result(job, key, number, value)
         if session is not None and key not in self._ended and not await self._wait_for_end(session):
-            candidate = _recommendation(await session.candidate())
+            candidate = recommendation_of(await session.candidate())
             value = {"result": None, "status": "in_flight", "candidate_recommendation": candidate}
             return self._result(job, key, number, value)
         self._ended.add(key)
         try:
             done = await self.coalescer.get_or_compute(key, lambda: self._converge(key, job))
         except TimeoutError as error:
-            return self._result(job, key, number, _failed(str(error), "TIMEOUT"))
+            return self._result(job, key, number, failed_reply(str(error), "TIMEOUT"))
         except (OSError, LogAnalyzerError) as error:
-            return self._result(job, key, number, _failed(str(error)))
+            return self._result(job, key, number, failed_reply(str(error)))
         return self._result(job, key, number, done.value)
 
     def read_file_preview(self, path: str) -> LogAnalyzerFilePreview:
@@ -284,6 +279,11 @@ class Analyzer:
         with open(descriptor, "rb") as log:
             text = log.read(_PREVIEW_BYTES).decode("utf-8", "replace")
         return LogAnalyzerFilePreview(_CONTROL.sub("?", text), resolved)
+
+    @property
+    def journal_problem(self) -> str:
+        """Why submissions would not outlive the service now; empty: they would."""
+        return self._journal.problem if self._journal is not None else ""
 
     def get_stats(self) -> dict[str, Any]:
         """Return counts as a JSON object."""
@@ -305,8 +305,8 @@ class Analyzer:
     def get_all_jobs(self) -> list[dict[str, Any]]:
         """Return each submitted log with its state, the newest last."""
         found = []
-        for path, job in self._jobs.items():
-            key = job.files[-1].path if job.files else path
+        for job in self._jobs:
+            key = job.files[-1].path if job.files else job.path
             kept = self.coalescer.peek(key)
             status = "pending"
             if kept is not None:
@@ -318,7 +318,7 @@ class Analyzer:
             recommendation = kept.value.get("recommendation") if kept is not None else None
             found.append(
                 {
-                    "log_path": path,
+                    "log_path": job.path,
                     "user": job.user,
                     "job_id": job.job_id,
                     "cycle_id": job.cycle_id,
@@ -364,70 +364,8 @@ class Analyzer:
                 logger.warning("a submission of the journal is left out: %s", error)
         return count
 
-    def _register(self, resolved: str, user: str, job_id: str | None, cycle_id: int | None) -> Job:
-        job = self._jobs.get(resolved)
-        if job is not None:
-            if (job.job_id, job.cycle_id) != (job_id, cycle_id):
-                message = f"{resolved} was submitted for job {job.job_id}, cycle {job.cycle_id}"
-                raise LogAnalyzerError(ErrorCode.INVALID_PARAMETER, message)
-            return job
-        if job_id is not None and cycle_id is not None:
-            other = self._paths.get((job_id, cycle_id))
-            if other is not None:
-                message = f"cycle {cycle_id} of job {job_id} has the log {other}"
-                raise LogAnalyzerError(ErrorCode.INVALID_PARAMETER, message)
-        if len(self._jobs) >= MAX_JOBS:
-            raise LogAnalyzerError(ErrorCode.JOB_LIMIT_REACHED, f"{MAX_JOBS} jobs are known")
-        if job_id is not None and cycle_id is not None:
-            self._paths[job_id, cycle_id] = resolved
-        job = self._jobs[resolved] = Job(resolved, user, job_id, cycle_id)
-        return job
-
-    def _look_for_split_log(self, job: Job) -> None:
-        """Read the head of a log that exists, once, and list the files that it names."""
-        if job.mode is JobMode.PENDING and os.path.exists(job.path):
-            try:
-                descriptor = open_log(job.path, self.allowed_root)
-            except (OSError, LogAnalyzerError):
-                return  # the analysis says so
-            with open(descriptor, "rb") as log:
-                head = log.read(_HEAD_BYTES).decode("utf-8", "replace")
-            found = SlurmParser.parse(head)
-            job.sched_restarts = found.restart_count
-            if not head:
-                return
-            job.mode = JobMode.SINGLE
-            if found.logs_dir is not None and self._is_inside(found.logs_dir):
-                job.mode, job.logs_dir = JobMode.SPLITLOG, os.path.realpath(found.logs_dir)
-        if job.mode is JobMode.SPLITLOG and job.logs_dir is not None:
-            try:
-                job.files = SplitlogTracker(job.logs_dir, job.job_id).files()
-            except OSError as error:
-                message = f"{job.logs_dir}: {error.strerror}"
-                raise LogAnalyzerError(ErrorCode.LOGS_DIR_NOT_READABLE, message) from None
-            for info in job.files:
-                info.is_analyzed = self.coalescer.peek(info.path) is not None
-
-    def _is_inside(self, path: str) -> bool:
-        real = os.path.realpath(path)
-        return os.path.isabs(path) and os.path.commonpath([self.allowed_root, real]) == (
-            self.allowed_root
-        )
-
-    def _choose(self, job: Job, file: str | None, wl_restart: int | None) -> tuple[str, int]:
-        if job.mode is not JobMode.SPLITLOG or not job.files:
-            if file is not None and file not in {job.path, os.path.basename(job.path)}:
-                raise LogAnalyzerError(ErrorCode.NOT_FOUND, f"no file {file!r:.200} of this job")
-            return job.path, wl_restart or 0
-        if file is not None:
-            for number, info in enumerate(job.files):
-                if file in {info.path, os.path.basename(info.path)}:
-                    return info.path, number
-            raise LogAnalyzerError(ErrorCode.NOT_FOUND, f"no file {file!r:.200} of this job")
-        number = len(job.files) - 1 if wl_restart is None else wl_restart
-        if not 0 <= number < len(job.files):
-            raise LogAnalyzerError(ErrorCode.NOT_FOUND, f"no restart {number} of this job")
-        return job.files[number].path, number
+    def _is_analyzed(self, path: str) -> bool:
+        return self.coalescer.peek(path) is not None
 
     def _end(self, key: str, job: Job, evidence: tuple[str, ...], *, is_complete: bool) -> None:
         self._ended.add(key)
@@ -480,7 +418,7 @@ class Analyzer:
         task = self._tasks.get(key)
         if task is not None:
             return task
-        name, cycle_id = _attempt_key(key, job)
+        name, cycle_id = attempt_key(key, job)
         session = LogSession(
             key,
             self.allowed_root,
@@ -489,6 +427,7 @@ class Analyzer:
             history=self._history,
             times=self._times,
             pool=self._pool,
+            policy=self._policy,
         )
         if key in self._ended:
             session.end(is_complete=key in self._complete)
@@ -520,30 +459,31 @@ class Analyzer:
         finally:
             self._complete.discard(key)
             self._evidence.pop(key, None)
-        if self._refine is not None:
-            verdict = await self._refine(verdict)
-        payload = self._payload(verdict, session.dump_path)
+        payload = reply_of(verdict, session.dump_path, is_lib=self._is_lib)
         if self._journal is not None:
             self._journal.end(job.path)
-        if self._on_complete is not None:
-            elapsed_s = time.monotonic() - started_s
-            self._on_complete(CompletedAnalysis(job, verdict, payload, elapsed_s))
+        done = CompletedAnalysis(job, verdict, payload, time.monotonic() - started_s)
+        if self._refine is not None:
+            self._in_background(self._refine_result(key, done, session.dump_path))
+        elif self._on_complete is not None:
+            self._on_complete(done)
         return payload
 
-    def _payload(self, verdict: engine.Verdict, dump_path: str | None) -> dict[str, Any]:
-        if self._is_lib:
-            result = verdict.to_restart_agent_response()
-        else:
-            result = log_analyzer_result_payload([verdict.to_item()])
-        return {
-            "result": result,
-            "status": "completed",
-            "fr_dump_path": dump_path,
-            "fr_analysis": None if verdict.fr is None else _ranks_text(verdict.fr),
-            "recommendation": _recommendation(verdict),
-            "candidate_recommendation": _recommendation(verdict),
-            "attribution": {**verdict.to_dict(), "fr": _bounded(verdict.fr)},
-        }
+    async def _refine_result(
+        self, key: str, done: CompletedAnalysis, dump_path: str | None
+    ) -> None:
+        """Put the refined result in the place of the one that clients have already."""
+        assert self._refine is not None
+        try:
+            refined = await self._refine(done.verdict)
+            payload = reply_of(refined, dump_path, is_lib=self._is_lib)
+            done = replace(done, verdict=refined, payload=payload)
+            self.coalescer.revise(key, payload)
+        except Exception:
+            # Boundary: the function is the caller's, and the verdict of the rules is out.
+            logger.exception("the verdict about %s is not refined", key)
+        if self._on_complete is not None:
+            self._on_complete(done)
 
     def _result(self, job: Job, key: str, number: int, value: dict[str, Any]) -> Result:
         if job.mode is JobMode.SPLITLOG and job.files:
@@ -563,33 +503,3 @@ class Analyzer:
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-
-def _attempt_key(key: str, job: Job) -> tuple[str, int | None]:
-    """Return the name under which attempts of a job are compared, and which attempt this is."""
-    named = extract_job_metadata(key, warn_on_missing_job_id=False)
-    cycle_id = job.cycle_id if key == job.path and job.cycle_id is not None else named.cycle_id
-    name = job.job_id or named.job_id or CYCLE_NUM_PATTERN.sub("", key)
-    return name, cycle_id
-
-
-def _recommendation(verdict: engine.Verdict) -> dict[str, str]:
-    reason = f"{verdict.reason_code}: {verdict.explanation}"
-    return {"action": verdict.action, "reason": reason, "source": _SOURCE}
-
-
-def _bounded(report: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a report whose long lists are cut: clients refuse replies over 1 MiB."""
-    if report is None:
-        return None
-    cut = {name: report[name][:_MOST_LISTED] for name in _LISTS if name in report}
-    return {**report, **cut}
-
-
-def _failed(reason: str, action: str = "UNKNOWN") -> dict[str, Any]:
-    recommendation = {"action": action, "reason": reason, "source": _SOURCE}
-    return {"result": None, "status": "failed", "recommendation": recommendation}
-
-
-def _ranks_text(report: dict[str, Any]) -> str:
-    return f"{report['kind']}: hanging ranks: {report['guilty_ranks']}"

@@ -7,10 +7,11 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from nvidia_resiliency_ext.attribution import engine
 from nvidia_resiliency_ext.attribution._live.history import JobHistory
 from nvidia_resiliency_ext.attribution._live.journal import SubmissionJournal
 from nvidia_resiliency_ext.attribution._live.sessions import SessionTimes
@@ -42,7 +43,17 @@ from nvidia_resiliency_ext.attribution.postprocessing.slack import (
     post_slack_message,
     should_notify_slack,
 )
-from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+from nvidia_resiliency_ext.attribution.refine import (
+    ModelClient,
+    ModelSettings,
+    refine,
+    service_model_settings,
+)
+from nvidia_resiliency_ext.attribution.restart_agent.config import (
+    RestartAgentConfig,
+    load_restart_agent_config,
+)
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError, MissingExtraError
 from nvidia_resiliency_ext.shared_utils.os_utils import (
     atomic_write,
     private_dir,
@@ -60,6 +71,7 @@ __all__ = [
 
 logger = logging.getLogger("nvrx")
 
+_AGENT_CONFIG_VARIABLE = "NVRX_ATTRSVC_RESTART_AGENT_CONFIG"
 _BACKENDS = ("lib", "mcp")
 _PROGRESSIVE = ("off", "all_explicit")
 _CACHE_BYTES = 256 << 20
@@ -77,12 +89,18 @@ class AttributionAnalysisConfig:
         compute_timeout: Seconds from the end of a job to its result.
         times: How growing logs are waited for.
         max_growing: Logs of running jobs that are read at the same time.
+        model: Is asked about each verdict; None: the first route of `restart_agent`, else as
+            `refine.service_model_settings` says.
+        restart_agent: Retries, and models; None: that in the file of
+            NVRX_ATTRSVC_RESTART_AGENT_CONFIG, if it is set.
     """
 
     backend: str = "lib"
     compute_timeout: float = DEFAULT_COMPUTE_TIMEOUT_SECONDS
     times: SessionTimes = field(default_factory=SessionTimes)
     max_growing: int = 64
+    model: ModelSettings | None = None
+    restart_agent: RestartAgentConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -165,6 +183,15 @@ class AttributionController:
         if config.credentials.require_llm_api_key and not load_llm_api_key():
             raise ConfigError(llm_api_key_missing_message())
         self.config = config
+        agent = config.analysis.restart_agent
+        path = os.environ.get(_AGENT_CONFIG_VARIABLE)
+        if agent is None and path:
+            agent = load_restart_agent_config(path)
+        model = config.analysis.model
+        if model is None and agent is not None:
+            model = next(iter(agent.routes.values()), None)
+        elif model is None:
+            model = service_model_settings(os.environ)
         self._posters = _posters(config.postprocessing)
         state = config.cache.state_dir
         if state is not None:
@@ -173,6 +200,7 @@ class AttributionController:
         self.analyzer = Analyzer(
             config.allowed_root,
             config.analysis.backend == "lib",
+            _refiner(model),
             compute_timeout=config.analysis.compute_timeout,
             coalescer=RequestCoalescer(
                 config.analysis.compute_timeout, cache.grace_period_seconds, cache.max_results
@@ -183,6 +211,7 @@ class AttributionController:
             if state is None
             else SubmissionJournal(os.path.join(state, "journal.jsonl")),
             max_growing=config.analysis.max_growing,
+            policy=None if agent is None else agent.policy,
             on_complete=self._completed,
         )
 
@@ -265,6 +294,9 @@ class AttributionController:
         if not os.path.isdir(self.analyzer.allowed_root):
             issues.append(f"the allowed root {self.analyzer.allowed_root} is not there")
             share = max(share, _DEGRADED)
+        if self.analyzer.journal_problem:
+            issues.append(self.analyzer.journal_problem)
+            share = max(share, _DEGRADED)
         word = "fail" if share >= _FAILING else "degraded" if share >= _DEGRADED else "ok"
         return {"status": word, "issues": issues, "stats": stats}
 
@@ -321,6 +353,24 @@ class AttributionController:
                 recommendation=AttributionRecommendation(**advice),
                 fr_dump_path=done.payload["fr_dump_path"],
             )
+
+
+def _refiner(
+    settings: ModelSettings | None,
+) -> Callable[[engine.Verdict], Awaitable[engine.Verdict]] | None:
+    if settings is None:
+        return None
+    try:
+        client = ModelClient(settings)
+    except MissingExtraError as error:
+        # A launcher that passes a model on must not lose the verdicts of the rules by it.
+        logger.error("no model is asked: %s", error)  # noqa: TRY400 - one line says all
+        return None
+
+    async def ask(verdict: engine.Verdict) -> engine.Verdict:
+        return await refine(verdict, client=client)
+
+    return ask
 
 
 def _posters(config: AttributionPostprocessingConfig) -> list[ResultPoster]:

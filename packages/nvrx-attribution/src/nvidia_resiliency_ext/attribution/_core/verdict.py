@@ -13,6 +13,16 @@ __all__ = ["FirstFault", "ReportedEvent", "RetryState", "Verdict", "VerdictProgr
 
 _SCHEMA = "nvrx_attribution.v1"
 _RESPONSE_SCHEMA = "restart_agent_response.v1"
+_BASIS_OF_RULE = {
+    "confirmation_retry": "confirmation_retry_available",
+    "general_retry": "general_retry_available",
+    "workload_managed_recovery": "workload_managed_recovery_available",
+}
+_USE_OF_QUALITY = {
+    "normal": "eligible",
+    "degraded": "eligible_degraded",
+    "unusable": "fallback_to_nvrx_default",
+}
 _HEADS = {
     "STOP": "STOP - DONT RESTART IMMEDIATE",
     "RESTART": "RESTART IMMEDIATE",
@@ -26,7 +36,8 @@ class RetryState:
     """Which budget counts, how large it is, how much of it is used.
 
     Attributes:
-        rule: `general_retry`, `bounded_retry`, `confirmation_retry` or `workload_unrecoverable`.
+        rule: `general_retry`, `bounded_retry`, `confirmation_retry`, `workload_managed_recovery` or
+            `workload_unrecoverable`.
         budget: Repeats without progress that are allowed.
         used: Repeats so far.
         scope: `root`, or `root_and_entity`.
@@ -199,6 +210,8 @@ class Verdict:
         """Return the JSON object `restart_agent_response.v1`; all keys are always there."""
         fault = self.first_fault
         fingerprint = f"sha256:{self.fingerprint}" if self.fingerprint else None
+        quality = "degraded" if self.reason_code == "unknown" else "normal"
+        quality = "unusable" if self.action == "UNKNOWN" else quality
         return {
             "schema_version": _RESPONSE_SCHEMA,
             "decision": "STOP" if self.action == "STOP" else "RESTART",
@@ -215,8 +228,8 @@ class Verdict:
                 "candidate_kind": "l1_enriched"
                 if self.refinement and self.refinement.get("used")
                 else "deterministic",
-                "result_quality": "normal" if self.reason_code != "unknown" else "degraded",
-                "nvrx_use": "eligible" if self.reason_code != "unknown" else "eligible_degraded",
+                "result_quality": quality,
+                "nvrx_use": _USE_OF_QUALITY[quality],
             },
             "primary_failure": None
             if fault is None
@@ -258,9 +271,7 @@ class Verdict:
             exhausted = self.retry.exhausted
             return "retry_budget_exhausted" if exhausted else "workload_unrecoverable"
         rule = self.retry.rule
-        if rule == "confirmation_retry":
-            return "confirmation_retry_available"
-        return "general_retry_available" if rule == "general_retry" else "retry_recovery_available"
+        return _BASIS_OF_RULE.get(rule, "retry_recovery_available")
 
     def _events(self, roles: set[str]) -> list[dict[str, Any]]:
         line = self.first_fault.line if self.first_fault is not None else -1

@@ -57,6 +57,7 @@ class LogSession:
         history: Attempts of all jobs.
         times: How to wait.
         pool: Where to read.
+        policy: Retries that a site allows; None: the defaults.
 
     Attributes:
         dump_path: Where the dumps are, once it is known.
@@ -73,6 +74,7 @@ class LogSession:
         history: JobHistory,
         times: SessionTimes,
         pool: Executor,
+        policy: engine.RetryPolicy | None = None,
     ) -> None:
         self.path = path
         self.job = job
@@ -82,7 +84,7 @@ class LogSession:
         self._history = history
         self._times = times
         self._pool = pool
-        self._scanner = engine.LogScanner(job_id=job, cycle_id=cycle_id)
+        self._scanner = engine.LogScanner(job_id=job, cycle_id=cycle_id, policy=policy)
         self._lock = threading.Lock()  # the scanner has none
         self._file = -1
         self._offset = 0

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Decision", "RetryPolicy", "decide"]
 
+_MOST_GENERAL = 3  # codes with a larger budget have their own ceiling
+_MANAGED = frozenset({"num.nan", "num.spike"})
+
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
@@ -22,9 +25,16 @@ class RetryPolicy:
 
     Attributes:
         general_ceiling: Repeats of any one fault without progress before STOP.
+        confirmation_retries: The same for codes that count per file or place in the data.
+        bounded_retries: The same for codes under the rule `bounded_retry`.
+        managed_retries: The same for NaN and spikes, when the workload itself skips the data that
+            causes them after a retry; None: it does not.
     """
 
     general_ceiling: int = 3
+    confirmation_retries: int = 1
+    bounded_retries: int = 1
+    managed_retries: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +69,8 @@ def decide(
     scope = "root_and_entity" if code.per_entity else "root"
     used = repeats.entity if code.per_entity and found.entity else repeats.root
     # Preemption and lost nodes come back without being anybody's fault: their budget is larger.
-    ceiling = max(policy.general_ceiling, code.budget)
-    rule = "bounded_retry" if code.bounded else "general_retry"
-    rule = "confirmation_retry" if code.per_entity else rule
+    ceiling = code.budget if code.budget > _MOST_GENERAL else policy.general_ceiling
+    rule, allowed = _rule_of(code, policy)
     exclude = _excluded(found, code, repeats)
     if code.action == "CONTINUE":
         return Decision("CONTINUE", RetryState(rule, 0, 0, scope), (), "the job ended well")
@@ -74,7 +83,7 @@ def decide(
         text = f"{code.name} before any step was completed: another start meets the same"
         state = RetryState("workload_unrecoverable", code.budget, repeats.root, scope)
         return Decision("STOP", state, (), text)
-    budget = min(code.budget, ceiling)
+    budget = min(allowed, ceiling)
     state = RetryState(rule, budget, used, scope)
     if used >= budget > 0 or repeats.root >= ceiling:
         if code.domain == "infrastructure" and exclude and repeats.on_node >= budget:
@@ -86,6 +95,17 @@ def decide(
         )
         return Decision("STOP", state, exclude, text)
     return Decision("RESTART", state, exclude, f"{code.name}: a restart may help")
+
+
+def _rule_of(code: Code, policy: RetryPolicy) -> tuple[str, int]:
+    """Return the rule under which a code's retries are counted, and how many it allows."""
+    if policy.managed_retries is not None and code.name in _MANAGED:
+        return "workload_managed_recovery", policy.managed_retries
+    if code.per_entity:
+        return "confirmation_retry", policy.confirmation_retries
+    if code.bounded:
+        return "bounded_retry", policy.bounded_retries
+    return "general_retry", code.budget
 
 
 def _excluded(found: Diagnosis, code: Code, repeats: Repeats) -> tuple[str, ...]:

@@ -62,6 +62,7 @@ class RequestCoalescer:
         self._cache: dict[str, CacheEntry] = {}
         self._inflight: dict[str, InFlightEntry] = {}
         self._submitted: dict[str, float] = {}
+        self._revised: dict[str, Any] = {}
         self._stats = CoalescerStats()
 
     def peek(self, key: str) -> CacheEntry | None:
@@ -88,6 +89,13 @@ class RequestCoalescer:
     def forget(self, key: str) -> None:
         """Drop the kept result of a key."""
         self._cache.pop(key, None)
+
+    def revise(self, key: str, value: Any) -> None:
+        """Put another value in the place of a result, or of the one that is being computed."""
+        if key in self._inflight:
+            self._revised[key] = value
+        elif key in self._cache:
+            self._cache[key] = replace(self._cache[key], value=value)
 
     async def get_or_compute(
         self, key: str, coro_fn: Callable[[], Awaitable[Any]]
@@ -177,8 +185,10 @@ class RequestCoalescer:
             raise
         finally:
             self._inflight.pop(key, None)
+            revised = self._revised.pop(key, None)
         self._cache.pop(key, None)
-        self._cache[key] = CacheEntry(value, time.time(), *before)
+        kept = value if revised is None else revised
+        self._cache[key] = CacheEntry(kept, time.time(), *before)
         while len(self._cache) > self._max_results:
             del self._cache[next(iter(self._cache))]
         return value

@@ -21,11 +21,13 @@ import select
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from nvidia_resiliency_ext.checkpointing._checksum import crc32
+from nvidia_resiliency_ext.checkpointing._checksum import combine, crc32
 from nvidia_resiliency_ext.checkpointing._errors import DamagedCheckpointError
 from nvidia_resiliency_ext.checkpointing._shard.directory import (
     RankDirectory,
@@ -43,7 +45,9 @@ logger = logging.getLogger(__name__)
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _LIMIT_BYTES = 64 << 10
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 4 << 20
+_BUFFERS = 4
+_DISCARD_BYTES = 64 << 10
 _LENGTH = struct.Struct("<I")
 _RANGE = struct.Struct("<QQ")
 _END = _RANGE.pack(0, 0)
@@ -316,24 +320,17 @@ class PeerServer:
         self, connection: socket.socket, shard: ShardInProgress, name: ShardName
     ) -> str:
         """Write what arrives; return what is wrong with it."""
-        buffer = memoryview(bytearray(_BUFFER_BYTES))
-        # Pieces that adjoin each other: where they begin, their length and their checksum.
-        pieces: dict[int, tuple[int, int]] = {}
-        begin = end = -1
-        while True:
-            position, left = _RANGE.unpack(_receive(connection, _RANGE.size))
-            if left == 0:
-                break
-            if position != end:
-                begin = end = position
-                pieces[begin] = (0, 0)
-            while left:
-                part = buffer[: min(left, _BUFFER_BYTES)]
-                _receive_into(connection, part)
-                _write_all(shard.descriptor, part, end)
-                length, value = pieces[begin]
-                pieces[begin] = (length + part.nbytes, crc32(part, value))
-                end, left = end + part.nbytes, left - part.nbytes
+        with _Intake(shard.descriptor) as intake:
+            while True:
+                position, left = _RANGE.unpack(_receive(connection, _RANGE.size))
+                if left == 0:
+                    break
+                while left:
+                    part = intake.buffer()[:left]
+                    _receive_into(connection, part)
+                    intake.take(position, part)
+                    position, left = position + part.nbytes, left - part.nbytes
+            pieces = intake.checksums()
         source = _DescriptorSource(shard)
         try:
             manifest = read_manifest(source)
@@ -367,6 +364,69 @@ class PeerServer:
                 if sent == 0:
                     raise ValueError("it asked for bytes behind the end")
                 position, left = position + sent, left - sent
+
+
+class _Intake:
+    """Writes pieces of a file and computes their checksums while the next ones arrive.
+
+    Args:
+        descriptor: The file.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="nvrx-peer-write")
+        self._summing = ThreadPoolExecutor(1, thread_name_prefix="nvrx-peer-checksum")
+        self._pieces: list[tuple[int, int, Future[int]]] = []
+        # The oldest is filled again when it has been written and its checksum is known.
+        self._buffers: deque[tuple[memoryview, list[Future[Any]]]] = deque(
+            (memoryview(bytearray(_BUFFER_BYTES)), []) for _ in range(_BUFFERS)
+        )
+
+    def __enter__(self) -> _Intake:  # noqa: PYI034 - needs Python 3.11
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._writing.shutdown()
+        self._summing.shutdown()
+
+    def buffer(self) -> memoryview:
+        """Return a buffer to fill.
+
+        Raises:
+            OSError: A piece could not be written.
+        """
+        buffer, uses = self._buffers[0]
+        for use in uses:
+            use.result()
+        return buffer
+
+    def take(self, position: int, part: memoryview) -> None:
+        """Write the part of the buffer that was filled, and use another buffer for the next."""
+        buffer, _ = self._buffers.popleft()
+        crc = self._summing.submit(crc32, part)
+        written = self._writing.submit(_write_all, self._descriptor, part, position)
+        self._pieces.append((position, part.nbytes, crc))
+        self._buffers.append((buffer, [written, crc]))
+
+    def checksums(self) -> dict[int, tuple[int, int]]:
+        """Return length and checksum of what lies together, by where it begins.
+
+        Raises:
+            OSError: A piece could not be written.
+        """
+        for _, uses in self._buffers:
+            for use in uses:
+                use.result()
+        found: dict[int, tuple[int, int]] = {}
+        begin = end = -1
+        for position, nbytes, crc in self._pieces:
+            if position != end:
+                begin, found[position] = position, (0, 0)
+            length, value = found[begin]
+            found[begin] = (length + nbytes, combine(value, crc.result(), nbytes))
+            end = position + nbytes
+        return found
 
 
 class _DescriptorSource:
@@ -458,7 +518,7 @@ def _send_all(sock: socket.socket, parts: list[Any]) -> None:
 def _discard_rest(sock: socket.socket) -> None:
     """Read until the other end closes: closing before that could destroy our last message."""
     sock.shutdown(socket.SHUT_WR)
-    buffer = bytearray(_BUFFER_BYTES)
+    buffer = bytearray(_DISCARD_BYTES)
     while sock.recv_into(buffer):
         pass
 

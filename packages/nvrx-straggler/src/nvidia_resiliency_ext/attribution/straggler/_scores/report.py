@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Report`: the scores of one window, and what can be asked of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nvidia_resiliency_ext.attribution.straggler.statistics import Statistic
+
+if TYPE_CHECKING:
+    import os
+
+    from .explain import RankExplanation
+    from .views import RankDetail
+
+__all__ = ["DEFAULT_THRESHOLDS", "Report", "StragglerId"]
+
+DEFAULT_THRESHOLDS: Mapping[str, float] = {
+    "gpu_rel_threshold": 0.75,
+    "section_rel_threshold": 0.75,
+    "gpu_indiv_threshold": 0.75,
+    "section_indiv_threshold": 0.75,
+}
+"""Scores below which a rank is a straggler, by argument of `Report.identify_stragglers`."""
+
+
+@dataclass(frozen=True)
+class StragglerId:
+    """A slow rank and its node.
+
+    Example:
+        >>> StragglerId(3, "node-a")
+        StragglerId(rank=3, node='node-a')
+    """
+
+    rank: int
+    node: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Scores of one window. A score of 1.0 keeps up with the reference, 0.5 takes twice as long.
+
+    Relative scores compare a rank with the best rank, individual scores with its own past. A
+    score that cannot be computed is NaN, and `nan_reasons` says why. Mappings are read-only views.
+
+    Attributes:
+        gpu_relative_perf_scores: Rank -> score of its kernels; empty if not computed.
+        section_relative_perf_scores: Section -> rank -> score.
+        gpu_individual_perf_scores: Rank -> score against its own best.
+        section_individual_perf_scores: Section -> rank -> score against its own best.
+        rank_to_node: Rank -> node: all ranks when gathered, else this one.
+        local_section_summaries: Section -> figures on this rank, ms.
+        local_kernel_summaries: Kernel -> figures on this rank, us, without communication kernels.
+        generate_report_elapsed_time: Time to build the report, ms.
+        gather_on_rank0: Whether the report covers all ranks.
+        rank: The rank that built it.
+        cuda_profiling_status: `ok`, `off`, `paused: torch.profiler`, `unavailable: <why>` or
+            another reason why kernels were not timed on this rank.
+        details: Rank -> times, status and slowest kernels.
+        thresholds: The job's thresholds, as set with `Detector.request_settings` or from outside.
+        nan_reasons: Why scores are missing, under `gpu` and `sections`.
+        consecutive_windows_below: Rank -> in how many windows in a row, this one included, the
+            relative GPU score was below the threshold.
+    """
+
+    gpu_relative_perf_scores: Mapping[int, float]
+    section_relative_perf_scores: Mapping[str, Mapping[int, float]]
+    gpu_individual_perf_scores: Mapping[int, float]
+    section_individual_perf_scores: Mapping[str, Mapping[int, float]]
+    rank_to_node: Mapping[int, str]
+    local_section_summaries: Mapping[str, Mapping[Statistic, float]]
+    local_kernel_summaries: Mapping[str, Mapping[Statistic, float]]
+    generate_report_elapsed_time: float
+    gather_on_rank0: bool
+    rank: int | None = None
+    cuda_profiling_status: str = "off"
+    details: Mapping[int, RankDetail] = field(default_factory=dict)
+    thresholds: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_THRESHOLDS))
+    nan_reasons: Mapping[str, str] = field(default_factory=dict)
+    consecutive_windows_below: Mapping[int, float] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def identify_stragglers(
+        self,
+        gpu_rel_threshold: float = 0.75,
+        section_rel_threshold: float = 0.75,
+        gpu_indiv_threshold: float = 0.75,
+        section_indiv_threshold: float = 0.75,
+    ) -> dict[str, Any]:
+        """Return the ranks whose score is below a threshold; a NaN score never is.
+
+        Returns:
+            `straggler_gpus_relative` and `straggler_gpus_individual`: sets of `StragglerId`;
+            `straggler_sections_relative` and `straggler_sections_individual`: such a set for each
+            section that has a straggler.
+
+        Example:
+            >>> report = Report({0: 1.0, 1: 0.6}, {}, {}, {}, {0: "a", 1: "b"}, {}, {}, 1.0, True)
+            >>> report.identify_stragglers()["straggler_gpus_relative"]
+            {StragglerId(rank=1, node='b')}
+        """
+        return {
+            "straggler_gpus_relative": self._ids_below(
+                self.gpu_relative_perf_scores, gpu_rel_threshold
+            ),
+            "straggler_gpus_individual": self._ids_below(
+                self.gpu_individual_perf_scores, gpu_indiv_threshold
+            ),
+            "straggler_sections_relative": self._section_ids_below(
+                self.section_relative_perf_scores, section_rel_threshold
+            ),
+            "straggler_sections_individual": self._section_ids_below(
+                self.section_individual_perf_scores, section_indiv_threshold
+            ),
+        }
+
+    def explain(self, rank: int | None = None, k: int = 3) -> list[RankExplanation]:
+        """Return why ranks are slow: kernels and sections that cost time, and where the time went.
+
+        Args:
+            rank: The rank to explain; default: every rank below one of the job's thresholds,
+                slowest first.
+            k: Kernels and sections to name for a rank, at most 3 kernels.
+
+        Raises:
+            KeyError: The report has no such rank.
+        """
+        from .explain import explain
+
+        return explain(self, rank, k)
+
+    def summary(self, k: int = 5) -> dict[str, Any]:
+        """Return the extremes of each GPU score: least, median, greatest, `k` worst and best ranks.
+
+        Returns:
+            For `gpu_relative` and `gpu_individual`, those that were computed: `min`, `median`,
+            `max`, `worst` and `best` (lists of `(rank, node, score)`) and `without_score`
+            (how many ranks have none).
+        """
+        given = {
+            "gpu_relative": self.gpu_relative_perf_scores,
+            "gpu_individual": self.gpu_individual_perf_scores,
+        }
+        return {name: self._extremes(scores, k) for name, scores in given.items() if scores}
+
+    def table(self, k: int = 8) -> str:
+        """Return the report as text for a terminal: the `k` slowest ranks, and why."""
+        from .render import table
+
+        return table(self, k)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Write a picture of the scores; the suffix of the path chooses the format.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed (`pip install 'nvrx-straggler[plot]'`).
+            OSError: The file cannot be written.
+        """
+        from .render import plot
+
+        plot(self, path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values; NaN becomes None, statistics their names."""
+        return {
+            "gpu_relative_perf_scores": _plain(self.gpu_relative_perf_scores),
+            "section_relative_perf_scores": _plain(self.section_relative_perf_scores),
+            "gpu_individual_perf_scores": _plain(self.gpu_individual_perf_scores),
+            "section_individual_perf_scores": _plain(self.section_individual_perf_scores),
+            "rank_to_node": _plain(self.rank_to_node),
+            "local_section_summaries": _plain(self.local_section_summaries),
+            "local_kernel_summaries": _plain(self.local_kernel_summaries),
+            "generate_report_elapsed_time": self.generate_report_elapsed_time,
+            "gather_on_rank0": self.gather_on_rank0,
+            "rank": self.rank,
+            "cuda_profiling_status": self.cuda_profiling_status,
+            "thresholds": _plain(self.thresholds),
+            "nan_reasons": _plain(self.nan_reasons),
+            "consecutive_windows_below": _plain(self.consecutive_windows_below),
+        }
+
+    def to_json(self) -> str:
+        """Return `to_dict` as JSON; ranks become text keys."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    def _extremes(self, scores: Mapping[int, float], k: int) -> dict[str, Any]:
+        ranks = np.fromiter(scores, dtype=np.int64, count=len(scores))
+        values = _array(scores)
+        usable = np.flatnonzero(np.isfinite(values))
+        order = usable[np.argsort(values[usable], kind="stable")]
+        named = [
+            (int(ranks[i]), self._node(int(ranks[i])), float(values[i])) for i in order.tolist()
+        ]
+        found = values[usable]
+        nan = float("nan")
+        return {
+            "min": float(found.min()) if len(found) else nan,
+            "median": float(np.median(found)) if len(found) else nan,
+            "max": float(found.max()) if len(found) else nan,
+            "worst": named[:k],
+            "best": named[::-1][:k],
+            "without_score": len(values) - len(usable),
+        }
+
+    def _node(self, rank: int) -> str:
+        return self.rank_to_node.get(rank, "?")
+
+    def _ids_below(self, scores: Mapping[int, float], threshold: float) -> set[StragglerId]:
+        below = getattr(scores, "below", None)
+        if below is not None:
+            ranks = below(threshold)
+        else:
+            ranks = [rank for rank, score in scores.items() if score < threshold]
+        return {StragglerId(rank, self._node(rank)) for rank in ranks}
+
+    def _section_ids_below(
+        self, scores: Mapping[str, Mapping[int, float]], threshold: float
+    ) -> dict[str, set[StragglerId]]:
+        found = {name: self._ids_below(ranks, threshold) for name, ranks in scores.items()}
+        return {name: ids for name, ids in found.items() if ids}
+
+
+def _array(scores: Mapping[int, float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    array = getattr(scores, "array", None)
+    return np.asarray(list(scores.values()) if array is None else array, dtype=np.float64)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        names = ((str(k) if isinstance(k, Statistic) else k, v) for k, v in value.items())
+        return {name: _plain(item) for name, item in names}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

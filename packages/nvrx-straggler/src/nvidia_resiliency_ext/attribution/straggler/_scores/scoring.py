@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores from medians: pure array arithmetic, no collectives and no clocks.
+
+A score is reference time divided by own time: 1.0 keeps up with the reference, 0.5 takes twice as
+long. An entry whose time is unusable (zero, subnormal, NaN, infinite) has the score NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nvidia_resiliency_ext.attribution.straggler.name_mapper import (
+    MAX_NAME_CHARACTERS,
+    shortened,
+)
+from nvidia_resiliency_ext.attribution.straggler.statistics import Statistic, SummaryTable
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[np.float64]
+
+__all__ = [
+    "ABSTAINS",
+    "COMMUNICATION_KERNELS",
+    "MISSING",
+    "BestTimes",
+    "ScoringOptions",
+    "Window",
+    "gpu_score",
+    "is_communication",
+    "ratios",
+    "read_window",
+    "reference_of_ranks",
+    "slowest_kernels",
+]
+
+Summaries = Mapping[str, Mapping[Statistic, float]]
+
+MISSING = -1.0
+"""Median of an entry that this rank should have and lacks: nobody gets a reference for it."""
+ABSTAINS = float("inf")
+"""Median of an entry on which this rank has no say."""
+
+COMMUNICATION_KERNELS = (
+    "ncclDev",
+    "ncclKernel",
+    "nvshmem",
+    "mscclKernel",
+    "userbuffers",
+    "kuserbuffers",
+)
+"""Parts of names of kernels that wait for other ranks; they never count for a score."""
+
+_SMALLEST = float(np.finfo(np.float64).tiny)
+
+
+@dataclass(frozen=True)
+class ScoringOptions:
+    """How medians become scores.
+
+    Attributes:
+        reference: `"best"` (the least median of all ranks), `"median"`, or a quantile of the
+            medians between 0 (the best) and 1.
+        reference_scope: `"all"`: an entry that any rank lacks has no reference. `"present"`: the
+            reference is taken over those that have it.
+        peer_groups: Disjoint sets of ranks that are compared only among themselves; ranks in none
+            form one more group.
+        min_samples: Entries with fewer samples are treated as missing.
+        best_decay: Part by which the individual best is raised before each report, 0 for never.
+        max_kernels: Kernels per rank and report; those with the least total time are left out.
+        kernel_filter: Tells whether a kernel of this name is compared, instead of the built-in
+            list of communication kernels.
+
+    Raises:
+        ValueError: A value is out of range; the message names it.
+    """
+
+    reference: str | float = "best"
+    reference_scope: str = "all"
+    peer_groups: Sequence[Sequence[int]] | None = None
+    min_samples: int = 1
+    best_decay: float = 0.0
+    max_kernels: int = 4096
+    kernel_filter: Callable[[str], bool] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.reference, str):
+            if self.reference not in ("best", "median"):
+                raise ValueError(
+                    f"reference={self.reference!r}: give 'best', 'median' or a number from 0 to 1"
+                )
+        elif not 0 <= self.reference <= 1:
+            raise ValueError(f"reference={self.reference}: a quantile lies between 0 and 1")
+        if self.reference_scope not in ("all", "present"):
+            raise ValueError(f"reference_scope={self.reference_scope!r}: give 'all' or 'present'")
+        members = [rank for group in self.peer_groups or () for rank in group]
+        if len(members) != len(set(members)):
+            raise ValueError("peer_groups: a rank stands in more than one group")
+        if self.min_samples < 1 or self.max_kernels < 1 or not 0 <= self.best_decay < 1:
+            raise ValueError(
+                f"min_samples={self.min_samples} and max_kernels={self.max_kernels} must be at"
+                f" least 1, best_decay={self.best_decay} at least 0 and below 1"
+            )
+
+    @property
+    def quantile(self) -> float:
+        """The quantile of all ranks' medians that is the reference; 0 for the best."""
+        if isinstance(self.reference, str):
+            return {"best": 0.0, "median": 0.5}[self.reference]
+        return float(self.reference)
+
+    @property
+    def is_minimum_of_all(self) -> bool:
+        """Tell whether a minimum over all ranks is the reference: one reduction tells it."""
+        return self.quantile == 0 and not self.peer_groups
+
+    def peers_of(self, rank: int, world_size: int) -> list[int]:
+        """Return the ranks that this one is compared with, itself included."""
+        groups = self.peer_groups or ()
+        for group in groups:
+            if rank in group:
+                return [peer for peer in group if 0 <= peer < world_size]
+        grouped = {peer for group in groups for peer in group}
+        return [peer for peer in range(world_size) if peer not in grouped]
+
+
+@dataclass
+class Window:
+    """What one rank measured since the last report.
+
+    Attributes:
+        kernel_names: Kernels that are compared.
+        kernel_medians: Their medians, us; NaN where unusable.
+        kernel_weights: Time spent in each, us.
+        section_names: Sections of this window.
+        section_medians: Their medians, ms; NaN where unusable.
+        compute_us: Time in kernels that are compared.
+        communication_us: Time in communication kernels.
+        evicted: Kernels that were left out because there were too many.
+        abstains_kernels: This rank does not time kernels, so it has no say about them.
+        abstains_sections: This rank does not time sections.
+    """
+
+    kernel_names: Sequence[str] = ()
+    kernel_medians: Array = field(default_factory=lambda: np.empty(0))
+    kernel_weights: Array = field(default_factory=lambda: np.empty(0))
+    section_names: Sequence[str] = ()
+    section_medians: Array = field(default_factory=lambda: np.empty(0))
+    compute_us: float = 0.0
+    communication_us: float = 0.0
+    evicted: int = 0
+    abstains_kernels: bool = False
+    abstains_sections: bool = False
+
+
+def is_communication(name: str) -> bool:
+    """Tell whether a kernel of this name waits for other ranks."""
+    return any(part in name for part in COMMUNICATION_KERNELS)
+
+
+def read_window(
+    sections: Summaries, kernels: Summaries, options: ScoringOptions, decisions: dict[str, bool]
+) -> tuple[Window, Summaries]:
+    """Return what counts of a rank's summaries, and its kernel summaries without communication.
+
+    Args:
+        sections: Summary of each section.
+        kernels: Summary of each kernel.
+        options: What to leave out.
+        decisions: Remembers for each kernel name whether it is compared; cleared when it grows.
+    """
+    names, medians, counts, totals = _columns(kernels)
+    compared = _compared(names, options, decisions)
+    rows = np.flatnonzero(compared)
+    communication_us = float(np.nansum(totals[~compared]))
+    evicted = max(0, len(rows) - options.max_kernels)
+    if evicted:
+        longest = np.argpartition(np.nan_to_num(totals[rows]), evicted)[evicted:]
+        rows = rows[np.sort(longest)]
+    kept_names = [names[row] for row in rows.tolist()] if len(rows) < len(names) else names
+    if len(rows) == len(names):
+        kept = kernels
+    elif isinstance(kernels, SummaryTable):
+        kept = kernels.select(rows)
+    else:
+        kept = {name: kernels[name] for name in kept_names}
+    section_names, section_medians, section_counts, _ = _columns(sections)
+    window = Window(
+        kernel_names=_shortened(kept_names),
+        kernel_medians=_usable(medians[rows], counts[rows], options.min_samples),
+        kernel_weights=totals[rows],
+        section_names=_shortened(section_names),
+        section_medians=_usable(section_medians, section_counts, options.min_samples),
+        compute_us=float(np.nansum(totals[rows])),
+        communication_us=communication_us,
+        evicted=evicted,
+    )
+    return window, kept
+
+
+def _shortened(names: Sequence[str]) -> Sequence[str]:
+    """Return names as they travel between ranks."""
+    longest = max(map(len, names), default=0)
+    return names if longest <= MAX_NAME_CHARACTERS else [shortened(name) for name in names]
+
+
+def _columns(summaries: Summaries) -> tuple[Sequence[str], Array, Array, Array]:
+    """Return names, medians, counts and total times."""
+    if isinstance(summaries, SummaryTable):
+        return (
+            summaries.names,
+            summaries.column(Statistic.MED),
+            summaries.column(Statistic.NUM),
+            summaries.totals,
+        )
+    nan = float("nan")
+    medians = np.array([s.get(Statistic.MED, nan) for s in summaries.values()], dtype=np.float64)
+    counts = np.array([s.get(Statistic.NUM, 1) for s in summaries.values()], dtype=np.float64)
+    means = np.array([s.get(Statistic.AVG, nan) for s in summaries.values()], dtype=np.float64)
+    return list(summaries), medians, counts, counts * means
+
+
+def _compared(
+    names: Iterable[str], options: ScoringOptions, decisions: dict[str, bool]
+) -> npt.NDArray[np.bool_]:
+    known = [decisions.get(name) for name in names]
+    if None in known:
+        if len(decisions) > 16 * options.max_kernels:
+            decisions.clear()
+        wanted = options.kernel_filter
+        for name in names:
+            if name not in decisions:
+                decisions[name] = (
+                    not is_communication(name) if wanted is None else bool(wanted(name))
+                )
+        known = [decisions[name] for name in names]
+    return np.array(known, dtype=np.bool_)
+
+
+def _usable(medians: Array, counts: Array, min_samples: int) -> Array:
+    usable = np.isfinite(medians) & (medians > _SMALLEST) & (counts >= min_samples)
+    return np.where(usable, medians, np.nan)
+
+
+def ratios(reference: Array, medians: Array) -> Array:
+    """Return reference / median of each entry, NaN where either is no positive finite number."""
+    usable = np.isfinite(reference) & (reference > _SMALLEST) & (medians > _SMALLEST)
+    result = np.full(len(medians), np.nan)
+    np.divide(reference, medians, out=result, where=usable)
+    return result
+
+
+def gpu_score(scores: Array, weights: Array) -> float:
+    """Return the mean of kernel scores, weighted by the time spent in each; NaN without any."""
+    usable = np.isfinite(scores) & (weights > 0)
+    total = float(weights[usable].sum())
+    return float((scores[usable] * weights[usable]).sum() / total) if total > 0 else float("nan")
+
+
+def slowest_kernels(scores: Array, weights: Array, count: int) -> npt.NDArray[np.intp]:
+    """Return the entries that cost the most time against the reference, worst first."""
+    lost = np.where(np.isfinite(scores), weights * (1 - scores), 0.0)
+    order = np.argsort(-lost, kind="stable")[:count]
+    worst: npt.NDArray[np.intp] = order[lost[order] > 0]
+    return worst
+
+
+def reference_of_ranks(medians: Array, options: ScoringOptions) -> Array:
+    """Return the reference of each entry from all ranks' medians, shape `[ranks, entries]`.
+
+    Medians are `MISSING` or `ABSTAINS` where a rank has none.
+    """
+    present = np.isfinite(medians) & (medians > 0)
+    possible = present.any(axis=0)
+    if options.reference_scope == "all":
+        possible &= ~(medians == MISSING).any(axis=0)
+    columns = np.flatnonzero(possible)
+    reference = np.full(medians.shape[1], np.nan)
+    if len(columns):
+        times = np.where(present, medians, np.nan)[:, columns]
+        reference[columns] = np.nanquantile(times, options.quantile, axis=0)
+    return reference
+
+
+class BestTimes:
+    """The least median ever seen of each name on this rank, for a bounded number of names.
+
+    Args:
+        max_names: Names that are kept; those with the least total time are forgotten first.
+        decay: Part by which every best is raised at each update.
+    """
+
+    def __init__(self, max_names: int, decay: float = 0.0) -> None:
+        self._max_names = max_names
+        self._decay = decay
+        self._slot_of: dict[str, int] = {}
+        self._best = np.empty(0)
+        self._time = np.empty(0)
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def update(self, names: Sequence[str], medians: Array, weights: Array) -> Array:
+        """Take in a window and return the best median of each of its names, this window included.
+
+        Args:
+            names: Names of the window.
+            medians: Their medians; NaN is taken as not measured.
+            weights: Time spent under each name.
+        """
+        slot_of = self._slot_of
+        for name in names:
+            if name not in slot_of:
+                slot_of[name] = len(slot_of)
+        added = len(slot_of) - len(self._best)
+        if added:
+            self._best = np.concatenate([self._best, np.full(added, np.inf)])
+            self._time = np.concatenate([self._time, np.zeros(added)])
+        if self._decay:
+            self._best *= 1 + self._decay
+        slots = np.fromiter((slot_of[name] for name in names), dtype=np.intp, count=len(names))
+        times = np.where(np.isfinite(medians), medians, np.inf)
+        best = np.minimum(self._best[slots], times)
+        self._best[slots] = best
+        self._time[slots] += np.nan_to_num(weights)
+        if len(slot_of) > self._max_names:
+            self._forget()
+        return best
+
+    def _forget(self) -> None:
+        kept = np.sort(np.argsort(-self._time, kind="stable")[: self._max_names])
+        names = list(self._slot_of)
+        self._slot_of = {names[old]: new for new, old in enumerate(kept.tolist())}
+        self._best = self._best[kept]
+        self._time = self._time[kept]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be changed while a job runs, as a value and as text that rank 0 sends to all ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+
+from nvidia_resiliency_ext.attribution.straggler._exchange.collectives import SETTINGS_BYTES
+from nvidia_resiliency_ext.attribution.straggler._scores.report import DEFAULT_THRESHOLDS
+from nvidia_resiliency_ext.attribution.straggler.interval_tracker import iterations_in
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks, parse_ranks
+
+__all__ = ["CHANGEABLE", "Settings"]
+
+ALL_RANKS = "all"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a detector, the same on all ranks.
+
+    Attributes:
+        version: Counts changes; rank 0 alone makes new versions.
+        enabled: Sections are measured.
+        profiling_interval: Entry n of a section is measured if n is a multiple of it.
+        report_time_interval: Seconds between reports.
+        ranks: Ranks that measure, such as `0-3,8`, or `all`.
+        gpu_rel_threshold: Relative GPU score below which a rank is a straggler.
+        section_rel_threshold: Likewise for sections.
+        gpu_indiv_threshold: Individual GPU score below which a rank is a straggler.
+        section_indiv_threshold: Likewise for sections.
+
+    Raises:
+        ConfigError: A value is out of range; the message names it.
+    """
+
+    version: int = 0
+    enabled: bool = True
+    profiling_interval: int = 1
+    report_time_interval: float = 60.0
+    ranks: str = ALL_RANKS
+    gpu_rel_threshold: float = 0.75
+    section_rel_threshold: float = 0.75
+    gpu_indiv_threshold: float = 0.75
+    section_indiv_threshold: float = 0.75
+    _ranks: frozenset[int] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for item in _FIELDS:
+            _require_type(item.name, getattr(self, item.name), str(item.type))
+        if self.profiling_interval < 1:
+            raise ConfigError(f"profiling_interval={self.profiling_interval}: must be at least 1")
+        if not (math.isfinite(self.report_time_interval) and self.report_time_interval >= 0):
+            raise ConfigError(
+                f"report_time_interval={self.report_time_interval}: must be 0 s or more"
+            )
+        for name in DEFAULT_THRESHOLDS:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must lie between 0 and 1")
+        if self.ranks != ALL_RANKS:
+            try:
+                ranks = parse_ranks(self.ranks)
+            except ValueError as error:
+                raise ConfigError(f"ranks={self.ranks[:80]!r}: {error}") from error
+            object.__setattr__(self, "_ranks", frozenset(ranks))
+            object.__setattr__(self, "ranks", format_ranks(ranks))
+        if len(self.encode()) > SETTINGS_BYTES:
+            raise ConfigError(f"ranks={self.ranks[:80]!r}...: too long, name fewer ranges")
+
+    @property
+    def thresholds(self) -> dict[str, float]:
+        """The thresholds by argument name of `Report.identify_stragglers`."""
+        return {name: getattr(self, name) for name in DEFAULT_THRESHOLDS}
+
+    def measures(self, rank: int) -> bool:
+        """Tell whether this rank measures."""
+        return self.enabled and (self._ranks is None or rank in self._ranks)
+
+    def iterations_between_reports(self, step_time: float) -> int | None:
+        """Return the report interval for a step time in seconds, None for one that is unknown."""
+        if not math.isfinite(step_time):
+            return None
+        wanted = iterations_in(self.report_time_interval, step_time)
+        return int(max(wanted, self.profiling_interval))
+
+    def changed(self, changes: Mapping[str, object]) -> Settings:
+        """Return the next version with these values.
+
+        Raises:
+            ConfigError: A name is not known or a value out of range.
+        """
+        for name in changes:
+            if name not in CHANGEABLE:
+                raise ConfigError(
+                    f"{name!r} cannot be changed in a running job; known: {', '.join(CHANGEABLE)}"
+                )
+        return replace(self, version=self.version + 1, **changes)  # type: ignore[arg-type]
+
+    def encode(self) -> bytes:
+        """Return the settings as JSON."""
+        return json.dumps({item.name: getattr(self, item.name) for item in _FIELDS}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Settings:
+        """Return the settings of a JSON text.
+
+        Raises:
+            ConfigError: It is no such text.
+        """
+        try:
+            values = json.loads(data)
+        except ValueError as error:
+            raise ConfigError(f"settings from rank 0 are no JSON: {error}") from error
+        if not isinstance(values, dict) or set(values) != {item.name for item in _FIELDS}:
+            raise ConfigError(f"settings from rank 0 lack or add fields: {data[:200]!r}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the values by name."""
+        return {name: value for name, value in asdict(self).items() if name != "_ranks"}
+
+
+_FIELDS = tuple(item for item in fields(Settings) if item.init)
+CHANGEABLE = tuple(item.name for item in _FIELDS if item.name != "version")
+"""Names of settings that can be changed in a running job."""
+
+
+def _require_type(name: str, value: object, kind: str) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = {
+        "bool": isinstance(value, bool),
+        "int": is_number and isinstance(value, int),
+        "float": is_number,
+        "str": isinstance(value, str),
+    }
+    if not fits[kind]:
+        raise ConfigError(f"{name}={value!r}: must be of type {kind}")
