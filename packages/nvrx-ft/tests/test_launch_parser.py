@@ -17,6 +17,8 @@ from nvidia_resiliency_ext.fault_tolerance._launch.parser import get_args_parser
 
 pytestmark = pytest.mark.usefixtures("clean_launch_environment")
 
+# These print something and leave.
+LEAVE = {"version", "print-completion"}
 SAMPLES = {
     values.SECTIONS: "step:10",
     values.SIGNAL: "SIGINT",
@@ -65,7 +67,7 @@ def spellings(flag: Any) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-@pytest.mark.parametrize("flag", [f for f in FLAGS if f.name != "version"], ids=lambda f: f.name)
+@pytest.mark.parametrize("flag", [f for f in FLAGS if f.name not in LEAVE], ids=lambda f: f.name)
 def test_every_flag_parses_in_every_spelling(flag: Any) -> None:
     """Dashes, underscores and both mixed give the same value; so do a space and an equals sign."""
     seen = set()
@@ -350,6 +352,20 @@ def test_help_lists_every_flag_under_its_group(capsys: pytest.CaptureFixture[str
         assert f"--{flag.name}" in text
     assert "before the job fails. Default: 0." in " ".join(text.split())
     assert max(len(line) for line in text.splitlines()) <= 100
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_the_flags(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--print-completion` ends with 0; flags and their words are in it, older spellings not."""
+    with pytest.raises(SystemExit) as left:
+        parse_args(["--print-completion", shell])
+    assert left.value.code == 0
+    script = capsys.readouterr().out
+    assert "--ft-prewarm)" in script
+    assert '-W "auto on off"' in script
+    assert "--ft-lease" in script
+    assert "--ft_lease" not in script
+    assert "complete -o default -F _ft_launcher ft_launcher" in script
 
 
 def test_version_names_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
