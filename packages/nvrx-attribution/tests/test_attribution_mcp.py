@@ -30,6 +30,8 @@ from nvidia_resiliency_ext.attribution.mcp_integration import (
 from nvidia_resiliency_ext.attribution.mcp_integration.server import AttributionTools
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
+pytest.importorskip("mcp")
+
 OOM = "[rank3]: torch.OutOfMemoryError: CUDA out of memory.\n"
 STEP = "iteration {}/ 500 | consumed samples: 64 | lm loss: 2.1E+00 |\n"
 

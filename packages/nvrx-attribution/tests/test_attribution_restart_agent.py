@@ -178,6 +178,7 @@ def test_growing_log(tmp_path):
 
 def test_models_are_asked_after_the_rules(tmp_path):
     """All routes are asked; the first with an answer counts, and the rules are out before."""
+    pytest.importorskip("httpx")
     log = tmp_path / "job.log"
     log.write_text(EXCEPTION)
     told = []

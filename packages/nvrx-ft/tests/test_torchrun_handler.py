@@ -105,6 +105,25 @@ def test_spares_leave_in_peace_when_the_job_is_done(job):
             wait.result(DEADLINE_S)
 
 
+def test_more_launchers_than_wanted_are_spares_in_every_round(job):
+    """Five launchers for 2:3 and six restarts: two work, three wait, none is told of an error."""
+    nodes = job(2, 3, last_call_timeout=10)
+    handlers = [nodes.add(host=number == 0) for number in range(5)]
+    working = handlers[:2]
+    nodes.join(*working)
+    waits = [nodes.call(spare.next_rendezvous) for spare in handlers[2:]]
+    for round_ in range(1, 7):
+        places = nodes.join(*working)
+        assert sorted(place.rank for place in places) == [0, 1]
+        assert {place.world_size for place in places} == {2}
+        assert working[0].round() == round_
+        assert not any(wait.done() for wait in waits)
+    shut_down(working[0])
+    for wait in waits:
+        with pytest.raises(RendezvousGracefulExitError):
+            wait.result(DEADLINE_S)
+
+
 def test_the_record_tells_cycles_and_the_end(job, tmp_path, monkeypatch):
     """Start, cycles with their reasons, and end; what workers record comes into the same file."""
     monkeypatch.setenv("NVRX_EVENT_DIR", str(tmp_path))
