@@ -82,7 +82,7 @@ def test_command_lines_fit_the_programs(document):
         plain = [re.sub(r"\$\(JOB_COMPLETION_INDEX\)", "0", arg) for arg in args]
         result = subprocess.run(
             [program, "--print-config", *plain],
-            capture_output=True, text=True, timeout=50, check=False,
+            capture_output=True, text=True, timeout=150, check=False,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
 

@@ -80,7 +80,7 @@ def test_wrong_command_shows_usage(args: list[str], tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=150,
         check=False,
     )
     assert result.returncode == 2

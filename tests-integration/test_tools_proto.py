@@ -25,7 +25,7 @@ def test_another_compiler_is_refused() -> None:
         [sys.executable, str(TOOL), "--check"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=150,
         check=False,
     )
     assert result.returncode == 2

@@ -76,7 +76,7 @@ def run(root: Path, env: dict[str, str], *args: str) -> tuple[int, str]:
         env=env,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=150,
         check=False,
     )
     return result.returncode, result.stdout + result.stderr

@@ -622,4 +622,66 @@ with TestClient(create_app(Settings(allowed_root=tempfile.mkdtemp()))) as client
     assert client.get("/healthz").status_code == 200
 """,
     ),
+    Row(
+        TOOLS,
+        "attribution.mcp_integration: modules by name, and the command of the server",
+        "nvrx-attribution",
+        """
+from nvidia_resiliency_ext.attribution.mcp_integration.mcp_client import (
+    MultiServerClient, NVRxMCPClient, create_mcp_client, get_server_command,
+    is_mcp_connection_error, run_distributed_attribution,
+)
+from nvidia_resiliency_ext.attribution.mcp_integration.module_definitions import (
+    create_args_from_dict, register_all_modules,
+)
+from nvidia_resiliency_ext.attribution.mcp_integration.registry import (
+    AttributionModuleRegistry, ModuleMetadata, deserialize_result, global_registry,
+    serialize_result,
+)
+register_all_modules()
+assert set(global_registry.list_modules()) == {"log_analyzer", "fr_analyzer", "log_fr_analyzer"}
+assert isinstance(global_registry.get_module_metadata("fr_analyzer"), ModuleMetadata)
+order = global_registry.get_execution_order()
+assert order.index("log_fr_analyzer") == 2
+args = create_args_from_dict("log_fr_analyzer", {"log_path": "/x", "fr_path": "/y"})
+assert args["threshold"] == 0 and args.pattern == "_dump_*"
+registry = AttributionModuleRegistry(cache_max_entries=2)
+key = registry.cache_result("m", {"a": 1}, {"found": [1]})
+assert registry.get_cached_result_by_uri("attribution://m/" + key) == {"found": [1]}
+assert deserialize_result(serialize_result({"a": (1, 2)})) == {"a": [1, 2]}
+assert get_server_command(log_level="DEBUG")[-2:] == ["--log-level", "DEBUG"]
+assert isinstance(create_mcp_client(mcp_server_log_level="INFO"), NVRxMCPClient)
+assert is_mcp_connection_error(ConnectionResetError())
+""",
+    ),
+    Row(
+        TOOLS,
+        "attribution.restart_agent and refine: decisions in JSON, without a model",
+        "nvrx-attribution",
+        """
+import pathlib, tempfile
+from nvidia_resiliency_ext.attribution import engine, refine
+from nvidia_resiliency_ext.attribution.combined_log_fr.llm_merge import unpack_run_result
+from nvidia_resiliency_ext.attribution.restart_agent import (
+    RestartAgentRequest, build_restart_agent_runtime, config_fingerprint,
+    parse_restart_agent_config,
+)
+log = pathlib.Path(tempfile.mkdtemp(), "job.log")
+log.write_text("ModuleNotFoundError: No module named 'model'\\n")
+config = parse_restart_agent_config({"schema_version": "restart_agent_config.v1"}, environ={})
+assert config_fingerprint(config).startswith("sha256:")
+agent = build_restart_agent_runtime(config)
+early = []
+reply = agent.analyze(RestartAgentRequest(str(log), "7", 0), on_deterministic_ready=early.append)
+agent.attempt_record_control.clear()
+agent.close()
+assert (reply["decision"], early[0]["decision"]) == ("STOP", "STOP")
+assert reply["primary_failure"]["failure_class"] == "user.import_error"
+assert refine.model_settings_from_environ({}) is None
+assert unpack_run_result(("text", None))[0] == "text"
+scanner = engine.LogScanner()
+scanner.feed(log.read_bytes())
+assert scanner.snapshot().to_dict()["schema"] == "nvrx_attribution.v1"
+""",
+    ),
 ]

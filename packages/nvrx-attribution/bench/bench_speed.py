@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,15 @@ from pathlib import Path
 
 HELPERS = Path(__file__).parents[1] / "tests" / "helpers"
 REPEATS = 3
+STARTS = 7
+HELP = (
+    "import sys; sys.argv = ['nvrx-attribution', '--help']\n"
+    "from nvidia_resiliency_ext.attribution.cli import main; main()"
+)
+STEP_ON = "".join(
+    f"iteration {n}/ 9 | consumed samples: {n} | lm loss: 2.0 |\n" for n in range(1, 6)
+)
+ECC = "[rank3]: RuntimeError: CUDA error: uncorrectable ECC error encountered\n"
 STEP = (
     "{r}: [2026-01-02 10:{m:02d}:{s:02d}.{ms:03d}] iteration {i}/ 500000 | consumed samples: {i} |"
     " elapsed time per iteration (ms): {ms}.1 | lm loss: 2.{ms}E+00 | grad norm: 1.{s} |\n"
@@ -52,8 +62,10 @@ middle = time.perf_counter()
 found = analyze_dumps(loaded)
 end = time.perf_counter()
 own, workers = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
-peak = max(resource.getrusage(who).ru_maxrss for who in (own, workers))
-print(middle - start, end - middle, peak / 1024, found.kind, *found.guilty_ranks)
+used = [resource.getrusage(who) for who in (own, workers)]
+peak = max(each.ru_maxrss for each in used)
+cpu = sum(each.ru_utime + each.ru_stime for each in used)
+print(middle - start, end - middle, peak / 1024, cpu, *found.guilty_ranks)
 """
 
 
@@ -106,16 +118,45 @@ def main() -> None:
             )
         log.unlink()
         measure_traces(args.python, args.ranks, Path(folder))
-    starts = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        subprocess.run([args.python, "-c", "pass"], check=True)
-        empty = time.perf_counter() - begin
-        begin = time.perf_counter()
-        code = "import nvidia_resiliency_ext.attribution.trace_analyzer"
-        subprocess.run([args.python, "-c", code], check=True)
-        starts.append(time.perf_counter() - begin - empty)
-    report("import", ms=round(1000 * statistics.median(starts)))
+        measure_follow(args.python, Path(folder))
+    # An installed program starts without the -c of this one: the empty interpreter is subtracted.
+    names = {"import": "import nvidia_resiliency_ext.attribution", "help": HELP}
+    for name, code in names.items():
+        starts = []
+        for _ in range(STARTS):
+            empty = cpu_seconds([args.python, "-c", "pass"])
+            whole = cpu_seconds([args.python, "-c", code])
+            starts.append(whole if name == "help" else whole - empty)
+        report(name, ms=round(1000 * statistics.median(starts)), of="CPU time")
+
+
+def cpu_seconds(command: list[str]) -> float:
+    """Return the CPU time of a program: on a busy machine its wall time says little."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+def measure_follow(python: str, folder: Path) -> None:
+    """Measure from the last byte of a followed log to the printed verdict."""
+    log = folder / "followed.log"
+    log.touch()
+    module = "nvidia_resiliency_ext.attribution"
+    command = [python, "-m", module, "analyze", str(log), "--follow", "--json", "--quiet-s", "60"]
+    waits = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        program.stdout.readline()
+        faults = ("[rank1]: OSError: [Errno 28] No space left on device\n", STEP_ON, ECC)
+        for text in faults:
+            with log.open("a") as file:
+                file.write(text)
+            begin = time.perf_counter()
+            program.stdout.readline()
+            waits.append(time.perf_counter() - begin)
+        program.kill()
+    report("follow", verdict_s=round(max(waits), 2))
 
 
 def measure_traces(python: str, sizes: str, folder: Path) -> None:
@@ -131,12 +172,15 @@ def measure_traces(python: str, sizes: str, folder: Path) -> None:
         runs = measure(python, TRACES, str(target))
         load, analyse = (statistics.median(float(run[at]) for run in runs) for at in (0, 1))
         peak = max(float(run[2]) for run in runs)
+        cpu_s = statistics.median(float(run[3]) for run in runs)
         right = [int(rank) for rank in runs[0][4:]] == job.guilty
         report(
             "traces",
             ranks=size,
             load_s=round(load, 2),
             analyse_s=round(analyse, 2),
+            load_and_analyse_s=round(load + analyse, 2),
+            cpu_s=round(cpu_s, 2),  # with the start of the program, and of all processes
             mib=round(peak),
             right=right,
         )

@@ -91,7 +91,7 @@ def score_traces(seeds: range, sizes: list[int]) -> list[dict[str, object]]:
                 right["accused_healthy"] += kind == "healthy" and bool(found.guilty_ranks)
         figures.append(
             {
-                "figure": "traces",
+                "figure": "traces_right",
                 "size": size,
                 "cases": cases,
                 "ranks": round(right["ranks"] / cases, 4),

@@ -20,6 +20,11 @@ from nvidia_resiliency_ext.attribution.controller import (
     AttributionController,
     AttributionControllerConfig,
 )
+from nvidia_resiliency_ext.attribution.orchestration.analysis_pipeline import (
+    AnalysisPipelineMode,
+    run_attribution_pipeline,
+)
+from nvidia_resiliency_ext.attribution.orchestration.config import LogSageExecutionConfig
 from nvidia_resiliency_ext.attribution.refine import (
     ModelClient,
     ModelSettings,
@@ -343,3 +348,20 @@ def test_failing_refinement_leaves_the_verdict(tmp_path):
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
     assert done[0].verdict.refinement is None
+
+
+def test_pipeline_with_a_model(tmp_path):
+    """The pipeline asks the model that its arguments name, and needs both name and address."""
+    log = tmp_path / "job.log"
+    log.write_text(EXCEPTION)
+    mode = AnalysisPipelineMode.LOG_AND_TRACE_WITH_LLM
+    with serving(completion("The plan is wrong.")) as (url, requests):
+        settings = LogSageExecutionConfig(llm_model="m", llm_base_url=url, llm_temperature=0.0)
+        overrides = settings.pipeline_llm_overrides()
+        run = run_attribution_pipeline(str(log), mode=mode, llm_api_key=KEY, **overrides)
+        found = asyncio.run(run)
+    assert found.llm_merged_summary == "The plan is wrong."
+    assert found.log_result["recommendation"]["action"] == "RESTART"
+    assert requests[0][2]["temperature"] == 0.0
+    with pytest.raises(ValueError, match="llm_base_url"):
+        asyncio.run(run_attribution_pipeline(str(log), mode=mode, llm_model="m"))

@@ -5,6 +5,7 @@ import json
 
 import attribution_traces as simulated
 import pytest
+from attribution_model_server import completion, serving
 
 import nvidia_resiliency_ext.attribution as package
 from nvidia_resiliency_ext.attribution import engine
@@ -74,6 +75,34 @@ def test_results_together(tmp_path, capsys):
         combined_log_fr.CombinedLogFR({}) as combined,
     ):
         combined.run_sync({})
+
+
+def test_program_for_both(tmp_path, capsys, monkeypatch):
+    """Dumps of several directories count together, by pattern; a summary needs an address."""
+    monkeypatch.delenv("NVRX_LLM_BASE_URL", raising=False)
+    job = simulated.make_job("host_stuck", 16, 1)
+    folder = simulated.write(job, tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    for rank in range(8):
+        (folder / f"_dump_{rank}").rename(tmp_path / "b" / f"_dump_{rank}")
+    log = tmp_path / "job.log"
+    log.write_text(
+        "[NestedRestarter] RuntimeError: CUDA error: uncorrectable ECC error\n"
+        "[rank1]: Watchdog caught collective operation timeout: ran for 6 milliseconds\n"
+    )
+    base = ["--log-path", str(log), "--exclude_nvrx_logs", "--fr-path"]
+    folders = [str(folder), str(tmp_path / "b")]
+    assert combined_log_fr.main([*base, *folders, "-v", "-c"]) == 0
+    printed = capsys.readouterr()
+    assert f"ranks to exclude: {job.guilty}" in printed.out
+    assert "ECC" not in printed.out
+    assert "GROUP" in printed.err or "|" in printed.err
+    assert combined_log_fr.main([*base, *folders, "--pattern", "other_*"]) == 0
+    assert combined_log_fr.main([*base, *folders, "-l"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    with serving(completion("Rank 3 hung.")) as (url, _):
+        assert combined_log_fr.main([*base, *folders, "-l", "-m", "m", "-b", url]) == 0
+    assert "Rank 3 hung." in capsys.readouterr().out
 
 
 def test_result_item(tmp_path):

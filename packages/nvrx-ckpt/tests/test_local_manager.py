@@ -515,3 +515,15 @@ def test_a_failing_disk_fails_the_save_and_nothing_else(mounted):
     again = LocalCheckpointManager(disk)
     assert again.find_latest() == 1
     assert is_state(again.load()[0], 0, 1)
+
+
+def test_what_was_just_saved_is_loaded(tmp_path):
+    """A manager loads what it has saved itself, first of all and after an older one was found."""
+    manager = saved(tmp_path, 1, keep_last=3)
+    for iteration in (1, 2, 3):
+        if iteration > 1:
+            manager.save(BasicTensorAwareStateDict(state_of(0, iteration)), iteration)
+        assert manager.find_latest() == iteration
+        state, ckpt_id = manager.load()
+        assert ckpt_id == (iteration, 0, "")
+        assert is_state(state, 0, iteration)

@@ -30,7 +30,7 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
 from nvidia_resiliency_ext.shared_utils.abort_hooks import run_abort_hooks
 
 PROGRAMS = Path(__file__).parent / "programs"
-DEADLINE_S = 50
+DEADLINE_S = 150
 
 
 class OldRequest(NamedTuple):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from nvidia_resiliency_ext.checkpointing import (
     DamagedCheckpointError,
+    _progress,
     publish_latest,
     read_latest,
     remove_old,
@@ -178,3 +179,39 @@ def test_foreign_manifest_is_damaged_and_nothing_else(value, field):
         assert not verify_checkpoint(folder).whole
         with contextlib.suppress(DamagedCheckpointError, OSError):
             checkpoint_items(folder)
+
+
+def shown_by(load):
+    """Return what a function writes to stderr, when that is a terminal."""
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as stream:
+        with contextlib.redirect_stderr(stream):
+            load()
+        stream.write("END")
+        stream.flush()
+        text = ""
+        while not text.endswith("END"):
+            text += os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    return text.removesuffix("END")
+
+
+def test_long_loads_show_how_far_they_are(tmp_path, monkeypatch):
+    """In a terminal rank 0 shows bytes, rate and rest of a load of either kind; others do not."""
+    request_for(state_of(1), tmp_path / "dcp").execute_sync()
+    manager = LocalCheckpointManager(tmp_path / "local")
+    manager.save(BasicTensorAwareStateDict(state_of(1)), 1)
+    manager.find_latest()
+    monkeypatch.setattr(_progress, "LOAD_DELAY_S", 0.0)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        for load in (
+            lambda: dcp.load(
+                state_of(0), storage_reader=CachedMetadataFileSystemReader(tmp_path / "dcp")
+            ),
+            manager.load,
+        ):
+            text = shown_by(load)
+            assert ("s left" in text) == (rank == "0"), text
+            assert rank == "1" or text.endswith("\r\x1b[K")
+    CachedMetadataFileSystemReader.clear_metadata_cache()

@@ -46,7 +46,7 @@ def run(program: str, *folders: Path) -> str:
         env=env,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=150,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -17,7 +17,7 @@ def run(program: str, redirection: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=30,
+        timeout=150,
         check=False,
     )
     return result.returncode, result.stdout

@@ -35,7 +35,7 @@ def test_conflicting_package_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "broken-1.dist-info").mkdir()
     done = subprocess.run(
         _COMMAND, env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True, timeout=30, check=False,
+        capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("error")]
@@ -105,4 +105,4 @@ def test_import_stays_light() -> None:
         "import sys, nvidia_resiliency_ext.shared_utils.doctor\n"
         "sys.exit('importlib.metadata' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=150, check=False).returncode == 0

@@ -185,8 +185,8 @@ def test_processes_share_the_file(host: str, create: Create) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
-    assert [child.wait(timeout=30) for child in children] == [0, 0, 0]
+        thread.join(timeout=150)
+    assert [child.wait(timeout=150) for child in children] == [0, 0, 0]
     found = read_events(log.path)
     assert found.bad_lines == 0
     assert sorted(event.rank for event in found.events if event.rank is not None) == sorted(
@@ -331,7 +331,7 @@ def test_failing_writes_are_counted_and_told(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
-        capture_output=True, text=True, timeout=30, check=False,
+        capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("events are being dropped") == 1
@@ -363,7 +363,7 @@ def test_a_header_that_does_not_fit_leaves_nothing(room_bytes: int, tmp_path: Pa
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), str(room_bytes)],
-        capture_output=True, text=True, timeout=30, check=False,
+        capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = read_events(next(tmp_path.iterdir()))
@@ -462,7 +462,7 @@ def test_import_is_lazy() -> None:
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],
         env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PATH": ""},
-        capture_output=True, text=True, timeout=30, check=False,
+        capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     new = done.stdout.split()

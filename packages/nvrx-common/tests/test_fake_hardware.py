@@ -49,7 +49,7 @@ def ask(nvml):
 """
     real = subprocess.run(
         [sys.executable, "-c", f"{program}\nimport pynvml; print(ask(pynvml))"],
-        env=driver.environment(), capture_output=True, text=True, timeout=30, check=False,
+        env=driver.environment(), capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     space: dict[str, object] = {}
     exec(program, space)

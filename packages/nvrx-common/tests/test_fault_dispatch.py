@@ -255,7 +255,7 @@ def test_refused_off_the_main_thread(name: str) -> None:
         "thread = threading.Thread(target=run); thread.start(); thread.join()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=150, check=True
     )
     assert name in done.stdout
     assert "main thread" in done.stdout
@@ -360,12 +360,12 @@ def test_clock_is_refused_without_the_right() -> None:
         "except RuntimeError as error: print(error)\n"
     )
     command = [sys.executable, "-c", program]
-    tried = subprocess.run(["unshare", "--user", "true"], check=False, timeout=30)
+    tried = subprocess.run(["unshare", "--user", "true"], check=False, timeout=150)
     if os.geteuid() == 0 and tried.returncode:
         pytest.skip("root can give up no right here")
     prefix = [] if tried.returncode else ["unshare", "--user", "--map-root-user"]
     done = subprocess.run(
-        [*prefix, *command], capture_output=True, text=True, timeout=30, check=True
+        [*prefix, *command], capture_output=True, text=True, timeout=150, check=True
     )
     assert "CLOCK_SKEW" in done.stdout
     assert "CAP_SYS_TIME" in done.stdout
@@ -493,7 +493,7 @@ def test_imports_little() -> None:
         "\nprint([name for name in names if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-S", "-c", program], capture_output=True, text=True, timeout=30,
+        [sys.executable, "-S", "-c", program], capture_output=True, text=True, timeout=150,
         check=True, env={**os.environ, "PYTHONPATH": str(Path(faults.__file__).parents[2])},
     )  # fmt: skip
     assert done.stdout == "[]\n"

@@ -24,7 +24,7 @@ from nvidia_resiliency_ext.shared_utils._funnel.target import Target
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, UnsafePathError
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Told:

@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.shared_utils.grpc_log_client import LogFunnelClient
 
 pytestmark = pytest.mark.slow
 
-_DEADLINE_S = 30.0
+_DEADLINE_S = 60.0
 _LINE_BYTES = 100
 _PROGRAMS = Path(__file__).parent / "programs"
 _WRITER = _PROGRAMS / "funnel_writer.py"
@@ -401,7 +401,7 @@ def test_packet_loss(lossy_network: list[str], tmp_path: Path) -> None:
             ],
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=150,
             check=False,
             env=environment,
         )

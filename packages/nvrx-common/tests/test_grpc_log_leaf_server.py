@@ -142,7 +142,7 @@ def test_health_follows_the_root(leaf: peers.Server, root: peers.Server) -> None
 
     def is_healthy() -> bool:
         with peers.stub(leaf.address) as stub:
-            return stub.HealthCheck(pb.HealthRequest(), timeout=10).healthy
+            return stub.HealthCheck(pb.HealthRequest(), timeout=60).healthy
 
     peers.until(is_healthy, "healthy")
     root.kill()
@@ -217,7 +217,7 @@ def test_many_streams_over_one(leaf: peers.Server, root: peers.Server, logs: Pat
     with peers.stub(root.address) as stub:
 
         def clients() -> int:
-            return stub.HealthCheck(pb.HealthRequest(), timeout=10).connected_clients
+            return stub.HealthCheck(pb.HealthRequest(), timeout=60).connected_clients
 
         # A leaf listens a moment before its stream to the root is there.
         peers.until(clients, "the leaf's stream")

@@ -72,7 +72,7 @@ def run(request, library, tmp_path):
         env |= {"NVRX_NVML_SUBPROCESS": request.param, **environment}
         done = subprocess.run(
             [sys.executable, "-c", PRELUDE + program],
-            env=env, capture_output=True, text=True, timeout=50, check=False,
+            env=env, capture_output=True, text=True, timeout=150, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         run.calls = [line.split() for line in calls.read_text().splitlines()]
@@ -274,7 +274,12 @@ def test_command_line(library, tmp_path) -> None:
 
     def program(*arguments: str) -> tuple[int, list[dict[str, object]]]:
         done = subprocess.run(
-            [*command, *arguments], env=env, capture_output=True, text=True, timeout=50, check=False
+            [*command, *arguments],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
         )
         return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -60,7 +60,7 @@ def test_leak_fails_the_test(kind: str, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=50,
+        timeout=150,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(leftovers.__file__).parent)},
     )

@@ -110,7 +110,7 @@ def test_full_disk_recovers_without_a_restart(tmp_path: Path) -> None:
             client.put(LINE % number)
         peers.until(lambda: "No space left" in root.log.read_text(), "the full disk's line")
         good = [chunk(tmp_path / "logs/good.log", b"%d\n" % i, "1", "g", i) for i in range(1, 200)]
-        assert send_acked(root.address, *good, timeout=20) == {"g": 199}
+        assert send_acked(root.address, *good, timeout=60) == {"g": 199}
         assert client.committed < 4000
         (inside / "filler").unlink()
         assert client.close()

@@ -302,7 +302,7 @@ def test_reset_in_a_forked_child(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True, text=True, timeout=40, cwd=tmp_path, check=False,
+        capture_output=True, text=True, timeout=150, cwd=tmp_path, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("child") == 20

@@ -124,7 +124,7 @@ def test_unreadable_directory_is_refused(tmp_path: Path) -> None:
     try:
         arguments = [sys.executable, "-c", program, str(base)]
         result = subprocess.run(
-            arguments, capture_output=True, text=True, check=True, timeout=30, cwd="/"
+            arguments, capture_output=True, text=True, check=True, timeout=150, cwd="/"
         )
     finally:
         base.rmdir()
@@ -360,7 +360,7 @@ def test_failed_atomic_write_leaves_the_old_content_alone(tmp_path: Path) -> Non
         "    print(error.errno)\n"
     )
     arguments = [sys.executable, "-c", program, str(tmp_path / "file")]
-    result = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=30)
+    result = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=150)
     assert result.stdout.strip() == str(errno.EFBIG)
     assert sorted(os.listdir(tmp_path)) == ["directory", "file"]
     assert (tmp_path / "file").read_bytes() == b"old"

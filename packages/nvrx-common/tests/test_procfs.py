@@ -77,7 +77,7 @@ def test_other_errors_are_raised() -> None:
         "    print(error.strerror)\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=150
     )
     assert result.stdout == "Too many open files\n"
 

@@ -179,7 +179,7 @@ def test_module_runs(recorded: Path) -> None:
     """`python -m` works, and a reader that closes early is no error."""
     command = [sys.executable, "-m", "nvidia_resiliency_ext.shared_utils.report"]
     done = subprocess.run(
-        [*command, str(recorded)], capture_output=True, text=True, timeout=30, check=False
+        [*command, str(recorded)], capture_output=True, text=True, timeout=150, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "goodput unknown" in done.stdout
@@ -190,7 +190,7 @@ def test_module_runs(recorded: Path) -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=150) == 0
 
 
 def test_load_reads_event_files_only(recorded: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from common_browser import NAMES, Browser, find_browser
+from browser import NAMES, Browser, find_browser
 from common_story import Story
 
 from nvidia_resiliency_ext.shared_utils.events import CycleEnd, CycleStart, Fault, FirstStep, JobEnd

@@ -302,7 +302,7 @@ def test_failed_start_leaves_nothing(place: Path) -> None:
     )
     label = f"full{os.getpid()}"
     arguments = [sys.executable, "-c", program, label, str(place)]
-    result = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=30)
+    result = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=150)
     assert result.stdout == "File too large\n"
     for where in (place, Path("/tmp"), Path("/dev/shm")):
         assert list(where.glob(f"nvrx-{label}-*")) == []

@@ -25,7 +25,7 @@ def _run(*arguments: str) -> tuple[int, str, str]:
     done = subprocess.run(
         [*_COMMAND, *arguments],
         env={**os.environ, "PYTHONPATH": _SOURCE},
-        capture_output=True, text=True, timeout=30, check=False,
+        capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
@@ -132,7 +132,7 @@ def test_imports_little() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-S", "-c", program], env={**os.environ, "PYTHONPATH": _SOURCE},
-        capture_output=True, text=True, timeout=30, check=True,
+        capture_output=True, text=True, timeout=150, check=True,
     )  # fmt: skip
     assert done.stdout.splitlines()[-1] == "[] []"
 

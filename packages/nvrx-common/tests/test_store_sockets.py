@@ -124,10 +124,10 @@ def test_nobody_reaches_itself() -> None:
     # A host of its own that has two ports for clients, and takes the even one first.
     prepare = "ip link set lo up && echo 40000 40001 > /proc/sys/net/ipv4/ip_local_port_range"
     inside = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c"]
-    if subprocess.run([*inside, prepare], capture_output=True, check=False, timeout=30).returncode:
+    if subprocess.run([*inside, prepare], capture_output=True, check=False, timeout=150).returncode:
         pytest.skip("no network namespace can be made here")
     done = subprocess.run(
         [*inside, f'{prepare} && exec "$0" -c "$1"', sys.executable, REACHES_NOBODY],
-        capture_output=True, text=True, check=False, timeout=30,
+        capture_output=True, text=True, check=False, timeout=150,
     )  # fmt: skip
     assert done.stdout == "refused, then reached\n", done.stderr

@@ -178,7 +178,7 @@ def test_with_torch(tmp_path: Path) -> None:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        outputs = [rank.communicate(timeout=50) for rank in ranks]
+        outputs = [rank.communicate(timeout=150) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

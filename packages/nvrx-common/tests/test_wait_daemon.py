@@ -144,7 +144,7 @@ def test_program(start: Start, tmp_path: Path) -> None:
 
     def run(*arguments: str) -> tuple[int, str]:
         done = subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, timeout=30, check=False
+            [*command, *arguments], capture_output=True, text=True, timeout=150, check=False
         )
         return done.returncode, done.stderr
 

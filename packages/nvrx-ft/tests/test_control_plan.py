@@ -228,7 +228,7 @@ def test_settings_that_a_stranger_has_written_are_removed_and_waited_for(served:
     while other.has(keys.SETTINGS):
         assert time.monotonic() < deadline
     other.create(keys.SETTINGS, text)
-    assert found.get(timeout=10.0) == launch
+    assert found.get(timeout=60.0) == launch
     waiting.join(10.0)
 
 

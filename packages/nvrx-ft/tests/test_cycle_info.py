@@ -208,7 +208,7 @@ class Disk:
 
     def wait_until_it_refused(self) -> None:
         """Wait for the next refusal."""
-        assert self.refused.acquire(timeout=10)
+        assert self.refused.acquire(timeout=60)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 Logs = Callable[..., CycleLogs]
 
 
@@ -215,7 +215,7 @@ def test_a_hung_log_does_not_hold_up_the_end() -> None:
     outlet.put(outlet.open("x"), b"a\n")
     started = time.monotonic()
     assert not outlet.close(0.2)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < DEADLINE_S / 2
     gate.set()
 
 

@@ -58,7 +58,7 @@ def test_run_path_runs_the_script_as_main(tmp_path: Path) -> None:
     assert command.is_python
     assert command.entry == str(script)
     result = subprocess.run(
-        command.for_local_rank(0), capture_output=True, text=True, timeout=30, check=True
+        command.for_local_rank(0), capture_output=True, text=True, timeout=150, check=True
     )
     assert result.stdout.split() == ["__main__", f"['{script}',", "'a',", "'-m']", str(script)]
 

@@ -24,7 +24,7 @@ from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._launch.surroundings import timer_file
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 GOOD = {"version": 1, "pid": 77, "scope_id": "step", "expiration_time": 5.5, "signal": 9}
 PROGRAM = """
 import os, time

@@ -13,7 +13,7 @@ from nvidia_resiliency_ext.fault_tolerance._launch.reclaim import MemoryRules
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 CRASH = Cause("exited", "rank 0 ended: exit code 1", exit_code=1)
 BAD = HealthResult("gpu", "unhealthy", "GPU 3: the driver asks to reset the GPU")
 

@@ -17,6 +17,8 @@ from nvidia_resiliency_ext.fault_tolerance._launch.parser import get_args_parser
 
 pytestmark = pytest.mark.usefixtures("clean_launch_environment")
 
+# These print something and leave.
+LEAVE = {"version", "print-completion"}
 SAMPLES = {
     values.SECTIONS: "step:10",
     values.SIGNAL: "SIGINT",
@@ -65,7 +67,7 @@ def spellings(flag: Any) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-@pytest.mark.parametrize("flag", [f for f in FLAGS if f.name != "version"], ids=lambda f: f.name)
+@pytest.mark.parametrize("flag", [f for f in FLAGS if f.name not in LEAVE], ids=lambda f: f.name)
 def test_every_flag_parses_in_every_spelling(flag: Any) -> None:
     """Dashes, underscores and both mixed give the same value; so do a space and an equals sign."""
     seen = set()
@@ -352,6 +354,20 @@ def test_help_lists_every_flag_under_its_group(capsys: pytest.CaptureFixture[str
     assert max(len(line) for line in text.splitlines()) <= 100
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_the_flags(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--print-completion` ends with 0; flags and their words are in it, older spellings not."""
+    with pytest.raises(SystemExit) as left:
+        parse_args(["--print-completion", shell])
+    assert left.value.code == 0
+    script = capsys.readouterr().out
+    assert "--ft-prewarm)" in script
+    assert '-W "auto on off"' in script
+    assert "--ft-lease" in script
+    assert "--ft_lease" not in script
+    assert "complete -o default -F _ft_launcher ft_launcher" in script
+
+
 def test_version_names_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
     """`--version` ends with 0 and lists the distributions and torch, wherever it stands."""
     with pytest.raises(SystemExit) as caught:
@@ -399,7 +415,7 @@ LAUNCHER = [sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launche
 def test_the_program_reports_a_mistake_in_one_line(words: list[str], message: str) -> None:
     """As a program: one line, exit code 2, no traceback."""
     result = subprocess.run(
-        [*LAUNCHER, *words], capture_output=True, text=True, timeout=30, check=False
+        [*LAUNCHER, *words], capture_output=True, text=True, timeout=150, check=False
     )
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("ft_launcher: error: ")
@@ -427,14 +443,14 @@ finally:
     print(*heavy & set(sys.modules), file=sys.stderr)
 """
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=150, check=True
     )
     # Start-up files of the environment may load some before us.
     bare = subprocess.run(
         [sys.executable, "-c", "import sys; print(*sys.modules)"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=150,
         check=True,
     )
     loaded = set(result.stderr.split())
@@ -465,7 +481,7 @@ def test_closed_streams_change_no_exit_code(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=30,
+        timeout=150,
         check=False,
     )
     assert (result.returncode, result.stdout) == (code, "")

@@ -119,7 +119,7 @@ def test_a_port_that_cannot_be_closed_does_not_keep_the_sweep_away(stray):
         server.ports.append(BrokenPort())
         server._is_leaving, server._last_order = True, _Order.LEAVE
         server.run()
-    assert stray.wait(timeout=30) == -signal.SIGKILL
+    assert stray.wait(timeout=150) == -signal.SIGKILL
 
 
 def test_a_sweep_ends_what_forks_all_the_time():
@@ -156,7 +156,7 @@ def test_a_sweep_without_descriptors_left_goes_on(stray, monkeypatch):
 
     monkeypatch.setattr(sweep, "PidHandle", hold)
     assert sweep.sweep(stray.run_id, (), spare=(), limit_s=30) == []
-    assert stray.wait(timeout=30) == -signal.SIGKILL
+    assert stray.wait(timeout=150) == -signal.SIGKILL
 
 
 def test_a_thread_that_cannot_start_is_tried_again(monkeypatch):
@@ -510,7 +510,7 @@ def test_the_end_of_a_forked_child_does_not_end_the_parents_monitor(socket_folde
         [sys.executable, "-c", FORK, str(socket_folder / "m.sock")],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=150,
         check=True,
     )
     assert result.stdout == "True\n"

@@ -11,7 +11,7 @@ from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.shared_utils import health_check
 from nvidia_resiliency_ext.testing_utils.fake_hardware import FakeNvml, fake_sysfs
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture

@@ -141,7 +141,7 @@ def test_ordinary_user_gets_priority_and_cores_back(tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -120,7 +120,7 @@ except store.StoreLostError as error:
 def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a program to its end."""
     command = [sys.executable, "-c", program, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_a_program_with_megatrons_calls(monitor, tmp_path):
             [sys.executable, str(program), str(tmp_path)],
             capture_output=True,
             text=True,
-            timeout=50.0,
+            timeout=150,
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -294,7 +294,7 @@ def test_sections_that_are_not_configured_are_left_out_of_a_selection(monitor, t
         [sys.executable, str(program), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=50.0,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr

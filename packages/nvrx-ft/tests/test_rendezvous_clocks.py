@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous import clocks
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.clocks import Reading, off_by, read
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock, SystemClock
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 MINUTES_S = 180.0
 LEASE_S = 20.0
 

@@ -56,7 +56,7 @@ LOST_S = 100.0
 OPEN = Entry(0, Phase.OPEN, 0)
 REOPENED = Entry(4, Phase.OPEN, 2)
 CLOSED = Entry(3, Phase.CLOSED, 1, active=3)
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 def came(*indices: int) -> tuple[Note, ...]:

@@ -49,7 +49,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, St
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 GOES = Cause("preempted", "host node0 must go", host="node0")
 
 

@@ -36,7 +36,7 @@ from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 NODE = "10.0.0.1_1_1"
 SECRET = b"a secret"
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 LEASE_S = 60.0

@@ -54,7 +54,7 @@ class Helper:
         self._orders.put((delay_s, quiet_s))
 
     def result(self) -> Raised | None:
-        return self._results.get(timeout=30)
+        return self._results.get(timeout=60)
 
     def close(self) -> None:
         self._orders.put(None)
@@ -272,7 +272,7 @@ def test_blocking_calls_are_left(gate: MainThreadGate, helper: Helper, call: str
         result = helper.result()
     assert result is not None
     assert result.count == 1
-    assert result.left_s < 5.0
+    assert result.left_s < 25.0
 
 
 def test_a_thread_that_blocks_signals_is_left(gate: MainThreadGate, helper: Helper) -> None:
@@ -286,7 +286,7 @@ def test_a_thread_that_blocks_signals_is_left(gate: MainThreadGate, helper: Help
         finally:
             taken_s = time.perf_counter() - start
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    assert taken_s < 10
+    assert taken_s < 25
     assert helper.result() is not None
 
 
@@ -299,7 +299,7 @@ def test_signals_blocked_at_the_entry(gate: MainThreadGate, helper: Helper) -> N
         with pytest.raises(RankShouldRestart), gate.inside():
             helper.interrupt(0.01)
             time.sleep(30)
-        assert time.perf_counter() - start < 10
+        assert time.perf_counter() - start < 25
         assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == blocked
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -365,7 +365,7 @@ def test_lost_in_a_destructor(
     assert unraisable == [RankShouldRestart]
     assert result is not None
     assert result.count == 2
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 25
 
 
 def test_interruption_takes_the_place_of_an_exception(gate: MainThreadGate) -> None:

@@ -73,7 +73,7 @@ def on_ranks(function, ranks):
     ranks = list(ranks)
     with ThreadPoolExecutor(len(ranks)) as pool:
         futures = {rank: pool.submit(function, rank) for rank in ranks}
-        return {rank: future.result(timeout=30) for rank, future in futures.items()}
+        return {rank: future.result(timeout=90) for rank, future in futures.items()}
 
 
 @pytest.fixture(params=["hash", "file", "tcp"])

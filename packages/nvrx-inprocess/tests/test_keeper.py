@@ -234,7 +234,7 @@ def test_reports_are_one_line_of_json(tmp_path: Path) -> None:
             *(f"--starter={os.getpid()}", "--idle-s=1", f"--channel-fd={theirs.fileno()}"),
         ]
         fds = [theirs.fileno()]
-        done = subprocess.run(command, pass_fds=fds, check=False, cwd=tmp_path, timeout=50)
+        done = subprocess.run(command, pass_fds=fds, check=False, cwd=tmp_path, timeout=150)
         theirs.close()
         with ours.makefile("rb") as channel:
             report = json.loads(channel.read())

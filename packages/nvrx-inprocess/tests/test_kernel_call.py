@@ -18,7 +18,7 @@ from nvidia_resiliency_ext.inprocess._call.kernel_call import (
     wait_of,
 )
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 POLL = """
 import select, socket
 one, other = socket.socketpair()

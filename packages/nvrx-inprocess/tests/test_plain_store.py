@@ -83,7 +83,7 @@ def test_a_wait_ends_and_leaves_the_connection_in_step(client: PlainStore) -> No
     began = time.monotonic()
     with pytest.raises(WaitExpiredError):
         client.wait(["missing"], timedelta(seconds=0.05))
-    assert 0.04 < time.monotonic() - began < 5
+    assert 0.04 < time.monotonic() - began < 60
     other.close()
 
 

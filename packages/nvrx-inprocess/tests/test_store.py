@@ -92,14 +92,14 @@ def test_who_waits_for_a_fate_is_told_at_once(make: Make) -> None:
     access = StoreAccess(make())
     found: list[str | None] = []
     waiter = StoreAccess(make())
-    thread = threading.Thread(target=lambda: found.append(waiter.get("fate", 10.0)))
+    thread = threading.Thread(target=lambda: found.append(waiter.get("fate", 180.0)))
     thread.start()
     threading.Event().wait(0.05)  # that it waits by now cannot be seen in every store
     began = time.monotonic()
     assert access.settle("fate", "one") == "one"
     thread.join()
     assert found == ["one"]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 90
     assert access.settle("fate", "other") == "one"
     assert access.get("fate", 1) == "one"
 
@@ -113,7 +113,7 @@ def test_waits_end_when_their_time_is_over(make: Make) -> None:
     assert access.get("missing", 0.1) is None
     assert not access.wait("missing", 0.1)
     assert access.get_all(["missing"], 0.1) == [None]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert store.timeout == usual
     access.set("there", "1")
     assert access.get("there", 0.1) == "1"
@@ -659,7 +659,7 @@ def test_torch_that_goes_on_trying_is_left_to_itself(
     is_over, has_ended = threading.Event(), threading.Event()
 
     def try_on(*_: object, **__: object) -> None:
-        is_over.wait(30)
+        is_over.wait(180)
         has_ended.set()
 
     monkeypatch.setattr(stores.TCPStore, "_open", try_on)
@@ -668,10 +668,10 @@ def test_torch_that_goes_on_trying_is_left_to_itself(
     try:
         with pytest.raises(StoreLostError, match=r"not answer as a store does, after 0.1 s"):
             stores.TCPStore.connect(endpoint, timedelta(seconds=0.1))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 90
     finally:
         is_over.set()
-        assert has_ended.wait(10)
+        assert has_ended.wait(60)
 
 
 def test_without_a_world_size_the_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -706,15 +706,15 @@ def held_port() -> Iterator[int]:
 def test_a_helper_that_waits_holds_nobody_up(server: Any) -> None:
     """A clone has a connection of its own: another thread's wait in the store does not delay it."""
     waiting, other = server.clone(), server.clone()
-    thread = threading.Thread(target=StoreAccess(waiting).wait, args=("bell", 20.0), daemon=True)
+    thread = threading.Thread(target=StoreAccess(waiting).wait, args=("bell", 180.0), daemon=True)
     thread.start()
     began = time.monotonic()
     for number in range(50):
         other.set("k", str(number))
     other.set("bell", "1")
-    thread.join(10)
+    thread.join(90)
     assert not thread.is_alive()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 90
 
 
 def test_no_thread_or_descriptor_stays_behind() -> None:

@@ -20,7 +20,7 @@ from nvidia_resiliency_ext.inprocess.progress_watchdog import ProgressWatchdog, 
 from nvidia_resiliency_ext.inprocess.store import FileStore
 
 INTERVAL_S = 0.005
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 class Target:

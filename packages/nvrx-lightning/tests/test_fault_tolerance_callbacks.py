@@ -4,8 +4,12 @@
 import contextlib
 import json
 import logging
+import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,14 +30,14 @@ SECTIONS = {"setup": 60.0, "step": 60.0, "checkpointing": 60.0}
 
 
 @pytest.fixture
-def monitor(tmp_path, clean_environment):
+def monitor(socket_folder, clean_environment):
     """Return a function that starts a monitor and points the environment at it."""
     started = []
     port = contextlib.ExitStack()
     clean_environment.setenv("MASTER_PORT", str(port.enter_context(ports.claimed())))
 
     def start(**config):
-        path = str(tmp_path / f"m{len(started)}.sock")
+        path = str(socket_folder / f"m{len(started)}.sock")
         cfg = ft.FaultToleranceConfig(**{"rank_section_timeouts": SECTIONS, **config})
         started.append(ft.RankMonitorServer.run_in_subprocess(cfg, path))
         clean_environment.setenv("FT_RANK_MONITOR_IPC_SOCKET", path)
@@ -188,6 +192,54 @@ def test_a_lost_monitor(tmp_path, monitor, policy, caplog):
     assert caplog.text.count("the rank monitor is lost") == 1
 
 
+def run_two_ranks(case, folder, sockets):
+    """Run both ranks, each with a monitor; return what they printed."""
+    config = ft.FaultToleranceConfig(
+        monitor_loss="fatal", initial_rank_heartbeat_timeout=300.0, rank_heartbeat_timeout=300.0
+    )
+    program = Path(__file__).parent / "helpers" / "two_ranks.py"
+    monitors, ranks = [], []
+    with contextlib.ExitStack() as stack:
+        port = str(stack.enter_context(ports.claimed()))
+        for rank in range(2):
+            path = str(sockets / f"rank{rank}.sock")
+            monitors.append(ft.RankMonitorServer.run_in_subprocess(config, path))
+            stack.callback(monitors[-1].join, 20.0)
+            stack.callback(monitors[-1].terminate)
+            values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2,
+                      "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                      "TORCHELASTIC_RUN_ID": "two", "FT_RANK_MONITOR_IPC_SOCKET": path}  # fmt: skip
+            ranks.append(subprocess.Popen(
+                [sys.executable, program, case, folder],
+                env={**os.environ, **{name: str(value) for name, value in values.items()}},
+                stdout=subprocess.PIPE, text=True,
+            ))  # fmt: skip
+            stack.callback(ranks[-1].communicate)
+            stack.callback(ranks[-1].kill)
+        deadline = time.monotonic() + 150.0
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            if (folder / "kill").exists():
+                monitors[1].kill()
+            time.sleep(0.02)
+        assert [rank.poll() for rank in ranks] == [0, 0], "a rank waits for the other"
+        return [rank.stdout.read().strip() for rank in ranks]
+
+
+def test_a_rank_without_monitor_leaves_out_no_collective(tmp_path, socket_folder, monitor):
+    """Both ranks end although one has lost its monitor, and no timeouts are calculated."""
+    ended = run_two_ranks("unwatched", tmp_path, socket_folder)
+    assert ended == ["8 steps"] * 2
+    assert not (tmp_path / "ft_state" / "_ft_state.json").exists()
+
+
+def test_a_failure_of_rank_0_is_one_of_all_ranks(tmp_path, socket_folder, monitor):
+    """A directory that rank 0 cannot make ends `fit` on both ranks, with the reason."""
+    (tmp_path / "ft_state").write_text("no directory")
+    first, second = run_two_ranks("blocked", tmp_path, socket_folder)
+    assert first.startswith("FileExistsError")
+    assert second.startswith("RuntimeError: rank 0 cannot use the file of timeouts (FileExists")
+
+
 def test_what_is_refused_at_the_start(tmp_path, monitor, clean_environment):
     """A setting that cannot work ends `fit` with an error that names it, and leaves no session."""
     monitor()
@@ -208,15 +260,15 @@ def test_what_is_refused_at_the_start(tmp_path, monitor, clean_environment):
         trainer(tmp_path, [FaultToleranceCallback(False, True)]).fit(SmallModule())
 
 
-def test_a_policy_speaks_to_the_launcher(tmp_path, monitor, clean_environment):
+def test_a_policy_speaks_to_the_launcher(tmp_path, socket_folder, monitor, clean_environment):
     """What the policy returns is sent to the launcher; shutdown also makes the flag file."""
     from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
 
     flag = tmp_path / "finished"
     clean_environment.setenv("FAULT_TOL_FINISHED_FLAG_FILE", str(flag))
-    launcher = IpcConnector(str(tmp_path / "launcher.sock"))
+    launcher = IpcConnector(str(socket_folder / "launcher.sock"))
     launcher.start_receiving()
-    clean_environment.setenv("FT_LAUNCHER_IPC_SOCKET", str(tmp_path / "launcher.sock"))
+    clean_environment.setenv("FT_LAUNCHER_IPC_SOCKET", str(socket_folder / "launcher.sock"))
     monitor(rank_out_of_section_timeout=60.0)
     request = ft.WorkloadControlRequest(ft.WorkloadAction.ShutdownWorkload, "seen enough")
     answers = iter([request, "nonsense"])

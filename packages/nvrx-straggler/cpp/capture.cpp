@@ -5,6 +5,8 @@
 #include <pthread.h>
 
 #include <cstdlib>
+#include <memory>
+#include <new>
 
 namespace nvrx {
 namespace {
@@ -27,12 +29,14 @@ Capture::Capture() : table_(options_.window, options_.max_kernels) {}
 
 Capture& Capture::instance() {
   static std::once_flag once;
-  std::call_once(once, [] {
-    current = new Capture();
-    // Locks may be held by threads that the child does not have, so it begins anew.
-    pthread_atfork(nullptr, nullptr, [] { current = new Capture(); });
-  });
-  return *current;
+  // Locks may be held by threads that the child does not have, so it begins anew.
+  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { current = nullptr; }); });
+  Capture* found = current;
+  if (found == nullptr) {
+    auto made = std::unique_ptr<Capture>(new Capture());
+    if (current.compare_exchange_strong(found, made.get())) found = made.release();
+  }
+  return *found;
 }
 
 void Capture::configure(const CaptureOptions& options) {
@@ -41,6 +45,7 @@ void Capture::configure(const CaptureOptions& options) {
     // Buffers that CUPTI still has keep their size, and so do all others.
     std::lock_guard<std::mutex> lock(pool_);
     options_ = options;
+    free_buffers_.reserve(options.buffers);  // giving a buffer back must not need memory
     if (lent_.empty()) {
       for (uint8_t* buffer : free_buffers_) std::free(buffer);
       free_buffers_.clear();
@@ -204,40 +209,48 @@ void Capture::check(cupti::Result result, const char* call) const {
                      ")");
 }
 
-void Capture::on_requested(uint8_t** buffer, size_t* size, size_t* max_records) {
-  Capture& capture = instance();
+void Capture::on_requested(uint8_t** buffer, size_t* size, size_t* max_records) noexcept {
   *max_records = 0;
-  *buffer = capture.lend_buffer();
-  *size = *buffer == nullptr ? 0 : capture.buffer_size_;
+  Capture* capture = current;
+  *buffer = capture == nullptr ? nullptr : capture->lend_buffer();
+  *size = *buffer == nullptr ? 0 : capture->buffer_size_;
 }
 
 void Capture::on_completed(void* context, uint32_t stream, uint8_t* buffer, size_t,
-                           size_t valid_size) {
-  Capture& capture = instance();
-  if (!capture.is_ours(buffer)) {
-    ++capture.foreign_;
+                           size_t valid_size) noexcept {
+  Capture* capture = current;
+  if (capture == nullptr) return;
+  if (!capture->is_ours(buffer)) {
+    ++capture->foreign_;
     return;
   }
-  capture.read(buffer, valid_size);
+  capture->read(buffer, valid_size);
   size_t dropped = 0;
-  if (capture.cupti_.dropped_records(context, stream, &dropped) == cupti::kSuccess) {
-    capture.dropped_ += dropped;
+  if (capture->cupti_.dropped_records(context, stream, &dropped) == cupti::kSuccess) {
+    capture->dropped_ += dropped;
   }
-  capture.take_back(buffer);
+  capture->take_back(buffer);
 }
 
-// Null makes CUPTI drop and count records: the pool has a limit.
+// Null makes CUPTI drop and count records: the pool has a limit, and so has memory.
 uint8_t* Capture::lend_buffer() {
   std::lock_guard<std::mutex> lock(pool_);
   uint8_t* buffer = nullptr;
-  if (!free_buffers_.empty()) {
-    buffer = free_buffers_.back();
-    free_buffers_.pop_back();
-  } else if (buffer_size_ != 0 && allocated_ + buffer_size_ <= options_.max_buffer_bytes) {
-    buffer = static_cast<uint8_t*>(std::aligned_alloc(kAlignment, buffer_size_));
-    if (buffer != nullptr) allocated_ += buffer_size_;
+  try {
+    if (!free_buffers_.empty()) {
+      lent_.insert(free_buffers_.back());
+      buffer = free_buffers_.back();
+      free_buffers_.pop_back();
+    } else if (buffer_size_ != 0 && allocated_ + buffer_size_ <= options_.max_buffer_bytes) {
+      buffer = static_cast<uint8_t*>(std::aligned_alloc(kAlignment, buffer_size_));
+      if (buffer == nullptr) return nullptr;
+      lent_.insert(buffer);
+      allocated_ += buffer_size_;
+    }
+  } catch (const std::bad_alloc&) {
+    std::free(buffer);
+    buffer = nullptr;
   }
-  if (buffer != nullptr) lent_.insert(buffer);
   return buffer;
 }
 
@@ -274,7 +287,11 @@ void Capture::read(uint8_t* buffer, size_t valid_size) {
       shape.block[i] = kernel->block[i];
       shape.grid[i] = kernel->grid[i];
     }
-    table_.add(kernel->name, shape, kernel->end - kernel->start);
+    try {
+      table_.add(kernel->name, shape, kernel->end - kernel->start);
+    } catch (const std::bad_alloc&) {
+      ++dropped_;
+    }
   }
 }
 

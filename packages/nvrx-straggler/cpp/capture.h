@@ -38,7 +38,7 @@ using Candidate = std::pair<std::string, bool>;
 class Capture {
  public:
   // The capture of this process. It is never destroyed: CUPTI may call back until the very end.
-  // A forked child has a new one.
+  // A forked child makes a new one with its first call.
   static Capture& instance();
 
   // Set sizes for the next `initialize`.
@@ -53,6 +53,7 @@ class Capture {
   void shutdown();
 
   bool is_initialized() const { return is_initialized_; }
+  // Records that CUPTI dropped, or for which there was no memory, since the last reset.
   uint64_t dropped_records() const { return dropped_; }
   uint64_t foreign_buffers() const { return foreign_; }
   std::string library() const;
@@ -60,9 +61,10 @@ class Capture {
 
  private:
   Capture();
-  static void on_requested(uint8_t** buffer, size_t* size, size_t* max_records);
+  // Callbacks have frames of C above them, which no exception may cross.
+  static void on_requested(uint8_t** buffer, size_t* size, size_t* max_records) noexcept;
   static void on_completed(void* context, uint32_t stream, uint8_t* buffer, size_t size,
-                           size_t valid_size);
+                           size_t valid_size) noexcept;
   void load(const std::vector<Candidate>& candidates);
   bool resolve(void* handle);
   void probe();

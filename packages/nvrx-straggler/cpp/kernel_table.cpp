@@ -85,13 +85,11 @@ uint32_t KernelTable::find_or_insert(const char* name, const LaunchShape& shape)
 uint32_t KernelTable::insert(const char* name, size_t length, const LaunchShape& shape,
                              uint64_t hash) {
   if (entries_.size() >= max_kernels_) return kNone;
+  // Whatever may fail for lack of memory comes first.
+  if ((entries_.size() + 1) * 2 > index_.size()) rebuild_index(index_.size() * 2);
   const auto number = static_cast<uint32_t>(entries_.size());
   entries_.push_back(
       Entry{std::string(name, length), shape, hash, kNone, kNone, 0, 0, 0, 0, 0});
-  if (entries_.size() * 2 > index_.size()) {
-    rebuild_index(index_.size() * 2);
-    return number;
-  }
   const size_t mask = index_.size() - 1;
   size_t slot = hash & mask;
   while (index_[slot] != kNone) slot = (slot + 1) & mask;
@@ -100,12 +98,13 @@ uint32_t KernelTable::insert(const char* name, size_t length, const LaunchShape&
 }
 
 void KernelTable::rebuild_index(size_t slots) {
-  index_.assign(slots, kNone);
+  std::vector<uint32_t> index(slots, kNone);
   for (uint32_t number = 0; number < entries_.size(); ++number) {
     size_t slot = entries_[number].hash & (slots - 1);
-    while (index_[slot] != kNone) slot = (slot + 1) & (slots - 1);
-    index_[slot] = number;
+    while (index[slot] != kNone) slot = (slot + 1) & (slots - 1);
+    index[slot] = number;
   }
+  index_ = std::move(index);
 }
 
 void KernelTable::append(Entry& entry, float duration_ns) {
@@ -145,8 +144,11 @@ uint32_t KernelTable::take_chunk() {
   if (number != kNone) {
     free_chunk_ = chunk(number).next;
   } else {
-    number = used_chunks_++;
-    if (number / kPageChunks == pages_.size()) pages_.emplace_back(new Chunk[kPageChunks]);
+    number = used_chunks_;
+    if (number / kPageChunks == pages_.size()) {
+      pages_.push_back(std::unique_ptr<Chunk[]>(new Chunk[kPageChunks]));
+    }
+    ++used_chunks_;
   }
   chunk(number).next = kNone;
   return number;

@@ -50,6 +50,7 @@ class KernelTable {
   KernelTable(size_t window, size_t max_kernels);
 
   // Add one duration. The name is copied at first sight: the pointer may die with its module.
+  // Throws bad_alloc; the table then lacks this duration and is otherwise whole.
   void add(const char* name, const LaunchShape& shape, uint64_t duration_ns);
   TableCopy copy() const;
   // Forget all samples. Kernels that were not seen for several windows are forgotten, too.

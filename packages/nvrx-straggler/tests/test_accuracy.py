@@ -13,11 +13,12 @@ import campaign
 @pytest.mark.parametrize("slowdown", [0.10, 0.50])
 def test_slow_ranks_are_named(slowdown):
     """At 10 % slowdown and more, precision and recall are at least 0.99 with one silent rank."""
-    found = campaign.campaign(seed=7, trials=25, slowdown=slowdown, largest=256)
+    found = campaign.campaign(seed=7, trials=25, slowdown=slowdown, largest=256, threshold=0.93)
     assert found["precision"] >= 0.99
     assert found["recall"] >= 0.99
 
 
-def test_healthy_jobs_accuse_nobody():
+def test_healthy_jobs_name_nobody():
     """A healthy job has no straggler, in any trial."""
-    assert campaign.campaign(seed=8, trials=60, slowdown=0.0, largest=256)["false_names"] == 0
+    found = campaign.campaign(seed=8, trials=60, slowdown=0.0, largest=256, threshold=0.93)
+    assert found["false_names"] == 0

@@ -3,14 +3,20 @@
 
 import json
 import os
+import resource
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from nvidia_resiliency_ext.attribution.straggler import Detector
 from nvidia_resiliency_ext.attribution.straggler._cli import main
+from nvidia_resiliency_ext.attribution.straggler._session import store_control
+from nvidia_resiliency_ext.attribution.straggler._session.control import Change
+from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
 from nvidia_resiliency_ext.shared_utils.events import read_events
 
 
@@ -73,6 +79,7 @@ def test_wrong_changes_are_refused(job, capsys, arguments, named):
     assert Detector._session.pending is before
 
 
+@pytest.mark.serial  # another test's job of this user would be found, too
 def test_job_is_found_or_named(job, capsys, tmp_path):
     """The only job is found by itself; what is no job of ours is an error with a next step."""
     assert main(["status"]) == 0
@@ -94,6 +101,41 @@ def test_strangers_and_garbage_are_not_answered(job, capsys, caplog):
         sock.connect(os.path.join(job, "control.sock"))
         sock.sendall(b"\0\0\0\x03abc")
         assert sock.recv(1) == b""
+    assert main(["status", "--run-dir", job]) == 0
+
+
+def test_server_goes_on_after_a_failure(job, capsys, caplog, monkeypatch):
+    """A request that fails and a connection that cannot be taken do not end the server."""
+
+    class Broken:
+        def table(self, k):
+            raise KeyError(k)
+
+    def open_descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    monkeypatch.setattr(Detector._session, "last_report", Broken())
+    before = open_descriptors()
+    assert main(["status", "--run-dir", job]) == 2
+    assert "could not answer: KeyError" in capsys.readouterr().err
+    monkeypatch.setattr(Detector._session, "last_report", None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    deadline = time.monotonic() + 60
+    while open_descriptors() > before and time.monotonic() < deadline:
+        time.sleep(0.01)  # the server closes its end a moment after we have the answer
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(60)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            sock.connect(os.path.join(job, "control.sock"))
+            deadline = time.monotonic() + 60
+            while "cannot be taken" not in caplog.text and time.monotonic() < deadline:
+                time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "cannot be taken" in caplog.text
     assert main(["status", "--run-dir", job]) == 0
 
 
@@ -127,6 +169,57 @@ def test_other_users_are_refused(job):
     os.close(reader)
     os.chmod(job, 0o700)
     assert answer == b"refused"
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """A job's store and token file, with a detector that takes requests through it."""
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("of the job")
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(served.port))
+    monkeypatch.setenv("NVRX_STRAGGLER_TOKEN_FILE", str(token))
+    Detector.initialize(cuda_profiling="off")
+    Detector.generate_report_if_interval_elapsed()
+    yield served
+    Detector.shutdown()
+
+
+def test_requests_through_the_store(store, capsys):
+    """With the job's token, status and changes go through the store, applied by a report."""
+    address = ["--store", f"127.0.0.1:{store.port}"]
+    assert main(["set", *address, "--profiling-interval", "3"]) == 0
+    assert "profiling_interval = 1  -> 3" in capsys.readouterr().out
+    Detector.generate_report()
+    assert main(["status", *address, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["profiling_interval"] == 3
+    assert main(["set", *address, "--profiling-interval", "0"]) == 2
+    assert "profiling_interval" in capsys.readouterr().err
+
+
+def test_requests_through_the_store_are_refused_to_others(store, capsys, tmp_path):
+    """Another token, a request that is sent again and bytes that are none change nothing."""
+    address = ["--store", f"127.0.0.1:{store.port}"]
+    other = tmp_path / "other"
+    other.touch(0o600)
+    other.write_text("guessed")
+    assert main(["disable", *address, "--token-file", str(other)]) == 2
+    assert "not signed with this token" in capsys.readouterr().err
+    token = TokenFile(os.environ["NVRX_STRAGGLER_TOKEN_FILE"]).token()
+    challenge = store.get(store_control._CHALLENGE)
+    again = store_control._seal(token, b"request", challenge, bytes(16), Change({"enabled": False}))
+    for data in (again, again, b"", b"x", bytes(100), bytes(2 << 20)):
+        before = store.get(store_control._CHALLENGE)
+        store.set(store_control._REQUEST, data)
+        deadline = time.monotonic() + 60
+        while store.get(store_control._CHALLENGE) == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert main(["status", *address]) == 0
+    assert Detector._session.pending.version == 1
+    assert main(["status", *address, "--token-file", str(tmp_path / "absent")]) == 2
+    assert "--token-file" in capsys.readouterr().err
 
 
 def test_stragglers_are_recorded(tmp_path, monkeypatch):

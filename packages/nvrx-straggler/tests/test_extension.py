@@ -4,11 +4,13 @@
 import gc
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import fake_cupti
 import pytest
@@ -376,21 +378,83 @@ def test_missing_library_is_a_clear_error(tmp_path):
     assert "NVRX_CUPTI_LIBRARY" in last
 
 
+CUDA_FOLDERS = [
+    Path(folder)
+    for folder in (os.environ.get("NVRX_TEST_CUDA") or "").split(":")
+    + sorted(map(str, Path("/usr/local").glob("cuda-*")))
+    if folder and (Path(folder) / "include" / "cupti.h").exists()
+]
+needs_cuda = pytest.mark.skipif(
+    not CUDA_FOLDERS, reason="no headers of CUPTI: none in /usr/local/cuda-*, NVRX_TEST_CUDA unset"
+)
+
+
+@needs_cuda
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("folder", CUDA_FOLDERS, ids=lambda folder: folder.name)
+def test_records_are_laid_out_as_in_the_real_headers(tmp_path, folder):
+    """Our record fits each version of the kernel record that the headers declare, from 4 on."""
+    headers = (folder / "include").glob("cupti_activity*.h")
+    found = {
+        int(number)
+        for header in headers
+        for number in re.findall(r"^} CUpti_ActivityKernel(\d+);", header.read_text(), re.MULTILINE)
+    }
+    versions = sorted(number for number in found if number >= 4)
+    assert versions
+    for number in versions:
+        fake_cupti.build(
+            tmp_path / f"offsets{number}",
+            f"-I{folder / 'include'}",
+            f"-DNVRX_RECORD=CUpti_ActivityKernel{number}",
+            sources=(fake_cupti.NATIVE / "offsets.cpp",),
+        )
+
+
+@needs_cuda
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("folder", CUDA_FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="has a driver")
+def test_real_library_without_a_driver_is_a_clear_error(folder):
+    """The real libcupti without a GPU raises an error with its own text, and ends cleanly."""
+    library = next((folder / "lib").glob("libcupti.so.1?"), None)
+    if library is None:
+        pytest.skip(f"no libcupti in {folder}")
+    program = "import nvrx_cupti_module as m; m.CuptiProfiler().initialize()"
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, timeout=180, check=False,
+        env={**os.environ, "NVRX_CUPTI_LIBRARY": str(library)},
+    )  # fmt: skip
+    assert result.returncode == 1, result.stderr
+    assert re.match(r"RuntimeError: cupti\w+ failed: .*error \d+", result.stderr.splitlines()[-1])
+
+
+def run_native(tmp_path, program, *flags):
+    """Compile a test program with the core and the fake, run it, and return what it printed."""
+    library = fake_cupti.build(tmp_path / "libcupti_fake.so", "-shared", *flags)
+    core = fake_cupti.SOURCES
+    sources = (fake_cupti.NATIVE / program, core / "capture.cpp", core / "kernel_table.cpp")
+    built = fake_cupti.build(tmp_path / "program", *flags, str(library), sources=sources)
+    env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "ASAN_OPTIONS": "detect_leaks=0"}
+    result = subprocess.run(
+        [built, library], capture_output=True, text=True, timeout=280, env=env, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_core_under_sanitizers(tmp_path, sanitizer):
     """Capture from many threads, with late and foreign buffers, is clean under a sanitizer."""
-    flag = f"-fsanitize={sanitizer}"
-    library = fake_cupti.build(tmp_path / "libcupti_fake.so", "-shared", flag)
-    core = fake_cupti.SOURCES
-    sources = (
-        fake_cupti.NATIVE / "stress.cpp", core / "capture.cpp", core / "kernel_table.cpp"
-    )  # fmt: skip
-    program = fake_cupti.build(tmp_path / "stress", flag, str(library), sources=sources)
-    env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "ASAN_OPTIONS": "detect_leaks=0"}
-    result = subprocess.run(
-        [program, library], capture_output=True, text=True, timeout=280, env=env, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.startswith("done")
+    assert run_native(tmp_path, "stress.cpp", f"-fsanitize={sanitizer}").startswith("done")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_callbacks_without_memory(tmp_path):
+    """No allocation that fails in a callback ends the process; its record counts as dropped."""
+    assert run_native(tmp_path, "no_memory.cpp", "-fsanitize=address").startswith("done")

@@ -4,19 +4,25 @@
 import itertools
 
 from nvidia_resiliency_ext.attribution.straggler import interval_tracker
-from nvidia_resiliency_ext.attribution.straggler.interval_tracker import ReportIntervalTracker
+from nvidia_resiliency_ext.attribution.straggler.interval_tracker import (
+    ReportIntervalTracker,
+    iterations_in,
+)
 
 
 def run_steps(tracker, monkeypatch, times):
     """Count iterations at these times and return when reports were due."""
     clock = iter(times)
     monkeypatch.setattr(interval_tracker.time, "monotonic", lambda: now)
-    due = []
+    due, step_time = [], 0.0
     for now in clock:
         tracker.iter_increase()
+        if tracker.current_iter == tracker.settling_iter:
+            tracker.settle(int(iterations_in(tracker.time_interval, step_time)))
         if tracker.is_interval_elapsed():
             due.append(now)
-            tracker.correct(tracker.wanted_interval())
+            step_time = tracker.take_step_time()
+            tracker.expect_correction()
     return due
 
 

@@ -139,6 +139,34 @@ def test_late_rank_costs_a_report_and_not_the_job(tmp_path):
     assert one == [False] * 4
 
 
+@pytest.mark.parametrize("late_step", [17, 20])
+def test_ranks_agree_when_reports_are_due(tmp_path, late_step):
+    """A rank that misses the first estimate or a report has the same reports due as the others."""
+    zero, one = ranks.run(ranks.late_at, 2, tmp_path, late_step, 80)
+    assert zero == one
+    # 20 steps of 0.5 s are 10 s; 5 steps of 2 s later on.
+    assert zero[1] == [5, 20]
+    assert zero[0][0] == 20
+
+
+def test_long_names_are_shortened_and_not_a_hang(tmp_path):
+    """A name that is too long to travel is numbered under a shorter one on all ranks."""
+    (scores, count, digest), (_, other_count, other_digest) = ranks.run(
+        ranks.long_name, 2, tmp_path
+    )
+    assert scores == {0: 1.0, 1: 0.5}
+    assert (count, digest) == (other_count, other_digest)
+    assert count == 5
+
+
+def test_rank_0_of_a_group_changes_its_settings(tmp_path):
+    """In a group of some ranks its own rank 0 requests settings, the others are refused."""
+    none, first, second = ranks.run(ranks.subgroup_settings, 3, tmp_path)
+    assert (none, first) == (None, ("accepted", 4))
+    assert "rank 1" in second[0]
+    assert second[1] == 4
+
+
 def test_settings_change_on_all_ranks_at_one_report(tmp_path):
     """New settings are in force on every rank after the same report."""
     (seen, paused), (other_seen, other_paused) = ranks.run(ranks.changed_settings, 2, tmp_path, "0")

@@ -9,7 +9,7 @@ import pytest
 from straggler_ranks import summary
 
 from nvidia_resiliency_ext.attribution.straggler import Report, Statistic, StragglerId
-from nvidia_resiliency_ext.attribution.straggler._scoring import BestTimes, ScoringOptions
+from nvidia_resiliency_ext.attribution.straggler._scores.scoring import BestTimes, ScoringOptions
 from nvidia_resiliency_ext.attribution.straggler.reporting import ReportGenerator
 
 NAN = float("nan")

@@ -233,6 +233,47 @@ def test_several_wraps_are_all_restored(start, caplog):
     assert isinstance(vars(Model)["static"], staticmethod)
 
 
+class Frozen:
+    """Refuses, once it is told to, to have attributes set."""
+
+    is_frozen = False
+
+    def step(self):
+        return 1
+
+    def __delattr__(self, name):
+        if self.is_frozen:
+            raise AttributeError(f"{name} is frozen")
+        super().__delattr__(name)
+
+
+def test_shutdown_goes_on_after_a_callable_that_cannot_be_restored(start):
+    """The error names it; all other callables, the profiler and the threads are given back."""
+    first, frozen, last = Model(), Frozen(), Model()
+    start(control=True)
+    Detector.generate_report_if_interval_elapsed()
+    Detector.wrap_callables([CallableId(obj, "step") for obj in (first, frozen, last)])
+    frozen.__dict__["is_frozen"] = True
+    with pytest.raises(AttributeError, match="step is frozen"):
+        Detector.shutdown()
+    assert vars(first) == vars(last) == {}
+    assert frozen.step() == 1
+    assert not [t for t in threading.enumerate() if t.name.startswith("nvrx-straggler")]
+    start()
+
+
+def test_a_wrapper_under_another_one_only_passes_calls_on(start):
+    """What somebody put over a wrapped callable stays, and the restored wrapper times nothing."""
+    model = Model()
+    start()
+    Detector.wrap_callables([CallableId(model, "step")])
+    covered = model.step
+    model.step = lambda: ("outer", *covered())
+    Detector.restore_original_callables()
+    assert model.step() == ("outer", "step", model, 1)
+    assert samples("Model.step") == []
+
+
 def test_what_cannot_be_wrapped_is_refused(start):
     """An attribute that is missing, cannot be set or called is an error that names it."""
     start()

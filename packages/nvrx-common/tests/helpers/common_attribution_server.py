@@ -56,7 +56,7 @@ class Service:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def wait_for(self, condition, timeout_s=30.0) -> None:
+    def wait_for(self, condition, timeout_s=60.0) -> None:
         """Wait until a condition on what was received holds."""
         with self.changed:
             assert self.changed.wait_for(condition, timeout_s), self.requests

@@ -12,7 +12,7 @@ import grpc
 from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as messages
 from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2_grpc as services
 
-_DEADLINE_S = 20.0
+_DEADLINE_S = 60.0
 
 
 class FunnelPeer(services.LogAggregationServiceServicer):

@@ -25,7 +25,7 @@ from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2_grpc as
 
 ROOT = "nvidia_resiliency_ext.shared_utils.grpc_log_server"
 LEAF = "nvidia_resiliency_ext.shared_utils.grpc_log_leaf_server"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 _QUIET = {"GRPC_VERBOSITY": "NONE"}
 

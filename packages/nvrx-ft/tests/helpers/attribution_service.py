@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 NOBODY = "http://127.0.0.1:1"
 STOP = {"action": "STOP", "reason": "the data set is empty"}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
-def run_ranks(program: str, arguments: list[str], directory: Path, timeout_s: float = 50.0):
+def run_ranks(program: str, arguments: list[str], directory: Path, timeout_s: float = 180.0):
     """Run `programs/<program> <arguments[rank]>` for every rank; return each rank's JSON output.
 
     Ranks meet in a file below `directory`. A rank that fails fails the caller, with its output.

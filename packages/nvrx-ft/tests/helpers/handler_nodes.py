@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-DEADLINE_S = 20
+DEADLINE_S = 60
 
 # torch asks for the name of every address that it connects to or accepts; where nobody answers
 # that costs 5 s each time, unless the resolver is told to give up.

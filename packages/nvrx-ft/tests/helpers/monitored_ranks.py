@@ -19,7 +19,7 @@ from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 
 PROGRAM = Path(__file__).parent.parent / "programs" / "commanded_rank.py"
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 class Rank:

@@ -54,7 +54,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThread
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 LEASE_S = 0.5
-LIMIT_S = 40.0
+LIMIT_S = 90.0
 LOOK_AGAIN_S = 0.1
 GOODBYE_WAIT_S = 0.5
 SECRET = b"schedules"

@@ -18,7 +18,7 @@ from nvidia_resiliency_ext.shared_utils._process_watch import pidfd_available
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
 PROGRAM = str(Path(__file__).parents[1] / "programs" / "monitor_rank.py")
-LIMIT_S = 40.0
+LIMIT_S = 60.0
 TORCHS_OWN = {
     "host_name": "127.0.0.1",
     "is_master": False,

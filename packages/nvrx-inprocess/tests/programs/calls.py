@@ -33,7 +33,7 @@ from nvidia_resiliency_ext.inprocess.monitor_thread import RankShouldRestart
 FOLDER = Path(sys.argv[1])
 INITIAL_RANK = int(os.environ["RANK"])
 WORLD = int(os.environ["WORLD_SIZE"])
-WAIT_S = 40.0
+WAIT_S = 100.0
 CALLS: dict[str, Callable[[], Any]] = {}
 PINNED: list[Any] = []
 

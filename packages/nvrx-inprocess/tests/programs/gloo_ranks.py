@@ -26,7 +26,7 @@ from nvidia_resiliency_ext.inprocess.abort import AbortTorchDistributed
 from nvidia_resiliency_ext.inprocess.state import State
 
 WORLD_SIZE = 4
-GLOO_TIMEOUT = timedelta(seconds=30)
+GLOO_TIMEOUT = timedelta(seconds=120)
 
 
 class OwnServer:

@@ -4,7 +4,7 @@
 import threading
 import time
 
-SETTLE_LIMIT_S = 10.0
+SETTLE_LIMIT_S = 60.0
 
 
 def other_threads() -> list[str]:

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
+import multiprocessing.util
 import pickle
 import queue
+import tempfile
 import time
+import types
 from multiprocessing.connection import wait as wait_for_sentinels
 from pathlib import Path
 
@@ -14,14 +18,26 @@ import torch
 import torch.distributed as dist
 
 from nvidia_resiliency_ext.attribution import straggler
-from nvidia_resiliency_ext.attribution.straggler import Detector, Statistic
+from nvidia_resiliency_ext.attribution.straggler import Detector, Statistic, interval_tracker
 from nvidia_resiliency_ext.attribution.straggler.reporting import ReportGenerator, ScoringOptions
 
 DEADLINE_S = 170.0
 _context = multiprocessing.get_context("forkserver")
+
+
+def _use_a_short_folder() -> None:
+    """Let multiprocessing keep its socket in /tmp: TMPDIR may be too long for one."""
+    chosen, tempfile.tempdir = tempfile.tempdir, "/tmp"
+    try:
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = chosen
+
+
+_use_a_short_folder()
 # The server does not have the test's sys.path, so it cannot load this module.
 _context.set_forkserver_preload(
-    ["torch.distributed", "nvidia_resiliency_ext.attribution.straggler._session"]
+    ["torch.distributed", "nvidia_resiliency_ext.attribution.straggler._session.session"]
 )
 
 
@@ -217,9 +233,9 @@ def detector_in_steps(rank, steps):
     due, texts = [], []
     for _ in range(steps):
         with Detector.detection_section("step", profile_cuda=False):
-            deadline = time.perf_counter() + (0.004 if rank == 1 else 0.001)
-            while time.perf_counter() < deadline:
-                pass
+            pass
+        samples = Detector.custom_sections["step"].cpu_elapsed_times
+        samples.extend([4.0 if rank == 1 else 1.0] * 3)  # so the median is this, on any machine
         report = Detector.generate_report_if_interval_elapsed()
         due.append(Detector.is_interval_elapsed())
         if report is not None:
@@ -248,7 +264,84 @@ def missing_peer(rank):
             store.set(f"level{rank}", "1")
             store.wait([f"level{1 - rank}"])
             worker = Detector._session._worker
-            assert worker._last.done.wait(DEADLINE_S)
+            worker._last.result(DEADLINE_S)
+    Detector.shutdown()
+    return found
+
+
+class _Announced(logging.Handler):
+    """Sets a key of the store with the first warning that holds a text."""
+
+    def __init__(self, text, store, key):
+        super().__init__(logging.WARNING)
+        self._text, self._store, self._key = text, store, key
+        logging.getLogger("nvrx").addHandler(self)
+
+    def emit(self, record):
+        if self._text in record.getMessage():
+            self._store.set(self._key, "1")
+
+
+def late_at(rank, late_step, steps):
+    """Rank 1 comes too late to one iteration; returns when reports were due, and the intervals.
+
+    Each rank has a clock of its own: rank 0 takes 1 s per step, rank 1 half of it, and both four
+    times as long from step 18 on.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    Detector.initialize(
+        cuda_profiling="off", exchange_timeout=0.5, control=False, report_time_interval=10.0
+    )
+    if rank == 0:
+        _Announced("have not joined", store, "rank0-waited")
+    Detector.generate_report()  # makes the process group, for which all ranks wait
+    now = 0.0
+    interval_tracker.time = types.SimpleNamespace(monotonic=lambda: now)
+    due, intervals = [], set()
+    for step in range(1, steps + 1):
+        now += (1.0 if rank == 0 else 0.5) * (4.0 if step > 18 else 1.0)
+        if step == late_step and rank == 1:
+            store.wait(["rank0-waited"])
+        Detector.generate_report_if_interval_elapsed()
+        if Detector.is_interval_elapsed():
+            due.append(step)
+        intervals.add(Detector.report_interval_tracker.iter_interval)
+    store.set(f"done{rank}", "1")
+    store.wait([f"done{1 - rank}"])
+    Detector.shutdown()
+    return due, sorted(intervals - {None})
+
+
+def long_name(rank):
+    """Rank 1 has a kernel and a section whose names are too long to travel."""
+    generator = ReportGenerator("all", node_name="n")
+    name = "k" * (20_000 if rank else 10)
+    kernels = {"shared": summary(1.0 + rank), name: summary(1.0)}
+    sections = {"s": summary(1.0), f"{name}é": summary(1.0)}
+    report = generator.generate_report(sections, kernels)
+    generator.name_mapper.gather_and_assign_ids(["z" * (10 + 20_000 * rank)], [])
+    scores = None if report is None else dict(report.gpu_relative_perf_scores)
+    return scores, generator.name_mapper.kernel_counter, generator.name_mapper.digest
+
+
+def subgroup_settings(rank):
+    """Rank 1 of the job is rank 0 of the group that reports together, and changes its settings."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    Detector.initialize(
+        scores_to_compute="individual_perf_scores",
+        process_group=group,
+        cuda_profiling="off",
+        control=False,
+    )
+    try:
+        Detector.request_settings(profiling_interval=4)
+        outcome = "accepted"
+    except RuntimeError as error:
+        outcome = str(error)
+    Detector.generate_report()
+    found = outcome, Detector._session.settings.profiling_interval
     Detector.shutdown()
     return found
 
@@ -264,8 +357,8 @@ def changed_settings(rank, ranks):
         if number == 1 and rank == 0:
             Detector.request_settings(profiling_interval=4, gpu_rel_threshold=0.5, ranks=ranks)
         Detector.generate_report()
-        seen.append((Detector._session.settings.version, Detector._gate.interval))
-    paused = Detector._gate.is_paused
+        seen.append((Detector._session.settings.version, Detector._registry.interval))
+    paused = Detector._registry.is_paused
     Detector.shutdown()
     return seen, paused
 

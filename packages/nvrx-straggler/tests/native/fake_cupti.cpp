@@ -173,6 +173,10 @@ EXPORT int fake_is_enabled() {
 EXPORT int fake_forced_flushes() { return state().forced; }
 EXPORT int fake_has_callbacks() { return state().completed != nullptr; }
 EXPORT void fake_record_size(int size) { state().record_size = size; }
+EXPORT void fake_callbacks(Requested* requested, Completed* completed) {
+  *requested = state().requested;
+  *completed = state().completed;
+}
 // Another client takes CUPTI over.
 EXPORT void fake_steal() {
   state().requested = nullptr;

@@ -280,6 +280,11 @@ class Analyzer:
             text = log.read(_PREVIEW_BYTES).decode("utf-8", "replace")
         return LogAnalyzerFilePreview(_CONTROL.sub("?", text), resolved)
 
+    @property
+    def journal_problem(self) -> str:
+        """Why submissions would not outlive the service now; empty: they would."""
+        return self._journal.problem if self._journal is not None else ""
+
     def get_stats(self) -> dict[str, Any]:
         """Return counts as a JSON object."""
         found = self.coalescer.get_stats()

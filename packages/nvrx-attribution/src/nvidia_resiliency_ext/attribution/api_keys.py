@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where keys of model endpoints and Slack are looked for; no key is required anywhere."""
+"""Keys of model endpoints and Slack, and how models are asked; no key is required anywhere."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
 __all__ = [
     "DEFAULT_LLM_API_KEY_PATHS",
+    "DEFAULT_LLM_SAMPLING",
     "llm_api_key_help_text",
     "llm_api_key_missing_message",
     "load_llm_api_key",
@@ -16,6 +17,9 @@ __all__ = [
 ]
 
 DEFAULT_LLM_API_KEY_PATHS = ("~/.llm_api_key", "~/.config/nvrx/llm_api_key")
+
+# How a model is asked where nobody says otherwise.
+DEFAULT_LLM_SAMPLING = {"temperature": 0.2, "top_p": 0.7, "max_tokens": 8192}
 
 _SLACK_PATHS = ("~/.slack_bot_token", "~/.slack_token", "~/.config/nvrx/slack_bot_token")
 _LIMIT_BYTES = 1 << 16

@@ -294,6 +294,9 @@ class AttributionController:
         if not os.path.isdir(self.analyzer.allowed_root):
             issues.append(f"the allowed root {self.analyzer.allowed_root} is not there")
             share = max(share, _DEGRADED)
+        if self.analyzer.journal_problem:
+            issues.append(self.analyzer.journal_problem)
+            share = max(share, _DEGRADED)
         word = "fail" if share >= _FAILING else "degraded" if share >= _DEGRADED else "ok"
         return {"status": word, "issues": issues, "stats": stats}
 

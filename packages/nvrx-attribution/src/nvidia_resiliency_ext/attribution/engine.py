@@ -273,19 +273,26 @@ def _chunks(log: Any, allowed_root: str | None) -> Iterator[bytes]:
             raise UnreadableInputError(name, error.strerror or str(error)) from None
 
 
-def fr_report_of(path: str | None, allowed_root: str | None = None) -> dict[str, Any] | None:
+def fr_report_of(
+    path: str | Sequence[str] | None, allowed_root: str | None = None, pattern: str | None = None
+) -> dict[str, Any] | None:
     """Return the report of the dumps at a path; None without a path or a readable dump.
 
     Args:
-        path: Directory, prefix or single file.
+        path: Directory, prefix or single file; or several.
         allowed_root: What leads outside of this directory is not read; None: no limit.
+        pattern: Which files of a directory; None: `_dump_*`.
     """
-    if path is None:
+    if not path:
         return None
     from nvidia_resiliency_ext.attribution._traces.analysis import analyze_traces
+    from nvidia_resiliency_ext.attribution._traces.loading import DEFAULT_PATTERN
 
+    paths = [path] if isinstance(path, str | os.PathLike) else path
+    names = [os.fspath(each) for each in paths]
     try:
-        return analyze_traces(os.fspath(path), allowed_root=allowed_root).to_dict()
+        report = analyze_traces(names, pattern or DEFAULT_PATTERN, allowed_root=allowed_root)
+        return report.to_dict()
     except NoTraceError:
         return None
 

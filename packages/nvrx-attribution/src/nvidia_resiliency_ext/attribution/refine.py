@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from nvidia_resiliency_ext.attribution._logs.registry import Registry, load_registry
-from nvidia_resiliency_ext.attribution.api_keys import load_llm_api_key
-from nvidia_resiliency_ext.attribution.orchestration.config import resolved_llm_runtime_kwargs
+from nvidia_resiliency_ext.attribution.api_keys import DEFAULT_LLM_SAMPLING, load_llm_api_key
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.console import plain
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, MissingExtraError
@@ -103,9 +102,9 @@ class ModelSettings:
     base_url: str
     model: str
     api_key: str = field(default="", repr=False)
-    temperature: float = 0.2
-    top_p: float = 0.7
-    max_tokens: int = 8192
+    temperature: float = DEFAULT_LLM_SAMPLING["temperature"]
+    top_p: float = DEFAULT_LLM_SAMPLING["top_p"]
+    max_tokens: int = int(DEFAULT_LLM_SAMPLING["max_tokens"])
     timeout_s: float = 30.0
     retries: int = 2
     deadline_s: float = 60.0
@@ -133,7 +132,7 @@ def model_settings_from_environ(
     Raises:
         ConfigError: A value is wrong; the message names the variable.
     """
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"model": ""}
     for name, (convert, variables) in _VARIABLES.items():
         variable = next((each for each in variables if environ.get(each, "").strip()), None)
         if variable is not None:
@@ -147,7 +146,7 @@ def model_settings_from_environ(
     given.update({n: asked[n] for n in _VARIABLES if n != "base_url" and asked.get(n) is not None})
     if not given.get("base_url"):
         return None
-    return ModelSettings(**resolved_llm_runtime_kwargs(given), api_key=load_llm_api_key())
+    return ModelSettings(**given, api_key=load_llm_api_key())
 
 
 def service_model_settings(environ: Mapping[str, str]) -> ModelSettings | None:

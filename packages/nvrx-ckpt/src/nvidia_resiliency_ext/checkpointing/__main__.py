@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
 
 from ._errors import DamagedCheckpointError
+from ._progress import ProgressBar, size_text
 from ._verify import CheckpointItem, checkpoint_items, verify_checkpoint
 
 if TYPE_CHECKING:
@@ -25,10 +25,6 @@ __all__ = ["main"]
 
 WHOLE, NOT_WHOLE, USAGE, CANNOT_TELL = range(4)
 _MAX_LINES = 20
-_BAR_CHARS = 30
-_BAR_EVERY_S = 0.2
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_STEP = 1024
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,9 +66,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    bar = _ProgressBar(sys.stderr.isatty() and not options.json)
-    report = verify_checkpoint(options.dir, on_progress=bar.show)
-    bar.clear()
+    with ProgressBar(shown=sys.stderr.isatty() and not options.json) as bar:
+        report = verify_checkpoint(options.dir, on_progress=bar.show)
     if options.json:
         write_out(json.dumps({**asdict(report), "whole": report.whole}) + "\n")
     elif not report.has_manifest:
@@ -83,7 +78,7 @@ def _verify(options: argparse.Namespace) -> int:
         lines += [f"and {more} more"] if more else []
         write_out(f"{plain(report.path)}: NOT whole\n" + "".join(f"  {line}\n" for line in lines))
     else:
-        what = f"{report.files} files, {report.items} items, {_size(report.nbytes)}"
+        what = f"{report.files} files, {report.items} items, {size_text(report.nbytes)}"
         write_out(f"{plain(report.path)}: whole ({what})\n")
     if not report.has_manifest:
         return CANNOT_TELL
@@ -99,7 +94,7 @@ def _list(options: argparse.Namespace) -> int:
         write_out(json.dumps([asdict(item) for item in items]) + "\n")
         return WHOLE
     for item in items:
-        line = f"{item.file}  {item.start:>12}  {_size(item.length):>10}  {item.crc32:08x}"
+        line = f"{item.file}  {item.start:>12}  {size_text(item.length):>10}  {item.crc32:08x}"
         if not write_out(f"{plain(line)}  {plain(item.name)}\n"):
             break
     return WHOLE
@@ -127,38 +122,6 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _by_name(items: Sequence[CheckpointItem]) -> dict[str, tuple[int, int]]:
     return {item.name: (item.length, item.crc32) for item in items}
-
-
-def _size(nbytes: int) -> str:
-    value, unit = float(nbytes), 0
-    while value >= _STEP and unit < len(_UNITS) - 1:
-        value, unit = value / _STEP, unit + 1
-    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{nbytes} B"
-
-
-class _ProgressBar:
-    """One line of a terminal: how much is done, how fast, and how long it takes yet."""
-
-    def __init__(self, shown: bool) -> None:
-        self._shown = shown
-        self._begin = time.monotonic()
-        self._next = self._begin + _BAR_EVERY_S
-
-    def show(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if not self._shown or now < self._next or not total:
-            return
-        self._next = now + _BAR_EVERY_S
-        rate = done / (now - self._begin)
-        filled = min(_BAR_CHARS, _BAR_CHARS * done // total)
-        bar = "#" * filled + "-" * (_BAR_CHARS - filled)
-        left = (total - done) / rate if rate else 0.0
-        text = f"[{bar}] {_size(done)} of {_size(total)}, {_size(int(rate))}/s, {left:.0f} s left"
-        write_err(f"\r{text}\x1b[K")
-
-    def clear(self) -> None:
-        if self._shown:
-            write_err("\r\x1b[K")
 
 
 if __name__ == "__main__":

@@ -153,13 +153,13 @@ def checkpoint_items(path: str | os.PathLike[str]) -> list[CheckpointItem] | Non
     return found or None
 
 
-def require_whole(path: str) -> None:
+def require_whole(path: str, *, on_progress: Callable[[int, int], None] = lambda *_: None) -> None:
     """Raise unless a checkpoint is whole, or has no manifest to tell.
 
     Raises:
         DamagedCheckpointError: It is not whole; all problems are named.
     """
-    report = verify_checkpoint(path)
+    report = verify_checkpoint(path, on_progress=on_progress)
     if report.problems:
         raise DamagedCheckpointError(path, "; ".join(report.problems))
 

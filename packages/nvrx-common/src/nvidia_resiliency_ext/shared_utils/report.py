@@ -205,6 +205,8 @@ def _followed(path: str) -> str:
 def _parse(argv: Sequence[str]) -> Namespace:
     from argparse import ArgumentParser
 
+    from .completion import PrintCompletion
+
     parser = ArgumentParser(
         prog="nvrx-report",
         description="Show what happened to a job and where its time went.",
@@ -232,6 +234,11 @@ def _parse(argv: Sequence[str]) -> Namespace:
         metavar="URL",
         help="send the figures to an OpenTelemetry collector, as http://localhost:4318"
         " (needs the extra otel)",
+    )
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        help="print what makes a shell complete this command line, and leave",
     )
     parser.add_argument("--width", type=int, metavar="COLUMNS", help="width of the text")
     options = parser.parse_args(argv)

@@ -93,10 +93,8 @@ class FaultToleranceBase(Callback):  # type: ignore[misc] # Lightning is found a
         )
         try:
             self._check_config()
-            self._timeouts_path = os.path.join(self._state_dir(trainer), self.TIMEOUTS_FILENAME)
-            if self.calculate_timeouts:
-                self._load_timeouts(trainer)
-            else:
+            self._load_timeouts(trainer)
+            if not self.calculate_timeouts:
                 self._require_valid_timeouts()
             if self.simulated_fault_params is not None:
                 self._fault = setup_simulated_fault(self.simulated_fault_params)
@@ -147,36 +145,66 @@ class FaultToleranceBase(Callback):  # type: ignore[misc] # Lightning is found a
         """Do what a run does last while it has a session."""
         raise NotImplementedError
 
-    def _state_dir(self, trainer: Any) -> str:
-        """Return the directory of the timeouts file, the same on all ranks."""
-        if self.exp_dir is not None:
-            path = os.fspath(self.exp_dir)
-            if not os.path.isdir(path):
-                raise ValueError(f"exp_dir {path!r} is no directory; make it first")
-            return path
-        path = os.path.join(trainer.log_dir or trainer.default_root_dir, self.FT_DIR_NAME)
-        if trainer.is_global_zero:
-            os.makedirs(path, exist_ok=True)
-        trainer.strategy.barrier()
-        return path
-
     def _load_timeouts(self, trainer: Any) -> None:
-        assert self._session is not None
-        state = None
-        if trainer.is_global_zero:
-            state = self._session.load_timeouts(self._timeouts_path)
-        state = trainer.strategy.broadcast(state)
-        if state is None:
-            return
-        if not trainer.is_global_zero:
-            self._session.client.load_state_dict(state)
-        self.logger.info("fault tolerance timeouts were loaded from %s", self._timeouts_path)
+        """Find the file of timeouts on rank 0, and load on all ranks what an earlier run wrote.
 
-    def _calculate(self, trainer: Any, method: str, **options: Any) -> bool:
+        Raises:
+            OSError: Rank 0 cannot make the directory or read the file (a RuntimeError elsewhere).
+            ValueError: `exp_dir` does not exist on rank 0 (a RuntimeError elsewhere).
+        """
+        root = trainer.log_dir or trainer.default_root_dir  # `log_dir` is a collective
+        path, state, problem = "", None, None
+        if trainer.is_global_zero:
+            try:
+                path, state = self._open_timeouts(root)
+            except (OSError, ValueError) as error:
+                problem = error
+        text = "" if problem is None else f"{type(problem).__name__}: {problem}"
+        path, state, text = trainer.strategy.broadcast((path, state, text))
+        if problem is not None:
+            raise problem
+        if text:
+            raise RuntimeError(f"rank 0 cannot use the file of timeouts ({text})")
+        self._timeouts_path = path
+        if state is not None and not trainer.is_global_zero:
+            assert self._session is not None
+            self._session.client.load_state_dict(state)
+        if state is not None:
+            self.logger.info("fault tolerance timeouts were loaded from %s", path)
+
+    def _open_timeouts(self, root: str) -> tuple[str, dict[str, Any] | None]:
+        """Return the path of the timeouts file, and on this rank the timeouts in it."""
+        assert self._session is not None
+        if self.exp_dir is None:
+            folder = os.path.join(root, self.FT_DIR_NAME)
+            os.makedirs(folder, exist_ok=True)
+        else:
+            folder = os.fspath(self.exp_dir)
+            if not os.path.isdir(folder):
+                raise ValueError(f"exp_dir {folder!r} is no directory; make it first")
+        path = os.path.join(folder, self.TIMEOUTS_FILENAME)
+        return path, self._session.load_timeouts(path) if self.calculate_timeouts else None
+
+    def _calculate(
+        self, trainer: Any, method: str, *, is_wanted: bool = True, **options: Any
+    ) -> bool:
         """Calculate timeouts on all ranks, and keep them in the file; return whether it was done.
 
-        A failure here costs nothing but better timeouts, so it never ends a run.
+        All ranks call this, also those that have no monitor or nothing measured: calculating is a
+        collective, so it is done on all ranks or on none. A failure here costs nothing but better
+        timeouts, so it never ends a run.
+
+        Args:
+            trainer: Lightning's trainer.
+            method: Method of the client.
+            is_wanted: This rank has measured what is needed.
+            options: Arguments of the method.
         """
+        assert self._session is not None
+        is_ready = is_wanted and self._session.is_connected
+        if not trainer.strategy.reduce_boolean_decision(is_ready, all=True):
+            self.logger.info("the timeouts are not calculated: a rank is not ready or not watched")
+            return False
         errors = require("fault_tolerance.timeouts_calc", "ft").TimeoutsCalcError
         done = False
 
@@ -192,7 +220,6 @@ class FaultToleranceBase(Callback):  # type: ignore[misc] # Lightning is found a
             if done and trainer.is_global_zero:
                 self._write(dict(client.state_dict()))
 
-        assert self._session is not None
         self._session.call(calculate)
         return done
 

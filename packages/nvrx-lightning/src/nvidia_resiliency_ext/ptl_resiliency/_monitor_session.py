@@ -59,6 +59,11 @@ class MonitorSession:
         self._retry_wait = _FIRST_RETRY_S
         self.client.init_workload_monitoring()
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the last call reached the monitor."""
+        return self._retry_at is None
+
     def heartbeat(self) -> bool:
         """Send a heartbeat; return whether one was sent."""
         now = time.monotonic()

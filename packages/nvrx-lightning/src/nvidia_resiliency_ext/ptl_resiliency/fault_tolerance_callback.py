@@ -131,7 +131,8 @@ class FaultToleranceCallback(FaultToleranceBase):
 
     def _finish(self, trainer: Any) -> None:
         self._heartbeat()
-        if not (self.calculate_timeouts and self.state_machine.can_update_timeouts):
+        if not self.calculate_timeouts or self.state_machine.has_failed:
             return
-        if self._calculate(trainer, "calculate_and_set_hb_timeouts"):
+        is_wanted = self.state_machine.can_update_timeouts
+        if self._calculate(trainer, "calculate_and_set_hb_timeouts", is_wanted=is_wanted):
             self.state_machine.on_ft_timeouts_updated()

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.shared_utils.attribute_wrapping import WrappedAttribute
+
 from ._fault_tolerance import FaultToleranceBase
 from ._framework import require
-from ._method_wrapping import WrappedMethod
 from ._training_state import section_update
 from ._utils import SimulatedFaultParams
 
@@ -79,7 +81,7 @@ class FaultToleranceSectionsCallback(FaultToleranceBase):
             on_monitor_loss, 0.0,
         )  # fmt: skip
         self.exc_handling_policy = exc_handling_policy
-        self._wrapped: list[WrappedMethod] = []
+        self._wrapped: list[WrappedAttribute] = []
         self._is_async_save = False
         self._is_setup_open = False
         self._is_update_due = False
@@ -95,12 +97,12 @@ class FaultToleranceSectionsCallback(FaultToleranceBase):
         strategy = trainer.strategy
         for name, section in _STRATEGY_SECTIONS.items():
             around = self._saving if name == "save_checkpoint" else self._around(section)
-            self._wrapped.append(WrappedMethod(strategy, name, around))
+            self._wrapped.append(_run_inside(strategy, name, around))
         checkpoint_io = strategy.checkpoint_io
         self._is_async_save = hasattr(checkpoint_io, _ASYNC_FINALIZE)
         if self._is_async_save:
             around = self._around(CHECKPOINTING)
-            self._wrapped.append(WrappedMethod(checkpoint_io, _ASYNC_FINALIZE, around))
+            self._wrapped.append(_run_inside(checkpoint_io, _ASYNC_FINALIZE, around))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Take note that training begins."""
@@ -230,3 +232,22 @@ class FaultToleranceSectionsCallback(FaultToleranceBase):
     def _call(self, method: str, section: str) -> bool:
         session = self._session
         return session is not None and session.call(getattr(session.client, method), section)
+
+
+def _run_inside(
+    owner: object, name: str, around: Callable[[], contextlib.AbstractContextManager[object]]
+) -> WrappedAttribute:
+    """Run each call of a method inside a context manager of its own, until it is restored."""
+    method = getattr(owner, name)
+
+    def replacement(wrapped: WrappedAttribute) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not wrapped.is_active:
+                return method(*args, **kwargs)
+            with around():
+                return method(*args, **kwargs)
+
+        return run
+
+    return WrappedAttribute(owner, name, replacement)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -24,8 +25,13 @@ _MOST_KEPT = 3000
 class SubmissionJournal:
     """Append each submission before it is answered; what ended is left out at the next start.
 
+    A file that takes no more, as on a full disk, keeps no submission from its verdict.
+
     Args:
         path: JSON-lines file; its directory must exist.
+
+    Attributes:
+        problem: Why the last line could not be written; empty: it was.
 
     Raises:
         OSError: It cannot be read or written.
@@ -35,9 +41,13 @@ class SubmissionJournal:
         self._path = path
         self.open_submissions = self._read()
         kept = [{"submitted": value} for value in self.open_submissions]
-        atomic_write(path, "".join(json.dumps(value) + "\n" for value in kept).encode())
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file = os.open(path, flags)
+        self.problem = ""
+        try:
+            atomic_write(path, "".join(json.dumps(value) + "\n" for value in kept).encode())
+        except OSError as error:
+            self._report(error)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.open(path, flags, 0o600)
 
     def add(self, submission: Mapping[str, Any]) -> None:
         """Write a submission; `log_path` names it."""
@@ -54,8 +64,24 @@ class SubmissionJournal:
             self._file = -1
 
     def _append(self, value: dict[str, Any]) -> None:
+        try:
+            self._write(json.dumps(value).encode() + b"\n")
+        except OSError as error:
+            self._report(error)
+        else:
+            self.problem = ""
+
+    def _write(self, line: bytes) -> None:
+        end = os.fstat(self._file).st_size
         # One call: a kill between two would leave half a line.
-        os.write(self._file, json.dumps(value).encode() + b"\n")
+        if os.write(self._file, line) < len(line):
+            os.ftruncate(self._file, end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _report(self, error: OSError) -> None:
+        said, self.problem = self.problem, f"the journal {self._path} cannot be written: {error}"
+        if not said:
+            logger.error("%s", self.problem)
 
     def _read(self) -> list[dict[str, Any]]:
         if not os.path.exists(self._path):

@@ -14,7 +14,14 @@ import json
 import re
 from dataclasses import dataclass
 
-__all__ = ["NO_YEAR", "Line", "LineReader", "plain_text", "rank_in_digits"]
+__all__ = [
+    "NO_YEAR",
+    "Line",
+    "LineReader",
+    "is_launcher_line",
+    "plain_text",
+    "rank_in_digits",
+]
 
 NO_YEAR = 2000
 _LAYERS = 6
@@ -89,6 +96,7 @@ _GLOBAL_RANK = re.compile(r"\[(?:[A-Z_]+ )?(?:PG\b[^\]]*|Global )Rank (?P<rank>\
 _JSON_TEXT = ("message", "log", "msg", "line", "text")
 _JSON_TIME = ("time", "timestamp", "ts", "@timestamp")
 _JSON_NODE = ("host", "node", "hostname", "node_name", "nodename")
+_LAUNCHER = re.compile(r"\bnvrx\b|fault_tolerance|\[NestedRestarter\]", re.IGNORECASE)
 _MONTHS = {
     name: number
     for number, name in enumerate(
@@ -218,6 +226,11 @@ def rank_in_digits(text: str | bytes | None) -> int | None:
         return None
     rank = int(text)
     return rank if rank < _MOST_RANK else None
+
+
+def is_launcher_line(text: str) -> bool:
+    """Tell whether the launcher or one of its monitors wrote a line."""
+    return _LAUNCHER.search(text) is not None
 
 
 def plain_text(text: str) -> str:

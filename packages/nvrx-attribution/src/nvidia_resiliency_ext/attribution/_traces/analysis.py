@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.attribution._traces.world import World
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from nvidia_resiliency_ext.attribution._traces.dumps import Op
 
@@ -126,7 +126,7 @@ class TraceAnalysis:
 
 
 def analyze_traces(
-    path: str,
+    path: str | Sequence[str],
     pattern: str = DEFAULT_PATTERN,
     *,
     rank_regex: str | None = None,
@@ -136,7 +136,7 @@ def analyze_traces(
     """Read the dumps of a job and say which ranks hold it up.
 
     Args:
-        path: Directory, prefix or single file.
+        path: Directory, prefix or single file; or several, such as one directory per node.
         pattern: Which files of a directory.
         rank_regex: Finds the rank in a file's name, as its first group.
         file_limit_bytes: Larger files are not read.
@@ -146,13 +146,17 @@ def analyze_traces(
         NoTraceError: There is no readable dump.
     """
     started_s = time.perf_counter()
-    loaded = load_traces(
-        path,
-        pattern,
-        rank_regex=rank_regex,
-        file_limit_bytes=file_limit_bytes,
-        allowed_root=allowed_root,
-    )
+    loaded = LoadedTraces()
+    for each in [path] if isinstance(path, str) else path:
+        part = load_traces(
+            each,
+            pattern,
+            rank_regex=rank_regex,
+            file_limit_bytes=file_limit_bytes,
+            allowed_root=allowed_root,
+        )
+        loaded.dumps.update(part.dumps)
+        loaded.findings += part.findings
     analysis = analyze_dumps(loaded)
     analysis.elapsed_s = time.perf_counter() - started_s
     return analysis

@@ -4,36 +4,51 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import re
 import sys
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from nvidia_resiliency_ext.attribution import engine
+from nvidia_resiliency_ext.attribution._core.confined import open_confined
 from nvidia_resiliency_ext.attribution._core.errors import NoTraceError, UnreadableInputError
+from nvidia_resiliency_ext.attribution._logs.dialects import is_launcher_line
 from nvidia_resiliency_ext.attribution.base import (
     AttributionState,
     NVRxAttribution,
     merged_attribution_config,
     normalize_attribution_args,
 )
-from nvidia_resiliency_ext.attribution.combined_log_fr.llm_merge import unpack_run_result
-from nvidia_resiliency_ext.attribution.orchestration.config import MODULE_LOG_FR_ANALYZER
+from nvidia_resiliency_ext.attribution.combined_log_fr.llm_merge import (
+    merge_log_fr_llm,
+    unpack_run_result,
+)
+from nvidia_resiliency_ext.attribution.refine import model_settings_from_environ
+from nvidia_resiliency_ext.attribution.trace_analyzer.fr_attribution import CollectiveAnalyzer
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError, MissingExtraError
 
 __all__ = ["CombinedLogFR", "main"]
 
+_EXIT_USAGE = 2
 _EXIT_UNREADABLE = 3
+_CHUNK_BYTES = 1 << 20
 _RANKS = re.compile(r"hanging ranks:\s*\[([\d,\s]*)\]")
 
 
-class CombinedLogFR(NVRxAttribution[dict[str, Any], tuple[str, AttributionState]]):
+class CombinedLogFR(NVRxAttribution[dict[str, Any], str]):
     """Put the results of log analysis and flight-recorder analysis together.
 
     Args:
         args: Mapping or namespace with `input_data` = [result of the log, result of the traces]
             and `threshold` (default 0): the state is STOP when more ranks than this are to be
             excluded. Instead of results, `log_path` and `fr_path` may be given: both are then
-            analysed and fused by the rules; `allowed_root` and `deadline_s` limit what is read.
+            analysed and fused by the rules. `fr_path` may be a list, `pattern` chooses files of a
+            directory, `exclude_nvrx_logs` leaves out lines of the launcher; `allowed_root` and
+            `deadline_s` limit what is read.
 
     Attributes:
         verdict: That of the newest run with a log; None when results were given.
@@ -64,14 +79,7 @@ class CombinedLogFR(NVRxAttribution[dict[str, Any], tuple[str, AttributionState]
             return {"log": log_text, "fr": fr_text, "ranks": ranks, "threshold": threshold}
         if not config.get("log_path"):
             raise ValueError("give input_data, or log_path with fr_path")
-        path = config.get("fr_path")
-        path = path[0] if isinstance(path, list) and path else path
-        verdict = self.verdict = engine.analyze(
-            config["log_path"],
-            fr_path=path or None,
-            deadline_s=config.get("deadline_s"),
-            allowed_root=config.get("allowed_root"),
-        )
+        verdict = self.verdict = _verdict_of(config)
         ranks = list(verdict.suspect_ranks)
         return {
             "log": verdict.to_item().raw_text,
@@ -97,7 +105,7 @@ class CombinedLogFR(NVRxAttribution[dict[str, Any], tuple[str, AttributionState]
         action = "UNKNOWN" if self.verdict is None else self.verdict.action
         return {
             "result": text,
-            "recommendation": {"action": action, "source": MODULE_LOG_FR_ANALYZER},
+            "recommendation": {"action": action},
             "attribution": None if self.verdict is None else self.verdict.to_dict(),
         }
 
@@ -107,21 +115,91 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Put log and flight recorder together.")
     parser.add_argument("--log-path", required=True, help="the log")
     parser.add_argument("--fr-path", nargs="+", required=True, help="where the dumps are")
+    parser.add_argument("--pattern", help="files of a directory (_dump_*)")
+    parser.add_argument("--exclude_nvrx_logs", action="store_true", help="skip launcher lines")
     parser.add_argument("--threshold", type=int, default=0, help="ranks that may be excluded")
-    accepted = "accepted; the rules need no model"
-    for flags in (("-m", "--model"), ("-b", "--base_url"), ("-t", "--temperature")):
-        parser.add_argument(*flags, help=accepted)
-    parser.add_argument("-p", "--top_p", help=accepted)
-    parser.add_argument("--max_tokens", help=accepted)
+    parser.add_argument("-v", "--verbose", action="store_true", help="show groups and suspects")
+    parser.add_argument("-c", "--health-check", action="store_true", help="show health checks")
+    parser.add_argument(
+        "-l", "--llm-analyze", action="store_true", help="add a summary by a model (-m, -b)"
+    )
+    parser.add_argument("-m", "--model", help="name of the model (NVRX_LLM_MODEL)")
+    parser.add_argument("-b", "--base_url", help="address of its endpoint (NVRX_LLM_BASE_URL)")
+    parser.add_argument("-t", "--temperature", type=float, help="sampling temperature (0.2)")
+    parser.add_argument("-p", "--top_p", type=float, help="nucleus sampling (0.7)")
+    parser.add_argument("--max_tokens", type=int, help="length of the summary (8192)")
     args = parser.parse_args(argv)
     try:
+        summary = _summarizer(args) if args.llm_analyze else None
         with CombinedLogFR(args) as combined:
             text, state = combined.run_sync(args)
+        if args.verbose or args.health_check:
+            _show_traces(args)
+        if summary is not None:
+            text = "\n\n".join(filter(None, (text, asyncio.run(summary(text)))))
     except (UnreadableInputError, NoTraceError) as error:
         write_err(plain(f"error: {error}") + "\n")
         return _EXIT_UNREADABLE
+    except (ConfigError, MissingExtraError) as error:
+        write_err(plain(f"error: {error}") + "\n")
+        return _EXIT_USAGE
     write_out(f"{text}\n\n{state.name}\n")
     return 0
+
+
+def _verdict_of(config: dict[str, Any]) -> engine.Verdict:
+    root = config.get("allowed_root")
+    report = engine.fr_report_of(config.get("fr_path"), root, config.get("pattern"))
+    scanner = engine.LogScanner(fr_report=report)
+    deadline = Deadline.after(config.get("deadline_s"))
+    path = str(config["log_path"])
+    try:
+        with open(path if root is None else open_confined(path, root), "rb") as log:
+            while lines := log.readlines(_CHUNK_BYTES):
+                if config.get("exclude_nvrx_logs"):
+                    lines = [line for line in lines if not is_launcher_line(line.decode("latin-1"))]
+                scanner.feed(b"".join(lines))
+                if deadline.expired():
+                    scanner.mark_truncated()
+                    break
+    except OSError as error:
+        raise UnreadableInputError(path, error.strerror or str(error)) from None
+    return scanner.finish()
+
+
+def _show_traces(args: argparse.Namespace) -> None:
+    for path in args.fr_path:
+        shown = {**vars(args), "fr_path": path}
+        with CollectiveAnalyzer(shown) as analyzer:
+            analyzer.run_sync(shown)
+
+
+def _summarizer(args: argparse.Namespace) -> Callable[[str], Coroutine[Any, Any, str | None]]:
+    """Return what asks the model for a summary.
+
+    Raises:
+        ConfigError: No model is named, or no address.
+    """
+    given = {**os.environ}
+    if args.base_url is not None:
+        given["NVRX_ATTRSVC_LLM_BASE_URL"] = args.base_url
+    settings = model_settings_from_environ(given, vars(args))
+    if settings is None:
+        raise ConfigError("--llm-analyze: no model endpoint; give -b or set NVRX_LLM_BASE_URL")
+
+    async def ask(text: str) -> str | None:
+        return await merge_log_fr_llm(
+            text,
+            "",
+            llm_api_key=settings.api_key,
+            model=settings.model,
+            base_url=settings.base_url,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            max_tokens=settings.max_tokens,
+        )
+
+    return ask
 
 
 if __name__ == "__main__":

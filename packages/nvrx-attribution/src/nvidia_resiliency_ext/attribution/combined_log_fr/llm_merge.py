@@ -29,9 +29,9 @@ async def merge_log_fr_llm(  # noqa: PLR0913 - the public signature
     llm_api_key: str = "",
     model: str,
     base_url: str,
-    temperature: float = 0.2,
-    top_p: float = 0.7,
-    max_tokens: int = 8192,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    max_tokens: int | None = None,
 ) -> str | None:
     """Return a summary of both results; None, with the reason in the log, when there is none.
 
@@ -41,9 +41,9 @@ async def merge_log_fr_llm(  # noqa: PLR0913 - the public signature
         llm_api_key: Key of the endpoint; empty: none is sent.
         model: Name of the model.
         base_url: Address of the endpoint, such as `http://host:8000/v1`.
-        temperature: Sampling temperature.
-        top_p: Nucleus sampling.
-        max_tokens: Length of the answer.
+        temperature: Sampling temperature; None: 0.2.
+        top_p: Nucleus sampling; None: 0.7.
+        max_tokens: Length of the answer; None: 8192.
 
     Raises:
         ConfigError: Address or model is none.
@@ -51,7 +51,9 @@ async def merge_log_fr_llm(  # noqa: PLR0913 - the public signature
     """
     import logging
 
-    settings = ModelSettings(base_url, model, llm_api_key, temperature, top_p, max_tokens)
+    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    given: dict[str, Any] = {key: item for key, item in sampling.items() if item is not None}
+    settings = ModelSettings(base_url, model, llm_api_key, **given)
     parts = {
         "log": redact(unpack_run_result(log_result)[0])[0][:_PART],
         "flight_recorder": redact(unpack_run_result(fr_result)[0])[0][:_PART],

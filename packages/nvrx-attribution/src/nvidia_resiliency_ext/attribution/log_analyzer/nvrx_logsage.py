@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.attribution import engine
 from nvidia_resiliency_ext.attribution._core.confined import open_confined
 from nvidia_resiliency_ext.attribution._core.errors import UnreadableInputError
+from nvidia_resiliency_ext.attribution._logs.dialects import is_launcher_line
 from nvidia_resiliency_ext.attribution.base import (
     AttributionState,
     NVRxAttribution,
@@ -32,8 +33,6 @@ __all__ = ["NVRxLogAnalyzer", "chunk_logs_strict", "lines_after", "main"]
 _EXIT_UNREADABLE = 3
 _CYCLE = re.compile(r"profiling.py:.*Cycle: (\d{1,9})")
 _STARTED = "FT: initialized"
-# Lines that the launcher and its monitors write; a caller can leave them out.
-_OWN_LINES = re.compile(r"\bnvrx\b|fault_tolerance|\[NestedRestarter\]", re.IGNORECASE)
 _LINE_BYTES = 64 * 1024
 _FED_LINES = 4096
 _MOST_CYCLES = 100
@@ -90,7 +89,7 @@ class NVRxLogAnalyzer(NVRxAttribution[list[engine.Verdict], CycleResults]):
                     return [engine.analyze(log, cycle_id=cycle_id, deadline_s=deadline_s)]
                 lines = iter(lambda: log.readline(_LINE_BYTES).decode("latin-1"), "")
                 if config.get("exclude_nvrx_logs"):
-                    lines = (line for line in lines if not _OWN_LINES.search(line))
+                    lines = (line for line in lines if not is_launcher_line(line))
                 is_whole = bool(config.get("is_per_cycle"))
                 parts = ((None, line) for line in lines) if is_whole else _by_cycle(lines)
                 return _verdicts(parts, cycle_id, Deadline.after(deadline_s))

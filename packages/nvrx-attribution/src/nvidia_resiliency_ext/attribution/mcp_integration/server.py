@@ -231,6 +231,7 @@ class AttributionTools:
                 advice = {"action": state.name, "source": name}
                 return {"result": json.loads(serialize_result(result)), "recommendation": advice}
             parts: dict[str, Any] = instance.reply_parts(result, state)
+            parts["recommendation"].setdefault("source", name)
             verdict = getattr(instance, "verdict", None)
             if model is not None and verdict is not None:
                 refined = await refine(verdict, client=ModelClient(model))

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from nvidia_resiliency_ext.attribution._core.errors import NoTraceError
+from nvidia_resiliency_ext.attribution.api_keys import load_llm_api_key
+from nvidia_resiliency_ext.attribution.combined_log_fr.llm_merge import merge_log_fr_llm
 from nvidia_resiliency_ext.attribution.orchestration.utils import (
     log_analyzer_result_payload,
     nvrx_run_result_to_log_dict,
@@ -74,6 +77,12 @@ async def run_attribution_pipeline(  # noqa: PLR0913 - the public signature
     run_fr_analysis: Callable[[str], Awaitable[FRAnalysisResult | None]] | None = None,
     run_log_fr_analyzer_mcp: Callable[[Any, Any], Awaitable[str | None]] | None = None,
     fr_dump_path_override: str | None = None,
+    llm_model: str | None = None,
+    llm_base_url: str | None = None,
+    llm_temperature: float | None = None,
+    llm_top_p: float | None = None,
+    llm_max_tokens: int | None = None,
+    llm_api_key: str | None = None,
 ) -> CombinedAnalysisResult:
     """Analyse a log and the traces of its job, both at once.
 
@@ -83,18 +92,37 @@ async def run_attribution_pipeline(  # noqa: PLR0913 - the public signature
         run_logsage: Analyses the log; default: the rules.
         discover_fr_dump_path: Finds dumps; default: `extract_fr_dump_path`.
         run_fr_analysis: Analyses dumps; default: `analyze_fr_dump`.
-        run_log_fr_analyzer_mcp: Makes prose of both results, in the mode with a model.
+        run_log_fr_analyzer_mcp: Makes prose of both results, in the mode with a model; default:
+            the model that is named.
         fr_dump_path_override: Where the dumps are.
+        llm_model: Name of the model.
+        llm_base_url: Address of its endpoint, such as `http://host:8000/v1`.
+        llm_temperature: Sampling temperature.
+        llm_top_p: Nucleus sampling.
+        llm_max_tokens: Length of the answer.
+        llm_api_key: Its key; default: as `api_keys.load_llm_api_key` says.
 
     Raises:
         FrDumpPathNotFoundError: Only traces were asked for, and there are none.
         UnreadableInputError: The log cannot be read.
-        ValueError: The mode with a model was asked for without a function for the prose.
+        ValueError: The mode with a model was asked for without a function for the prose, and
+            without model and address.
     """
     mode = AnalysisPipelineMode(mode)
     is_with_model = mode is AnalysisPipelineMode.LOG_AND_TRACE_WITH_LLM
     if is_with_model and run_log_fr_analyzer_mcp is None:
-        raise ValueError("log_and_trace_with_llm needs run_log_fr_analyzer_mcp")
+        if not llm_model or not llm_base_url:
+            text = "run_log_fr_analyzer_mcp, or llm_model and llm_base_url"
+            raise ValueError(f"log_and_trace_with_llm needs {text}")
+        run_log_fr_analyzer_mcp = functools.partial(
+            merge_log_fr_llm,
+            llm_api_key=load_llm_api_key() if llm_api_key is None else llm_api_key,
+            model=llm_model,
+            base_url=llm_base_url,
+            temperature=llm_temperature,
+            top_p=llm_top_p,
+            max_tokens=llm_max_tokens,
+        )
     started_s = time.monotonic()
     dumps = None
     if mode is not AnalysisPipelineMode.LOG_ONLY:

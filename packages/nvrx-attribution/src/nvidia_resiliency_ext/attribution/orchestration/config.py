@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nvidia_resiliency_ext.attribution.api_keys import DEFAULT_LLM_SAMPLING
+
 __all__ = [
     "DEFAULT_COMPUTE_TIMEOUT_SECONDS",
     "DEFAULT_LLM_BASE_URL",
@@ -74,10 +76,6 @@ STATE_TIMEOUT = "timeout"
 # Nothing is sent anywhere unless the site names an endpoint and a model.
 DEFAULT_LLM_MODEL = ""
 DEFAULT_LLM_BASE_URL = ""
-
-_TEMPERATURE = 0.2
-_TOP_P = 0.7
-_MAX_TOKENS = 8192
 
 
 class ErrorCode(str, enum.Enum):
@@ -181,8 +179,6 @@ def resolved_llm_runtime_kwargs(overrides: Mapping[str, Any] | None = None) -> d
     defaults = {
         "model": DEFAULT_LLM_MODEL,
         "base_url": DEFAULT_LLM_BASE_URL,
-        "temperature": _TEMPERATURE,
-        "top_p": _TOP_P,
-        "max_tokens": _MAX_TOKENS,
+        **DEFAULT_LLM_SAMPLING,
     }
     return {**defaults, **drop_none_values(overrides or {})}

@@ -136,7 +136,7 @@ class CollectiveAnalyzer(NVRxAttribution[str, dict[str, str]]):
         report = self._analyzed().to_dict() if self._loaded.dumps else None
         return {
             "result": result,
-            "recommendation": {"action": "UNKNOWN", "source": "fr_analyzer"},
+            "recommendation": {"action": "UNKNOWN"},
             "report": report,
         }
 

@@ -15,7 +15,8 @@ pre{background:#f6f6f6;padding:.6em;white-space:pre-wrap;overflow-wrap:anywhere}
 </style></head><body>
 <h1>Attribution service</h1>
 <p id="health">loading</p>
-<form id="access" hidden>Token <input id="token" type="password"> <button>use</button></form>
+<form id="access" hidden>Token <input id="token" type="password" autocomplete="off">
+<button>use</button></form>
 <table><thead><tr><th>job</th><th>cycle</th><th>user</th><th>state</th><th>action</th><th>log</th>
 </tr></thead><tbody id="jobs"></tbody></table>
 <section id="detail" hidden><h2 id="title"></h2><p id="why"></p><h3>Evidence</h3>

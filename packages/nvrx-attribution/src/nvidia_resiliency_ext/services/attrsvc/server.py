@@ -6,19 +6,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import signal
 import socket
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nvidia_resiliency_ext.services.attrsvc.app import create_app
 from nvidia_resiliency_ext.services.attrsvc.settings import ServiceEndpoint, Settings
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+from nvidia_resiliency_ext.shared_utils.os_utils import private_dir
 
 __all__ = ["main", "setup"]
 
@@ -28,6 +30,7 @@ _EXIT_USAGE = 2
 _BACKLOG = 512
 _GRACE_S = 2
 _PROBE_S = 1.0
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def setup(environ: Mapping[str, str] | None = None) -> Settings:
@@ -58,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = setup()
         app = create_app(settings)
-        with _bound(settings.service_endpoint) as listener:
+        with _own_state(settings.state_dir), _bound(settings.service_endpoint) as listener:
             return _serve(app, listener, settings)
     except (NvrxError, OSError) as error:
         write_err(plain(f"nvrx-attrsvc: {error}") + "\n")
@@ -88,6 +91,32 @@ def _serve(app: Any, listener: socket.socket, settings: Settings) -> int:
         signal.signal(number, end)
     server.run(sockets=[listener])
     return 0 if server.started else _EXIT_USAGE
+
+
+@contextlib.contextmanager
+def _own_state(path: str | None) -> Iterator[None]:
+    """Keep other services from a state directory; the kernel lets go of it with the process.
+
+    Raises:
+        ConfigError: Another service has it, or it cannot be used.
+    """
+    if path is None:
+        yield
+        return
+    try:
+        lock = os.open(os.path.join(private_dir(path), "lock"), _LOCK_FLAGS, 0o600)
+    except OSError as error:
+        raise ConfigError(f"the state directory {path}: {error.strerror or error}") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another service uses the state directory {path}") from None
+        except OSError as error:
+            logger.warning("%s cannot be locked: %s", path, error.strerror)
+        yield
+    finally:
+        os.close(lock)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import contextlib
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from nvidia_resiliency_ext.checkpointing._checksum import crc32
@@ -135,7 +135,12 @@ def _parse_end(source: ShardSource) -> Manifest:
 
 
 def read_record(
-    source: ShardSource, record: Record, target: memoryview, *, verify: bool = True
+    source: ShardSource,
+    record: Record,
+    target: memoryview,
+    *,
+    verify: bool = True,
+    on_progress: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Fill the target with the bytes of a record and, unless told not to, compare the checksum.
 
@@ -148,6 +153,7 @@ def read_record(
         piece = target[start : min(start + _CHUNK_BYTES, record.nbytes)]
         source.read_into(record.offset + start, piece)
         value = crc32(piece, value) if verify else 0
+        on_progress(piece.nbytes)
     if verify and value != record.crc32:
         raise DamagedCheckpointError(source.name, f"{_title(record)} has changed: wrong checksum")
 

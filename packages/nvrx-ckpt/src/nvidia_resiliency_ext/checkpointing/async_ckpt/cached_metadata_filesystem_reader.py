@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from nvidia_resiliency_ext.checkpointing._environment import verify_option
+from nvidia_resiliency_ext.checkpointing._progress import ProgressBar
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+    from torch.futures import Future
 
 __all__ = ["CachedMetadataFileSystemReader"]
 
@@ -57,7 +60,8 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         if self._verify:
             from nvidia_resiliency_ext.checkpointing._verify import require_whole
 
-            require_whole(os.fspath(self.path))
+            with ProgressBar.of_load() as bar:
+                require_whole(os.fspath(self.path), on_progress=bar.show)
         if not self._cache_metadata:
             return super().read_metadata(*args, **kwargs)
         path = os.path.abspath(os.path.join(self.path, ".metadata"))
@@ -73,6 +77,13 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         cache.move_to_end(key)
         return cache[key]
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan asks for, with a progress bar in the terminal when it takes long."""
+        lengths = {id(i): self.storage_data[i.storage_index].length for i in plan.items}
+        with ProgressBar.of_load(sum(lengths.values())) as bar:
+            counting: Any = _CountingPlanner(planner, lengths, bar)
+            return super().read_data(plan, counting)
+
     @classmethod
     def clear_metadata_cache(cls, path: str | os.PathLike[str] | None = None) -> None:
         """Forget the metadata of one checkpoint, or of all."""
@@ -82,3 +93,23 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         file = os.path.abspath(os.path.join(path, ".metadata"))
         for key in [key for key in cls._metadata_cache if key[0] == file]:
             del cls._metadata_cache[key]
+
+
+class _CountingPlanner:
+    """Stands before a planner while a plan is read, and counts what it has got."""
+
+    def __init__(self, planner: LoadPlanner, lengths: dict[int, int], bar: ProgressBar) -> None:
+        self._planner = planner
+        self._lengths = lengths
+        self._bar = bar
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        self._planner.load_bytes(read_item, value)
+        self._bar.add(self._lengths.get(id(read_item), 0))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Any) -> None:
+        self._planner.commit_tensor(read_item, tensor)
+        self._bar.add(self._lengths.get(id(read_item), 0))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nvidia_resiliency_ext.checkpointing._progress import ProgressBar
 from nvidia_resiliency_ext.checkpointing._shard.layout import Manifest, Record
 from nvidia_resiliency_ext.checkpointing._shard.read import ShardSource, read_record
 from nvidia_resiliency_ext.checkpointing._shard.write import bytes_of
@@ -44,7 +45,8 @@ def load_state(
     tensors = [torch.empty(record.nbytes, dtype=torch.uint8) for record in storages]
     work = [(skeleton_record, memoryview(skeleton))]
     work += [(r, bytes_of(t)) for r, t in zip(storages, tensors, strict=True)]
-    _Reading(work, sources, verify=verify).run()
+    with ProgressBar.of_load(sum(view.nbytes for _, view in work)) as bar:
+        _Reading(work, sources, bar, verify=verify).run()
     any_name = not strict and not runs_no_code(manifest.state_class)
     return join_state(skeleton, tensors, any_name=any_name)
 
@@ -56,9 +58,11 @@ class _Reading:
         self,
         work: list[tuple[Record, memoryview]],
         sources: Sequence[ShardSource],
+        bar: ProgressBar,
         *,
         verify: bool,
     ) -> None:
+        self._bar = bar
         self._verify = verify
         # The largest last: they are taken from the end.
         self._waiting = sorted(work, key=lambda item: item[0].nbytes)
@@ -90,7 +94,7 @@ class _Reading:
                     return
                 record, target = self._waiting.pop()
             try:
-                read_record(source, record, target, verify=self._verify)
+                read_record(source, record, target, verify=self._verify, on_progress=self._bar.add)
             # Whatever it is: a record that nobody has read must not be left out.
             except Exception as error:  # noqa: BLE001
                 with self._lock:

@@ -17,7 +17,7 @@ from nvidia_resiliency_ext.fault_tolerance._launch.flags import DEPRECATED, FLAG
 __all__ = ["Value", "listing", "render_listing"]
 
 DEFAULT = "default"
-_OF_THE_PROGRAM = frozenset({"version", "check", "print-config", "json"})
+_OF_THE_PROGRAM = frozenset({"version", "check", "print-completion", "print-config", "json"})
 _OPTION_OF = {f"ft_{option.field}": option.field for option in OPTIONS}
 
 

@@ -534,6 +534,11 @@ class NodeAgent:
         self._gate.shut()
         if self._node.outcome is node_state.Outcome.RESTART:
             self._gate.prepare()
+        if self._node.outcome is node_state.Outcome.SIGNALLED and self._workers.started:
+            logger.warning(
+                "workers get %s, and SIGKILL after %g s; a second signal kills them at once",
+                *(signal.Signals(effect.signum).name, effect.grace_s),
+            )
         self._workers.stop(effect.signum, effect.grace_s)
 
     def _kill_workers(self, _effect: node_effects.KillWorkers) -> None:

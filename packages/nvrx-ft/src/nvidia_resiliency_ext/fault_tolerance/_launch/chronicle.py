@@ -16,6 +16,7 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.slot import Steps
 from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
 from .cause import ATTRIBUTION, Cause
 from .faults import Failure
@@ -59,6 +60,7 @@ class Chronicle:
         self._first_steps: set[int] = set()
         self._fault: tuple[Cause, Outcome, int | None] | None = None
         self._also_failed: list[str] = []
+        self._done: list[int] = []
         self._health: dict[str, str] = {}
         self._times = RestartTimes()
         self.restarts = 0
@@ -92,6 +94,7 @@ class Chronicle:
     def workers_started(self, workers: Mapping[int, Started]) -> None:
         """Record how each worker was started; the time runs from here to the first step."""
         self._started_at = self._times.started = self._clock.monotonic()
+        self._done = []
         self._first_steps.clear()
         reasons = set()
         for local_rank, started in workers.items():
@@ -138,6 +141,8 @@ class Chronicle:
 
     def worker_exited(self, local_rank: int, status: ExitStatus) -> None:
         """Record one exit."""
+        if status.code == 0:
+            self._done.append(self._rank_offset + local_rank)
         self._record(
             events.WorkerExit(exit_code=status.code, signal=status.signal), local_rank=local_rank
         )
@@ -177,8 +182,8 @@ class Chronicle:
                 rank=cause.rank,
             )
         if outcome is Outcome.RESTART:
-            left = _counted(restarts_left, "restart")
-            logger.warning("restarting because %s (%s left)", cause.what, left)
+            left = _counted(max(0, restarts_left - 1), "restart")
+            logger.warning("restarting because %s (%s left after this one)", cause.what, left)
         elif outcome is Outcome.LEAVE:
             logger.error("this node leaves the job: %s", cause.what)
         elif outcome is Outcome.OVER:
@@ -191,7 +196,14 @@ class Chronicle:
         elif cause.kind == "start":
             logger.error("stopping for good, the workers cannot be started: %s", cause.what)
         else:
-            logger.error("stopping for good, no restart left: %s", cause.what)
+            # The cycle's number counts the restarts.
+            hint = "" if self._cycle else " (--max-restarts N would allow N)"
+            logger.error("stopping for good, no restart left%s: %s", hint, cause.what)
+        if self._done and cause.kind in ("exited", "exception"):
+            logger.warning(
+                "rank %s ended with exit code 0 before that: others may have failed for want of it",
+                format_ranks(self._done),
+            )
         if self._shows_stacks:
             self._show_stacks(cause)
 

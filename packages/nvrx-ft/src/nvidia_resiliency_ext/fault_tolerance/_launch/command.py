@@ -24,6 +24,8 @@ __all__ = [
     "WorkerCommand",
     "cpu_binding",
     "find_program",
+    "hidden_packages",
+    "missing_module",
     "missing_program",
     "missing_script",
     "numa_binding",
@@ -180,6 +182,45 @@ def missing_script(path: str) -> str:
     if not os.access(path, os.R_OK):
         return f"script {path!r} cannot be read; change its permissions"
     return ""
+
+
+def missing_module(name: str) -> str:
+    """Return what keeps `python -m name` from running, or an empty text; imports nothing of it.
+
+    Only what stands first is looked for: a package may say itself where its modules are.
+    """
+    from importlib.machinery import PathFinder
+    from importlib.util import find_spec
+
+    head, _, rest = name.partition(".")
+    if not name.isprintable() or not all(part.isidentifier() for part in name.split(".")):
+        return f"{name!r} is no name of a module; with -m a module is named, a file without -m"
+    here = PathFinder.find_spec(head, [os.getcwd()])
+    try:
+        spec = here or find_spec(head)
+    except ValueError:  # a module of this process without a specification
+        return ""
+    if spec is None:
+        return f"module {name!r} does not exist: there is no {head!r} here or in this environment"
+    inside = spec.submodule_search_locations
+    if not rest and inside is not None and PathFinder.find_spec(f"{name}.__main__", inside) is None:
+        return f"module {name!r} is a package without __main__; name a module in it: -m {name}.NAME"
+    return ""
+
+
+def hidden_packages(command: WorkerCommand) -> list[str]:
+    """Return a sentence for each package that a file beside the program hides from it."""
+    if not command.is_python:
+        return []
+    entry = os.path.abspath(command.entry)
+    folder = os.getcwd() if command.is_module else os.path.dirname(entry)
+    found = []
+    for package in ("torch", "numpy"):
+        for path in (f"{package}.py", os.path.join(package, "__init__.py")):
+            whole = os.path.join(folder, path)
+            if os.path.isfile(whole):
+                found.append(f"{whole} hides the package {package} from the program; rename it")
+    return found
 
 
 def find_program(name: str, environ: Mapping[str, str]) -> str | None:

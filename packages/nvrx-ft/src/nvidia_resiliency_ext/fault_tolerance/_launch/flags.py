@@ -235,6 +235,13 @@ _OWN_FLAGS = (
         "Show every option with its value and where that comes from, and leave.",
     ),
     Flag(
+        "print-completion",
+        v.choice("bash", "zsh"),
+        None,
+        table.FAULT_TOLERANCE,
+        "Print what makes a shell complete this command line, and leave.",
+    ),
+    Flag(
         "json",
         None,
         False,

@@ -49,7 +49,7 @@ from .env import (
 )
 from .gate import make_gate
 from .loop import EventLoop, Timer
-from .monitor_link import MonitorPerRank, NoMonitor, SharedMonitor
+from .monitor_link import MonitorPerRank, NoMonitor, SharedMonitor, longest_limit_s
 from .node_events import Signalled, StopRequested
 from .node_state import Assignment, Policy
 from .output import LOOK_INTERVAL_S, Tee, console_output, line_prefix, worker_output
@@ -373,6 +373,7 @@ class Job:
             on_stuck=self._rank_stuck,
             on_save_known=self._desk.known,
             on_ranks_seen=self._ranks_seen,
+            unwatched_after_s=longest_limit_s(self._plan.fault_tolerance),
         )
         self._stack.callback(monitor.close)
         return monitor

@@ -270,6 +270,10 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
             "cannot reach it; use a name or address that means the same on all of them",
             *(meeting.host, meeting.served_at),
         )
+    logger.info(
+        "%s; waiting %g s at most for %d nodes (--rdzv-endpoint, --rdzv-conf join_timeout)",
+        *(meeting.where, join_s, rules.placement.min_nodes),
+    )
     if meeting.listener is not None:
         assert services is not None, "who serves the store runs the rest"
         host = StoreHostThread(

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import signal
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._monitor import control
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
@@ -23,6 +23,9 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from .loop import EventLoop, Timer
 
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+
 logger = logging.getLogger("nvrx")
 
 READY_TIMEOUT_S = 30.0
@@ -31,8 +34,22 @@ MIN_RESTART_INTERVAL_S = 1.0
 # Ranks that start wait longer than that for a monitor to come.
 RETRY_INTERVAL_S = 1.0
 ANSWER_TIMEOUT_S = 2.0
+# A program may import and set up for so long before it opens a client.
+SHORTEST_SILENCE_S = 60.0
 LATE_S = 0.5
 _UNKNOWN = -1
+
+
+def longest_limit_s(config: FaultToleranceConfig) -> float | None:
+    """Return the longest time that a rank may stay silent, 60 s at least; None without a limit."""
+    limits = [
+        config.initial_rank_heartbeat_timeout,
+        config.rank_heartbeat_timeout,
+        config.rank_out_of_section_timeout,
+        *config.rank_section_timeouts.values(),
+    ]
+    given = [limit for limit in limits if limit is not None]
+    return max(SHORTEST_SILENCE_S, *given) if given else None
 
 
 class NoMonitor:
@@ -91,6 +108,8 @@ class SharedMonitor:
         on_save_known: Called when the slots hold the last word for `should_checkpoint`.
         on_ranks_seen: Called with what each local rank does in a hang, as in `HangFound.ranks`, and
             with the report when a limit was broken here: the nodes compare.
+        unwatched_after_s: How long after its workers' start a job without any client is told of
+            that, once; None where no limit is set.
     """
 
     def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
@@ -103,8 +122,11 @@ class SharedMonitor:
         on_stuck: Callable[[int, str], None],
         on_save_known: Callable[[], None] = lambda: None,
         on_ranks_seen: Callable[[list[dict[str, Any]], dict[str, Any]], None] = lambda *_: None,
+        unwatched_after_s: float | None = None,
     ) -> None:
         self._start = start
+        self._unwatched_after_s = unwatched_after_s
+        self._unwatched: Timer | None = None
         self._loop = loop
         self._clock = clock
         self._on_first_step = on_first_step
@@ -173,6 +195,21 @@ class SharedMonitor:
         """Tell the monitor what to sweep if this launcher dies, and what to look at in a hang."""
         self._workers = workers
         self._handle.send(workers)
+        if self._unwatched_after_s is not None and self._unwatched is None:
+            at = self._clock.monotonic() + self._unwatched_after_s
+            self._unwatched = self._loop.call_at(at, self._say_unwatched)
+
+    def _say_unwatched(self) -> None:
+        """Say that limits are set and no rank of any cycle has opened a client."""
+        if self._unwatched is None or self._unwatched_after_s is None:
+            return
+        self._unwatched.cancel()
+        self._unwatched_after_s = None
+        logger.warning(
+            "limits for heartbeats or sections are set, but no rank has told of itself: hangs are"
+            " not found. Call RankMonitorClient().init_workload_monitoring() in each rank, then"
+            " send_heartbeat() or start_section() and end_section() in each step"
+        )
 
     def lease_held(self, until: float) -> None:
         """Tell the monitor how long this node may train; it sees to that without us, too."""
@@ -271,6 +308,8 @@ class SharedMonitor:
     def _handle_message(self, message: object) -> None:
         if isinstance(message, control.FirstStep):
             self._on_first_step(message.local_rank, message.t)
+        elif isinstance(message, control.RankJoined):
+            self._unwatched_after_s = None
         elif isinstance(message, control.HangFound):
             self._take_report(message.report)
         elif isinstance(message, control.RanksSeen):
@@ -344,6 +383,7 @@ class SharedMonitor:
             self._reopening.cancel()
             return
         self._receive()
+        self._say_unwatched()
         if self._reopening is None:
             self._loop.unwatch(self._handle.fileno())
             self._handle.leave(LEAVE_TIMEOUT_S)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nvidia_resiliency_ext.fault_tolerance._config import values
+from nvidia_resiliency_ext.shared_utils.completion import PrintCompletion
 from nvidia_resiliency_ext.shared_utils.console import write_err, write_out
 
 from .flags import FLAGS, GROUPS, OLD_SPELLINGS, OTHER_SPELLINGS, TORCHRUN, Flag
@@ -31,6 +32,10 @@ USAGE_ERROR_EXIT_CODE = 2
 _WIDEST_HELP = 100
 _NARROWEST_HELP = 60
 
+# Few scripts have flags of these names; others, such as --role, may well be theirs.
+_ONLY_OURS = {"nnodes", "nproc-per-node", "node-rank", "standalone"} | {
+    flag.name for flag in FLAGS if flag.name.startswith(("ft-", "rdzv-", "max-restarts"))
+}
 _SHORT = {flag.short: flag for flag in FLAGS if flag.short}
 _BY_NAME = {flag.name: flag for flag in FLAGS}
 
@@ -172,6 +177,8 @@ class FlagParser(argparse.ArgumentParser):
             options: dict[str, Any] = {"dest": flag.attribute, "help": _help_text(flag)}
             if flag.name == "version":
                 options["action"] = _Version
+            elif flag.name == "print-completion":
+                options["action"] = PrintCompletion
             else:
                 options["action"] = _Given
                 options["flag"] = flag
@@ -207,6 +214,7 @@ class FlagParser(argparse.ArgumentParser):
                 [],
             )
         )
+        warnings += _misplaced(parsed.training_script_args)
         parsed.given = {attribute: where for attribute, (_, where) in given.items()}
         parsed.warnings = warnings + [
             f"{parsed.given[flag.attribute]} is deprecated; {flag.deprecated}"
@@ -284,6 +292,17 @@ def _abbreviated(name: str) -> Flag | None:
         if found:
             return found[0] if len(found) == 1 else None
     return None
+
+
+def _misplaced(script_args: Sequence[str]) -> list[str]:
+    """Return a sentence where words behind the script look like flags of the launcher."""
+    names = [word.partition("=")[0] for word in script_args if word.startswith("--")]
+    ours = [name for name in names if name[2:].replace("_", "-") in _ONLY_OURS]
+    if not ours:
+        return []
+    which = ", ".join(dict.fromkeys(ours))
+    text = f"{which}: behind the script a flag is the script's, and the launcher does not see it"
+    return [f"{text}; the launcher's flags stand before the script"]
 
 
 def _is_flag(word: str) -> bool:

@@ -25,6 +25,8 @@ from . import surroundings, syntax
 from .command import (
     WorkerCommand,
     cpu_binding,
+    hidden_packages,
+    missing_module,
     missing_program,
     missing_script,
     numa_binding,
@@ -212,6 +214,7 @@ def plan_from_args(
         *layers.warnings,
         *([threads.warning] if threads.warning else []),
         *surroundings.monitor_notes(environ),
+        *(hidden_packages(command) if looks_for_script else []),
         *log_notes(logs, args),
     ]
     policy = layers.restart_policy()
@@ -385,7 +388,11 @@ def _missing(command: WorkerCommand, environ: Mapping[str, str]) -> list[str]:
     if command.is_python and environ.get(_env.PYTHON_EXEC):
         missing = missing_program(command.argv[0], environ)
         problems += [f"{_env.PYTHON_EXEC}: {missing}"] if missing else []
-    if not command.is_module:
+    if command.is_module:
+        # Another interpreter has modules of its own.
+        missing = "" if environ.get(_env.PYTHON_EXEC) else missing_module(command.entry)
+        problems += [missing] if missing else []
+    else:
         missing = (
             missing_script(command.entry)
             if command.is_python

@@ -150,7 +150,13 @@ class RankMonitorClient(ClientTimeouts):
 
         Raises:
             RuntimeError: The environment names no launcher.
+            TypeError: It is no request.
         """
+        if not isinstance(req, WorkloadControlRequest):
+            raise TypeError(
+                "send WorkloadControlRequest(WorkloadAction.ExcludeThisNode, 'why') or"
+                f" ShutdownWorkload, not {req!r}"
+            )
         self._check_process()
         if self.launcher_connector is None:
             raise RuntimeError(

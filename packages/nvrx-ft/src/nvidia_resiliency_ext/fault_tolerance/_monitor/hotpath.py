@@ -113,11 +113,13 @@ class HotPath:
 
         Raises:
             RankMonitorClientError: Not initialised; or the section is open.
+            TypeError: The name is no text.
         """
         if self._words is None:
             self._refuse()
         at = self._index.get(section)
         if at is None:
+            _refuse_other_names(section)
             self._note_unwatched(section)
             return
         with self._lock:
@@ -144,11 +146,13 @@ class HotPath:
 
         Raises:
             RankMonitorClientError: Not initialised; or the section is not open.
+            TypeError: The name is no text.
         """
         if self._words is None:
             self._refuse()
         at = self._index.get(section)
         if at is None:
+            _refuse_other_names(section)
             return
         with self._lock:
             words = self._words
@@ -352,3 +356,8 @@ class HotPath:
             calc.open_sections = {name: since * _NS for name, since in self._open.items()}
             self._longest = {}
             self._outside_longest = -1
+
+
+def _refuse_other_names(section: object) -> None:
+    if not isinstance(section, str):
+        raise TypeError(f"a section's name is a text, not {section!r}")

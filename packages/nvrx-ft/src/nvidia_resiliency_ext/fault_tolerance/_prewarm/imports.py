@@ -10,8 +10,16 @@ from collections.abc import Sequence
 # what DistributedDataParallel imports when the first model is wrapped (some 820 modules with
 # sympy, half of a restart), `_cupti_monitor` what the first backward pass adds. Any but torch may
 # be missing in the installed versions.
+# Ours are what a rank needs until its session with the monitor stands: 60 ms of CPU, in the demo
+# more than all else that a restarted rank does. None of them imports torch.
 DEFAULT_IMPORTS = (
     "numpy",
+    "nvidia_resiliency_ext.fault_tolerance.rank_monitor_client",
+    "nvidia_resiliency_ext.fault_tolerance.config",
+    "nvidia_resiliency_ext.fault_tolerance.ipc_connector",
+    "nvidia_resiliency_ext.fault_tolerance.timeouts_calc",
+    "nvidia_resiliency_ext.fault_tolerance._monitor.link",
+    "nvidia_resiliency_ext.shared_utils.events",
     "torch",
     "torch.distributed",
     "torch.profiler._cupti_monitor",

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
-from ._control import Change, Status, StatusRequest, ask, find_job
 from ._errors import ControlError
+from ._session.control import Change, Status, StatusRequest, ask, find_job
 
 __all__ = ["build_parser", "main"]
 
@@ -30,11 +32,24 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="nvrx-straggler",
-        description="See and change the straggler detection of a running job, on the host of rank"
-        " 0. Changes take effect on all ranks at the next report.",
+        description="See and change the straggler detection of a running job: on the host of rank"
+        " 0, or with --store from any host. Changes take effect on all ranks at the next report.",
     )
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--run-dir", metavar="DIR", help="control directory, with several jobs")
+    place = shared.add_mutually_exclusive_group()
+    place.add_argument("--run-dir", metavar="DIR", help="control directory, with several jobs")
+    place.add_argument(
+        "--store",
+        metavar="HOST:PORT",
+        type=_endpoint,
+        help="the job's store: MASTER_ADDR and MASTER_PORT of its ranks",
+    )
+    shared.add_argument(
+        "--token-file",
+        metavar="FILE",
+        default=os.environ.get("NVRX_STRAGGLER_TOKEN_FILE"),
+        help="token of the job, for --store; default: NVRX_STRAGGLER_TOKEN_FILE",
+    )
     shared.add_argument("--json", action="store_true", help="print the state as JSON")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("status", parents=[shared], help="settings and last report")
@@ -53,13 +68,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     request = _request_of(options)
     if isinstance(request, Change) and not request.values:
         parser.error("set needs at least one setting")
+    if options.store is not None and not options.token_file:
+        parser.error("--store needs --token-file, as a store does not tell who asks")
     try:
-        status = ask(find_job(options.run_dir), request)
-    except ControlError as error:
+        status = _ask(options, request)
+    except (ControlError, ConfigError) as error:
         write_err(f"nvrx-straggler: {plain(str(error))}\n")
         return 2
     write_out(json.dumps(asdict(status)) + "\n" if options.json else _text(status))
     return 0
+
+
+def _ask(options: argparse.Namespace, request: StatusRequest | Change) -> Status:
+    if options.store is None:
+        return ask(find_job(options.run_dir), request)
+    from ._session.store_control import ask_through_store  # brings torch
+
+    host, port = options.store
+    return ask_through_store(host, port, options.token_file, request)
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) >= 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
 
 
 def _request_of(options: argparse.Namespace) -> StatusRequest | Change:

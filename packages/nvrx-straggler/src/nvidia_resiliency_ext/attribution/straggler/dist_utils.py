@@ -20,6 +20,7 @@ __all__ = [
     "all_reduce",
     "gather_on_rank0",
     "get_device_for_backend",
+    "get_global_rank",
     "get_rank",
     "get_world_size",
     "is_all_true",
@@ -34,6 +35,11 @@ def get_world_size(group: ProcessGroup | None = None) -> int:
 def get_rank(group: ProcessGroup | None = None) -> int:
     """Return this process's rank in the group, 0 without torch.distributed."""
     return dist.get_rank(group) if _is_initialized() else 0
+
+
+def get_global_rank(group: ProcessGroup | None, group_rank: int) -> int:
+    """Return the rank in the job of a rank of the group."""
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_device_for_backend(group: ProcessGroup | None = None) -> torch.device:
@@ -87,7 +93,7 @@ def gather_on_rank0(
         return [tensor]
     device = get_device_for_backend(group)
     payload = tensor.to(device)
-    first = 0 if group is None else dist.get_global_rank(group, 0)
+    first = get_global_rank(group, 0)
     if get_rank(group) != 0:
         dist.gather(payload, None, dst=first, group=group)
         return None

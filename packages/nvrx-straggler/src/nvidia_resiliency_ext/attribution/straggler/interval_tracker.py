@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,8 +16,12 @@ from . import dist_utils
 
 __all__ = ["ReportIntervalTracker"]
 
+NEVER = 2**62
+"""Interval of a job in which no report will be due any more."""
+
 _SHORTEST_STEP_S = 1e-6
 _RECENT_STEPS = 64
+_SETTLING_ITERS = 16
 _WORTHWHILE_CHANGE = 0.02
 
 
@@ -24,8 +29,9 @@ _WORTHWHILE_CHANGE = 0.02
 class ReportIntervalTracker:
     """Counts iterations and tells when a report is due, equally on all ranks.
 
-    The interval is estimated once, in the 17th call, by one collective; each report then corrects
-    it at no extra cost.
+    The interval is estimated once, in the 17th call, by one collective. Each report corrects it at
+    no extra cost; the correction counts from `settling_iter` on, so that a rank which gets it late
+    still applies it in the same iteration as the others.
 
     Example:
         >>> tracker = ReportIntervalTracker(time_interval=0.0, profiling_interval=2)
@@ -43,6 +49,7 @@ class ReportIntervalTracker:
         step_times: Seconds between calls; empty after the first estimate.
         profiling_interval: The least value of `iter_interval`.
         reduce_max: Returns the greatest value that any rank gives; a collective.
+        settling_iter: Iteration that begins with `settle`; None when no correction is expected.
     """
 
     INTERVAL_ESTIMATION_ITERS: int = 16
@@ -53,7 +60,9 @@ class ReportIntervalTracker:
     step_times: Sequence[float] = field(default_factory=list)
     profiling_interval: int = 1
     reduce_max: Callable[[float], float] | None = field(default=None, repr=False)
+    settling_iter: int | None = field(default=None, repr=False)
     _anchor_iter: int = field(default=0, repr=False)
+    _report_iter: int = field(default=0, repr=False)
     _recent: deque[float] = field(
         default_factory=lambda: deque(maxlen=_RECENT_STEPS), repr=False, compare=False
     )
@@ -68,9 +77,9 @@ class ReportIntervalTracker:
                 self.step_times = [*self.step_times, now - self.prev_iter_start_time]
         self.prev_iter_start_time = now
         if self.iter_interval is None and len(self.step_times) >= self.INTERVAL_ESTIMATION_ITERS:
-            wanted = self._wanted(self.step_times)
+            wanted = iterations_in(self.time_interval, _median(self.step_times))
             reduce_max = self.reduce_max or _reduce_max
-            self.iter_interval = int(max(reduce_max(wanted), self.profiling_interval))
+            self.iter_interval = int(reduce_max(max(wanted, self.profiling_interval)))
             self.step_times = []
             self._recent.clear()
 
@@ -80,26 +89,40 @@ class ReportIntervalTracker:
             return False
         return (self.current_iter - self._anchor_iter) % self.iter_interval == 0
 
-    def wanted_interval(self) -> float:
-        """Return how many iterations fit into `time_interval` on this rank, 0 when unknown."""
-        return self._wanted(self._recent) if self._recent else 0.0
+    def take_step_time(self) -> float:
+        """Return the median step time since the last call, s; infinity when none is known."""
+        step_time = _median(self._recent) if self._recent else math.inf
+        self._recent.clear()
+        return step_time
 
-    def correct(self, iter_interval: float) -> None:
-        """Take over an interval that all ranks agree on, counted from the present iteration.
+    def expect_correction(self) -> None:
+        """Remember that the report of this iteration corrects the interval, on all ranks."""
+        self._report_iter = self.current_iter
+        interval = NEVER if self.iter_interval is None else self.iter_interval
+        self.settling_iter = self.current_iter + min(interval, _SETTLING_ITERS)
+
+    def settle(self, iter_interval: int | None) -> None:
+        """Apply the expected correction, counted from the iteration of its report.
 
         Args:
-            iter_interval: The greatest `wanted_interval` of all ranks; 0 changes nothing.
+            iter_interval: The interval that all ranks agree on; None changes nothing.
         """
-        self._recent.clear()
-        if self.iter_interval is None or iter_interval <= 0:
+        self.settling_iter = None
+        if self.iter_interval is None or iter_interval is None:
             return
-        agreed = int(max(iter_interval, self.profiling_interval))
-        if abs(agreed - self.iter_interval) > _WORTHWHILE_CHANGE * self.iter_interval:
-            self.iter_interval = agreed
-            self._anchor_iter = self.current_iter
+        if abs(iter_interval - self.iter_interval) > _WORTHWHILE_CHANGE * self.iter_interval:
+            self.iter_interval = iter_interval
+            self._anchor_iter = self._report_iter
 
-    def _wanted(self, step_times: Sequence[float] | deque[float]) -> float:
-        return self.time_interval / max(_median(step_times), _SHORTEST_STEP_S)
+
+def iterations_in(time_interval: float, step_time: float) -> float:
+    """Return how many iterations of `step_time` seconds fit into `time_interval` seconds.
+
+    Example:
+        >>> iterations_in(60.0, 0.5)
+        120.0
+    """
+    return time_interval / max(step_time, _SHORTEST_STEP_S)
 
 
 def _median(values: Sequence[float] | deque[float]) -> float:

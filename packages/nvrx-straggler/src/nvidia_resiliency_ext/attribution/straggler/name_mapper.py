@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers for names of kernels and sections, equal on all ranks; names travel once, as UTF-8.
 
-Each rank announces a digest of the names that it cannot number yet. Of every distinct digest only
-the lowest rank contributes its names, so ranks that run the same program cost one copy together.
+Ranks first compare digests of their tables as they would be with their new names: where all
+propose the same, no name travels. Otherwise each rank announces a digest of the names that it
+cannot number yet; of every distinct digest only the lowest rank contributes its names.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,13 +29,32 @@ __all__ = ["NameMapper"]
 
 MAX_NAMES = 65_536
 """Numbers that are given out before the tables begin anew; bounds their memory."""
+MAX_NAME_CHARACTERS = 4096
+"""Length of the longest name that travels between ranks."""
 
-_MAX_NAME_BYTES = 16_384
+_MAX_NAME_BYTES = 4 * MAX_NAME_CHARACTERS
 _MAX_PAYLOAD_BYTES = 32 * 1024 * 1024
 _MAX_EXCHANGE_BYTES = 256 * 1024 * 1024
 _DIGEST_BYTES = 16
 _COUNTS = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """New names of a rank, in the order of the numbers that they would get.
+
+    Attributes:
+        kernels: New kernels.
+        sections: New sections.
+        digest: Digest of the tables with these names.
+        begins_anew: The tables are full: these names would be all.
+    """
+
+    kernels: Sequence[str]
+    sections: Sequence[str]
+    digest: bytes
+    begins_anew: bool = False
 
 
 class NameMapper:
@@ -73,29 +94,51 @@ class NameMapper:
         self.section_counter = 0
         self.digest = bytes(_DIGEST_BYTES)
 
-    def knows(self, kernel_names: Iterable[str], section_names: Iterable[str]) -> bool:
-        """Tell whether all these names have numbers."""
-        kernels, sections = self.kernel_name_to_id, self.section_name_to_id
-        return all(map(kernels.__contains__, kernel_names)) and all(
-            map(sections.__contains__, section_names)
-        )
+    def propose(self, kernel_names: Sequence[str], section_names: Sequence[str]) -> Proposal:
+        """Return the numbers that names without one would get if all ranks list the same names.
+
+        Args:
+            kernel_names: Distinct kernels, shortened.
+            section_names: Distinct sections, shortened.
+        """
+        kernels = [name for name in kernel_names if name not in self.kernel_name_to_id]
+        sections = [name for name in section_names if name not in self.section_name_to_id]
+        if not kernels and not sections:
+            return Proposal((), (), self.digest)
+        begins_anew = self.kernel_counter + self.section_counter > MAX_NAMES
+        if begins_anew:
+            kernels, sections = list(kernel_names), list(section_names)
+        if dist_utils.get_world_size(self.group) > 1:
+            kernels.sort()
+            sections.sort()
+        base = bytes(_DIGEST_BYTES) if begins_anew else self.digest
+        return Proposal(kernels, sections, _digest_of(base, kernels, sections), begins_anew)
+
+    def accept(self, proposal: Proposal) -> None:
+        """Give the proposed numbers; all ranks have proposed the same."""
+        if proposal.begins_anew:
+            self.clear()
+        self._number(proposal.kernels, proposal.sections)
+        self.digest = proposal.digest
 
     def gather_and_assign_ids(
         self, kernel_names: Sequence[str], section_names: Sequence[str]
     ) -> None:
         """Give numbers to the names that any rank lists; a collective of all ranks of the group.
 
+        Names of more than 4096 characters are shortened, see `shortened`.
+
         Raises:
             MalformedNamesError: A rank's message is broken, on all ranks alike.
-            ValueError: A name has more than 16,384 bytes (on this rank, before any exchange).
         """
-        new_kernels = [n for n in dict.fromkeys(kernel_names) if n not in self.kernel_name_to_id]
-        new_sections = [n for n in dict.fromkeys(section_names) if n not in self.section_name_to_id]
-        payload = encode_names(new_kernels, new_sections)
+        kernels = dict.fromkeys(map(shortened, kernel_names))
+        sections = dict.fromkeys(map(shortened, section_names))
+        new_kernels = [n for n in kernels if n not in self.kernel_name_to_id]
+        new_sections = [n for n in sections if n not in self.section_name_to_id]
         if dist_utils.get_world_size(self.group) == 1:
             self._assign(new_kernels, new_sections)
             return
-        for part in _exchange(payload, self.group):
+        for part in _exchange(encode_names(new_kernels, new_sections), self.group):
             self._assign(*decode_names(part))
 
     def get_kernel_id(self, name: str) -> int:
@@ -104,7 +147,7 @@ class NameMapper:
         Raises:
             KeyError: It has none.
         """
-        return self.kernel_name_to_id[name]
+        return self.kernel_name_to_id[shortened(name)]
 
     def get_kernel_name(self, kernel_id: int) -> str:
         """Return the name of a kernel.
@@ -120,7 +163,7 @@ class NameMapper:
         Raises:
             KeyError: It has none.
         """
-        return self.section_name_to_id[name]
+        return self.section_name_to_id[shortened(name)]
 
     def get_section_name(self, section_id: int) -> str:
         """Return the name of a section.
@@ -131,24 +174,40 @@ class NameMapper:
         return self.id_to_section_name[section_id]
 
     def _assign(self, kernel_names: Iterable[str], section_names: Iterable[str]) -> None:
-        fresh: list[bytes] = []
-        for name in kernel_names:
-            if name not in self.kernel_name_to_id:
-                self.kernel_name_to_id[name] = self.kernel_counter
-                self.id_to_kernel_name[self.kernel_counter] = name
-                self.kernel_counter += 1
-                fresh.append(b"k" + name.encode("utf-8", "surrogatepass"))
-        for name in section_names:
-            if name not in self.section_name_to_id:
-                self.section_name_to_id[name] = self.section_counter
-                self.id_to_section_name[self.section_counter] = name
-                self.section_counter += 1
-                fresh.append(b"s" + name.encode("utf-8", "surrogatepass"))
-        if fresh:
-            self.digest = _digest(b"\0".join([self.digest, *fresh]))
+        kernels = [n for n in dict.fromkeys(kernel_names) if n not in self.kernel_name_to_id]
+        sections = [n for n in dict.fromkeys(section_names) if n not in self.section_name_to_id]
+        if kernels or sections:
+            self._number(kernels, sections)
+            self.digest = _digest_of(self.digest, kernels, sections)
+
+    def _number(self, kernels: Sequence[str], sections: Sequence[str]) -> None:
+        """Give the next numbers to names that have none."""
+        ids = range(self.kernel_counter, self.kernel_counter + len(kernels))
+        self.kernel_name_to_id.update(zip(kernels, ids, strict=True))
+        self.id_to_kernel_name.update(zip(ids, kernels, strict=True))
+        self.kernel_counter = ids.stop
+        ids = range(self.section_counter, self.section_counter + len(sections))
+        self.section_name_to_id.update(zip(sections, ids, strict=True))
+        self.id_to_section_name.update(zip(ids, sections, strict=True))
+        self.section_counter = ids.stop
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "group": None}
+
+
+def shortened(name: str) -> str:
+    """Return the name under which a name is numbered: itself, up to 4096 characters.
+
+    Of a longer name the beginning and a digest remain, 4096 characters in all.
+
+    Example:
+        >>> shortened("gemm"), len(shortened("k" * 20_000))
+        ('gemm', 4096)
+    """
+    if len(name) <= MAX_NAME_CHARACTERS:
+        return name
+    mark = f"...{digest_of_message(name.encode('utf-8', 'surrogatepass')).hex()}"
+    return name[: MAX_NAME_CHARACTERS - len(mark)] + mark
 
 
 def encode_names(kernel_names: Sequence[str], section_names: Sequence[str]) -> bytes:
@@ -198,7 +257,7 @@ def _exchange(payload: bytes, group: ProcessGroup | None) -> list[bytes]:
     world_size, rank = dist_utils.get_world_size(group), dist_utils.get_rank(group)
     packed = zlib.compress(payload, 1) if payload else b""
     own = np.zeros(3, dtype=np.int64)
-    own[:2] = np.frombuffer(_digest(packed), dtype=np.int64)
+    own[:2] = np.frombuffer(digest_of_message(packed), dtype=np.int64)
     own[2] = len(packed)
     announced = dist_utils.all_gather_rows(torch.from_numpy(own).to(device), group)
     table = announced.cpu().numpy().reshape(world_size, 3)
@@ -221,7 +280,7 @@ def _exchange(payload: bytes, group: ProcessGroup | None) -> list[bytes]:
     parts = []
     for source, size, end in zip(sources, sizes, ends.tolist(), strict=True):
         part = data[end - size : end]
-        if _digest(part) != table[source, :2].tobytes():
+        if digest_of_message(part) != table[source, :2].tobytes():
             raise MalformedNamesError(f"the names of rank {source} do not fit their digest")
         parts.append(_decompress(part, source))
     return parts
@@ -238,5 +297,13 @@ def _decompress(data: bytes, source: int) -> bytes:
     return plain
 
 
-def _digest(data: bytes) -> bytes:
+def _digest_of(base: bytes, kernels: Sequence[str], sections: Sequence[str]) -> bytes:
+    """Return the digest of tables with digest `base` after these names were added."""
+    counts = _COUNTS.pack(len(kernels), len(sections))
+    names = "\0".join((*kernels, *sections)).encode("utf-8", "surrogatepass")
+    return digest_of_message(base + counts + names)
+
+
+def digest_of_message(data: bytes) -> bytes:
+    """Return 16 bytes that tell messages apart."""
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ._report import Report, StragglerId
+from ._scores.report import Report, StragglerId
 
 if TYPE_CHECKING:
-    from ._explain import RankExplanation
-    from ._generator import ReportGenerator
-    from ._scoring import ScoringOptions
-    from ._views import RankDetail, SlowKernel
+    from ._exchange.generator import ReportGenerator
+    from ._scores.explain import RankExplanation
+    from ._scores.scoring import ScoringOptions
+    from ._scores.views import RankDetail, SlowKernel
 
 __all__ = [
     "RankDetail",
@@ -24,11 +24,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "RankDetail": "_views",
-    "RankExplanation": "_explain",
-    "ReportGenerator": "_generator",
-    "ScoringOptions": "_scoring",
-    "SlowKernel": "_views",
+    "RankDetail": "_scores.views",
+    "RankExplanation": "_scores.explain",
+    "ReportGenerator": "_exchange.generator",
+    "ScoringOptions": "_scores.scoring",
+    "SlowKernel": "_scores.views",
 }
 
 

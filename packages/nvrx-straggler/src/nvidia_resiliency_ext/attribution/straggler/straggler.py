@@ -7,19 +7,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import dist_utils
 from ._errors import AlreadyInitializedError, NotInitializedError
-from ._report import Report
-from ._sections import SKIPPED, CapturedEntry, CustomSection, Gate, TimedEntry
-from ._wrapping import CallableId
+from ._measure.sections import SKIPPED, CapturedEntry, CustomSection, SectionRegistry, TimedEntry
+from ._measure.wrapping import CallableId
+from ._scores.report import Report
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
 
-    from ._generator import ReportGenerator
-    from ._session import Session
+    from ._exchange.generator import ReportGenerator
+    from ._session.session import Session
     from .cupti import CuptiManager
     from .interval_tracker import ReportIntervalTracker
 
@@ -65,7 +64,7 @@ class Detector:
     original_callables: Mapping[CallableId, Any] = {}
 
     _session: Session | None = None
-    _gate: Gate | None = None
+    _registry: SectionRegistry | None = None
     _is_due = False
 
     def __init__(self) -> None:
@@ -130,10 +129,10 @@ class Detector:
                 "Detector.initialize was called twice; call Detector.shutdown first"
             )
         # Loaded here: a program that only imports the package does not pay for them.
-        from ._generator import parse_scores
-        from ._scoring import ScoringOptions
-        from ._session import Session, SessionOptions
-        from ._settings import Settings
+        from ._exchange.generator import parse_scores
+        from ._scores.scoring import ScoringOptions
+        from ._session.session import Session, SessionOptions
+        from ._session.settings import Settings
 
         scores = parse_scores(scores_to_compute)
         options = SessionOptions(
@@ -161,19 +160,19 @@ class Detector:
         cls.gather_on_rank0 = gather_on_rank0
         cls.profiling_interval = profiling_interval
         cls.report_time_interval = report_time_interval
-        cls.custom_sections = session.gate.sections
+        cls.custom_sections = session.registry.sections
         cls.cupti_manager = session.capture.manager if session.capture else None
         cls.reporter = session.generator
         cls.report_interval_tracker = session.tracker
         cls.original_callables = session.wrapping.originals
-        cls._session, cls._gate = session, session.gate
+        cls._session, cls._registry = session, session.registry
         cls._is_due = False
         cls.initialized = True
 
     @classmethod
     def shutdown(cls) -> None:
         """End measuring and restore wrapped callables; does nothing when not initialised."""
-        session, cls._session, cls._gate = cls._session, None, None
+        session, cls._session, cls._registry = cls._session, None, None
         cls.initialized = False
         cls._is_due = False
         cls.cupti_manager = cls.reporter = cls.report_interval_tracker = None
@@ -195,26 +194,26 @@ class Detector:
         Raises:
             NotInitializedError: `initialize` was not called (a `RuntimeError`).
         """
-        gate = cls._gate
-        if gate is None:
+        registry = cls._registry
+        if registry is None:
             raise _not_initialized("detection_section")
-        if gate.is_paused:
+        if registry.is_paused:
             return SKIPPED
         if name is None:
-            section = gate.at_frame(sys._getframe(1))  # noqa: SLF001 - the caller's place
+            section = registry.at_frame(sys._getframe(1))  # noqa: SLF001 - the caller's place
         else:
-            found = gate.sections.get(name)
+            found = registry.sections.get(name)
             if found is None:
-                found = gate.named_at_frame(name, sys._getframe(1))  # noqa: SLF001
+                found = registry.named_at_frame(name, sys._getframe(1))  # noqa: SLF001
             section = found
         count = section.total_entry_cnt
         section.total_entry_cnt = count + 1
-        if count % gate.interval:
+        if count % registry.interval:
             return SKIPPED
         # The place is looked at ever more rarely: it costs as much as the measurement.
         if name is not None and not count & (count - 1):
             section.warn_of_place(sys._getframe(1))  # noqa: SLF001
-        capture = gate.capture
+        capture = registry.capture
         if profile_cuda and capture is not None:
             return CapturedEntry(section.cpu_elapsed_times.append, capture)
         return TimedEntry(section.cpu_elapsed_times.append)
@@ -235,7 +234,7 @@ class Detector:
         """
         session = cls._require("wrap_callables")
         for callable_id in callable_ids:
-            session.wrapping.wrap(callable_id, session.gate, profile_cuda=profile_cuda)
+            session.wrapping.wrap(callable_id, session.registry, profile_cuda=profile_cuda)
 
     @classmethod
     def restore_original_callables(cls) -> None:
@@ -272,7 +271,7 @@ class Detector:
         """
         session = cls._require("generate_report_if_interval_elapsed")
         cls._is_due = session.count_iteration()
-        return session.report() if cls._is_due else None
+        return session.scheduled_report() if cls._is_due else None
 
     @classmethod
     def is_interval_elapsed(cls) -> bool:
@@ -316,13 +315,9 @@ class Detector:
         Raises:
             NotInitializedError: `initialize` was not called.
             ConfigError: A name or value is wrong (a `ValueError`).
-            RuntimeError: This is not rank 0.
+            RuntimeError: This is not rank 0 of the ranks that report together.
         """
-        session = cls._require("request_settings")
-        rank = dist_utils.get_rank()
-        if rank != 0:
-            raise RuntimeError(f"settings are changed on rank 0, this is rank {rank}")
-        session.request(changes)
+        cls._require("request_settings").request(changes)
 
     @classmethod
     def _require(cls, what: str) -> Session:

@@ -209,6 +209,8 @@ class BaseCheckpointManager(ABC):
             raise CheckpointingException(
                 "no checkpoint is known: call find_latest() first and load only when it finds one"
             )
+        if not self.globally_available_ids:
+            self._look_for_latest()
         asked = iteration = self.latest_iteration
         begin = time.monotonic()
         while iteration != -1:
@@ -306,7 +308,7 @@ class BaseCheckpointManager(ABC):
         if not call.problem and call.function is not None:
             call.problem = _problem_of(call.function, call.args)
         # What other ranks write on this one's behalf is there when they have all come to here.
-        self._agreement.all_true(True)
+        self._all_true(True, call.problem)
         finish()
         return None
 
@@ -344,6 +346,20 @@ class BaseCheckpointManager(ABC):
             problem = f"{type(error).__name__}: {error}"
         return SaveCall(None, (), [ckpt_id], problem)
 
+    def _all_true(self, value: bool, problem: str) -> bool:
+        """Tell whether a value is true on all ranks; say what was wrong here if one is lost.
+
+        Raises:
+            CheckpointingException: The ranks cannot agree, and something went wrong before.
+            RuntimeError: They cannot agree, and nothing is known that explains it.
+        """
+        try:
+            return self._agreement.all_true(value)
+        except RuntimeError as error:
+            if not problem:
+                raise
+            raise CheckpointingException(f"{problem}; the ranks cannot agree: {error}") from error
+
     def _exchanges_objects(self) -> bool:
         """Return whether `_save_call` waits for other ranks; the same on all of them."""
         return self.repl_strategy is not None
@@ -377,8 +393,9 @@ class BaseCheckpointManager(ABC):
                 problem = self._failure_note() or f"shards are not there: {missing}"
         seconds = time.monotonic() - begin
         rank = self._agreement.rank
-        if self._agreement.all_true(not problem):
+        if self._all_true(not problem, problem):
             self.latest_iteration = iteration
+            self.globally_available_ids = {}  # as it was before; looked at again when it is loaded
             self._record.saved(iteration, call.nbytes, seconds, rank=rank)
             self._finish_cleanup(iteration, in_background=is_async)
             return

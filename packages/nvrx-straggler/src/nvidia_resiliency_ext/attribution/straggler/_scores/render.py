@@ -13,7 +13,7 @@ from nvidia_resiliency_ext.shared_utils.console import plain
 from nvidia_resiliency_ext.shared_utils.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from ._report import Report
+    from .report import Report
 
 __all__ = ["plot", "table"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering of a running job: rank 0 listens on a socket in a private directory.
+"""Requests that steer a running job, and the Unix socket on which rank 0 takes them.
 
 Only processes of the same user are answered. A change takes effect on all ranks at the next
 report, through the report's own exchange.
@@ -12,10 +12,12 @@ import os
 import select
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+from nvidia_resiliency_ext.attribution.straggler._errors import ControlError
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir, live_run_dirs, remove_stale_run_dirs
 from nvidia_resiliency_ext.shared_utils.wire import (
     MessageSet,
@@ -24,27 +26,24 @@ from nvidia_resiliency_ext.shared_utils.wire import (
     send_message,
 )
 
-from . import _env
-from ._errors import ControlError
-
-if TYPE_CHECKING:
-    from ._session import Session
-
 __all__ = [
+    "MESSAGES",
     "Change",
     "ControlServer",
+    "Handler",
     "Refused",
     "Status",
     "StatusRequest",
     "ask",
     "find_job",
+    "status_of",
 ]
 
 LABEL = "straggler"
 
 _SOCKET = "control.sock"
 _TIMEOUT_S = 5.0
-_WORST_RANKS = 8
+_RETRY_S = 1.0
 
 logger = logging.getLogger("nvrx")
 
@@ -94,15 +93,22 @@ class Refused:
 MESSAGES = MessageSet(StatusRequest, Change, Status, Refused)
 
 
+Handler = Callable[[object], Status | Refused]
+"""Answers a request; it raises nothing."""
+
+
 class ControlServer:
-    """Listens for one session; answers in a thread of its own, one connection at a time.
+    """Listens for one job; answers in a thread of its own, one connection at a time.
+
+    Args:
+        answer: Answers each request, in the server's thread.
 
     Raises:
         OSError: There is no place for the socket.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, answer: Handler) -> None:
+        self._answer = answer
         remove_stale_run_dirs()  # of ranks that were killed, in earlier cycles of this job too
         self._run_dir = RunDir.create(LABEL)
         self._pid = os.getpid()
@@ -138,41 +144,29 @@ class ControlServer:
 
     def _serve(self) -> None:
         poll = select.poll()
-        poll.register(self._listener, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
+        poll.register(self._listener, select.POLLIN)
         while True:
-            ready = {descriptor for descriptor, _ in poll.poll()}
-            if self._wake_read.fileno() in ready:
+            if self._wake_read.fileno() in {descriptor for descriptor, _ in poll.poll()}:
                 return
-            connection, _ = self._listener.accept()
-            with connection:
-                try:
-                    require_same_user(connection)
-                    request = receive_message(connection, MESSAGES, _TIMEOUT_S)
-                    send_message(connection, MESSAGES, self._answer(request), _TIMEOUT_S)
-                except (NvrxError, OSError) as error:
-                    logger.warning("straggler control: a request was not answered: %s", error)
-
-    def _answer(self, request: object) -> Status | Refused:
-        if isinstance(request, Change):
             try:
-                pending = self._session.request(request.values)
-            except (ConfigError, TypeError) as error:
-                return Refused(str(error))
-            logger.info("straggler settings from the next report on: %s", pending)
-        elif not isinstance(request, StatusRequest):
-            return Refused(f"{type(request).__name__} is no request")
-        session = self._session
-        report = session.last_report
-        return Status(
-            job=_env.job_id(),
-            pid=os.getpid(),
-            world_size=session.generator.world_size,
-            settings=session.settings.to_dict(),
-            pending=session.pending.to_dict(),
-            cuda_profiling=session.cuda_status,
-            summary="" if report is None else report.table(_WORST_RANKS),
-        )
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                # The client is gone, or no descriptor is free: the connection stays pending.
+                logger.warning("straggler control: a connection cannot be taken: %s", error)
+                if select.select([self._wake_read], [], [], _RETRY_S)[0]:
+                    return
+                continue
+            with connection:
+                self._serve_connection(connection)
+
+    def _serve_connection(self, connection: socket.socket) -> None:
+        try:
+            require_same_user(connection)
+            request = receive_message(connection, MESSAGES, _TIMEOUT_S)
+            send_message(connection, MESSAGES, self._answer(request), _TIMEOUT_S)
+        except (NvrxError, OSError) as error:
+            logger.warning("straggler control: a request was not answered: %s", error)
 
 
 def find_job(run_dir: str | None) -> str:
@@ -213,8 +207,17 @@ def ask(run_dir: str, request: StatusRequest | Change) -> Status:
             answer = receive_message(sock, MESSAGES, _TIMEOUT_S)
     except (NvrxError, OSError, ValueError) as error:
         raise ControlError(f"the job at {run_dir} cannot be reached: {error}") from error
+    return status_of(answer, f"the job at {run_dir}")
+
+
+def status_of(answer: object, place: str) -> Status:
+    """Return an answer that is a status.
+
+    Raises:
+        ControlError: It is a refusal, or something else.
+    """
     if isinstance(answer, Refused):
         raise ControlError(answer.reason)
     if not isinstance(answer, Status):
-        raise ControlError(f"the job at {run_dir} answered with {type(answer).__name__}")
+        raise ControlError(f"{place} answered with {type(answer).__name__}")
     return answer

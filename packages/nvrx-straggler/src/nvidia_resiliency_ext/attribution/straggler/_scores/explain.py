@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ._views import RankDetail, SlowKernel
+from .views import RankDetail, SlowKernel
 
 if TYPE_CHECKING:
-    from ._report import Report
+    from .report import Report
 
 __all__ = ["RankExplanation", "explain"]
 

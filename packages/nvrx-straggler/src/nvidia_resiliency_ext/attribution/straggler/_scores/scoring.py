@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .statistics import Statistic, SummaryTable
+from nvidia_resiliency_ext.attribution.straggler.name_mapper import (
+    MAX_NAME_CHARACTERS,
+    shortened,
+)
+from nvidia_resiliency_ext.attribution.straggler.statistics import Statistic, SummaryTable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -160,7 +164,7 @@ def is_communication(name: str) -> bool:
 
 
 def read_window(
-    sections: Summaries, kernels: Summaries, options: ScoringOptions, verdicts: dict[str, bool]
+    sections: Summaries, kernels: Summaries, options: ScoringOptions, decisions: dict[str, bool]
 ) -> tuple[Window, Summaries]:
     """Return what counts of a rank's summaries, and its kernel summaries without communication.
 
@@ -168,10 +172,10 @@ def read_window(
         sections: Summary of each section.
         kernels: Summary of each kernel.
         options: What to leave out.
-        verdicts: Remembers for each kernel name whether it is compared; cleared when it grows.
+        decisions: Remembers for each kernel name whether it is compared; cleared when it grows.
     """
     names, medians, counts, totals = _columns(kernels)
-    compared = _compared(names, options, verdicts)
+    compared = _compared(names, options, decisions)
     rows = np.flatnonzero(compared)
     communication_us = float(np.nansum(totals[~compared]))
     evicted = max(0, len(rows) - options.max_kernels)
@@ -187,16 +191,22 @@ def read_window(
         kept = {name: kernels[name] for name in kept_names}
     section_names, section_medians, section_counts, _ = _columns(sections)
     window = Window(
-        kernel_names=kept_names,
+        kernel_names=_shortened(kept_names),
         kernel_medians=_usable(medians[rows], counts[rows], options.min_samples),
         kernel_weights=totals[rows],
-        section_names=section_names,
+        section_names=_shortened(section_names),
         section_medians=_usable(section_medians, section_counts, options.min_samples),
         compute_us=float(np.nansum(totals[rows])),
         communication_us=communication_us,
         evicted=evicted,
     )
     return window, kept
+
+
+def _shortened(names: Sequence[str]) -> Sequence[str]:
+    """Return names as they travel between ranks."""
+    longest = max(map(len, names), default=0)
+    return names if longest <= MAX_NAME_CHARACTERS else [shortened(name) for name in names]
 
 
 def _columns(summaries: Summaries) -> tuple[Sequence[str], Array, Array, Array]:
@@ -216,19 +226,19 @@ def _columns(summaries: Summaries) -> tuple[Sequence[str], Array, Array, Array]:
 
 
 def _compared(
-    names: Iterable[str], options: ScoringOptions, verdicts: dict[str, bool]
+    names: Iterable[str], options: ScoringOptions, decisions: dict[str, bool]
 ) -> npt.NDArray[np.bool_]:
-    known = [verdicts.get(name) for name in names]
+    known = [decisions.get(name) for name in names]
     if None in known:
-        if len(verdicts) > 16 * options.max_kernels:
-            verdicts.clear()
+        if len(decisions) > 16 * options.max_kernels:
+            decisions.clear()
         wanted = options.kernel_filter
         for name in names:
-            if name not in verdicts:
-                verdicts[name] = (
+            if name not in decisions:
+                decisions[name] = (
                     not is_communication(name) if wanted is None else bool(wanted(name))
                 )
-        known = [verdicts[name] for name in names]
+        known = [decisions[name] for name in names]
     return np.array(known, dtype=np.bool_)
 
 

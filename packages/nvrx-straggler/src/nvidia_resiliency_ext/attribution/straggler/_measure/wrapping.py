@@ -6,17 +6,18 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MethodType, ModuleType
 from typing import Any
 
-from ._sections import Gate, timed_callable
+from nvidia_resiliency_ext.shared_utils.attribute_wrapping import WrappedAttribute
+
+from .sections import SectionRegistry, timed_callable
 
 __all__ = ["CallableId", "Wrapping"]
 
 logger = logging.getLogger("nvrx")
-
-_ABSENT: Any = object()
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +71,12 @@ class Wrapping:
 
     def __init__(self) -> None:
         self.originals: dict[CallableId, Any] = {}
-        self._own: dict[CallableId, Any] = {}
+        self._wrapped: dict[CallableId, WrappedAttribute] = {}
         self._owners: dict[str, object] = {}
 
-    def wrap(self, callable_id: CallableId, gate: Gate, *, profile_cuda: bool) -> None:
+    def wrap(
+        self, callable_id: CallableId, registry: SectionRegistry, *, profile_cuda: bool
+    ) -> None:
         """Replace the attribute by a timed callable; does nothing when it is wrapped already.
 
         Raises:
@@ -81,41 +84,45 @@ class Wrapping:
             TypeError: It is not callable.
         """
         obj, name = callable_id.obj, callable_id.name
-        if callable_id in self._own:
+        if callable_id in self._wrapped:
             logger.debug("straggler: %s is wrapped already", callable_id)
             return
-        own = vars(obj).get(name, _ABSENT) if hasattr(obj, "__dict__") else _ABSENT
-        raw = inspect.getattr_static(obj, name) if own is _ABSENT else own
         if not callable(getattr(obj, name)):
             raise TypeError(f"{callable_id} is {getattr(obj, name)!r}, which cannot be called")
         section_name = str(callable_id)
-        owner = self._owners.setdefault(section_name, obj)
-        if owner is not obj:
+
+        def replacement(wrapped: WrappedAttribute) -> Any:
+            def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+                section = registry.add(section_name, _definition_place(function))
+                return timed_callable(
+                    function, section, registry, wrapped, profile_cuda=profile_cuda
+                )
+
+            return _of_the_same_kind(callable_id, wrapped.original, timed)
+
+        wrapped = WrappedAttribute(obj, name, replacement)
+        self._wrapped[callable_id] = wrapped
+        self.originals[callable_id] = wrapped.original
+        if self._owners.setdefault(section_name, obj) is not obj:
             logger.warning(
                 "straggler: two objects are wrapped as %r: their times are mixed", section_name
             )
 
-        def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-            section = gate.add(section_name, _definition_place(function))
-            return timed_callable(function, section, gate, profile_cuda=profile_cuda)
-
-        setattr(obj, name, _replacement(callable_id, raw, timed))
-        self._own[callable_id] = own
-        self.originals[callable_id] = raw
-
     def restore(self) -> None:
-        """Put back everything that is wrapped."""
-        for callable_id, own in reversed(self._own.items()):
-            if own is _ABSENT:
-                delattr(callable_id.obj, callable_id.name)
-            else:
-                setattr(callable_id.obj, callable_id.name, own)
-        self._own.clear()
-        self.originals.clear()
-        self._owners.clear()
+        """Put back everything that is wrapped; what cannot be put back does not stop the rest.
+
+        Raises:
+            AttributeError: An attribute can no longer be set; all others are restored.
+        """
+        with ExitStack() as stack:
+            for wrapped in self._wrapped.values():
+                stack.callback(wrapped.restore)
+            self._wrapped.clear()
+            self.originals.clear()
+            self._owners.clear()
 
 
-def _replacement(
+def _of_the_same_kind(
     callable_id: CallableId, raw: Any, timed: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Any:
     """Return what goes in the place of an attribute, of the same kind as `raw`."""

@@ -8,6 +8,7 @@ a rank that has lost its tables cannot make it fail. The second collects one row
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,15 +16,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from nvidia_resiliency_ext.attribution.straggler import dist_utils
 from nvidia_resiliency_ext.shared_utils.console import plain
-
-from . import dist_utils
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch.distributed import ProcessGroup
 
-    from ._scoring import Array
+    from nvidia_resiliency_ext.attribution.straggler._scores.scoring import Array
 
 __all__ = [
     "SETTINGS_BYTES",
@@ -40,7 +40,7 @@ __all__ = [
 SETTINGS_BYTES = 4096
 """Size of the message that carries changed settings."""
 
-_PROTOCOL = 1
+_PROTOCOL = 2
 _HEADER = 16
 _BLOCK = 4096
 _NODE_BYTES = 255
@@ -52,21 +52,21 @@ class RankState:
     """What a rank says about itself in the header.
 
     Attributes:
-        digest: Digest of its tables of names, 16 bytes.
-        has_new_names: It measured names that have no number yet.
+        tables: Digest of its tables of names, 16 bytes.
+        proposed: Digest of its tables with the new names of its window, 16 bytes.
         has_failed: It could not build its report and has no data.
         settings_version: Version of the settings that it works with; rank 0 may have a newer one
             to give.
-        wanted_interval: Iterations between reports that it asks for.
+        step_time: Its median step time, s; infinity when unknown.
         needs_nodes: It does not know the nodes of all ranks, and should.
         node: The name of its node.
     """
 
-    digest: bytes = bytes(16)
-    has_new_names: bool = False
+    tables: bytes = bytes(16)
+    proposed: bytes = bytes(16)
     has_failed: bool = False
     settings_version: int = 0
-    wanted_interval: float = 0.0
+    step_time: float = math.inf
     needs_nodes: bool = False
     node: str = ""
 
@@ -77,19 +77,19 @@ class Agreement:
 
     Attributes:
         same_tables: All ranks number names alike.
-        has_new_names: Some rank has names without a number.
+        same_proposal: All ranks number names alike with the new names of their windows, too.
         has_failed: Some rank has no data.
         same_settings: All ranks work with the same version of the settings.
-        wanted_interval: The greatest number of iterations that a rank asks for.
+        step_time: The least step time of all ranks, s; infinity when unknown.
         needs_nodes: Some rank needs the nodes of all.
         longest_node: Bytes of the longest name of a node.
     """
 
     same_tables: bool
-    has_new_names: bool
+    same_proposal: bool
     has_failed: bool
     same_settings: bool
-    wanted_interval: float
+    step_time: float
     needs_nodes: bool
     longest_node: int
 
@@ -97,7 +97,7 @@ class Agreement:
 def agree(state: RankState, medians: Array, group: ProcessGroup | None) -> tuple[Agreement, Array]:
     """Return what all ranks agree on, and the least median of each of the first 4080 entries.
 
-    The medians count only when all ranks have the same tables and no new names.
+    The medians count only when all ranks propose the same tables.
 
     Raises:
         RuntimeError: A rank runs another version of this exchange.
@@ -158,22 +158,20 @@ def broadcast_settings(settings: bytes, group: ProcessGroup | None) -> bytes:
     buffer = np.zeros(SETTINGS_BYTES, dtype=np.uint8)
     buffer[: len(settings)] = np.frombuffer(settings, dtype=np.uint8)
     tensor = torch.from_numpy(buffer).to(dist_utils.get_device_for_backend(group))
-    first = 0 if group is None else dist.get_global_rank(group, 0)
+    first = dist_utils.get_global_rank(group, 0)
     dist.broadcast(tensor, src=first, group=group)
     return tensor.cpu().numpy().tobytes().rstrip(b"\0")
 
 
 def _header(state: RankState) -> list[float]:
     """Return the header of a rank; a negated field gives the maximum."""
-    high = int.from_bytes(state.digest[:_HALF_DIGEST], "little")
-    low = int.from_bytes(state.digest[_HALF_DIGEST : 2 * _HALF_DIGEST], "little")
     fields = [
         *(_PROTOCOL, -_PROTOCOL),
-        *(high, -high, low, -low),
-        -state.has_new_names,
+        *_digest_fields(state.tables),
+        *_digest_fields(state.proposed),
         -state.has_failed,
         *(state.settings_version, -state.settings_version),
-        -state.wanted_interval,
+        state.step_time,
         -state.needs_nodes,
         -len(_node_bytes(state.node)),
     ]
@@ -189,13 +187,20 @@ def _read_header(least: Array) -> Agreement:
         )
     return Agreement(
         same_tables=fields[2] == -fields[3] and fields[4] == -fields[5],
-        has_new_names=fields[6] < 0,
-        has_failed=fields[7] < 0,
-        same_settings=fields[8] == -fields[9],
-        wanted_interval=-fields[10],
-        needs_nodes=fields[11] < 0,
-        longest_node=min(int(-fields[12]), _NODE_BYTES),
+        same_proposal=fields[6] == -fields[7] and fields[8] == -fields[9],
+        has_failed=fields[10] < 0,
+        same_settings=fields[11] == -fields[12],
+        step_time=fields[13],
+        needs_nodes=fields[14] < 0,
+        longest_node=min(int(-fields[15]), _NODE_BYTES),
     )
+
+
+def _digest_fields(digest: bytes) -> tuple[int, int, int, int]:
+    """Return two numbers below 2**48 and their negatives: an exact minimum and maximum."""
+    high = int.from_bytes(digest[:_HALF_DIGEST], "little")
+    low = int.from_bytes(digest[_HALF_DIGEST : 2 * _HALF_DIGEST], "little")
+    return high, -high, low, -low
 
 
 def _reduce_min(vector: Array, group: ProcessGroup | None) -> Array:

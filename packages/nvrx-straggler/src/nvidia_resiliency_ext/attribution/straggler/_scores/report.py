@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .statistics import Statistic
+from nvidia_resiliency_ext.attribution.straggler.statistics import Statistic
 
 if TYPE_CHECKING:
     import os
 
-    from ._explain import RankExplanation
-    from ._views import RankDetail
+    from .explain import RankExplanation
+    from .views import RankDetail
 
 __all__ = ["DEFAULT_THRESHOLDS", "Report", "StragglerId"]
 
@@ -134,7 +134,7 @@ class Report:
         Raises:
             KeyError: The report has no such rank.
         """
-        from ._explain import explain
+        from .explain import explain
 
         return explain(self, rank, k)
 
@@ -154,7 +154,7 @@ class Report:
 
     def table(self, k: int = 8) -> str:
         """Return the report as text for a terminal: the `k` slowest ranks, and why."""
-        from ._render import table
+        from .render import table
 
         return table(self, k)
 
@@ -165,7 +165,7 @@ class Report:
             MissingExtraError: matplotlib is not installed (`pip install 'nvrx-straggler[plot]'`).
             OSError: The file cannot be written.
         """
-        from ._render import plot
+        from .render import plot
 
         plot(self, path)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,19 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import dist_utils
-from ._exchange import (
-    Agreement,
-    RankState,
-    agree,
-    broadcast_settings,
-    gather_medians,
-    gather_nodes,
-    gather_rows,
-    reduce_medians,
-)
-from ._report import DEFAULT_THRESHOLDS, Report
-from ._scoring import (
+from nvidia_resiliency_ext.attribution.straggler import dist_utils
+from nvidia_resiliency_ext.attribution.straggler._scores.report import DEFAULT_THRESHOLDS, Report
+from nvidia_resiliency_ext.attribution.straggler._scores.scoring import (
     ABSTAINS,
     MISSING,
     BestTimes,
@@ -36,7 +27,7 @@ from ._scoring import (
     reference_of_ranks,
     slowest_kernels,
 )
-from ._views import (
+from nvidia_resiliency_ext.attribution.straggler._scores.views import (
     DETAIL_COLUMNS,
     SLOWEST_KERNELS,
     STATUS_TEXTS,
@@ -45,13 +36,28 @@ from ._views import (
     RankScores,
     SectionScores,
 )
-from .name_mapper import MAX_NAMES, NameMapper
+from nvidia_resiliency_ext.attribution.straggler.name_mapper import (
+    MAX_NAMES,
+    NameMapper,
+    Proposal,
+)
+
+from .collectives import (
+    Agreement,
+    RankState,
+    agree,
+    broadcast_settings,
+    gather_medians,
+    gather_nodes,
+    gather_rows,
+    reduce_medians,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch.distributed import ProcessGroup
 
-    from ._scoring import Array
+    from nvidia_resiliency_ext.attribution.straggler._scores.scoring import Array
 
 __all__ = ["SCORES", "Outcome", "RankData", "ReportGenerator", "parse_scores"]
 
@@ -76,7 +82,7 @@ class RankData:
         settings_version: Version of the settings that this rank works with; on rank 0, of those
             that it offers.
         settings: Rank 0's settings as bytes.
-        wanted_interval: Iterations between reports that this rank asks for.
+        step_time: Median step time of this rank, s; infinity when unknown.
         thresholds: Scores below which a rank is a straggler, by argument name.
     """
 
@@ -88,7 +94,7 @@ class RankData:
     dropped_records: int = 0
     settings_version: int = 0
     settings: bytes = b""
-    wanted_interval: float = 0.0
+    step_time: float = math.inf
     thresholds: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_THRESHOLDS))
 
 
@@ -99,12 +105,12 @@ class Outcome:
     Attributes:
         report: The report, None where this rank gets none.
         settings: Settings that all ranks apply now, None when nothing changed.
-        iter_interval: Iterations between reports that all ranks agree on, 0 when unknown.
+        step_time: The least step time of all ranks, s; infinity when unknown.
     """
 
     report: Report | None
     settings: bytes | None = None
-    iter_interval: float = 0.0
+    step_time: float = math.inf
 
 
 @dataclass
@@ -165,7 +171,7 @@ class ReportGenerator:
         self.world_size = 1
         self._best_kernels = BestTimes(self.options.max_kernels, self.options.best_decay)
         self._best_sections = BestTimes(self.options.max_kernels, self.options.best_decay)
-        self._verdicts: dict[str, bool] = {}
+        self._kernel_decisions: dict[str, bool] = {}
         self._nodes: RankNodes | None = None
         self._announced: tuple[int, int, str] | None = None
         self._windows_below = np.zeros(0, dtype=np.int64)
@@ -208,10 +214,10 @@ class ReportGenerator:
         agreement: Agreement | None = None
         reference = np.empty(0)
         if self.exchanges:
-            state = self._state(data, window, has_failed)
-            agreement, reference = self._agree(state, window)
+            agreement, reference = self._agree(data, window, has_failed=has_failed)
         scored, has_failed = self._try_score(window, reference, has_failed)
         settings = None
+        step_time = data.step_time if agreement is None else agreement.step_time
         if agreement is not None and not agreement.same_settings:
             settings = broadcast_settings(data.settings, self.group)
         status = "failed" if has_failed else data.cuda_status
@@ -220,20 +226,20 @@ class ReportGenerator:
             rows = gather_rows(row, self.group)
             self._refresh_nodes(agreement)
             if rows is None:
-                interval = agreement.wanted_interval if agreement else 0.0
-                return Outcome(None, settings, interval)
+                return Outcome(None, settings, step_time)
         else:
             rows = row.reshape(1, -1)
         report = self._report(rows, data, window, kernels, scored)
         elapsed_ms = (time.perf_counter() - started) * 1e3
         report = replace(report, generate_report_elapsed_time=elapsed_ms)
-        interval = agreement.wanted_interval if agreement else 0.0
-        return Outcome(report, settings, interval)
+        return Outcome(report, settings, step_time)
 
     def _read(self, data: RankData) -> tuple[Window, Summaries, bool]:
         """Return the window; a rank that cannot build one has no data, and its peers go on."""
         try:
-            window, kernels = read_window(data.sections, data.kernels, self.options, self._verdicts)
+            window, kernels = read_window(
+                data.sections, data.kernels, self.options, self._kernel_decisions
+            )
         except Exception:  # peers wait in the collective that follows
             logger.exception("straggler report: this rank has no data, its summaries are broken")
             return Window(abstains_kernels=True, abstains_sections=True), {}, True
@@ -241,29 +247,35 @@ class ReportGenerator:
         window.abstains_sections = data.has_failed or data.abstains_sections
         return window, kernels, data.has_failed
 
-    def _state(self, data: RankData, window: Window, has_failed: bool) -> RankState:
-        mapper = self.name_mapper
+    def _state(self, data: RankData, proposed: bytes, *, has_failed: bool) -> RankState:
         own = (self.world_size, self.rank, self.node_name)
         needs_nodes = self._announced != own or (
             self.rank == 0 and (self._nodes is None or len(self._nodes) != self.world_size)
         )
         return RankState(
-            digest=mapper.digest,
-            has_new_names=not mapper.knows(window.kernel_names, window.section_names),
+            tables=self.name_mapper.digest,
+            proposed=proposed,
             has_failed=has_failed,
             settings_version=data.settings_version,
-            wanted_interval=data.wanted_interval,
+            step_time=data.step_time,
             needs_nodes=needs_nodes and self.gather_on_rank0,
             node=self.node_name,
         )
 
-    def _agree(self, state: RankState, window: Window) -> tuple[Agreement, Array]:
+    def _agree(
+        self, data: RankData, window: Window, *, has_failed: bool
+    ) -> tuple[Agreement, Array]:
         """Return what all ranks agree on and the reference of every entry of the tables."""
-        medians = self._medians(window)
+        mapper = self.name_mapper
+        proposal = mapper.propose(window.kernel_names, window.section_names)
+        medians = self._medians(window, proposal)
+        state = self._state(data, proposal.digest, has_failed=has_failed)
         agreement, head = agree(state, medians, self.group)
-        if agreement.has_new_names or not agreement.same_tables:
+        if agreement.same_proposal:
+            mapper.accept(proposal)
+        else:
             self._exchange_names(window, keep=agreement.same_tables)
-            medians = self._medians(window)
+            medians = self._medians(window, Proposal((), (), mapper.digest))
             _, head = agree(state, medians, self.group)
         if not self.is_computing_rel_scores:
             return agreement, np.empty(0)
@@ -286,19 +298,26 @@ class ReportGenerator:
             mapper.clear()
         mapper.gather_and_assign_ids(kernels, sections)
 
-    def _medians(self, window: Window) -> Array:
+    def _medians(self, window: Window, proposal: Proposal) -> Array:
         """Return this rank's medians by number: kernels, then sections; 0 entries if unused."""
         if not self.is_computing_rel_scores:
             return np.empty(0)
         mapper = self.name_mapper
         missing = MISSING if self.options.reference_scope == "all" else ABSTAINS
-        kernels = np.full(mapper.kernel_counter, ABSTAINS if window.abstains_kernels else missing)
-        sections = np.full(
-            mapper.section_counter, ABSTAINS if window.abstains_sections else missing
+        kernels = _by_number(
+            {} if proposal.begins_anew else mapper.kernel_name_to_id,
+            proposal.kernels,
+            () if window.abstains_kernels else window.kernel_names,
+            np.empty(0) if window.abstains_kernels else window.kernel_medians,
+            ABSTAINS if window.abstains_kernels else missing,
         )
-        if not window.abstains_kernels:
-            _place(kernels, mapper.kernel_name_to_id, window.kernel_names, window.kernel_medians)
-        _place(sections, mapper.section_name_to_id, window.section_names, window.section_medians)
+        sections = _by_number(
+            {} if proposal.begins_anew else mapper.section_name_to_id,
+            proposal.sections,
+            window.section_names,
+            window.section_medians,
+            ABSTAINS if window.abstains_sections else missing,
+        )
         return np.concatenate([kernels, sections])
 
     def _try_score(
@@ -479,11 +498,31 @@ def parse_scores(scores_to_compute: Sequence[str] | str) -> tuple[str, ...]:
     return tuple(wanted)
 
 
-def _place(target: Array, numbers: Mapping[str, int], names: Sequence[str], medians: Array) -> None:
-    """Write medians at the numbers of their names; names without a number are left out."""
+def _by_number(
+    known: Mapping[str, int],
+    proposed: Sequence[str],
+    names: Sequence[str],
+    medians: Array,
+    default: float,
+) -> Array:
+    """Return medians at the numbers of their names, `default` elsewhere.
+
+    Args:
+        known: Numbers from 0.
+        proposed: Names that would get the next numbers.
+        names: Names of the window; those without a number are left out.
+        medians: Their medians, NaN where unusable.
+        default: The value of every other number.
+    """
+    target = np.full(len(known) + len(proposed), default)
+    numbers = known
+    if proposed:
+        ids = range(len(known), len(target))
+        numbers = {**known, **dict(zip(proposed, ids, strict=True))}
     places = np.array([numbers.get(name, -1) for name in names], dtype=np.intp)
     usable = np.isfinite(medians) & (places >= 0)
     target[places[usable]] = medians[usable]
+    return target
 
 
 def _pick(reference: Array, numbers: Mapping[str, int], names: Sequence[str]) -> Array:

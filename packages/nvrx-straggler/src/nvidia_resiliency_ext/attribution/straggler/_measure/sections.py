@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hot path: timed sections of the training loop and timed callables.
 
-Every entry reads the `Gate`, which holds the switches that may change while the job runs. Nothing
-here takes a lock: samples are appended to deques, which is atomic.
+Every entry reads the `SectionRegistry`, which holds the switches that may change while the job
+runs. Nothing here takes a lock: samples are appended to deques, which is atomic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .statistics import SummaryTable, summarize
+from nvidia_resiliency_ext.attribution.straggler.statistics import SummaryTable, summarize
 
 __all__ = [
     "MAX_SAMPLES",
@@ -28,7 +28,8 @@ __all__ = [
     "Capture",
     "CapturedEntry",
     "CustomSection",
-    "Gate",
+    "SectionRegistry",
+    "Switch",
     "TimedEntry",
     "timed_callable",
 ]
@@ -91,7 +92,7 @@ class CustomSection:
             )
 
 
-class Gate:
+class SectionRegistry:
     """Switches and sections of one detector; read at every entry.
 
     Attributes:
@@ -155,6 +156,15 @@ class _SkippedEntry:
 SKIPPED = _SkippedEntry()
 
 
+class Switch(Protocol):
+    """Whether a wrapped callable is still timed."""
+
+    @property
+    def is_active(self) -> bool:
+        """False once it was restored: calls that still arrive are only passed on."""
+        ...
+
+
 class TimedEntry:
     """One measured entry without kernel timing; an exception in the body leaves no sample."""
 
@@ -198,9 +208,14 @@ class CapturedEntry:
 
 
 def timed_callable(
-    function: Callable[..., Any], section: CustomSection, gate: Gate, *, profile_cuda: bool
+    function: Callable[..., Any],
+    section: CustomSection,
+    registry: SectionRegistry,
+    switch: Switch,
+    *,
+    profile_cuda: bool,
 ) -> Callable[..., Any]:
-    """Return a function that does the same, timed as an entry of the section.
+    """Return a function that does the same, timed as an entry of the section while switched on.
 
     Coroutine functions are timed until their result, generator functions until their end. Under
     `torch.compile` the function itself is traced, untimed.
@@ -213,17 +228,17 @@ def timed_callable(
     append = section.cpu_elapsed_times.append
 
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        return _timed_until_its_end(function, section, gate, profile_cuda=profile_cuda)
+        return _timed_until_its_end(function, section, registry, switch, profile_cuda=profile_cuda)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if gate.is_paused or _is_compiling():
+        if registry.is_paused or not switch.is_active or _is_compiling():
             return function(*args, **kwargs)
         count = section.total_entry_cnt
         section.total_entry_cnt = count + 1
-        if count % gate.interval:
+        if count % registry.interval:
             return function(*args, **kwargs)
-        capture = gate.capture
+        capture = registry.capture
         if profile_cuda and capture is not None:
             with CapturedEntry(append, capture):
                 return function(*args, **kwargs)
@@ -236,18 +251,23 @@ def timed_callable(
 
 
 def _timed_until_its_end(
-    function: Callable[..., Any], section: CustomSection, gate: Gate, *, profile_cuda: bool
+    function: Callable[..., Any],
+    section: CustomSection,
+    registry: SectionRegistry,
+    switch: Switch,
+    *,
+    profile_cuda: bool,
 ) -> Callable[..., Any]:
     """Return a coroutine or generator function whose whole run is one entry."""
 
     def entry() -> TimedEntry | CapturedEntry | _SkippedEntry:
-        if gate.is_paused:
+        if registry.is_paused or not switch.is_active:
             return SKIPPED
         count = section.total_entry_cnt
         section.total_entry_cnt = count + 1
-        if count % gate.interval:
+        if count % registry.interval:
             return SKIPPED
-        append, capture = section.cpu_elapsed_times.append, gate.capture
+        append, capture = section.cpu_elapsed_times.append, registry.capture
         if profile_cuda and capture is not None:
             return CapturedEntry(append, capture)
         return TimedEntry(append)

@@ -8,11 +8,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 
+from nvidia_resiliency_ext.attribution.straggler._exchange.collectives import SETTINGS_BYTES
+from nvidia_resiliency_ext.attribution.straggler._scores.report import DEFAULT_THRESHOLDS
+from nvidia_resiliency_ext.attribution.straggler.interval_tracker import iterations_in
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks, parse_ranks
-
-from ._exchange import SETTINGS_BYTES
-from ._report import DEFAULT_THRESHOLDS
 
 __all__ = ["CHANGEABLE", "Settings"]
 
@@ -79,6 +79,13 @@ class Settings:
     def measures(self, rank: int) -> bool:
         """Tell whether this rank measures."""
         return self.enabled and (self._ranks is None or rank in self._ranks)
+
+    def iterations_between_reports(self, step_time: float) -> int | None:
+        """Return the report interval for a step time in seconds, None for one that is unknown."""
+        if not math.isfinite(step_time):
+            return None
+        wanted = iterations_in(self.report_time_interval, step_time)
+        return int(max(wanted, self.profiling_interval))
 
     def changed(self, changes: Mapping[str, object]) -> Settings:
         """Return the next version with these values.

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from ._errors import CuptiUnavailableError
-from .cupti import CuptiManager
-from .statistics import SummaryTable
+from nvidia_resiliency_ext.attribution.straggler._errors import CuptiUnavailableError
+from nvidia_resiliency_ext.attribution.straggler.cupti import CuptiManager
+from nvidia_resiliency_ext.attribution.straggler.statistics import SummaryTable
 
 __all__ = ["MODES", "KernelCapture", "kernel_table", "open_capture", "synchronize"]
 
@@ -39,7 +39,7 @@ class KernelCapture:
         self.manager = manager
         self.skipped_entries = 0
         self._failure = ""
-        self._has_yielded = False
+        self._has_lost_callbacks = False
 
     @property
     def status(self) -> str:
@@ -52,14 +52,14 @@ class KernelCapture:
         """Switch capture on; False when this entry goes without."""
         if getattr(torch_profiler, "_is_profiler_enabled", False):
             self.skipped_entries += 1
-            self._has_yielded = True
+            self._has_lost_callbacks = True
             return False
         if self._failure:
             return False
         try:
-            if self._has_yielded:
-                self._has_yielded = False
-                self._take_back()
+            if self._has_lost_callbacks:
+                self._has_lost_callbacks = False
+                self._register_callbacks()
             self.manager.start_profiling()
         except RuntimeError as error:
             self._fail(error)
@@ -98,7 +98,7 @@ class KernelCapture:
         except RuntimeError as error:
             logger.warning("straggler: CUPTI could not be released: %s", error)
 
-    def _take_back(self) -> None:
+    def _register_callbacks(self) -> None:
         """Register our callbacks again: torch.profiler has put its own in their place."""
         register = getattr(self.manager.cupti_ext, "register_callbacks", None)
         if register is not None:

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completion of command lines by bash and zsh, written from a program's parser.
+
+`PrintCompletion` is the action of a flag `--print-completion SHELL`. A user loads what it prints:
+
+    eval "$(ft_launcher --print-completion bash)"
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from typing import Any, Final, NoReturn
+
+from .console import write_out
+
+__all__ = ["SHELLS", "PrintCompletion", "completion_script"]
+
+SHELLS: Final = ("bash", "zsh")
+
+# zsh runs completions that are written for bash, once it is told so.
+_FOR_ZSH: Final = (
+    "autoload -U +X compinit && compinit -u\nautoload -U +X bashcompinit && bashcompinit\n"
+)
+
+_SCRIPT: Final = """\
+{function}() {{
+    local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="" head="" i=1
+    COMPREPLY=()
+    [ "$COMP_CWORD" -lt 1 ] || prev="${{COMP_WORDS[COMP_CWORD - 1]}}"
+    # bash takes --flag=value for three words, zsh for one.
+    if [ "$cur" = "=" ]; then
+        cur=""
+    elif [ "$prev" = "=" ]; then
+        prev="${{COMP_WORDS[COMP_CWORD - 2]}}"
+    else
+        case "$cur" in --*=*) prev="${{cur%%=*}}" head="${{cur%%=*}}=" cur="${{cur#*=}}" ;; esac
+    fi
+{border}    case "$prev" in
+{values}    {takes}) return ;;
+    esac
+    case "$cur" in -*) COMPREPLY=($(compgen -W "{flags}" -- "$cur")) ;; esac
+}}
+complete -o default -F {function} {program}
+"""
+
+_BORDER: Final = """\
+    # From the first word that is no flag and no value on, all words are another program's.
+    while [ "$i" -lt "$COMP_CWORD" ]; do
+        case "${{COMP_WORDS[i]}}" in
+        {takes})
+            i=$((i + 1))
+            [ "${{COMP_WORDS[i]}}" != "=" ] || i=$((i + 1))
+            ;;
+        -*) ;;
+        *) return ;;
+        esac
+        i=$((i + 1))
+    done
+"""
+
+
+def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Return the text that makes a shell complete a program's flags, and values that are words.
+
+    Everything else, such as a script or a file, is completed as file names.
+
+    Args:
+        parser: The program's parser, with its name.
+        shell: One of `SHELLS`.
+
+    Raises:
+        ValueError: The shell is another one.
+    """
+    if shell not in SHELLS:
+        raise ValueError(f"{shell!r} is none of {', '.join(SHELLS)}")
+    actions = parser._actions  # noqa: SLF001 - argparse has no other way to list them
+    flags = [word for action in actions for word in _shown(action) if word.startswith("--")]
+    takes = "|".join(word for a in actions if a.nargs != 0 for word in _shown(a)) or "--"
+    values = "".join(
+        f"    {'|'.join(_shown(action))})"
+        f' COMPREPLY=($(compgen -P "$head" -W "{" ".join(words)}" -- "$cur")); return ;;\n'
+        for action in actions
+        if _shown(action) and (words := _words_of(action))
+    )
+    has_another = any(action.nargs == argparse.REMAINDER for action in actions)
+    return (_FOR_ZSH if shell == "zsh" else "") + _SCRIPT.format(
+        function="_" + re.sub(r"\W", "_", parser.prog),
+        program=parser.prog,
+        border=_BORDER.format(takes=takes) if has_another else "",
+        values=values,
+        takes=takes,
+        flags=" ".join(sorted(flags)),
+    )
+
+
+def _shown(action: argparse.Action) -> list[str]:
+    """Return the spellings of a flag with dashes."""
+    return [word for word in action.option_strings if "_" not in word]
+
+
+def _words_of(action: argparse.Action) -> list[str]:
+    """Return the values that a flag takes, where these are a few words."""
+    words: Iterator[Any] | list[str] = iter(action.choices or ())
+    metavar = action.metavar
+    if isinstance(metavar, str) and re.fullmatch(r"\{[\w.-]+(,[\w.-]+)*\}", metavar):
+        words = metavar.strip("{}").split(",")
+    elif metavar == "BOOL":
+        words = ["true", "false"]
+    return [str(word) for word in words]
+
+
+class PrintCompletion(argparse.Action):
+    """Prints what makes a shell complete the parser's command line, and leaves."""
+
+    def __init__(self, option_strings: list[str], dest: str, **more: Any) -> None:
+        more |= {"choices": SHELLS, "metavar": "{" + ",".join(SHELLS) + "}"}
+        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **more)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _namespace: object, values: Any, *_: object
+    ) -> NoReturn:
+        """Print it; the program ends."""
+        write_out(completion_script(parser, values))
+        parser.exit()

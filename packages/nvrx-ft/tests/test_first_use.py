@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What somebody meets who starts a job for the first time, and does it slightly wrong."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
+from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._launch.chronicle import Chronicle
+from nvidia_resiliency_ext.fault_tolerance._launch.command import missing_module
+from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._launch.monitor_link import (
+    SharedMonitor,
+    longest_limit_s,
+)
+from nvidia_resiliency_ext.fault_tolerance._launch.node_state import Assignment, Outcome
+from nvidia_resiliency_ext.fault_tolerance._launch.parser import parse_args
+from nvidia_resiliency_ext.fault_tolerance._launch.plan import plan_from_args
+from nvidia_resiliency_ext.fault_tolerance._launch.ports import PortReservation
+from nvidia_resiliency_ext.fault_tolerance._launch.records import FailureLog
+from nvidia_resiliency_ext.fault_tolerance._monitor import control
+from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
+from nvidia_resiliency_ext.shared_utils.children import ExitStatus
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.events import NULL_EVENTS
+
+
+def plan(*words, environ=None):
+    """Return the plan of a command line."""
+    return plan_from_args(parse_args(list(words)), environ or {})
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Work in a folder with a script, as a user does."""
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_flags_behind_the_script_are_told_of(folder):
+    """They are the script's; where they look like the launcher's, one warning says so."""
+    (text,) = parse_args(["train.py", "--nproc_per_node=2", "--ft-lease", "1"]).warnings
+    assert "--nproc_per_node, --ft-lease" in text
+    assert "before the script" in text
+    assert parse_args(["train.py", "--role", "x", "--epochs", "3", "--log-dir", "y"]).warnings == []
+    assert parse_args(["--nproc-per-node", "2", "train.py", "nnodes"]).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("no_such_module_here", "no 'no_such_module_here' here"),
+        ("no_such_module_here.train", "no 'no_such_module_here' here"),
+        ("tool", "'tool' is a package without __main__"),
+        ("train.py", ""),
+        ("my-train", "a file without -m"),
+        ("../train", "a file without -m"),
+    ],
+)
+def test_a_module_that_cannot_run_is_refused_at_the_start(folder, name, problem):
+    """One line, before any process is started; a package needs __main__."""
+    (folder / "tool").mkdir()
+    (folder / "tool" / "__init__.py").write_text("raise SystemExit('imported')")
+    if not problem:
+        assert missing_module(name) == ""
+        return
+    with pytest.raises(FaultToleranceConfigError, match=problem):
+        plan("-m", name)
+
+
+def test_a_module_that_is_there_is_taken(folder):
+    """A file here, a package with __main__, one of the environment, one inside a package."""
+    (folder / "tool").mkdir()
+    (folder / "tool" / "__init__.py").write_text("raise SystemExit('imported')")
+    (folder / "tool" / "__main__.py").write_text("")
+    for name in ("train", "tool", "tool.inner", "json.tool", "nvidia_resiliency_ext.anything"):
+        assert missing_module(name) == "", name
+    assert "tool" not in sys.modules
+    assert plan("-m", "elsewhere", environ={"PYTHON_EXEC": sys.executable}).command.is_module
+
+
+@pytest.mark.parametrize("name", ["torch.py", "torch/__init__.py", "numpy.py"])
+def test_a_file_that_hides_a_package_is_told_of(folder, caplog, name):
+    """A script's folder comes first where Python looks: the warning names the file."""
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("")
+    package = name.split("/")[0].removesuffix(".py")
+    (text,) = [note for note in plan("train.py").warnings if "hides the package" in note]
+    assert f"{path} hides the package {package}" in text
+
+
+class Handle:
+    """Stands for a monitor's process that says what it is told to say."""
+
+    def __init__(self, descriptor):
+        self._descriptor = descriptor
+        self.said = []
+        self.is_over = False
+        self.slots = []
+
+    def fileno(self):
+        return self._descriptor
+
+    def receive(self):
+        said, self.said = self.said, []
+        return said
+
+    def send(self, message):
+        """Take what the launcher says."""
+
+    def leave(self, limit_s):
+        """End."""
+
+
+@pytest.fixture
+def monitor():
+    """Give a maker of a monitor's link, with what it hears."""
+    loop = EventLoop(SystemClock())
+    ends = os.pipe()
+
+    def make(after_s):
+        handle = Handle(ends[0])
+        link = SharedMonitor(
+            lambda _cycle, _word: handle,
+            loop,
+            SystemClock(),
+            on_first_step=lambda *_: None,
+            on_stuck=lambda *_: None,
+            unwatched_after_s=after_s,
+        )
+        return link, handle, loop
+
+    yield make
+    loop.close()
+    for end in ends:
+        os.close(end)
+
+
+WORKERS = control.WorkersChanged(0, [1], [""], [], world_size=1, rank_offset=0)
+"""What is said when workers have started."""
+
+
+@pytest.fixture
+def warned(caplog):
+    """Give how often it was said that nobody is watched."""
+    caplog.set_level(logging.WARNING, "nvrx")
+    return lambda: caplog.text.count("no rank has told of itself")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_job_that_nobody_watches_is_told_so_once(monitor, warned, waits):
+    """After the longest limit, or when a short job ends; with what to call."""
+    link, _, loop = monitor(0.01 if waits else 60.0)
+    link.workers_changed(WORKERS)
+    while waits and not warned():
+        loop.run_once()
+    link.workers_changed(WORKERS)
+    link.close()
+    assert warned() == 1
+
+
+@pytest.mark.parametrize("after_s", [60.0, None])
+def test_a_client_or_no_limit_is_no_reason_for_a_word(monitor, warned, after_s):
+    """One rank that opened a client shows that the program knows how."""
+    link, handle, _ = monitor(after_s)
+    link.workers_changed(WORKERS)
+    handle.said.append(control.RankJoined(0, 0, 1))
+    link.close()
+    assert warned() == 0
+
+
+def test_the_longest_limit_is_what_a_rank_may_stay_silent():
+    """A minute at least: programs import and set up before they open a client."""
+    assert longest_limit_s(FaultToleranceConfig()) is None
+    assert longest_limit_s(FaultToleranceConfig(rank_heartbeat_timeout=5)) == 60
+    sections = {"setup": 600, "step": 30, "other": None}
+    assert longest_limit_s(FaultToleranceConfig(rank_section_timeouts=sections)) == 600
+
+
+def test_who_waits_for_others_says_where_and_how_long():
+    """A launcher that is alone names the endpoint, the time and how many must come."""
+    command = [sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher"]
+    command += ["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-conf", "join_timeout=1"]
+    port = PortReservation()
+    command[-3] = f"127.0.0.1:{port.port}"
+    port.release()
+    done = subprocess.run(
+        [*command, "-m", "this"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    said = done.stdout + done.stderr
+    assert f"this launcher serves the store at {command[-3]}" in said
+    assert "waiting 1 s at most for 2 nodes" in said
+
+
+def test_wrong_types_are_type_errors():
+    """What is no request is refused with the right call, before anything is sent."""
+    with pytest.raises(TypeError, match="send WorkloadControlRequest"):
+        RankMonitorClient().send_workload_control_request("stop")
+
+
+@pytest.mark.parametrize(
+    ("cycle", "outcome", "left", "text"),
+    [
+        (0, Outcome.FAIL, 0, "no restart left (--max-restarts N would allow N): it fell"),
+        (2, Outcome.FAIL, 0, "no restart left: it fell"),
+        (0, Outcome.RESTART, 3, "restarting because it fell (2 restarts left after this one)"),
+        (2, Outcome.RESTART, 1, "restarting because it fell (0 restarts left after this one)"),
+    ],
+)
+def test_what_is_left_of_the_restarts_is_said(tmp_path, caplog, cycle, outcome, left, text):
+    """The restart that begins is not counted as left; a job without any is told of the flag."""
+    told = Chronicle(
+        NULL_EVENTS, FailureLog(str(tmp_path)), SystemClock(), host="h", shows_stacks=False
+    )
+    told.round_joined(Assignment(cycle, 0, 1, 0, 2, "127.0.0.1", 29500))
+    with caplog.at_level(logging.WARNING, "nvrx"):
+        told.fault(Cause("exit", "it fell"), outcome, left, failures=(), last_iteration=None)
+    assert text in caplog.text
+
+
+def test_a_rank_that_ended_early_is_named_when_others_fail(tmp_path, caplog):
+    """Others fail because it is gone, and it failed nowhere; in the next cycle it is forgotten."""
+    told = Chronicle(
+        NULL_EVENTS, FailureLog(str(tmp_path)), SystemClock(), host="h", shows_stacks=False
+    )
+    told.round_joined(Assignment(0, 0, 1, 0, 3, "127.0.0.1", 29500))
+    told.worker_exited(2, ExitStatus(code=0))
+    told.worker_exited(0, ExitStatus(code=1))
+    cause = Cause("exited", "rank 0 fell", rank=0)
+    told.fault(cause, Outcome.RESTART, 3, failures=(), last_iteration=None)
+    assert "rank 2 ended with exit code 0 before that" in caplog.text
+    caplog.clear()
+    told.workers_started({})
+    told.fault(cause, Outcome.RESTART, 2, failures=(), last_iteration=None)
+    assert "before that" not in caplog.text

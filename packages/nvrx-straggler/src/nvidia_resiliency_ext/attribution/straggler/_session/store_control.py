@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that steer a job, through the TCPStore in which its ranks have met.
+
+A store asks nobody who they are, so requests and answers are signed with a token that rank 0 and
+the operator read from a file. A request also repeats the challenge that rank 0 has put in the store
+and changes after each request, so that none can be sent twice.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hmac
+import logging
+import os
+import threading
+from typing import Any
+
+import torch.distributed as dist
+
+from nvidia_resiliency_ext.attribution.straggler._errors import ControlError
+from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+from .control import MESSAGES, Change, Handler, Refused, Status, StatusRequest, status_of
+
+__all__ = ["TOKEN_FILE_VARIABLE", "StoreControlServer", "ask_through_store"]
+
+TOKEN_FILE_VARIABLE = "NVRX_STRAGGLER_TOKEN_FILE"  # noqa: S105 - a name
+"""Names the file with the token, for rank 0 and for `nvrx-straggler --store`."""
+
+_CHALLENGE = "nvrx-straggler/challenge"
+_REQUEST = "nvrx-straggler/request"
+_ANSWER = "nvrx-straggler/answer/"
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+_HEAD_BYTES = _PROOF_BYTES + 2 * _NONCE_BYTES
+_MAX_BYTES = 1 << 20
+_CONNECT_TIMEOUT = dt.timedelta(seconds=10)
+_ANSWER_TIMEOUT = dt.timedelta(seconds=20)
+_ATTEMPTS = 3
+_OUTDATED = "the request has an old challenge: it was sent twice, or another one came first"
+_LONG_WAIT = dt.timedelta(hours=1)
+_CLOSE_TIMEOUT_S = 5.0
+
+logger = logging.getLogger("nvrx")
+
+
+class StoreControlServer:
+    """Waits for requests in the job's store; answers in a thread of its own, one at a time.
+
+    The store wakes the thread when a request is there. A store that is gone ends it.
+
+    Args:
+        host: Where the store listens.
+        port: Its port.
+        token: The token that requests are signed with.
+        answer: Answers each request, in the server's thread.
+    """
+
+    def __init__(self, host: str, port: int, token: TokenFile, answer: Handler) -> None:
+        self._address = (host, port)
+        self._token = token
+        self._answer = answer
+        self._pid = os.getpid()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._serve, name="nvrx-straggler-store", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed.set()
+        if os.getpid() != self._pid or not self._thread.is_alive():
+            return
+        try:
+            # The client of the thread is busy with its wait, so this is another one.
+            _connect(*self._address).set(_REQUEST, b"")
+        except RuntimeError as error:
+            logger.debug("straggler control: the store is gone: %s", error)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _serve(self) -> None:
+        try:
+            store = _connect(*self._address)
+            store.delete_key(_REQUEST)
+            while not self._is_closed.is_set():
+                challenge = os.urandom(_NONCE_BYTES)
+                store.set(_CHALLENGE, challenge)
+                if self._waited(store):
+                    data = store.get(_REQUEST)
+                    store.delete_key(_REQUEST)
+                    self._take(store, data, challenge)
+        except RuntimeError as error:
+            if not self._is_closed.is_set():
+                logger.warning("straggler: no more control through the job's store: %s", error)
+
+    def _waited(self, store: Any) -> bool:
+        """Wait for a request; False after an hour without one, and when the server is closed."""
+        try:
+            store.wait([_REQUEST], _LONG_WAIT)
+        except dist.DistStoreError:
+            return False
+        return not self._is_closed.is_set()
+
+    def _take(self, store: Any, data: bytes, challenge: bytes) -> None:
+        nonce = data[_PROOF_BYTES + _NONCE_BYTES : _HEAD_BYTES]
+        if len(nonce) != _NONCE_BYTES or len(data) > _MAX_BYTES:
+            logger.warning("straggler control: %d bytes in the store are no request", len(data))
+            return
+        try:
+            payload = _open(self._token.token(), b"request", data)
+            if data[_PROOF_BYTES : _PROOF_BYTES + _NONCE_BYTES] != challenge:
+                raise ControlError(_OUTDATED)
+            reply = self._answer(MESSAGES.decode(payload))
+        except NvrxError as error:
+            logger.warning("straggler control: a request in the store was refused: %s", error)
+            reply = Refused(str(error))
+        sealed = _seal(self._token.token(), b"answer", challenge, nonce, reply)
+        store.set(f"{_ANSWER}{nonce.hex()}", sealed)
+
+
+def ask_through_store(
+    host: str, port: int, token_file: str, request: StatusRequest | Change
+) -> Status:
+    """Send a request to a job through its store and return its answer.
+
+    Args:
+        host: The job's `MASTER_ADDR`.
+        port: Its `MASTER_PORT`.
+        token_file: The file that the job's `NVRX_STRAGGLER_TOKEN_FILE` names, or a copy.
+        request: What to ask.
+
+    Raises:
+        ConfigError: The token file cannot be used.
+        ControlError: The job cannot be reached, refuses, or has another token.
+    """
+    token = TokenFile(token_file, "--token-file").token()
+    place = f"the job's store at {host}:{port}"
+    try:
+        store = _connect(host, port)
+        for _ in range(_ATTEMPTS):
+            answer = _exchange(store, token, request)
+            if answer != Refused(_OUTDATED):
+                break
+    except NvrxError as error:
+        raise ControlError(f"{place}: {error}") from error
+    except RuntimeError as error:  # of which all errors of a store are
+        reason = str(error).splitlines()[0]
+        raise ControlError(
+            f"{place} gives no answer ({reason}); is {TOKEN_FILE_VARIABLE} set for rank 0?"
+        ) from error
+    return status_of(answer, place)
+
+
+def _exchange(store: Any, token: str, request: StatusRequest | Change) -> object:
+    """Send one request and return its answer, verified."""
+    store.wait([_CHALLENGE], _ANSWER_TIMEOUT)
+    challenge, nonce = store.get(_CHALLENGE), os.urandom(_NONCE_BYTES)
+    store.set(_REQUEST, _seal(token, b"request", challenge, nonce, request))
+    key = f"{_ANSWER}{nonce.hex()}"
+    store.wait([key], _ANSWER_TIMEOUT)
+    data = store.get(key)
+    store.delete_key(key)
+    payload = _open(token, b"answer", data)
+    if data[_PROOF_BYTES + _NONCE_BYTES : _HEAD_BYTES] != nonce:
+        raise ControlError("an answer to another request came")
+    return MESSAGES.decode(payload)
+
+
+def _connect(host: str, port: int) -> Any:
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT
+    )
+
+
+def _seal(token: str, kind: bytes, challenge: bytes, nonce: bytes, message: object) -> bytes:
+    """Return a signed message: proof, challenge, nonce, payload."""
+    body = challenge + nonce + MESSAGES.encode_payload(message)
+    return _proof(token, kind, body) + body
+
+
+def _open(token: str, kind: bytes, data: bytes) -> bytes:
+    """Return the payload of a signed message.
+
+    Raises:
+        ControlError: It is not signed with this token.
+    """
+    if not hmac.compare_digest(data[:_PROOF_BYTES], _proof(token, kind, data[_PROOF_BYTES:])):
+        raise ControlError("a message is not signed with this token; use the job's token file")
+    return data[_HEAD_BYTES:]
+
+
+def _proof(token: str, kind: bytes, body: bytes) -> bytes:
+    return hmac.digest(token.encode(), kind + b"\0" + body, "sha256")
