@@ -151,8 +151,14 @@ def test_the_managed_service_stops_a_job_that_cannot_run(job: Job) -> None:
     program.write_text(IMPORTS_NOTHING)
     flags = flags_of(job, "localhost", "no-restart")
     job.start(program=program, nproc=1, max_restarts=20, flags=flags)
-    assert job.wait(50.0) == 93, job.log()
+    assert job.wait(50.0) == 93, said_by(job)
     assert "user.import_error" in job.log()
+
+
+def said_by(job: Job) -> str:
+    """Return what launcher and managed service have written."""
+    log = job.folder / "logs" / "nvrx" / "job_attribution.log"
+    return job.log() + (log.read_text() if log.exists() else "")
 
 
 def verdicts(job: Job) -> list[tuple[str, str]]:
@@ -168,7 +174,7 @@ def test_each_real_fault_gets_its_verdict(job: Job) -> None:
     flags = (*flags_of(job, "localhost", "no-restart"), *WATCHED_SECTIONS)
     arguments = (str(job.out), str(job.folder / "log"), *names, "none")
     job.start(*arguments, program=FAILING_RANK, max_restarts=20, flags=flags)
-    assert job.wait(120.0) == 93, job.log()
+    assert job.wait(120.0) == 93, said_by(job)
     assert verdicts(job) == [(action, code) for _, action, code in FAULTS], job.log()
 
 

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # Below those that the system gives to who asks for any.
 _FIRST, _LAST = 10000, 32000
@@ -45,12 +45,21 @@ def claimed(count: int = 1) -> Iterator[int]:
 def turn_at(port: int, limit_s: float = 150.0) -> Iterator[None]:
     """Let one test at a time use a port that a program chooses itself."""
     deadline = time.monotonic() + limit_s
-    with socket.socket(socket.AF_UNIX) as claim:
+
+    def wait_for(bind: Callable[[], None]) -> None:
         while True:
             try:
-                claim.bind(f"\0nvrx-tests-port-{port}")
-                break
+                return bind()
             except OSError:
                 assert time.monotonic() < deadline, f"port {port} stays in use"
                 time.sleep(0.1)  # another test's process; nobody tells of its end
+
+    def probe() -> None:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", port))
+
+    with socket.socket(socket.AF_UNIX) as claim:
+        wait_for(lambda: claim.bind(f"\0nvrx-tests-port-{port}"))
+        wait_for(probe)
         yield
