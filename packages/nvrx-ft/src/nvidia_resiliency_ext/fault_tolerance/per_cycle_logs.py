@@ -10,9 +10,15 @@ import importlib
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ._cyclelogs.grpc_writer import GrpcWriterThread
-    from ._cyclelogs.reader import MultiplexingReaderThread, ReaderConfig
-    from ._cyclelogs.torch_specs import PipeBasedLogsSpecs, PipeSubprocessHandler
+    from nvidia_resiliency_ext.fault_tolerance._logs.grpc_writer import GrpcWriterThread
+    from nvidia_resiliency_ext.fault_tolerance._logs.reader import (
+        MultiplexingReaderThread,
+        ReaderConfig,
+    )
+    from nvidia_resiliency_ext.fault_tolerance._torch.cycle_log_specs import (
+        PipeBasedLogsSpecs,
+        PipeSubprocessHandler,
+    )
 
 __all__ = [
     "GrpcWriterThread",
@@ -23,11 +29,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "GrpcWriterThread": "_cyclelogs.grpc_writer",
-    "MultiplexingReaderThread": "_cyclelogs.reader",
-    "PipeBasedLogsSpecs": "_cyclelogs.torch_specs",
-    "PipeSubprocessHandler": "_cyclelogs.torch_specs",
-    "ReaderConfig": "_cyclelogs.reader",
+    "GrpcWriterThread": "_logs.grpc_writer",
+    "MultiplexingReaderThread": "_logs.reader",
+    "PipeBasedLogsSpecs": "_torch.cycle_log_specs",
+    "PipeSubprocessHandler": "_torch.cycle_log_specs",
+    "ReaderConfig": "_logs.reader",
 }
 
 

@@ -16,7 +16,7 @@ from .names import is_secret_name
 from .redact import REDACTED, redact
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from .archive import Archive
 

@@ -21,9 +21,7 @@ _DEFAULT_MIB = 32
 _WRONG_INPUT = 2
 
 
-def main(
-    argv: Sequence[str], report_texts: Callable[[Sequence[str]], Mapping[str, str]]
-) -> int:
+def main(argv: Sequence[str], report_texts: Callable[[Sequence[str]], Mapping[str, str]]) -> int:
     """Make the archive and return the exit code: 0, or 2 where it cannot be made.
 
     Args:
