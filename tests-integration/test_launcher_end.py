@@ -103,7 +103,7 @@ import os, signal, sys, time
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name.endswith("_launch.plan"):
+        if name.endswith("_plan.plan"):
             # Of a test run in the background it would be ignored.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             open(os.environ["REACHED"], "w").close()

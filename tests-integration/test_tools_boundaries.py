@@ -138,3 +138,33 @@ def test_host_imports_may_stand_in_functions_only(tree: Path) -> None:
 def test_empty_tree_is_no_success(tmp_path: Path) -> None:
     """A folder without packages fails, so a wrong path cannot pass as a clean result."""
     assert check(tmp_path)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "named"),
+    [
+        ("a/_low/x.py", "from ..other import y", "imports nvidia_resiliency_ext.a.other, a layer"),
+        ("a/_low/x.py", "def f():\n    from .._high import z", "a layer above it"),
+        ("a/_high/z.py", "from . import w", ""),
+    ],
+)
+def test_folders_import_downward(tree: Path, file: str, text: str, named: str) -> None:
+    """An import of a higher layer, inside a function too, or of an unlisted module is a problem."""
+    files = {"a/_low/__init__.py": "", "a/_high/__init__.py": "", "a/_high/w.py": ""}
+    files["a/_high/w.py"] = "from .._low import x\n"
+    files["a/_low/x.py"] = ""
+    layers = "[tool.nvrx]\nlayers = ['a._low', 'a._high']"
+    add_package(tree, "nvrx-a", f"dependencies = ['nvrx-common[grpc]', 'pyyaml']\n{layers}", files)
+    (tree / "packages/nvrx-a/src" / NAMESPACE / file).write_text(text + "\n")
+    code, said = check(tree)
+    assert (code, named in said) == (1 if named else 0, True), said
+
+
+def test_circles_are_named(tree: Path) -> None:
+    """Two files that import each other, one of them inside a function, are named."""
+    folder = tree / "packages/nvrx-a/src" / NAMESPACE / "a"
+    (folder / "one.py").write_text("from . import two\n")
+    (folder / "two.py").write_text("def f():\n    from . import one\n")
+    code, said = check(tree)
+    assert code == 1
+    assert f"{NAMESPACE}.a.one, {NAMESPACE}.a.two import each other in a circle" in said

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from fault_jobs import MARK, marked, wait_until
 
+from nvidia_resiliency_ext.fault_tolerance._agent import many_nodes
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
-from nvidia_resiliency_ext.fault_tolerance._launch import many_nodes
 
 TOOL = Path(__file__).parents[1] / "tools" / "check_docs.py"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that packages share only nvrx-common; it reads sources and declarations, imports nothing.
+"""Check that packages share only nvrx-common, and folders import downward; imports nothing.
 
 Fails on: a module of another distribution that is not declared; a module-level import of something
 that is only an extra; an undeclared third-party package; a private name of another distribution;
@@ -7,6 +7,11 @@ one file in two distributions, or a second root ``__init__.py``; nvrx-common imp
 
 ``[tool.nvrx] host-imports`` in a package's pyproject.toml lists modules which the user's program
 brings along (torch, for nvrx-common); they may be imported inside functions.
+
+``[tool.nvrx] layers`` lists the folders and modules of a package, lowest first, without the name of
+the namespace. A module may import what stands before it; a module that is not listed may import
+all, and no listed one may import it. No two files may import each other in a circle, whatever the
+layers. Imports inside functions count, those for type checkers only do not.
 """
 
 from __future__ import annotations
@@ -54,6 +59,7 @@ class Distribution:
     required: set[str] = field(default_factory=set)
     optional: set[str] = field(default_factory=set)
     host_imports: set[str] = field(default_factory=set)
+    layers: list[str] = field(default_factory=list)
     modules: dict[str, Path] = field(default_factory=dict)
     files: set[str] = field(default_factory=set)
 
@@ -88,7 +94,9 @@ def load(root: Path) -> dict[str, Distribution]:
         data = tomllib.loads(path.read_text())
         project = data["project"]
         dist = Distribution(project["name"], path.parent)
-        dist.host_imports = set(data.get("tool", {}).get("nvrx", {}).get("host-imports", []))
+        settings = data.get("tool", {}).get("nvrx", {})
+        dist.host_imports = set(settings.get("host-imports", []))
+        dist.layers = settings.get("layers", [])
         projects[dist.name] = project
         found[dist.name] = dist
         source = path.parent / "src"
@@ -227,6 +235,60 @@ def is_generated(module: str) -> bool:
     return module.endswith(("_pb2", "_pb2_grpc"))
 
 
+def layer_of(module: str, layers: list[str]) -> int:
+    """Return the number of a module's layer; one that is not listed is above all."""
+    name = f"{module.removeprefix(f'{NAMESPACE}.')}."
+    return next((i for i, layer in enumerate(layers) if name.startswith(f"{layer}.")), len(layers))
+
+
+def check_layers(root: Path, dist: Distribution) -> Iterator[str]:
+    """Yield what imports upward in a distribution, names of layers that mean nothing, circles."""
+    names = [module.removeprefix(f"{NAMESPACE}.") for module in dist.modules]
+    for layer in dist.layers:
+        if not any(f"{name}.".startswith(f"{layer}.") for name in names):
+            yield f"{dist.name} lists the layer {layer}, which it does not have"
+    owners = dict.fromkeys(dist.modules, dist.name)
+    graph: dict[str, set[str]] = {}
+    for module, path in dist.modules.items():
+        graph[module] = set()
+        own = layer_of(module, dist.layers)
+        for item in imports_of(path, module):
+            found = owner(item.target, owners)
+            if found is None or found[0] == module:
+                continue
+            graph[module].add(found[0])
+            if layer_of(found[0], dist.layers) > own:
+                yield f"{path.relative_to(root)}:{item.line}: imports {found[0]}, a layer above it"
+    for circle in circles(graph):
+        yield f"{dist.name}: {', '.join(sorted(circle))} import each other in a circle"
+
+
+def circles(graph: dict[str, set[str]]) -> Iterator[set[str]]:
+    """Yield the sets of nodes that reach each other (Tarjan 1972)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(node: str) -> Iterator[set[str]]:
+        order[node] = lowest[node] = len(order)
+        stack.append(node)
+        for other in graph[node]:
+            if other not in order:
+                yield from visit(other)
+                lowest[node] = min(lowest[node], lowest[other])
+            elif other in stack:
+                lowest[node] = min(lowest[node], order[other])
+        if lowest[node] == order[node]:
+            circle = set(stack[stack.index(node) :])
+            del stack[stack.index(node) :]
+            if len(circle) > 1:
+                yield circle
+
+    for node in graph:
+        if node not in order:
+            yield from visit(node)
+
+
 def problems(root: Path) -> list[str]:
     """Return one line for each broken rule below ``root/packages``."""
     dists = load(root)
@@ -243,6 +305,7 @@ def problems(root: Path) -> list[str]:
         for module in dist.modules:
             owners.setdefault(module, dist.name)
     for dist in dists.values():
+        found.extend(check_layers(root, dist))
         for module, path in dist.modules.items():
             for item in sorted(imports_of(path, module), key=lambda item: item.line):
                 # Generated code cannot do otherwise; who imports it is held to the rule instead.

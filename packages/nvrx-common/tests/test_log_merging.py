@@ -7,19 +7,19 @@ from zlib import crc32
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._aggregation.position import (
-    Batch,
-    FilePosition,
-    Position,
-    decode,
-    encode,
-)
 from nvidia_resiliency_ext.shared_utils._aggregation.records import (
     last_record_start,
     render,
     until,
 )
 from nvidia_resiliency_ext.shared_utils._aggregation.take import CHUNK_BYTES, Read, take
+from nvidia_resiliency_ext.shared_utils._logging.position import (
+    Batch,
+    FilePosition,
+    Position,
+    decode,
+    encode,
+)
 
 _POSITION = Position(
     output_inode=7,

@@ -14,9 +14,9 @@ from attribution_service import LIMIT_S, NOBODY, attribution_service
 
 from nvidia_resiliency_ext.fault_tolerance._attribution import endpoint, service
 from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
-from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
-from nvidia_resiliency_ext.fault_tolerance._launch.parser import parse_args
-from nvidia_resiliency_ext.fault_tolerance._launch.plan import plan_from_args
+from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
 from nvidia_resiliency_ext.fault_tolerance.attribution_manager import (
     ATTRIBUTION_STOP_ACTIONS,
     DEFAULT_ATTRIBUTION_PORT,

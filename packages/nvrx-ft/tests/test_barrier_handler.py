@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from nvidia_resiliency_ext.fault_tolerance._launch.errors import UnhealthyNodeException
+from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
 from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction, WorkloadControlRequest
 from nvidia_resiliency_ext.fault_tolerance.ft_rendezvous_barrier import (
     FtRendezvousBarrierHandler,

@@ -7,13 +7,13 @@ import inspect
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._config import settings
-from nvidia_resiliency_ext.fault_tolerance._config.documentation import (
+from nvidia_resiliency_ext.fault_tolerance._cli.documentation import (
     flags_markdown,
     options_markdown,
 )
+from nvidia_resiliency_ext.fault_tolerance._config import settings
+from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS, OLD_SPELLINGS
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS, Option
-from nvidia_resiliency_ext.fault_tolerance._launch.flags import FLAGS, OLD_SPELLINGS
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 
 OPTION_FLAGS = {flag.attribute: flag for flag in FLAGS}

@@ -16,17 +16,17 @@ import pytest
 from rendezvous_store import PREFIX, Served, rules
 
 from nvidia_resiliency_ext.fault_tolerance import launcher
+from nvidia_resiliency_ext.fault_tolerance._agent.many_nodes import must_agree, rules_of
+from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS
 from nvidia_resiliency_ext.fault_tolerance._control import plan, plane, program
-from nvidia_resiliency_ext.fault_tolerance._launch.flags import FLAGS
-from nvidia_resiliency_ext.fault_tolerance._launch.many_nodes import must_agree, rules_of
-from nvidia_resiliency_ext.fault_tolerance._launch.plan import plan_from_args
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
     differences,
     read_settings,
+    settings_of,
     write_settings,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.rules import settings_of
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 
 NEEDED = ("--nnodes=2:3", "--rdzv-endpoint=control1:29400")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import cycle_info_writer as info
-from nvidia_resiliency_ext.fault_tolerance._cycleinfo import writer as writers
+from nvidia_resiliency_ext.fault_tolerance._report import cycle_files as writers
 
 SHUTDOWN_S = writers.SHUTDOWN_S
 START, END = "2026-01-02T03:04:05Z", "2026-01-02T04:00:00Z"

@@ -24,14 +24,15 @@ import ports
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import per_cycle_logs
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs import outlet as outlets
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs import sinks
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs.backlog import Backlog
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs.collector import CycleLogs
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs.lines import LineAssembler
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs.pipes import open_pipe
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs.reader import ReaderConfig
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs.servers import (
+from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._logs import outlet as outlets
+from nvidia_resiliency_ext.fault_tolerance._logs import sinks
+from nvidia_resiliency_ext.fault_tolerance._logs.backlog import Backlog, Spill
+from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
+from nvidia_resiliency_ext.fault_tolerance._logs.lines import LineAssembler
+from nvidia_resiliency_ext.fault_tolerance._logs.reader import ReaderConfig, open_pipe
+from nvidia_resiliency_ext.fault_tolerance._logs.servers import (
     LogServerError,
     LogServers,
     ServerCommand,
@@ -39,9 +40,6 @@ from nvidia_resiliency_ext.fault_tolerance._cyclelogs.servers import (
     _end_together,
     server_commands,
 )
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs.spill import Spill
-from nvidia_resiliency_ext.fault_tolerance._launch.launch_config import LogFunnelPorts
-from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 
@@ -235,7 +233,7 @@ def test_the_launchers_own_streams_go_into_a_log_and_come_back(tmp_path: Path) -
     """For a time stdout and stderr are in the file, unchanged; then they are as before."""
     code = f"""
 import os, subprocess, sys
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs.collector import CycleLogs
+from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
 print("before", flush=True)
 logs = CycleLogs({str(tmp_path / "job.log")!r})
 logs.capture_own_streams({str(tmp_path / "own.log")!r})
@@ -286,7 +284,7 @@ def test_memory_stays_within_its_limit(tmp_path: Path) -> None:
     """100 MB of lines at full speed cost the reading process less than 80 MiB."""
     code = f"""
 import os, subprocess, sys, threading
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs.collector import CycleLogs
+from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
 logs = CycleLogs({str(tmp_path / "job.log")!r})
 logs.begin_cycle(0, 1)
 before = int(open("/proc/self/statm").read().split()[1])
@@ -451,9 +449,7 @@ def test_a_log_server_that_does_not_end_in_time_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the log says is done, before the server above it is asked to end."""
-    monkeypatch.setattr(
-        "nvidia_resiliency_ext.fault_tolerance._cyclelogs.servers._KILL_MARGIN_S", 0
-    )
+    monkeypatch.setattr("nvidia_resiliency_ext.fault_tolerance._logs.servers._KILL_MARGIN_S", 0)
     (command,) = server_commands(server_plan(tmp_path, 1, 5000), "127.0.0.1")
     sent: list[int] = []
     child = types.SimpleNamespace(signal=sent.append, wait=lambda _: None)

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs import lines
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs.backlog import Backlog, Record
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs.lines import LineAssembler
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs.names import cycle_log_file, rank_prefix
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs.pipes import pipe_bytes
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs.spill import Spill
+from nvidia_resiliency_ext.fault_tolerance._logs import lines
+from nvidia_resiliency_ext.fault_tolerance._logs.backlog import Backlog, Record, Spill
+from nvidia_resiliency_ext.fault_tolerance._logs.lines import (
+    LineAssembler,
+    cycle_log_file,
+    rank_prefix,
+)
+from nvidia_resiliency_ext.fault_tolerance._logs.reader import pipe_bytes
 
 PREFIX = b" 3: "
 NAME = set(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-/")

@@ -9,21 +9,21 @@ import sys
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
-from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
-from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._launch.chronicle import Chronicle
-from nvidia_resiliency_ext.fault_tolerance._launch.command import missing_module
-from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
-from nvidia_resiliency_ext.fault_tolerance._launch.monitor_link import (
+from nvidia_resiliency_ext.fault_tolerance._agent.monitor_link import (
     SharedMonitor,
     longest_limit_s,
 )
-from nvidia_resiliency_ext.fault_tolerance._launch.node_state import Assignment, Outcome
-from nvidia_resiliency_ext.fault_tolerance._launch.parser import parse_args
-from nvidia_resiliency_ext.fault_tolerance._launch.plan import plan_from_args
-from nvidia_resiliency_ext.fault_tolerance._launch.ports import PortReservation
-from nvidia_resiliency_ext.fault_tolerance._launch.records import FailureLog
-from nvidia_resiliency_ext.fault_tolerance._monitor import control
+from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args
+from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment, Outcome
+from nvidia_resiliency_ext.fault_tolerance._monitor import messages
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
+from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
+from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog
+from nvidia_resiliency_ext.fault_tolerance._workers.command import missing_module
+from nvidia_resiliency_ext.fault_tolerance._workers.env import PortReservation
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
@@ -143,7 +143,7 @@ def monitor():
         os.close(end)
 
 
-WORKERS = control.WorkersChanged(0, [1], [""], [], world_size=1, rank_offset=0)
+WORKERS = messages.WorkersChanged(0, [1], [""], [], world_size=1, rank_offset=0)
 """What is said when workers have started."""
 
 
@@ -171,7 +171,7 @@ def test_a_client_or_no_limit_is_no_reason_for_a_word(monitor, warned, after_s):
     """One rank that opened a client shows that the program knows how."""
     link, handle, _ = monitor(after_s)
     link.workers_changed(WORKERS)
-    handle.said.append(control.RankJoined(0, 0, 1))
+    handle.said.append(messages.RankJoined(0, 0, 1))
     link.close()
     assert warned() == 0
 

@@ -16,17 +16,20 @@ from typing import Any
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import launcher
-from nvidia_resiliency_ext.fault_tolerance._hosting import log_token
-from nvidia_resiliency_ext.fault_tolerance._hosting.nodes import CycleNodes, nodes_of_members
-from nvidia_resiliency_ext.fault_tolerance._hosting.plan import HostPlan
-from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlace, HostServices
-from nvidia_resiliency_ext.fault_tolerance._launch.cycle_records import (
+from nvidia_resiliency_ext.fault_tolerance._agent.cycle_records import (
     CycleRecords,
     StoreHost,
     cycle_info_environment,
 )
-from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
-from nvidia_resiliency_ext.fault_tolerance._launch.plan import LaunchPlan, plan_from_args
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._hosting import plan as log_token
+from nvidia_resiliency_ext.fault_tolerance._hosting.plan import (
+    CycleNodes,
+    HostPlan,
+    nodes_of_members,
+)
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlace, HostServices
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import Member
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Candidate
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
@@ -186,9 +189,7 @@ def test_a_node_does_what_the_host_says_of_log_servers(  # noqa: PLR0913, PLR091
     token: str | None,
 ) -> None:
     """A token is kept and used at once; without a server that fits, files are written here."""
-    monkeypatch.setattr(
-        "nvidia_resiliency_ext.fault_tolerance._cyclelogs.collector.CycleLogs", Logs
-    )
+    monkeypatch.setattr("nvidia_resiliency_ext.fault_tolerance._logs.collector.CycleLogs", Logs)
     place = types.SimpleNamespace(host="n1", run_dir=types.SimpleNamespace(path=str(tmp_path)))
     environ = {"NVRX_LOG_FUNNEL_TOKEN_FILE": "/given"} if is_given else {}
     records = CycleRecords(launch, environ, place, StoreHost(False, "c", is_shared=True))

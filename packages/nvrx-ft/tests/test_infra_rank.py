@@ -6,7 +6,7 @@ import hashlib
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import utils
-from nvidia_resiliency_ext.fault_tolerance._infra.rank import (
+from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     infrastructure_rank,
     log_aggregator_shard_index,
 )

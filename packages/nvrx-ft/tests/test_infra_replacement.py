@@ -3,8 +3,8 @@
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._infra.nodelist import compact_nodes
-from nvidia_resiliency_ext.fault_tolerance._infra.replacement import (
+from nvidia_resiliency_ext.fault_tolerance._core.infra import (
+    compact_nodes,
     default_replacement_group_size,
     replacement_group_id,
 )

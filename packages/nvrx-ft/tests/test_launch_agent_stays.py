@@ -4,15 +4,15 @@
 import dataclasses
 import types
 
-from nvidia_resiliency_ext.fault_tolerance._launch.agent import NodeAgent, Parts
-from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._launch.node_events import (
+from nvidia_resiliency_ext.fault_tolerance._agent.agent import NodeAgent, Parts
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Event,
     NodeUnfit,
+    Policy,
     RoundClosed,
     StopRequested,
 )
-from nvidia_resiliency_ext.fault_tolerance._launch.node_state import Policy
 
 POLICY = Policy(2, 15.0, 1800.0, 93, many_nodes=True, is_store_host=True, host="node1")
 UNFIT = Cause("unhealthy", "a GPU is gone", host="node1")

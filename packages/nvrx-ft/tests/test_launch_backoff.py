@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch.backoff import crashes_after, delay_s
-from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._health.admission import crashes_after, delay_s
 
 
 def loop_of(*cycles):

@@ -11,14 +11,14 @@ import time
 import monitored_ranks
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch.bad_node import (
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._health.bad_node import (
     MAX_REPORT_BYTES,
     BadNodeHook,
     RunRecord,
     is_allowed,
     of_cause,
 )
-from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 CAUSE = Cause(

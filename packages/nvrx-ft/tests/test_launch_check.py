@@ -10,12 +10,12 @@ import sys
 import ports
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._check.compare import (
+from nvidia_resiliency_ext.fault_tolerance._cli.check_across import (
     NodeReport,
     compare,
     nodes_finding,
 )
-from nvidia_resiliency_ext.fault_tolerance._check.findings import (
+from nvidia_resiliency_ext.fault_tolerance._cli.check_local import (
     exit_code_of,
     failed,
     json_within,

@@ -9,26 +9,26 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch.command import worker_command
-from nvidia_resiliency_ext.fault_tolerance._launch.launch_config import (
+from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args
+from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
     LaunchConfig,
     LogFunnelPorts,
     get_rdzv_endpoint,
     get_use_env,
 )
-from nvidia_resiliency_ext.fault_tolerance._launch.local_world import (
-    count_cpus,
-    count_gpus,
-    determine_local_world_size,
-    local_world_size,
-)
-from nvidia_resiliency_ext.fault_tolerance._launch.parser import parse_args
-from nvidia_resiliency_ext.fault_tolerance._launch.syntax import (
+from nvidia_resiliency_ext.fault_tolerance._config.syntax import (
     Std,
     parse_endpoint,
     parse_min_max_nnodes,
     streams_by_rank,
 )
+from nvidia_resiliency_ext.fault_tolerance._core.local_world import (
+    count_cpus,
+    count_gpus,
+    determine_local_world_size,
+    local_world_size,
+)
+from nvidia_resiliency_ext.fault_tolerance._workers.command import worker_command
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 
 ARGUMENTS = ["--out=${local_rank}.txt", "$local_rank", "$$x", "$HOME", "plain", "${other}", "$"]

@@ -7,37 +7,34 @@ import signal
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch import decide, node_effects, node_events
-from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._launch.node_effects import (
+from nvidia_resiliency_ext.fault_tolerance._agent import decide
+from nvidia_resiliency_ext.fault_tolerance._core import machine
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    Assignment,
     CloseRendezvous,
     Finish,
+    GroupStopped,
     Join,
     KillWorkers,
-    OpenNextRound,
-    ReportFault,
-    StartWorkers,
-    StopWorkers,
-)
-from nvidia_resiliency_ext.fault_tolerance._launch.node_events import (
-    GroupStopped,
     NextRoundOpened,
+    Node,
+    OpenNextRound,
+    Outcome,
+    Phase,
+    Policy,
+    ReportFault,
+    Request,
     RequestReceived,
     RoundClosed,
     RoundReady,
     Signalled,
     StartFailed,
+    StartWorkers,
     StopRequested,
+    StopWorkers,
     WorkerExited,
     WorkerStuck,
-)
-from nvidia_resiliency_ext.fault_tolerance._launch.node_state import (
-    Assignment,
-    Node,
-    Outcome,
-    Phase,
-    Policy,
-    Request,
 )
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 
@@ -272,11 +269,11 @@ def test_an_unfit_node_leaves_with_1_and_closes_nothing(many_nodes):
     """A failed health check before joining ends this launcher only; the others are told why."""
     cause = Cause("unhealthy", "host h is unhealthy: health check gpu: reset", host="h")
     node = Node(dataclasses.replace(POLICY, many_nodes=many_nodes, is_store_host=many_nodes))
-    node, done = play(node, node_events.NodeUnfit(cause))
+    node, done = play(node, machine.NodeUnfit(cause))
     assert node.phase is Phase.FINISHED
     assert done == [
         ReportFault(cause, Outcome.LEAVE, 0),
-        node_effects.LeaveRendezvous(cause),
+        machine.LeaveRendezvous(cause),
         Finish(1, cause.what),
     ]
 
@@ -284,4 +281,4 @@ def test_an_unfit_node_leaves_with_1_and_closes_nothing(many_nodes):
 def test_a_finding_that_comes_late_changes_nothing():
     """A node that runs, or is over, is not judged by a check that was for its next round."""
     cause = Cause("unhealthy", "too late")
-    assert play(running(), node_events.NodeUnfit(cause)) == (running(), [])
+    assert play(running(), machine.NodeUnfit(cause)) == (running(), [])

@@ -7,43 +7,39 @@ import signal
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch import decide
-from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._launch.node_effects import (
+from nvidia_resiliency_ext.fault_tolerance._agent import decide
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    Assignment,
+    BarrierTimedOut,
     CloseRendezvous,
     Finish,
+    GroupStopped,
+    HangJudged,
     Join,
+    JoinTimedOut,
     LeaveRendezvous,
+    NextRoundOpened,
+    Node,
     OpenNextRound,
+    Outcome,
+    Phase,
+    Policy,
     ReportBroken,
     ReportFault,
     ReportSuccess,
-    StartWorkers,
-    StopWorkers,
-)
-from nvidia_resiliency_ext.fault_tolerance._launch.node_events import (
-    BarrierTimedOut,
-    GroupStopped,
-    HangJudged,
-    JoinTimedOut,
-    NextRoundOpened,
+    Request,
     RequestReceived,
     RoundClosed,
     RoundReady,
     Signalled,
     StartFailed,
+    StartWorkers,
     StopRequested,
+    StopWorkers,
     StoreLost,
     WorkerExited,
     WorkerStuck,
-)
-from nvidia_resiliency_ext.fault_tolerance._launch.node_state import (
-    Assignment,
-    Node,
-    Outcome,
-    Phase,
-    Policy,
-    Request,
 )
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch.file_timers import (
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
+from nvidia_resiliency_ext.fault_tolerance._workers.file_timers import (
     LONGEST_LINE,
     FileTimers,
     TimerRequest,
     parse_request,
 )
-from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
-from nvidia_resiliency_ext.fault_tolerance._launch.surroundings import timer_file
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 DEADLINE_S = 60.0

@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import launcher
-from nvidia_resiliency_ext.fault_tolerance._launch import fitness, reclaim
-from nvidia_resiliency_ext.fault_tolerance._launch.fitness import (
+from nvidia_resiliency_ext.fault_tolerance._health import admission
+from nvidia_resiliency_ext.fault_tolerance._health import memory as reclaim
+from nvidia_resiliency_ext.fault_tolerance._health.admission import (
     NodeChecks,
     injected_failure,
     unfit,
@@ -28,7 +29,7 @@ def gpus(monkeypatch):
     """Give two GPUs whose driver says what a test wants."""
     answers = {"count": 2, "field.0.230": 0, RECOVERY: 0}
     nvml = FakeNvml(answers)
-    for room in (fitness, reclaim):
+    for room in (admission, reclaim):
         monkeypatch.setattr(room, "has_gpu_driver", lambda: True)
     health_check.set_nvml(nvml)
     yield nvml
@@ -44,11 +45,12 @@ def run(config=None, endpoint=None, environ=None):
 def test_a_bare_machine_has_nothing_to_check():
     """Without devices nothing is asked, nothing is loaded, and a node is fit."""
     program = (
-        "import sys; from nvidia_resiliency_ext.fault_tolerance._launch.fitness import NodeChecks\n"
+        "import sys\n"
+        "from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks\n"
         "from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig\n"
         "found = NodeChecks(FaultToleranceConfig(), None, {}).run()\n"
         "heavy = {'pynvml', 'grpc', 'torch', 'asyncio'} & set(sys.modules)\n"
-        "rooms = [name for name in sys.modules if '._health.' in name]\n"
+        "rooms = [name for name in sys.modules if 'shared_utils._health.' in name]\n"
         "print(found, sorted(heavy), rooms)"
     )
     if _has_devices():
@@ -59,7 +61,7 @@ def test_a_bare_machine_has_nothing_to_check():
 
 
 def _has_devices():
-    from nvidia_resiliency_ext.fault_tolerance._infra.hardware import has_adapters, has_gpu_driver
+    from nvidia_resiliency_ext.fault_tolerance._core.infra import has_adapters, has_gpu_driver
 
     return has_adapters() or has_gpu_driver()
 
@@ -189,9 +191,9 @@ def test_memory_that_cannot_be_read_is_unknown_and_said_once(gpus, caplog):
 
 def test_the_driver_is_looked_for_by_its_library(monkeypatch):
     """Whether there is a driver is known without asking it."""
-    from nvidia_resiliency_ext.fault_tolerance._infra import hardware
+    from nvidia_resiliency_ext.fault_tolerance._core import infra
 
     asked = []
     monkeypatch.setattr(ctypes, "CDLL", asked.append)
-    assert hardware.has_gpu_driver()
+    assert infra.has_gpu_driver()
     assert asked == ["libnvidia-ml.so.1"]

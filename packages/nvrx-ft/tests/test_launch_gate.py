@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._launch.gate import GateSettings, NodeGate
-from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
-from nvidia_resiliency_ext.fault_tolerance._launch.reclaim import MemoryRules
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._health.admission import GateSettings, NodeGate
+from nvidia_resiliency_ext.fault_tolerance._health.memory import MemoryRules
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
 

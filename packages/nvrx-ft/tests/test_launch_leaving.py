@@ -7,10 +7,31 @@ import types
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch import decide
-from nvidia_resiliency_ext.fault_tolerance._launch.agent import NodeAgent, Parts
-from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._launch.leaving import (
+from nvidia_resiliency_ext.fault_tolerance._agent import decide
+from nvidia_resiliency_ext.fault_tolerance._agent.agent import NodeAgent, Parts
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    Assignment,
+    CloseRendezvous,
+    Finish,
+    GroupStopped,
+    Join,
+    LeaveRendezvous,
+    NextRoundOpened,
+    Node,
+    OpenNextRound,
+    Outcome,
+    Phase,
+    Policy,
+    ReportFault,
+    ReportSuccess,
+    RoundClosed,
+    RoundReady,
+    Signalled,
+    StopWorkers,
+    WorkerExited,
+)
+from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
     AskToSave,
     GraceOver,
     Preempted,
@@ -21,31 +42,6 @@ from nvidia_resiliency_ext.fault_tolerance._launch.leaving import (
     SaveAgreed,
     StartGrace,
     TellPreempted,
-)
-from nvidia_resiliency_ext.fault_tolerance._launch.node_effects import (
-    CloseRendezvous,
-    Finish,
-    Join,
-    LeaveRendezvous,
-    OpenNextRound,
-    ReportFault,
-    ReportSuccess,
-    StopWorkers,
-)
-from nvidia_resiliency_ext.fault_tolerance._launch.node_events import (
-    GroupStopped,
-    NextRoundOpened,
-    RoundClosed,
-    RoundReady,
-    Signalled,
-    WorkerExited,
-)
-from nvidia_resiliency_ext.fault_tolerance._launch.node_state import (
-    Assignment,
-    Node,
-    Outcome,
-    Phase,
-    Policy,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget

@@ -12,16 +12,16 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing import Std as TorchStd
 
-from nvidia_resiliency_ext.fault_tolerance._launch.elastic import launch_agent
-from nvidia_resiliency_ext.fault_tolerance._launch.log_specs import (
+from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args
+from nvidia_resiliency_ext.fault_tolerance._config.syntax import Std
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
+from nvidia_resiliency_ext.fault_tolerance._torch.elastic import launch_agent
+from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import (
     LogSpecsError,
     OutputSpecs,
     load_specs,
 )
-from nvidia_resiliency_ext.fault_tolerance._launch.output import Filter, Stream, Target
-from nvidia_resiliency_ext.fault_tolerance._launch.parser import parse_args
-from nvidia_resiliency_ext.fault_tolerance._launch.plan import LaunchPlan, plan_from_args
-from nvidia_resiliency_ext.fault_tolerance._launch.syntax import Std
+from nvidia_resiliency_ext.fault_tolerance._workers.output import Filter, Stream, Target
 from nvidia_resiliency_ext.fault_tolerance.launcher import LaunchConfig
 
 ENVIRON = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}

@@ -11,9 +11,10 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import launcher, per_cycle_logs
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance._launch import library_plan, plan
-from nvidia_resiliency_ext.fault_tolerance._launch.command import WorkerCommand
-from nvidia_resiliency_ext.fault_tolerance._launch.log_plan import LogPlan
+from nvidia_resiliency_ext.fault_tolerance._plan import plan
+from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
+from nvidia_resiliency_ext.fault_tolerance._torch import library_plan
+from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
 from nvidia_resiliency_ext.fault_tolerance.launcher import LogFunnelPorts
 
 APPLOG = "--ft-per-cycle-applog-prefix=/logs/job.log"

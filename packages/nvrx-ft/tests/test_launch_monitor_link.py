@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
-from nvidia_resiliency_ext.fault_tolerance._launch.monitor_link import SharedMonitor
-from nvidia_resiliency_ext.fault_tolerance._monitor import control
+from nvidia_resiliency_ext.fault_tolerance._agent.monitor_link import SharedMonitor
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 
@@ -75,7 +75,7 @@ def test_no_restart_depends_on_a_monitor() -> None:
     monitor.prepare(0)
     handles[0].is_over = is_refused = True
     monitor.prepare(1)
-    monitor.workers_changed(control.WorkersChanged(1, [7]))
+    monitor.workers_changed(messages.WorkersChanged(1, [7]))
     assert monitor.hang_report() == {}
     assert monitor.last_iteration() is None
     assert starts == [False, True]
@@ -128,14 +128,14 @@ def test_a_hang_of_the_last_cycle_is_none_of_this_one(handle: TalkingHandle) -> 
         on_stuck=lambda _rank, _where: None,
     )
     monitor.prepare(0)
-    handle.said = [control.HangFound(report(0, 0, [0]))]
+    handle.said = [messages.HangFound(report(0, 0, [0]))]
     assert monitor.hang_report() == report(0, 0, [0])
     monitor.prepare(1)
-    handle.said = [control.HangFound(report(1, 0, [1]))]
+    handle.said = [messages.HangFound(report(1, 0, [1]))]
     assert monitor.hang_report() == {}
     handle.said = [
-        control.HangFound(report(1, 1, [])),
-        control.HangFound(report(2, 1, [2])),
-        control.HangFound(report(3, 1, [3])),
+        messages.HangFound(report(1, 1, [])),
+        messages.HangFound(report(2, 1, [2])),
+        messages.HangFound(report(3, 1, [3])),
     ]
     assert monitor.hang_report() == report(2, 1, [2])

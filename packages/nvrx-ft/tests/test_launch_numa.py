@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch import command, elastic
-from nvidia_resiliency_ext.fault_tolerance._launch.command import cpu_binding
-from nvidia_resiliency_ext.fault_tolerance._launch.cpu_topology import (
+from nvidia_resiliency_ext.fault_tolerance._config.syntax import NUMA_MODES
+from nvidia_resiliency_ext.fault_tolerance._torch import elastic
+from nvidia_resiliency_ext.fault_tolerance._workers import command
+from nvidia_resiliency_ext.fault_tolerance._workers.command import cpu_binding
+from nvidia_resiliency_ext.fault_tolerance._workers.numa import (
     MachineTopology,
+    cpus_near,
     read_ranges,
 )
-from nvidia_resiliency_ext.fault_tolerance._launch.numa import cpus_near
-from nvidia_resiliency_ext.fault_tolerance._launch.syntax import NUMA_MODES
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance.launcher import LaunchConfig
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks

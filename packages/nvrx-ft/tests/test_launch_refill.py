@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A budget of restarts that refills."""
 
-from nvidia_resiliency_ext.fault_tolerance._launch import decide
-from nvidia_resiliency_ext.fault_tolerance._launch.node_events import BudgetChanged
-from nvidia_resiliency_ext.fault_tolerance._launch.node_state import Node, Policy
-from nvidia_resiliency_ext.fault_tolerance._launch.refill import RefillingBudget
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
+from nvidia_resiliency_ext.fault_tolerance._agent import decide
+from nvidia_resiliency_ext.fault_tolerance._core.machine import BudgetChanged, Node, Policy
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget, RefillingBudget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Phase
 
 

@@ -16,9 +16,9 @@ import pytest
 from torch.distributed.elastic import events
 from torch.distributed.elastic.events import handlers
 
-from nvidia_resiliency_ext.fault_tolerance._launch.faults import ErrorFile, Failure
-from nvidia_resiliency_ext.fault_tolerance._launch.node_state import Assignment
-from nvidia_resiliency_ext.fault_tolerance._launch.torch_events import (
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment
+from nvidia_resiliency_ext.fault_tolerance._report.failures import ErrorFile, Failure
+from nvidia_resiliency_ext.fault_tolerance._report.torch_events import (
     JobFacts,
     TorchEvents,
     check_handler,

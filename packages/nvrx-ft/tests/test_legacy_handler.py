@@ -18,7 +18,7 @@ from nvidia_resiliency_ext.fault_tolerance._ft_rendezvous import (
     create_handler,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
-from nvidia_resiliency_ext.fault_tolerance._torch_faces.roster import read_notes
+from nvidia_resiliency_ext.fault_tolerance._torch.membership import read_notes
 
 DEADLINE_S = handler_nodes.DEADLINE_S
 

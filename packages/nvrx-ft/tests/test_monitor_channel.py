@@ -8,7 +8,7 @@ import time
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._monitor.channel import MAX_WAITING, Channel
-from nvidia_resiliency_ext.fault_tolerance._monitor.control import (
+from nvidia_resiliency_ext.fault_tolerance._monitor.messages import (
     LAUNCHER_MESSAGES,
     CycleChanged,
     HangFound,

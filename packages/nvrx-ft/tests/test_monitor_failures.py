@@ -19,11 +19,13 @@ import pytest
 from monitored_ranks import Node, wait_until
 
 from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance._ipc.refusals import RefusalLog
-from nvidia_resiliency_ext.fault_tolerance._monitor import control, rank_messages, sweep
+from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import RefusalLog
+from nvidia_resiliency_ext.fault_tolerance._monitor import handle as sweep
+from nvidia_resiliency_ext.fault_tolerance._monitor import messages as control
+from nvidia_resiliency_ext.fault_tolerance._monitor import messages as rank_messages
+from nvidia_resiliency_ext.fault_tolerance._monitor.acceptor import Doorway
 from nvidia_resiliency_ext.fault_tolerance._monitor.boot import LineHandler
 from nvidia_resiliency_ext.fault_tolerance._monitor.channel import Channel
-from nvidia_resiliency_ext.fault_tolerance._monitor.doorway import Doorway
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, MonitorStartError
 from nvidia_resiliency_ext.fault_tolerance._monitor.link import LinkError, RankLink
 from nvidia_resiliency_ext.fault_tolerance._monitor.server import MonitorServer, _Order

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from monitored_ranks import Node, wait_gone, wait_until
 
-from nvidia_resiliency_ext.fault_tolerance._monitor import control, rank_messages
+from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import read_slot
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.events import EventLog, read_events
@@ -94,7 +94,7 @@ def test_a_stopped_rank_is_killed_without_waiting_for_stacks(node):
     with it.unjudged():
         rank.do("open step")
         os.kill(rank.pid, signal.SIGSTOP)
-    report = it.expect(control.HangFound, limit_s=10.0).report
+    report = it.expect(messages.HangFound, limit_s=10.0).report
     assert rank.wait_dead(10.0) == -signal.SIGKILL
     assert report["state"] == "T"
     assert "no stacks" in Path(report["stacks"]).read_text()
@@ -119,8 +119,8 @@ def test_a_survivor_of_the_gentle_signal_is_killed(node):
     it.hang()
     assert rank.answer() == "terminated"
     assert rank.wait_dead() == -signal.SIGKILL
-    it.expect(control.RankLeft)
-    assert not [m for m in it.messages if isinstance(m, control.HangFound)]
+    it.expect(messages.RankLeft)
+    assert not [m for m in it.messages if isinstance(m, messages.HangFound)]
 
 
 def test_a_rank_without_the_dump_handler_is_killed_without_waiting(node):
@@ -128,7 +128,7 @@ def test_a_rank_without_the_dump_handler_is_killed_without_waiting(node):
     it = node(rank_section_timeouts={"step": 0.3}, hang_evidence_timeout=20.0)
     rank = it.rank()
     rank.do_last("init", "dump_off", "open step")
-    it.expect(control.HangFound, limit_s=10.0)
+    it.expect(messages.HangFound, limit_s=10.0)
     assert rank.wait_dead(10.0) == -signal.SIGKILL
 
 
@@ -144,7 +144,7 @@ def test_ranks_that_hang_together_are_one_hang(node):
     report = it.hang()
     assert (report["culprits"], report["ended"]) == ([0, 1], [0, 1])
     assert [rank.wait_dead() for rank in (first, second)] == [-signal.SIGKILL] * 2
-    assert not [m for m in it.messages if isinstance(m, control.HangFound)]
+    assert not [m for m in it.messages if isinstance(m, messages.HangFound)]
 
 
 def test_the_stopped_rank_is_ended_and_not_the_one_whose_limit_passed(node):
@@ -175,7 +175,7 @@ def test_a_rank_that_failed_and_does_not_exit_is_blamed(node, tmp_path):
     files = [str(tmp_path / "0.json"), str(tmp_path / "1.json")]
     message = {"message": "ValueError: boom\nmore", "extraInfo": {"timestamp": "17"}}
     Path(files[1]).write_text(json.dumps({"message": message}))
-    it.monitor.send(control.WorkersChanged(3, [waits.pid, failed.pid], files, [], 2))
+    it.monitor.send(messages.WorkersChanged(3, [waits.pid, failed.pid], files, [], 2))
     waits.order("open step")
     report = it.hang()
     assert (report["culprits"], report["error_file"]) == ([1], files[1])
@@ -191,7 +191,7 @@ def test_a_rank_without_a_session_is_looked_at_through_the_kernel(node):
     waits.do("init")
     silent.do("handler")
     os.kill(silent.pid, signal.SIGSTOP)
-    it.monitor.send(control.WorkersChanged(3, [waits.pid, silent.pid], [], [], 2))
+    it.monitor.send(messages.WorkersChanged(3, [waits.pid, silent.pid], [], [], 2))
     waits.order("open step")
     report = it.hang()
     assert (report["culprits"], report["pid"], report["ended"]) == ([1], silent.pid, [0])
@@ -203,7 +203,7 @@ def part_of_a_job(node, **config):
     it = node(rank_section_timeouts={"step": 0.3}, **config)
     rank = it.rank()
     rank.do("init")
-    it.monitor.send(control.WorkersChanged(3, [rank.pid], [], [], 2, 0))
+    it.monitor.send(messages.WorkersChanged(3, [rank.pid], [], [], 2, 0))
     return it, rank
 
 
@@ -213,12 +213,12 @@ def test_with_ranks_on_other_nodes_nobody_is_ended_before_they_are_heard(node):
     rank.order("open step")
     report = it.hang()
     assert (report["is_held"], [r["rank"] for r in report["ranks"]]) == (True, [0])
-    it.monitor.send(control.Sentence([]))
+    it.monitor.send(messages.Sentence([]))
     rank.do("close step", "beat")
     second, other = part_of_a_job(node)
     other.order("open step")
     assert second.hang()["is_held"]
-    second.monitor.send(control.Sentence([0]))
+    second.monitor.send(messages.Sentence([0]))
     assert other.wait_dead() == -signal.SIGKILL
 
 
@@ -237,8 +237,8 @@ def test_ranks_are_looked_at_for_a_hang_on_another_node(node):
     it, rank = part_of_a_job(node)
     os.kill(rank.pid, signal.SIGSTOP)
     wait_until(lambda: procfs.read_stat(rank.pid).state == "T")
-    it.monitor.send(control.Examine())
-    [seen] = it.expect(control.RanksSeen).ranks
+    it.monitor.send(messages.Examine())
+    [seen] = it.expect(messages.RanksSeen).ranks
     assert (seen["rank"], seen["activity"]) == (0, "stopped")
     os.kill(rank.pid, signal.SIGCONT)
     rank.do("beat")
@@ -249,16 +249,16 @@ def test_the_launcher_is_told_of_join_first_step_and_end(node):
     it = node(rank_section_timeouts={"step": 60.0, "checkpointing": 60.0})
     rank = it.rank()
     rank.do("init")
-    assert it.expect(control.RankJoined) == control.RankJoined(0, 0, rank.pid)
+    assert it.expect(messages.RankJoined) == messages.RankJoined(0, 0, rank.pid)
     rank.do("iteration 7", "open checkpointing", "close checkpointing", "open step", "close step")
     before = time.monotonic()
-    assert abs(it.expect(control.FirstStep).t - before) < 30.0
+    assert abs(it.expect(messages.FirstStep).t - before) < 30.0
     view = read_slot(it.monitor.slots[0], it.monitor.layout)
     assert (view.iteration, view.step_count, view.open_sections) == (7, 1, {})
     rank.do("shutdown")
-    assert it.expect(control.RankLeft) == control.RankLeft(0, 7)
+    assert it.expect(messages.RankLeft) == messages.RankLeft(0, 7)
     rank.do("init")
-    it.expect(control.RankJoined)
+    it.expect(messages.RankJoined)
 
 
 def test_a_second_live_process_is_refused_and_changes_nothing(node):
@@ -340,8 +340,8 @@ def test_the_slot_cannot_be_truncated(node):
     """The memory that a rank gets refuses to shrink, so no rank can crash the monitor."""
     it = node()
     with it.connect() as sock:
-        hello = rank_messages.Hello(rank=0, pid=os.getpid())
-        send_message(sock, rank_messages.RANK_MESSAGES, hello, 5.0)
+        hello = messages.Hello(rank=0, pid=os.getpid())
+        send_message(sock, messages.RANK_MESSAGES, hello, 5.0)
         _, fds, _, _ = socket.recv_fds(sock, 65536, 2)
         try:
             with pytest.raises(PermissionError):
@@ -359,7 +359,7 @@ def test_a_forked_child_cannot_use_the_client(node):
     for name in ("send_heartbeat", "end_all_sections", "shutdown_workload_monitoring"):
         assert "inherited through fork" in rank.do(f"fork_call {name}")
     rank.do("open step", "close step")
-    it.expect(control.FirstStep)
+    it.expect(messages.FirstStep)
 
 
 def test_limits_of_a_checkpoint_count_at_once(node):
@@ -377,7 +377,7 @@ def test_training_goes_on_without_a_monitor_and_a_new_one_takes_over(node):
     it = node(rank_section_timeouts={"outer": 60.0, "inner": 60.0})
     rank = it.rank()
     rank.do("init", f"load {state_of(outer=4.0)}", "open outer")
-    it.expect(control.RankJoined)
+    it.expect(messages.RankJoined)
     slot = os.fstat(it.monitor._memories[0].fd).st_ino
     os.kill(it.monitor.child.pid, signal.SIGKILL)
     it.monitor.child.wait(10.0)
@@ -385,11 +385,11 @@ def test_training_goes_on_without_a_monitor_and_a_new_one_takes_over(node):
     it.monitor.close()
     it.messages.clear()
     it.start_monitor()
-    it.expect(control.RankJoined)
+    it.expect(messages.RankJoined)
     view = read_slot(it.monitor.slots[0], it.monitor.layout)
     assert set(view.open_sections) == {"outer"}, "the new monitor shows the rank's own slot"
     assert os.fstat(it.monitor._memories[0].fd).st_ino == slot, "and it is the same memory"
-    it.expect(control.FirstStep)
+    it.expect(messages.FirstStep)
     rank.do("open inner")
     view = read_slot(it.monitor.slots[0], it.monitor.layout)
     assert set(view.open_sections) == {"outer", "inner"}
@@ -423,7 +423,7 @@ def test_a_stopped_monitor_costs_the_rank_nothing(node):
         rank.do("beat", "open step", "close step")
     assert time.monotonic() - before < 10.0
     os.kill(it.monitor.child.pid, signal.SIGCONT)
-    it.expect(control.FirstStep)
+    it.expect(messages.FirstStep)
 
 
 def test_a_stuck_launcher_does_not_hold_up_the_monitor(node):
@@ -442,7 +442,7 @@ def test_the_death_of_the_launcher_ends_every_process_of_the_run(node, tmp_path)
     rank = it.rank()
     stray = int(rank.do("child"))
     rank.do("init")
-    it.monitor.send(control.WorkersChanged(3, [rank.pid]))
+    it.monitor.send(messages.WorkersChanged(3, [rank.pid]))
     os.kill(rank.pid, signal.SIGSTOP)
     run_path = Path(it.run_dir.path)
     it.monitor._channel.sock.close()
@@ -478,14 +478,14 @@ def test_the_monitors_log_comes_out_of_the_launchers_logger(node, caplog):
     it = node(rank_section_timeouts={"step": 0.2})
     it.rank().do_last("init", "open step")
     it.hang()
-    it.expect(control.RankLeft)
+    it.expect(messages.RankLeft)
     wait_until(lambda: it.monitor.receive() is not None and "was in section" in caplog.text)
 
 
 def test_reports_name_the_cycle_that_the_launcher_told(node):
     """After a change of cycle, reports belong to the new one."""
     it = node(rank_section_timeouts={"step": 0.5})
-    it.monitor.send(control.CycleChanged(9))
+    it.monitor.send(messages.CycleChanged(9))
     it.rank().do_last("init", "open step")
     assert it.hang()["cycle"] == 9
 
@@ -494,12 +494,12 @@ def test_a_session_over_the_socket_alone(node):
     """A hello is answered with the configuration, and a second hello ends the connection."""
     it = node(rank_section_timeouts={"b": 1.0, "a": 2.0})
     with it.connect() as sock:
-        hello = rank_messages.Hello(rank=0, pid=os.getpid())
-        send_message(sock, rank_messages.RANK_MESSAGES, hello, 5.0)
-        answer = receive_message(sock, rank_messages.RANK_MESSAGES, 5.0)
+        hello = messages.Hello(rank=0, pid=os.getpid())
+        send_message(sock, messages.RANK_MESSAGES, hello, 5.0)
+        answer = receive_message(sock, messages.RANK_MESSAGES, 5.0)
         assert answer.sections == ["a", "b"]
         assert answer.config["rank_section_timeouts"] == {"b": 1.0, "a": 2.0}
-        send_message(sock, rank_messages.RANK_MESSAGES, hello, 5.0)
+        send_message(sock, messages.RANK_MESSAGES, hello, 5.0)
         assert sock.recv(1) == b""
 
 
@@ -510,10 +510,10 @@ def test_it_works_without_pidfds(node, monkeypatch):
     first = it.rank()
     first.do("init")
     first.close()
-    it.expect(control.RankLeft)
+    it.expect(messages.RankLeft)
     it.rank().do_last("init", "open step")
     assert it.hang()["section"] == "step"
-    it.expect(control.RankLeft)
+    it.expect(messages.RankLeft)
 
 
 def test_a_hang_is_in_the_record(node, tmp_path):
@@ -540,5 +540,5 @@ def test_a_programs_own_use_of_the_dump_signal_is_kept(node):
     it = node(rank_section_timeouts={"step": 0.3}, hang_evidence_timeout=20.0)
     rank = it.rank()
     rank.do_last("dump_own", "init", "open step")
-    report = it.expect(control.HangFound, limit_s=10.0).report
+    report = it.expect(messages.HangFound, limit_s=10.0).report
     assert "no stacks" in Path(report["stacks"]).read_text()

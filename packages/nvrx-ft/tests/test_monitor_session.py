@@ -8,7 +8,7 @@ import pytest
 from nvidia_resiliency_ext.fault_tolerance._monitor import session as s
 from nvidia_resiliency_ext.fault_tolerance._monitor.session import Phase, SessionState, step
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout, SlotWriter, read_slot
-from nvidia_resiliency_ext.fault_tolerance._monitor.verdict import Timeouts, Verdict
+from nvidia_resiliency_ext.fault_tolerance._monitor.timeout_rules import Timeouts, Verdict
 
 LAYOUT = SlotLayout(("step",))
 T0 = 100.0

@@ -14,7 +14,7 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.slot import (
     SlotWriter,
     read_slot,
 )
-from nvidia_resiliency_ext.fault_tolerance._monitor.verdict import Timeouts, judge, next_look
+from nvidia_resiliency_ext.fault_tolerance._monitor.timeout_rules import Timeouts, judge, next_look
 
 START = 1000.0
 

@@ -5,8 +5,11 @@ import random
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._preempt.agreement import agreed_call
-from nvidia_resiliency_ext.fault_tolerance._preempt.deadline import announce_at, end_of_job
+from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
+    agreed_call,
+    announce_at,
+    end_of_job,
+)
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 ASKED = -1

@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._launch.leaving import GraceOver, Preempted, RanksHeld
-from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
-from nvidia_resiliency_ext.fault_tolerance._preempt.desk import PreemptionDesk
+from nvidia_resiliency_ext.fault_tolerance._agent.preemption import PreemptionDesk
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._core.preemption import GraceOver, Preempted, RanksHeld
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock
 
 USR1 = signal.SIGUSR1

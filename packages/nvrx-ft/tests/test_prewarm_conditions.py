@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch.command import WorkerCommand
-from nvidia_resiliency_ext.fault_tolerance._prewarm import conditions, envrules, firstcycle
+from nvidia_resiliency_ext.fault_tolerance._prewarm import conditions, imports
 from nvidia_resiliency_ext.fault_tolerance._prewarm.imports import (
     DEFAULT_IMPORTS,
     import_list,
     with_optional,
 )
+from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ def test_reasons_are_one_line(tmp_path):
 def test_rules_by_prefix():
     """New names of torch are import-time; the launcher's and NCCL's are not."""
     for name in ("TORCH_NEW", "PYTORCH_X", "CUDA_Y", "LC_ALL", "GOMP_X", "TRITON_CACHE"):
-        assert envrules.is_import_time(name)
+        assert conditions.is_import_time(name)
     for name in ("TORCHELASTIC_RUN_ID", "NCCL_X", "GLOO_X", "TZ", "MASTER_PORT", "NVRX_CYCLE"):
-        assert not envrules.is_import_time(name)
+        assert not conditions.is_import_time(name)
 
 
 HELD = [
@@ -187,7 +187,7 @@ def test_first_cycle_is_held_when_the_import_is_certain(tmp_path, text, expected
     """Only an import of torch that is certain to run makes the first cycle wait for standbys."""
     path = tmp_path / "train.py"
     path.write_text(text)
-    assert firstcycle.should_hold_first_cycle(command(entry=str(path))) is expected
+    assert imports.should_hold_first_cycle(command(entry=str(path))) is expected
 
 
 def test_first_cycle_follows_siblings_to_depth_two(tmp_path):
@@ -199,23 +199,23 @@ def test_first_cycle_follows_siblings_to_depth_two(tmp_path):
         ("far.py", "import train"),
     ):
         (tmp_path / name).write_text(text)
-    assert firstcycle.should_hold_first_cycle(command(entry=str(tmp_path / "train.py")))
-    assert not firstcycle.should_hold_first_cycle(command(entry=str(tmp_path / "far.py")))
+    assert imports.should_hold_first_cycle(command(entry=str(tmp_path / "train.py")))
+    assert not imports.should_hold_first_cycle(command(entry=str(tmp_path / "far.py")))
 
 
 def test_first_cycle_counts_named_modules(tmp_path):
     """A module that the user names for standbys counts as torch does."""
     path = tmp_path / "train.py"
     path.write_text("import mine.models")
-    assert firstcycle.should_hold_first_cycle(command(entry=str(path)), ("mine",))
-    assert not firstcycle.should_hold_first_cycle(command(entry=str(path)), DEFAULT_IMPORTS)
+    assert imports.should_hold_first_cycle(command(entry=str(path)), ("mine",))
+    assert not imports.should_hold_first_cycle(command(entry=str(path)), DEFAULT_IMPORTS)
 
 
 def test_first_cycle_of_other_commands(tmp_path):
     """What cannot be read is not held."""
-    assert not firstcycle.should_hold_first_cycle(command(entry=str(tmp_path / "missing.py")))
-    assert not firstcycle.should_hold_first_cycle(command(entry="no.such.module", is_module=True))
-    assert not firstcycle.should_hold_first_cycle(WorkerCommand(("x",), "x", False, False))
+    assert not imports.should_hold_first_cycle(command(entry=str(tmp_path / "missing.py")))
+    assert not imports.should_hold_first_cycle(command(entry="no.such.module", is_module=True))
+    assert not imports.should_hold_first_cycle(WorkerCommand(("x",), "x", False, False))
 
 
 def test_first_cycle_module_is_read_where_it_is(tmp_path, monkeypatch):
@@ -223,7 +223,7 @@ def test_first_cycle_module_is_read_where_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text("import torch")
-    assert firstcycle.should_hold_first_cycle(command(entry="package", is_module=True))
+    assert imports.should_hold_first_cycle(command(entry="package", is_module=True))
 
 
 def test_first_cycle_decision_is_quick(tmp_path):
@@ -231,7 +231,7 @@ def test_first_cycle_decision_is_quick(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("import os\n" + textwrap.dedent("def f(x):\n    return x + 1\n") * 500)
     started = time.process_time()
-    assert not firstcycle.should_hold_first_cycle(command(entry=str(path)))
+    assert not imports.should_hold_first_cycle(command(entry=str(path)))
     assert time.process_time() - started < 0.3
 
 
@@ -260,11 +260,11 @@ def test_workers_without_torch_want_no_standbys():
 
 
 def test_decisions_import_nothing_heavy():
-    """The rooms that the launcher loads at start bring no torch, numpy, psutil or asyncio."""
+    """The modules that the launcher loads at start bring no torch, numpy, psutil or asyncio."""
     code = (
         "import sys\n"
         "from nvidia_resiliency_ext.fault_tolerance._prewarm import "
-        "conditions, envrules, firstcycle, imports, pool, standby\n"
+        "conditions, imports, pool, standby\n"
         "print([n for n in ('torch', 'numpy', 'psutil', 'yaml', 'asyncio') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

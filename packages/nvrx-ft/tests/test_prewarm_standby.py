@@ -14,7 +14,6 @@ import ft_conformance as conformance
 import pytest
 import standby_crew
 
-from nvidia_resiliency_ext.fault_tolerance._launch.command import WorkerCommand
 from nvidia_resiliency_ext.fault_tolerance._prewarm import standby as standbys
 from nvidia_resiliency_ext.fault_tolerance._prewarm.standby import (
     Begun,
@@ -25,6 +24,7 @@ from nvidia_resiliency_ext.fault_tolerance._prewarm.standby import (
     StandbyError,
     Stdio,
 )
+from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
@@ -184,7 +184,7 @@ def test_dies_with_the_launcher(tmp_path):
         tmp_path,
         f"""
         import os, signal, sys
-        from nvidia_resiliency_ext.fault_tolerance._launch.command import WorkerCommand
+        from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
         from nvidia_resiliency_ext.fault_tolerance._prewarm.standby import Standby
         command = WorkerCommand((sys.executable, {str(path)!r}), {str(path)!r}, False, True)
         env = {{"PATH": os.environ["PATH"], "PYTHONPATH": {str(tmp_path)!r}}}

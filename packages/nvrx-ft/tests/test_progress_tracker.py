@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._progress.iteration_file import IterationFile
+from nvidia_resiliency_ext.fault_tolerance._core.iteration_file import IterationFile
 from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
 
 USUAL_LIMIT = IterationFile.__init__.__defaults__

@@ -3,9 +3,8 @@
 
 import dataclasses
 
-from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.blame import BlameRules, blamed, note
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, summary
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
@@ -15,6 +14,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Note,
     Phase,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import BlameRules, blamed, note
 
 RULES = BlameRules(limit=3, window_s=100.0)
 
@@ -96,7 +96,7 @@ def test_all_hosts_to_blame_are_no_obstacle():
 
 def test_the_rules_travel_to_a_control_plane():
     """A control plane goes by the limit and window that the launchers agree on."""
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.rules import (
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
         rules_from_settings,
         settings_of,
     )
@@ -108,7 +108,7 @@ def test_the_rules_travel_to_a_control_plane():
 
 def test_only_failures_of_the_node_count():
     """A node that was drained, or a job that began anew, is nobody's fault."""
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.blame import is_of_the_node
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import is_of_the_node
 
     assert is_of_the_node(Cause("killed", "").kind)
     assert not any(map(is_of_the_node, ("drained", "left", "opened", "mismatch")))

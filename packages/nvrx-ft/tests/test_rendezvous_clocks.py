@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 import pytest
 from rendezvous_store import Served, arrival, hosted, name, rules
 
-from nvidia_resiliency_ext.fault_tolerance._launch.leaving import Preempted
-from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
-from nvidia_resiliency_ext.fault_tolerance._launch.node_events import RoundReady
-from nvidia_resiliency_ext.fault_tolerance._launch.store_rendezvous import (
+from nvidia_resiliency_ext.fault_tolerance._agent.preemption import PreemptionDesk
+from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import (
     NodeSettings,
     StoreRendezvous,
 )
-from nvidia_resiliency_ext.fault_tolerance._preempt.desk import PreemptionDesk
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._core.machine import RoundReady
+from nvidia_resiliency_ext.fault_tolerance._core.preemption import Preempted
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import clocks
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.clocks import Reading, off_by, read
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock, SystemClock

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch.many_nodes import rules_of
-from nvidia_resiliency_ext.fault_tolerance._launch.parser import parse_args
-from nvidia_resiliency_ext.fault_tolerance._launch.plan import plan_from_args
+from nvidia_resiliency_ext.fault_tolerance._agent.many_nodes import rules_of
+from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     EndpointError,
     claim,

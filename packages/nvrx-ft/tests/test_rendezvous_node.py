@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from rendezvous_store import CAUSE, PREFIX, Served, arrival, hosted, name, rules
 
-from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
-from nvidia_resiliency_ext.fault_tolerance._launch.node_events import StoreLost
-from nvidia_resiliency_ext.fault_tolerance._launch.store_rendezvous import (
+from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import (
     NodeSettings,
     StoreRendezvous,
 )
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._core.machine import StoreLost
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys, threads
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import write_settings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog

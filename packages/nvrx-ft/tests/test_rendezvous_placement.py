@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.identity import NodeIdentity
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import NodeIdentity
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
     Candidate,
     NotEnough,

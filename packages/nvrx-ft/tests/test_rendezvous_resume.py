@@ -16,16 +16,14 @@ from unittest import mock
 import pytest
 from rendezvous_store import Served, arrival, name, rules
 
-from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host as host_module
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import marks as marks_module
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.blame import BlameRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import reputation as marks_module
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.exclusions import Exclusions
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host, RoundFollower
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog, known_from
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Entry,
@@ -35,7 +33,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Phase,
     Place,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.resume import known_from
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import BlameRules, Exclusions
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Leaves,
     News,

@@ -6,7 +6,9 @@ import os
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._infra.segment_health import (
+from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args
+from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks, unfit
+from nvidia_resiliency_ext.fault_tolerance._health.segment_health import (
     Unit,
     read_exclusion,
     state_file,
@@ -14,8 +16,6 @@ from nvidia_resiliency_ext.fault_tolerance._infra.segment_health import (
     task_file,
     unit_of,
 )
-from nvidia_resiliency_ext.fault_tolerance._launch.fitness import NodeChecks, unfit
-from nvidia_resiliency_ext.fault_tolerance._launch.parser import parse_args
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 
 TASK = Unit("123", "7")

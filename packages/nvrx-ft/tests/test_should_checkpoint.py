@@ -5,7 +5,7 @@ import pytest
 from monitored_ranks import Node
 
 from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient, RankMonitorClientError
-from nvidia_resiliency_ext.fault_tolerance._monitor import control
+from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SAVE_ASKED, read_slot
 
 
@@ -24,8 +24,8 @@ def calls(node, index=0):
 
 def say(node, word):
     """Put a word into the slots and wait until it is there."""
-    node.monitor.send(control.Save(word))
-    assert node.expect(control.SaveKnown).word == word
+    node.monitor.send(messages.Save(word))
+    assert node.expect(messages.SaveKnown).word == word
 
 
 def test_without_a_session_it_is_refused():
@@ -74,7 +74,7 @@ def test_a_rank_that_waits_finds_a_new_monitor(node):
     # As the launcher tells it: a rank that comes back at once must not find that nothing is asked.
     node.order["save_word"] = SAVE_ASKED
     node.start_monitor()
-    node.expect(control.RankJoined)
+    node.expect(messages.RankJoined)
     say(node, 2)
     assert rank.answer() == "ok True"
 

@@ -12,11 +12,11 @@ import time
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import slurm_health
-from nvidia_resiliency_ext.fault_tolerance._infra.nodelist import (
+from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     expand_nodelist,
     hostnames_to_slurm_nodelist,
 )
-from nvidia_resiliency_ext.fault_tolerance._infra.segment_health import Unit, read_exclusion
+from nvidia_resiliency_ext.fault_tolerance._health.segment_health import Unit, read_exclusion
 from nvidia_resiliency_ext.fault_tolerance.slurm_health import (
     SlurmAnswerError,
     excluded_units,

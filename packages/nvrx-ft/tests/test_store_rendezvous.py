@@ -11,18 +11,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._launch import store_rendezvous
-from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
-from nvidia_resiliency_ext.fault_tolerance._launch.node_events import (
+from nvidia_resiliency_ext.fault_tolerance._agent import store_rendezvous
+from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import RoundEvent
+from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import (
+    NodeSettings,
+    StoreRendezvous,
+)
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     NextRoundOpened,
     RoundReady,
     StoreLost,
-)
-from nvidia_resiliency_ext.fault_tolerance._launch.rendezvous import RoundEvent
-from nvidia_resiliency_ext.fault_tolerance._launch.store_rendezvous import (
-    NodeSettings,
-    StoreRendezvous,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (

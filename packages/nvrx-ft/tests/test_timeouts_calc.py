@@ -3,7 +3,7 @@
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._timeouts.reduction import reduction_device_type
+from nvidia_resiliency_ext.fault_tolerance._core.timeout_reduction import reduction_device_type
 from nvidia_resiliency_ext.fault_tolerance.data import (
     HeartbeatTimeouts,
     SectionAction,

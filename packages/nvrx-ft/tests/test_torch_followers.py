@@ -14,7 +14,7 @@ from attribution_service import LIMIT_S, STOP, AttributionService, attribution_s
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Candidate, Placement
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Phase
-from nvidia_resiliency_ext.fault_tolerance._torch_faces.followers import (
+from nvidia_resiliency_ext.fault_tolerance._torch.followers import (
     CycleFollowers,
     FollowerSettings,
     follower_settings,

@@ -16,13 +16,13 @@ from nvidia_resiliency_ext.inprocess._protocol.decision import (
     decode_decision,
     encode_decision,
 )
-from nvidia_resiliency_ext.inprocess._protocol.errors import ForeignValueError
 from nvidia_resiliency_ext.inprocess._protocol.hang import Seen, find_hang
 from nvidia_resiliency_ext.inprocess._protocol.lists import (
     decide,
     format_arrival,
     parse_arrivals,
 )
+from nvidia_resiliency_ext.inprocess._store.errors import ForeignValueError
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity, Kernel
 

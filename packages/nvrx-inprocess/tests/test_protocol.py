@@ -19,7 +19,6 @@ from nvidia_resiliency_ext.inprocess._protocol.decision import (
     encode_decision,
     encode_records,
 )
-from nvidia_resiliency_ext.inprocess._protocol.errors import ForeignValueError
 from nvidia_resiliency_ext.inprocess._protocol.lists import (
     NodeEntry,
     decide,
@@ -33,6 +32,7 @@ from nvidia_resiliency_ext.inprocess._protocol.lists import (
     parse_nodes,
     parse_records,
 )
+from nvidia_resiliency_ext.inprocess._store.errors import ForeignValueError
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
 SCHEDULES = 1000

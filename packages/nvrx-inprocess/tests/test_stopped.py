@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._protocol.keys import job_of
+from nvidia_resiliency_ext.inprocess._store.keys import job_of
 from nvidia_resiliency_ext.inprocess._store.stopped import PROGRAM, wake_keepers
 
 JOB = f"stopped-{os.getpid()}"

@@ -20,8 +20,8 @@ import pytest
 import torch.distributed as dist
 from gates import interrupt_gate
 
+from nvidia_resiliency_ext.inprocess._abort.kernel_call import Wait, is_in_futex, kernel_wait
 from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
-from nvidia_resiliency_ext.inprocess._call.kernel_call import Wait, is_in_futex, kernel_wait
 from nvidia_resiliency_ext.inprocess._call.rendezvous import RendezvousError, patient_rendezvous
 from nvidia_resiliency_ext.inprocess._call.restart import RankShouldRestart
 from nvidia_resiliency_ext.inprocess._call.store_waits import StoreWaits

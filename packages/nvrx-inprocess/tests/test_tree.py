@@ -7,8 +7,7 @@ import warnings
 import pytest
 from slow_tree import SlowTree
 
-from nvidia_resiliency_ext.inprocess._ranks.layers import Layer, LayerFlag
-from nvidia_resiliency_ext.inprocess._ranks.layout import Layout
+from nvidia_resiliency_ext.inprocess._ranks.layout import Layer, LayerFlag, Layout
 from nvidia_resiliency_ext.inprocess._ranks.tree import TreePlan
 from nvidia_resiliency_ext.inprocess.rank_assignment import (
     InternalError,

@@ -14,8 +14,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nvidia_resiliency_ext.fault_tolerance._launch.command import WorkerCommand
 from nvidia_resiliency_ext.fault_tolerance._prewarm import standby as standbys
+from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
 from nvidia_resiliency_ext.shared_utils.children import start_child
 
 PROGRAMS = Path(__file__).parent.parent / "programs"

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance._monitor import control
+from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir
@@ -140,7 +140,7 @@ class Node:
 
     def hang(self):
         """Wait for the monitor's report of a hang."""
-        return self.expect(control.HangFound).report
+        return self.expect(messages.HangFound).report
 
     def connect(self, index=0):
         """Return a raw connection to a rank's socket."""

@@ -27,7 +27,7 @@ from nvidia_resiliency_ext import inprocess
 from nvidia_resiliency_ext.inprocess import rank_assignment as ranks
 from nvidia_resiliency_ext.inprocess._call import meeting
 from nvidia_resiliency_ext.inprocess._monitor import link
-from nvidia_resiliency_ext.inprocess._protocol.errors import StoreLostError
+from nvidia_resiliency_ext.inprocess._store.errors import StoreLostError
 from nvidia_resiliency_ext.inprocess.monitor_thread import RankShouldRestart
 
 FOLDER = Path(sys.argv[1])

@@ -94,13 +94,26 @@ def render_json(timeline: Timeline) -> str:
     return json.dumps({"schema": "nvrx_report.v1", **fields}, indent=2) + "\n"
 
 
+def _report_texts(paths: Sequence[str]) -> dict[str, str]:
+    """Return the reports of the records under these paths, by name; none of unreadable ones."""
+    found: dict[str, str] = {}
+    for number, path in enumerate(paths):
+        try:
+            timeline = build_timeline(load([path]))
+        except EventFileError:
+            continue
+        found[f"report-{number}.txt"] = render_text(timeline, width=120)
+        found[f"report-{number}.json"] = json.dumps(json.loads(render_json(timeline)))
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code: 0, or 2 where the input is not usable."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["bundle"]:
         from ._bundle.program import main as make_bundle
 
-        return make_bundle(arguments[1:])
+        return make_bundle(arguments[1:], _report_texts)
     options = _parse(arguments)
     if options.version:
         write_out(f"nvrx-report {distribution_versions().get('nvrx-common', 'of a source tree')}\n")

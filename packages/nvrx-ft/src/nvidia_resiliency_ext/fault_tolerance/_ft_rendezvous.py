@@ -17,16 +17,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 
-from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import records
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.identity import NodeIdentity
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import NodeIdentity
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import NodeSession
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import StoreLostError
-from nvidia_resiliency_ext.fault_tolerance._torch_faces.handler import StoreRendezvousHandler
-from nvidia_resiliency_ext.fault_tolerance._torch_faces.node_check import node_check
-from nvidia_resiliency_ext.fault_tolerance._torch_faces.roster import FINAL, read_roster
-from nvidia_resiliency_ext.fault_tolerance._torch_faces.settings import (
+from nvidia_resiliency_ext.fault_tolerance._torch.handler import StoreRendezvousHandler, node_check
+from nvidia_resiliency_ext.fault_tolerance._torch.membership import FINAL, read_roster
+from nvidia_resiliency_ext.fault_tolerance._torch.settings import (
     NodeOptions,
     Timeouts,
     host_rules,

@@ -17,16 +17,22 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
+    RDZV_SHUTDOWN_REASON_FAILURE,
+    RDZV_SHUTDOWN_REASON_GRACEFUL,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import News, Opened, Over, Placed
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import StoreLostError
+from nvidia_resiliency_ext.fault_tolerance._torch.settings import NodeOptions
+from nvidia_resiliency_ext.fault_tolerance.c10d_monkey_patch import create_tcp_store
+from nvidia_resiliency_ext.fault_tolerance.ft_rendezvous_barrier import (
+    FtRendezvousBarrierHandler,
+    RendezvousSettings,
+    make_handler,
+)
 from nvidia_resiliency_ext.shared_utils import events
-
-from ._infra.rdzv_reasons import RDZV_SHUTDOWN_REASON_FAILURE, RDZV_SHUTDOWN_REASON_GRACEFUL
-from ._launch.cause import Cause
-from ._rendezvous.records import Kind
-from ._rendezvous.session import News, Opened, Over, Placed
-from ._rendezvous.store import StoreLostError
-from ._torch_faces.settings import NodeOptions
-from .c10d_monkey_patch import create_tcp_store
-from .ft_rendezvous_barrier import FtRendezvousBarrierHandler, RendezvousSettings, make_handler
 
 __all__ = ["TorchrunHandler", "create_torchrun_handler"]
 

@@ -17,13 +17,12 @@ from typing import Any, ClassVar, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
+from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_FAILURE,
 )
-from nvidia_resiliency_ext.fault_tolerance._torch_faces.handler import StoreRendezvousHandler
-from nvidia_resiliency_ext.fault_tolerance._torch_faces.node_check import node_check
-from nvidia_resiliency_ext.fault_tolerance._torch_faces.roster import Seat, read_roster
-from nvidia_resiliency_ext.fault_tolerance._torch_faces.settings import (
+from nvidia_resiliency_ext.fault_tolerance._torch.handler import StoreRendezvousHandler, node_check
+from nvidia_resiliency_ext.fault_tolerance._torch.membership import Seat, read_roster
+from nvidia_resiliency_ext.fault_tolerance._torch.settings import (
     NodeOptions,
     Timeouts,
     group_size,

@@ -16,33 +16,33 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-    from ._launch.elastic import (
-        config_from_args,
-        elastic_launch,
-        launch_agent,
-        run,
-    )
-    from ._launch.errors import (
-        NoRestartRequested,
-        TerminalWorkerGroupFailure,
-        UnhealthyNodeException,
-    )
-    from ._launch.fitness import (
-        ensure_node_is_healthy,
-        get_node_health_check,
-        init_node_health_check,
-    )
-    from ._launch.launch_config import (
+    from nvidia_resiliency_ext.fault_tolerance._cli.parser import get_args_parser, parse_args
+    from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
         LaunchConfig,
         LogFunnelPorts,
         get_rdzv_endpoint,
         get_use_env,
     )
-    from ._launch.local_world import determine_local_world_size
-    from ._launch.parser import get_args_parser, parse_args
-    from ._launch.run_path import run_script_path
-    from ._launch.syntax import parse_min_max_nnodes
-    from ._torch_faces.agent import LocalElasticAgent
+    from nvidia_resiliency_ext.fault_tolerance._config.syntax import parse_min_max_nnodes
+    from nvidia_resiliency_ext.fault_tolerance._core.errors import (
+        NoRestartRequested,
+        TerminalWorkerGroupFailure,
+        UnhealthyNodeException,
+    )
+    from nvidia_resiliency_ext.fault_tolerance._core.local_world import determine_local_world_size
+    from nvidia_resiliency_ext.fault_tolerance._health.admission import (
+        ensure_node_is_healthy,
+        get_node_health_check,
+        init_node_health_check,
+    )
+    from nvidia_resiliency_ext.fault_tolerance._torch.agent import LocalElasticAgent
+    from nvidia_resiliency_ext.fault_tolerance._torch.elastic import (
+        config_from_args,
+        elastic_launch,
+        launch_agent,
+        run,
+    )
+    from nvidia_resiliency_ext.fault_tolerance._workers.run_path import run_script_path
 
 __all__ = [
     "FT_LAUNCHER_IPC_SOCKET",
@@ -69,39 +69,38 @@ __all__ = [
     "run_script_path",
 ]
 
-_ROOMS = {
-    "LaunchConfig": "launch_config",
-    "LocalElasticAgent": "_torch_faces.agent",
-    "LogFunnelPorts": "launch_config",
-    "NoRestartRequested": "errors",
-    "TerminalWorkerGroupFailure": "errors",
-    "UnhealthyNodeException": "errors",
-    "config_from_args": "elastic",
-    "determine_local_world_size": "local_world",
-    "elastic_launch": "elastic",
-    "ensure_node_is_healthy": "fitness",
-    "get_args_parser": "parser",
-    "get_node_health_check": "fitness",
-    "get_rdzv_endpoint": "launch_config",
-    "get_use_env": "launch_config",
-    "init_node_health_check": "fitness",
-    "launch_agent": "elastic",
-    "parse_args": "parser",
-    "parse_min_max_nnodes": "syntax",
-    "run": "elastic",
-    "run_script_path": "run_path",
+_MODULES = {
+    "LaunchConfig": "_config.launch_config",
+    "LocalElasticAgent": "_torch.agent",
+    "LogFunnelPorts": "_config.launch_config",
+    "NoRestartRequested": "_core.errors",
+    "TerminalWorkerGroupFailure": "_core.errors",
+    "UnhealthyNodeException": "_core.errors",
+    "config_from_args": "_torch.elastic",
+    "determine_local_world_size": "_core.local_world",
+    "elastic_launch": "_torch.elastic",
+    "ensure_node_is_healthy": "_health.admission",
+    "get_args_parser": "_cli.parser",
+    "get_node_health_check": "_health.admission",
+    "get_rdzv_endpoint": "_config.launch_config",
+    "get_use_env": "_config.launch_config",
+    "init_node_health_check": "_health.admission",
+    "launch_agent": "_torch.elastic",
+    "parse_args": "_cli.parser",
+    "parse_min_max_nnodes": "_config.syntax",
+    "run": "_torch.elastic",
+    "run_script_path": "_workers.run_path",
 }
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name from its room on first use."""
-    room = _ROOMS.get(name)
-    if room is None:
+    """Load a public name from its module on first use."""
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Not __name__: under `python -m` this module is called __main__.
-    path = room if "." in room else f"_launch.{room}"
     package = "nvidia_resiliency_ext.fault_tolerance"
-    value = getattr(importlib.import_module(f"{package}.{path}"), name)
+    value = getattr(importlib.import_module(f"{package}.{module}"), name)
     globals()[name] = value
     return value
 
@@ -117,13 +116,13 @@ def main(args: Sequence[str] | None = None) -> None:
     it ends after exit functions and output, and no caller gets `SystemExit`.
     """
     try:
-        from nvidia_resiliency_ext.fault_tolerance._launch.program import run_command_line
+        from nvidia_resiliency_ext.fault_tolerance._cli.program import run_command_line
 
         code = run_command_line(args)
     except KeyboardInterrupt:
         # Before the job takes over signals, or after it gave them back: nothing is running.
         _die_of_interrupt()
-    from nvidia_resiliency_ext.fault_tolerance._process.program_end import end_program
+    from nvidia_resiliency_ext.fault_tolerance._process.processes import end_program
 
     end_program(code, is_own=args is None)
 

@@ -10,9 +10,15 @@ import importlib
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ._cyclelogs.grpc_writer import GrpcWriterThread
-    from ._cyclelogs.reader import MultiplexingReaderThread, ReaderConfig
-    from ._cyclelogs.torch_specs import PipeBasedLogsSpecs, PipeSubprocessHandler
+    from nvidia_resiliency_ext.fault_tolerance._logs.grpc_writer import GrpcWriterThread
+    from nvidia_resiliency_ext.fault_tolerance._logs.reader import (
+        MultiplexingReaderThread,
+        ReaderConfig,
+    )
+    from nvidia_resiliency_ext.fault_tolerance._torch.cycle_log_specs import (
+        PipeBasedLogsSpecs,
+        PipeSubprocessHandler,
+    )
 
 __all__ = [
     "GrpcWriterThread",
@@ -22,22 +28,22 @@ __all__ = [
     "ReaderConfig",
 ]
 
-_ROOMS = {
-    "GrpcWriterThread": "grpc_writer",
-    "MultiplexingReaderThread": "reader",
-    "PipeBasedLogsSpecs": "torch_specs",
-    "PipeSubprocessHandler": "torch_specs",
-    "ReaderConfig": "reader",
+_MODULES = {
+    "GrpcWriterThread": "_logs.grpc_writer",
+    "MultiplexingReaderThread": "_logs.reader",
+    "PipeBasedLogsSpecs": "_torch.cycle_log_specs",
+    "PipeSubprocessHandler": "_torch.cycle_log_specs",
+    "ReaderConfig": "_logs.reader",
 }
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name from its room on first use."""
-    room = _ROOMS.get(name)
-    if room is None:
+    """Load a public name from its module on first use."""
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    package = "nvidia_resiliency_ext.fault_tolerance._cyclelogs"
-    value = getattr(importlib.import_module(f"{package}.{room}"), name)
+    package = "nvidia_resiliency_ext.fault_tolerance"
+    value = getattr(importlib.import_module(f"{package}.{module}"), name)
     globals()[name] = value
     return value
 

@@ -6,7 +6,7 @@ Only the launcher process holds a tracker.
 
 import logging
 
-from nvidia_resiliency_ext.fault_tolerance._progress.iteration_file import IterationFile
+from nvidia_resiliency_ext.fault_tolerance._core.iteration_file import IterationFile
 
 __all__ = ["TrainingProgressTracker"]
 

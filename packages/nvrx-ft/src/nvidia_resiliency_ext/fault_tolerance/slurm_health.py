@@ -3,7 +3,7 @@
 
 Run it in the batch script, or beside `nvrx-control`; launchers obey with
 `--ft-segment-health-check-dir`. One look costs two commands, `sinfo` and `squeue`. Owns the
-questions to Slurm and what the answers mean; the file is `_infra/segment_health.py`'s.
+questions to Slurm and what the answers mean; the file is `_health/segment_health.py`'s.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from nvidia_resiliency_ext.fault_tolerance._infra.nodelist import expand_nodelist
-from nvidia_resiliency_ext.fault_tolerance._infra.segment_health import (
+from nvidia_resiliency_ext.fault_tolerance._core.infra import expand_nodelist
+from nvidia_resiliency_ext.fault_tolerance._health.segment_health import (
     MAX_FIRST_LINE_BYTES,
     Unit,
     state_file,

@@ -2,13 +2,13 @@
 """Measured times of one rank and the timeouts that follow from them; sends nothing to a monitor.
 
 The numbers are plain; the one collective, `TimeoutsCalc.synchronize_all`, is carried out by
-`_timeouts/reduction.py`.
+`_core/timeout_reduction.py`.
 """
 
 import time
 from collections.abc import Callable, Collection, Iterable
 
-from nvidia_resiliency_ext.fault_tolerance._timeouts.errors import TimeoutsCalcError
+from nvidia_resiliency_ext.fault_tolerance._core.errors import TimeoutsCalcError
 from nvidia_resiliency_ext.fault_tolerance.data import (
     HeartbeatTimeouts,
     SectionAction,
@@ -134,7 +134,7 @@ class TimeoutsCalc:
         Raises:
             TimeoutsCalcError: torch.distributed is not initialised, or sections differ by rank.
         """
-        from nvidia_resiliency_ext.fault_tolerance._timeouts.reduction import max_over_ranks
+        from nvidia_resiliency_ext.fault_tolerance._core.timeout_reduction import max_over_ranks
 
         names = sorted(self.section_to_max_time)
         own = [self.initial_max_time, self.subsequent_max_time, self.out_of_section_max_time]

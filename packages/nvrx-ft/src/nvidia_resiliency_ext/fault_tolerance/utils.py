@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small public helpers under one path; the code is in `_infra`, `_ipc` and `_process`."""
 
-from nvidia_resiliency_ext.fault_tolerance._infra.env import is_slurm_job_array, parse_bool_env
-from nvidia_resiliency_ext.fault_tolerance._infra.nodelist import (
+from nvidia_resiliency_ext.fault_tolerance._core.infra import (
+    get_infrastructure_rank,
+    get_log_aggregator_shard_index,
     hostnames_to_slurm_nodelist,
+    is_slurm_job_array,
+    parse_bool_env,
     ranks_to_range_str,
     slurm_sort_addrs,
 )
-from nvidia_resiliency_ext.fault_tolerance._infra.rank import (
-    get_infrastructure_rank,
-    get_log_aggregator_shard_index,
-)
-from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
+from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
     DEFAULT_NO_RESTART_EXIT_CODE,
     RDZV_NO_RESTART_REASONS,
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
@@ -19,7 +18,7 @@ from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_GRACEFUL,
     RDZV_SHUTDOWN_REASON_NO_PROGRESS,
 )
-from nvidia_resiliency_ext.fault_tolerance._ipc.objects import (
+from nvidia_resiliency_ext.fault_tolerance._ipc.messages import (
     read_obj_from_ipc_socket,
     read_obj_from_ipc_stream,
     recv_all,
@@ -27,19 +26,21 @@ from nvidia_resiliency_ext.fault_tolerance._ipc.objects import (
     write_object_to_ipc_socket,
 )
 from nvidia_resiliency_ext.fault_tolerance._ipc.sockets import set_ipc_socket_timeouts
-from nvidia_resiliency_ext.fault_tolerance._process.cuda_context import reduce_cuda_ctx_size
-from nvidia_resiliency_ext.fault_tolerance._process.ends import (
+from nvidia_resiliency_ext.fault_tolerance._process.exceptions import (
+    get_rank,
+    install_exception_handler,
+)
+from nvidia_resiliency_ext.fault_tolerance._process.patching import (
+    patched_method,
+    reduce_cuda_ctx_size,
+)
+from nvidia_resiliency_ext.fault_tolerance._process.processes import (
+    get_processes_by_pgids,
     is_process_alive,
     terminate_mp_processes,
     wait_for_mp_events,
     wait_until_process_terminated,
 )
-from nvidia_resiliency_ext.fault_tolerance._process.exception_hook import (
-    get_rank,
-    install_exception_handler,
-)
-from nvidia_resiliency_ext.fault_tolerance._process.listing import get_processes_by_pgids
-from nvidia_resiliency_ext.fault_tolerance._process.patching import patched_method
 
 __all__ = [
     "DEFAULT_NO_RESTART_EXIT_CODE",

@@ -19,17 +19,20 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from . import _gather
-from ._checks import check_callable, check_duration, check_integer
-from ._ranks.activate import clamp_active, round_down
-from ._ranks.groups import failing
-from ._ranks.layers import Layer, LayerFlag
-from ._ranks.layout import Layout
-from ._ranks.renumber import fill, shift
-from ._ranks.tree import TreePlan
-from ._ranks.views import LeafMap, Node, Picture
-from .exception import InternalError, RestartError
-from .state import Mode, State
+from nvidia_resiliency_ext.inprocess import _gather
+from nvidia_resiliency_ext.inprocess._checks import check_callable, check_duration, check_integer
+from nvidia_resiliency_ext.inprocess._ranks.layout import Layer, LayerFlag, Layout
+from nvidia_resiliency_ext.inprocess._ranks.numbering import (
+    clamp_active,
+    failing,
+    fill,
+    round_down,
+    shift,
+)
+from nvidia_resiliency_ext.inprocess._ranks.tree import TreePlan
+from nvidia_resiliency_ext.inprocess._ranks.views import LeafMap, Node, Picture
+from nvidia_resiliency_ext.inprocess.exception import InternalError, RestartError
+from nvidia_resiliency_ext.inprocess.state import Mode, State
 
 __all__ = [
     "ActivateAllRanks",

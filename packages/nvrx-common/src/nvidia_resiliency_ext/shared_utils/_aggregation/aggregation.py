@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from nvidia_resiliency_ext.shared_utils._logging.place import open_log_directory
+from nvidia_resiliency_ext.shared_utils._logging.position import Batch, Position
+from nvidia_resiliency_ext.shared_utils._logging.position_file import PositionFile
 from nvidia_resiliency_ext.shared_utils.os_utils import validate_directory
 from nvidia_resiliency_ext.shared_utils.procfs import boot_id
 
 from .lock import DirectoryLock
 from .output import Output, is_batch
-from .position import Batch, Position
-from .position_file import PositionFile
 from .records import render
 from .sources import Sources
 from .take import take

@@ -10,7 +10,7 @@ from zlib import crc32
 from nvidia_resiliency_ext.shared_utils.os_utils import open_append_beneath
 
 if TYPE_CHECKING:
-    from .position import Position
+    from nvidia_resiliency_ext.shared_utils._logging.position import Position
 
 __all__ = ["Output"]
 

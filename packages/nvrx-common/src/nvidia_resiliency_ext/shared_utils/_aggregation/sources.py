@@ -16,13 +16,14 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from .position import FilePosition
+from nvidia_resiliency_ext.shared_utils._logging.position import FilePosition
+
 from .take import CHUNK_BYTES, Read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from .position import Position
+    from nvidia_resiliency_ext.shared_utils._logging.position import Position
 
 __all__ = ["Source", "Sources"]
 

@@ -6,7 +6,6 @@ Every text is redacted on its way. What is left out is listed, with the reason.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import stat
@@ -17,7 +16,7 @@ from .names import is_secret_name
 from .redact import REDACTED, redact
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from .archive import Archive
 
@@ -132,27 +131,6 @@ class Collector:
             self._notes.append(f"{name}: left out: {error}")
             return
         self.add(name, text)
-
-
-def report_texts(paths: Sequence[str]) -> dict[str, str]:
-    """Return the report of the records under these paths, by name; none where none is readable."""
-    from nvidia_resiliency_ext.shared_utils._events.read import EventFileError
-    from nvidia_resiliency_ext.shared_utils.report import (
-        build_timeline,
-        load,
-        render_json,
-        render_text,
-    )
-
-    found: dict[str, str] = {}
-    for number, path in enumerate(paths):
-        try:
-            timeline = build_timeline(load([path]))
-        except EventFileError:
-            continue
-        found[f"report-{number}.txt"] = render_text(timeline, width=120)
-        found[f"report-{number}.json"] = json.dumps(json.loads(render_json(timeline)))
-    return found
 
 
 def _is_wanted(name: str) -> bool:

@@ -12,7 +12,7 @@ from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_o
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["main"]
 
@@ -21,10 +21,15 @@ _DEFAULT_MIB = 32
 _WRONG_INPUT = 2
 
 
-def main(argv: Sequence[str]) -> int:
-    """Make the archive and return the exit code: 0, or 2 where it cannot be made."""
+def main(argv: Sequence[str], report_texts: Callable[[Sequence[str]], Mapping[str, str]]) -> int:
+    """Make the archive and return the exit code: 0, or 2 where it cannot be made.
+
+    Args:
+        argv: The command line after `bundle`.
+        report_texts: Gives the reports of the records under paths, by name.
+    """
     from .archive import Archive
-    from .collect import Collector, report_texts
+    from .collect import Collector
 
     options = _parse(argv)
     paths = options.paths or [path for path in (os.environ.get("NVRX_EVENT_DIR"),) if path]

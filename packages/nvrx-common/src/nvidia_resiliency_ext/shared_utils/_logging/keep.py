@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nvidia_resiliency_ext.shared_utils._aggregation.position import Position
+    from .position import Position
 
 __all__ = ["count_records", "remove_old"]
 
@@ -80,14 +80,15 @@ def count_records(descriptor: int, offset: int = 0) -> int:
 
 def _position_of(directory: int) -> Position | None:
     """Return how far an aggregator of this boot has read the files."""
-    from nvidia_resiliency_ext.shared_utils._aggregation.position import STATE_NAME
+    from .position import STATE_NAME
 
     try:
         os.stat(STATE_NAME, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
         return None
-    from nvidia_resiliency_ext.shared_utils._aggregation.position_file import read_position
     from nvidia_resiliency_ext.shared_utils.procfs import boot_id
+
+    from .position_file import read_position
 
     position = read_position(directory)
     return position if position is not None and position.boot_id == boot_id() else None

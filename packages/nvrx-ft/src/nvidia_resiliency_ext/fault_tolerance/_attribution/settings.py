@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._config import values
 
-from .endpoint import (
-    DEFAULT_ATTRIBUTION_PORT,
-    check_export_url,
-    client_endpoint,
-    is_managed,
-)
+from .endpoint import DEFAULT_ATTRIBUTION_PORT, check_export_url, client_endpoint, is_managed
 
 if TYPE_CHECKING:
     import argparse
@@ -178,7 +173,7 @@ def _check_port(args: argparse.Namespace) -> None:
         args, "ft_nvrx_logfile", None
     ):
         return
-    from nvidia_resiliency_ext.fault_tolerance._launch.launch_config import LogFunnelPorts
+    from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
 
     ports = LogFunnelPorts.from_launcher_args(args).listen_ports()
     if DEFAULT_ATTRIBUTION_PORT in ports:

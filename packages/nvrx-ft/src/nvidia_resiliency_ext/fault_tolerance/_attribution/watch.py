@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from nvidia_resiliency_ext.fault_tolerance._cyclelogs.names import cycle_log_file
+from nvidia_resiliency_ext.fault_tolerance._logs.lines import cycle_log_file
 from nvidia_resiliency_ext.shared_utils.attribution_wire import ACTION_STOP
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 

@@ -11,19 +11,20 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from nvidia_resiliency_ext.fault_tolerance._attribution.settings import AttributionConfig
+from nvidia_resiliency_ext.fault_tolerance._cli.parser import FlagParser
+from nvidia_resiliency_ext.fault_tolerance._config import syntax
 from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
-from nvidia_resiliency_ext.fault_tolerance._config.sources import Layers, layers_from_args
+from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS, Flag
+from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
 from nvidia_resiliency_ext.fault_tolerance._hosting.plan import HostPlan
-from nvidia_resiliency_ext.fault_tolerance._launch import surroundings, syntax
-from nvidia_resiliency_ext.fault_tolerance._launch.flags import FLAGS, Flag
-from nvidia_resiliency_ext.fault_tolerance._launch.log_plan import (
+from nvidia_resiliency_ext.fault_tolerance._plan import environment
+from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import (
     agreed_on_logs,
     log_plan,
     server_problems,
 )
-from nvidia_resiliency_ext.fault_tolerance._launch.parser import FlagParser
-from nvidia_resiliency_ext.fault_tolerance._launch.plan import check_job_id, job_name, missing_hook
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.rules import (
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import check_job_id, job_name, missing_hook
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
     GROUP_SIZE,
     LAST_CALL,
     LEASE,
@@ -220,7 +221,7 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
         ),
         token_file=config.rdzv_token_file,
         log_level=(
-            config.log_level if "log_level" in layers.given else surroundings.log_level(environ)
+            config.log_level if "log_level" in layers.given else environment.log_level(environ)
         ),
         bad_node_hook=config.bad_node_hook,
         services=_services(args, layers),

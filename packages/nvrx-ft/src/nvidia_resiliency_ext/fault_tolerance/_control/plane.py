@@ -16,18 +16,18 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.fault_tolerance._hosting.log_token import token_file
-from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlace, HostServices
-from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThread, StorePlan
-from nvidia_resiliency_ext.fault_tolerance._infra.rdzv_reasons import (
+from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, SignalInbox
+from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
 )
-from nvidia_resiliency_ext.fault_tolerance._launch.cause import ATTRIBUTION, Cause
-from nvidia_resiliency_ext.fault_tolerance._launch.loop import EventLoop
-from nvidia_resiliency_ext.fault_tolerance._launch.signals import SignalInbox
+from nvidia_resiliency_ext.fault_tolerance._hosting.plan import token_file
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlace, HostServices
+from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThread, StorePlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
     read_settings,
+    rules_from_settings,
     write_settings,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
@@ -35,9 +35,8 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     claim,
     read_token,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.exclusions import Exclusions
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import ForeignValueError
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.rules import rules_from_settings
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import Exclusions
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, load_torch
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
@@ -46,7 +45,7 @@ from nvidia_resiliency_ext.shared_utils.rundir import RunDir, remove_stale_run_d
 from .plan import PROGRAM, ControlPlan
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._launch.bad_node import BadNodeHook
+    from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 
 logger = logging.getLogger("nvrx")
@@ -171,8 +170,8 @@ class ControlPlane:
         logs = self._plan.services.logs
         if logs.launcher_log_file is None:
             return
-        from nvidia_resiliency_ext.fault_tolerance._cyclelogs.collector import CycleLogs
-        from nvidia_resiliency_ext.fault_tolerance._cyclelogs.sinks import funnel_of
+        from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
+        from nvidia_resiliency_ext.fault_tolerance._logs.sinks import funnel_of
 
         funnel = None
         if logs.server is not None:
@@ -186,7 +185,7 @@ class ControlPlane:
         command = self._plan.bad_node_hook
         if command is None:
             return
-        from nvidia_resiliency_ext.fault_tolerance._launch.bad_node import BadNodeHook
+        from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
 
         self._hook = BadNodeHook(
             command,

@@ -28,7 +28,7 @@ def run_command_line(argv: Sequence[str] | None) -> int:
     args = get_args_parser().parse_args(argv)
     try:
         if args.print_config:
-            from nvidia_resiliency_ext.fault_tolerance._check.program import print_config
+            from nvidia_resiliency_ext.fault_tolerance._cli.check import print_config
 
             return print_config(args, os.environ, CONTROL_FLAGS)
         plan = plan_of(args, os.environ)

@@ -20,16 +20,15 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.job_metadata import job_id_from_env
 
-from .log_token import IN_A_FILE, NO_SERVER, make_token, token_file
-from .plan import HostPlan
+from .plan import IN_A_FILE, NO_SERVER, HostPlan, make_token, token_file
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
-    from nvidia_resiliency_ext.fault_tolerance._cycleinfo.reporter import CycleInfoReporter
-    from nvidia_resiliency_ext.fault_tolerance._cyclelogs.servers import LogServers, Loop
-    from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+    from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+    from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers, Loop
+    from nvidia_resiliency_ext.fault_tolerance._report.cycle_reporter import CycleInfoReporter
 
-    from .nodes import CycleNodes
+    from .plan import CycleNodes
 
 __all__ = ["HostPlace", "HostServices", "evidence_of"]
 
@@ -101,7 +100,7 @@ class HostServices:
         server, roots = self._plan.logs.server, self._plan.logs.roots
         if server is None:
             return
-        from nvidia_resiliency_ext.fault_tolerance._cyclelogs.servers import (
+        from nvidia_resiliency_ext.fault_tolerance._logs.servers import (
             LogServers,
             ServerPlan,
         )
@@ -133,7 +132,7 @@ class HostServices:
         plan = self._plan
         if plan.cycle_info_dir is None:
             return
-        from nvidia_resiliency_ext.fault_tolerance._cycleinfo.reporter import CycleInfoReporter
+        from nvidia_resiliency_ext.fault_tolerance._report.cycle_reporter import CycleInfoReporter
 
         self._reporter = CycleInfoReporter(
             plan.cycle_info_dir, plan.logs.applog_prefix, plan.cycle_info_job_id

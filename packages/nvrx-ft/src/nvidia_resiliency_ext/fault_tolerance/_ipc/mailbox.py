@@ -4,7 +4,11 @@
 All clients are served at once: each has its own frame reader, and nothing waits for a client. A
 client that says nothing, dies in the middle of a message or sends garbage costs itself its
 connection and the others nothing.
+
+A peer that asks again and again, or sends garbage, must not fill the launcher's log.
 """
+
+from __future__ import annotations
 
 import contextlib
 import errno
@@ -16,16 +20,53 @@ import socket
 import time
 from collections.abc import Callable
 
-from nvidia_resiliency_ext.fault_tolerance._ipc.messages import MESSAGES
-from nvidia_resiliency_ext.fault_tolerance._ipc.refusals import RefusalLog
-from nvidia_resiliency_ext.fault_tolerance._ipc.sockets import listen
 from nvidia_resiliency_ext.fault_tolerance.data import ErrorMsg, OkMsg
 from nvidia_resiliency_ext.shared_utils.errors import PeerRefusedError, WireError
 from nvidia_resiliency_ext.shared_utils.wire import FrameReader, MessageSet, require_same_user
 
-__all__ = ["Mailbox"]
+from .messages import MESSAGES
+from .sockets import listen
+
+__all__ = ["Mailbox", "RefusalLog"]
+
 
 logger = logging.getLogger("nvrx")
+
+LINES_PER_PERIOD = 5
+PERIOD_S = 60.0
+
+
+class RefusalLog:
+    """Logs the first refusals of a period, and how many more there were when it is over."""
+
+    def __init__(self, socket_name: str) -> None:
+        """Begin without a period; the first refusal begins one."""
+        self._socket_name = socket_name
+        self._count = 0
+        self.next_check: float | None = None
+        """When `check` is due, on the monotonic clock."""
+
+    def note(self, now: float, text: str) -> None:
+        """Take a refusal, described in `text`."""
+        self.check(now)
+        if self.next_check is None:
+            self.next_check = now + PERIOD_S
+        self._count += 1
+        if self._count <= LINES_PER_PERIOD:
+            logger.warning("%s", text)
+
+    def check(self, now: float) -> None:
+        """End the period if it is over."""
+        if self.next_check is not None and self.next_check <= now:
+            self.finish()
+
+    def finish(self) -> None:
+        """End the period."""
+        more = self._count - LINES_PER_PERIOD
+        if more > 0:
+            logger.warning("%d more refusals at %s", more, self._socket_name)
+        self._count, self.next_check = 0, None
+
 
 _CHUNK_BYTES = 65536
 _MOST_CLIENTS = 1024
@@ -117,7 +158,7 @@ class Mailbox:
             if os.stat(self.socket_path).st_ino == self._inode:
                 os.unlink(self.socket_path)
 
-    def __enter__(self) -> "Mailbox":  # noqa: PYI034 - Self is not in Python 3.10
+    def __enter__(self) -> Mailbox:  # noqa: PYI034 - Self is not in Python 3.10
         return self
 
     def __exit__(self, *_: object) -> None:

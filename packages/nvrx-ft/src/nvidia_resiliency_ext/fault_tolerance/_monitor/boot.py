@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 from nvidia_resiliency_ext.shared_utils.wire import receive_message
 
-from .control import LAUNCHER_MESSAGES, LogLine, Start
+from .messages import LAUNCHER_MESSAGES, LogLine, Start
 from .server import MonitorServer
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, NoReturn
 
+from nvidia_resiliency_ext.fault_tolerance._core.errors import RankMonitorClientError
 from nvidia_resiliency_ext.fault_tolerance._env import DISABLE_RANK_MONITORS
 from nvidia_resiliency_ext.fault_tolerance.data import (
     FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
@@ -26,7 +27,6 @@ from nvidia_resiliency_ext.fault_tolerance.data import (
 )
 
 from .client_timeouts import ANSWER_LIMIT_S, ClientTimeouts
-from .errors import RankMonitorClientError
 from .hotpath import training_iteration
 from .slot import (
     NO_ITERATION,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
     from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
 
-    from .rank_messages import Accepted, Hello
+    from .messages import Accepted, Hello
 
 __all__ = ["RankMonitorClient", "RankMonitorClientError"]
 
@@ -185,7 +185,7 @@ class RankMonitorClient(ClientTimeouts):
         )
 
     def _ask(self) -> None:
-        from .rank_messages import Ask
+        from .messages import Ask
 
         link = self._link
         if link is not None and link.request(Ask, ANSWER_LIMIT_S) is None and self._words is None:
@@ -201,7 +201,7 @@ class RankMonitorClient(ClientTimeouts):
     def _wait_for_agreement(self) -> memoryview | None:
         from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
-        from .rank_messages import HeldForSave
+        from .messages import HeldForSave
 
         assert self.cfg is not None
         # Once the node's time is over the launcher ends the workers anyway.
@@ -223,7 +223,7 @@ class RankMonitorClient(ClientTimeouts):
             self._link.post(message)
 
     def _make_hello(self) -> tuple[Hello, list[int]]:
-        from .rank_messages import Hello
+        from .messages import Hello
 
         info = self.rank_info
         assert info is not None
@@ -314,7 +314,7 @@ class RankMonitorClient(ClientTimeouts):
 
     def _on_restored(self) -> None:
         """Tell a new monitor, in the link's thread, what the launcher's configuration lacks."""
-        from .rank_messages import SetTimeouts
+        from .messages import SetTimeouts
 
         if self._own_limits:
             self._post(SetTimeouts(0, self._own_limits))

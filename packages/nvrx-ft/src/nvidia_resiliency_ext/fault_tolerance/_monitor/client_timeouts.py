@@ -9,19 +9,99 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from . import timeouts_state
-from .errors import RankMonitorClientError
+from nvidia_resiliency_ext.fault_tolerance._core.errors import RankMonitorClientError
+from nvidia_resiliency_ext.fault_tolerance.data import HeartbeatTimeouts, SectionTimeouts
+
 from .hotpath import HotPath
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from nvidia_resiliency_ext.fault_tolerance.data import HeartbeatTimeouts, SectionTimeouts
     from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
 
     from .link import RankLink
 
-__all__ = ["ANSWER_LIMIT_S", "ClientTimeouts"]
+__all__ = [
+    "ANSWER_LIMIT_S",
+    "ClientTimeouts",
+    "limits_of",
+    "only_known",
+    "read_state",
+    "write_state",
+]
+
+
+_HEARTBEAT = "heartbeat"
+_SECTION = "section"
+
+
+def write_state(
+    heartbeat: HeartbeatTimeouts | None, section: SectionTimeouts | None
+) -> dict[str, Any]:
+    """Return the calculated timeouts as JSON-clean values; a part is left out if not calculated."""
+    state: dict[str, Any] = {}
+    if heartbeat is not None and heartbeat.were_calculated:
+        state[_HEARTBEAT] = {
+            "initial": heartbeat.initial,
+            "subsequent": heartbeat.subsequent,
+            "were_calculated": True,
+        }
+    if section is not None and (
+        section.calculated_sections or section.is_out_of_section_calculated
+    ):
+        state[_SECTION] = {
+            "section": {name: section.section[name] for name in sorted(section.section)},
+            "out_of_section": section.out_of_section,
+            "calculated_sections": sorted(section.calculated_sections),
+            "is_out_of_section_calculated": section.is_out_of_section_calculated,
+        }
+    return state
+
+
+def read_state(
+    state: Mapping[str, Any],
+) -> tuple[HeartbeatTimeouts | None, SectionTimeouts | None]:
+    """Return what `write_state` wrote.
+
+    Raises:
+        TypeError: A part has fields that timeouts do not have.
+    """
+    heartbeat, section = state.get(_HEARTBEAT), state.get(_SECTION)
+    return (
+        None if heartbeat is None else HeartbeatTimeouts(**heartbeat),
+        None if section is None else SectionTimeouts(**section),
+    )
+
+
+def only_known(loaded: SectionTimeouts, configured: SectionTimeouts) -> SectionTimeouts:
+    """Return loaded timeouts for the configured sections; what was not loaded stays as it is."""
+    section = dict(configured.section)
+    section.update({name: value for name, value in loaded.section.items() if name in section})
+    return SectionTimeouts(
+        section=section,
+        out_of_section=(
+            loaded.out_of_section
+            if loaded.is_out_of_section_calculated
+            else configured.out_of_section
+        ),
+        calculated_sections=loaded.calculated_sections & section.keys(),
+        is_out_of_section_calculated=loaded.is_out_of_section_calculated,
+    )
+
+
+def limits_of(
+    heartbeat: HeartbeatTimeouts | None = None, section: SectionTimeouts | None = None
+) -> dict[str, Any]:
+    """Return timeouts as the keys of the configuration that the monitor takes."""
+    limits: dict[str, Any] = {}
+    if heartbeat is not None:
+        limits["initial_rank_heartbeat_timeout"] = heartbeat.initial
+        limits["rank_heartbeat_timeout"] = heartbeat.subsequent
+    if section is not None:
+        limits["rank_section_timeouts"] = dict(section.section)
+        limits["rank_out_of_section_timeout"] = section.out_of_section
+    return limits
+
 
 ANSWER_LIMIT_S = 30.0
 
@@ -68,7 +148,7 @@ class ClientTimeouts(HotPath):
         if not calc.can_get_hb_timeouts():
             return self._not_ready("heartbeats", skip_if_not_ready=skip_if_not_ready)
         self.hb_timeouts = calc.get_hb_timeouts(self.hb_timeouts)
-        self._tell_limits(timeouts_state.limits_of(heartbeat=self.hb_timeouts))
+        self._tell_limits(limits_of(heartbeat=self.hb_timeouts))
         return True
 
     def calculate_and_set_section_timeouts(
@@ -104,13 +184,13 @@ class ClientTimeouts(HotPath):
         self.section_timeouts = calc.get_section_timeouts(
             selected_sections, calc_out_of_section, self.section_timeouts
         )
-        self._tell_limits(timeouts_state.limits_of(section=self.section_timeouts))
+        self._tell_limits(limits_of(section=self.section_timeouts))
         return True
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the calculated timeouts for a checkpoint; JSON-clean and equal on all ranks."""
         self._check_process()
-        state = timeouts_state.write_state(
+        state = write_state(
             self.hb_timeouts if self.is_initialized else self.loaded_hb_timeouts,
             self.section_timeouts if self.is_initialized else self.loaded_section_timeouts,
         )
@@ -124,14 +204,14 @@ class ClientTimeouts(HotPath):
         """
         self._check_process()
         current = state.get(self.CURRENT_TIMEOUTS_STATE_KEY) or {}
-        self.loaded_hb_timeouts, self.loaded_section_timeouts = timeouts_state.read_state(current)
+        self.loaded_hb_timeouts, self.loaded_section_timeouts = read_state(current)
         if self.is_initialized:
             self._apply_loaded()
 
     def _keep_calculated(self) -> None:
         """Remember what was calculated, for a checkpoint after the end and for a later session."""
-        calculated = timeouts_state.write_state(self.hb_timeouts, self.section_timeouts)
-        loaded = timeouts_state.read_state(calculated)
+        calculated = write_state(self.hb_timeouts, self.section_timeouts)
+        loaded = read_state(calculated)
         self.loaded_hb_timeouts, self.loaded_section_timeouts = loaded
 
     def _check_process(self) -> None:
@@ -156,18 +236,16 @@ class ClientTimeouts(HotPath):
         limits: dict[str, Any] = {}
         if self.loaded_hb_timeouts is not None:
             self.hb_timeouts = self.loaded_hb_timeouts
-            limits |= timeouts_state.limits_of(heartbeat=self.hb_timeouts)
+            limits |= limits_of(heartbeat=self.hb_timeouts)
         if self.loaded_section_timeouts is not None and self.section_timeouts is not None:
-            self.section_timeouts = timeouts_state.only_known(
-                self.loaded_section_timeouts, self.section_timeouts
-            )
-            limits |= timeouts_state.limits_of(section=self.section_timeouts)
+            self.section_timeouts = only_known(self.loaded_section_timeouts, self.section_timeouts)
+            limits |= limits_of(section=self.section_timeouts)
         if limits:
             self._tell_limits(limits)
 
     def _tell_limits(self, limits: Mapping[str, Any]) -> None:
         """Change limits in the monitor; a new monitor will be told again."""
-        from .rank_messages import SetTimeouts
+        from .messages import SetTimeouts
 
         self._own_limits = {**self._own_limits, **limits}
         link = self._link

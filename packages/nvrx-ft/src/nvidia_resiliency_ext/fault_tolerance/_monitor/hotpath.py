@@ -15,8 +15,9 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
+from nvidia_resiliency_ext.fault_tolerance._core.errors import RankMonitorClientError
+
 from . import slot
-from .errors import RankMonitorClientError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -233,12 +234,12 @@ class HotPath:
         raise NotImplementedError
 
     def _post_life(self) -> None:
-        from .rank_messages import FirstActivity
+        from .messages import FirstActivity
 
         self._post(FirstActivity())
 
     def _post_step(self, at: float) -> None:
-        from .rank_messages import StepBegun
+        from .messages import StepBegun
 
         self._post(StepBegun(at))
 

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nvidia_resiliency_ext.fault_tolerance._process.error_file import read_error_file
+from nvidia_resiliency_ext.fault_tolerance._process.exceptions import read_error_file
 from nvidia_resiliency_ext.shared_utils.hang_culprit import (
     Confidence,
     Finding,
@@ -28,8 +28,8 @@ from nvidia_resiliency_ext.shared_utils.rank_activity import (
     main_stack,
 )
 
-from . import control
-from .report import HEALTH_RULES, describe, hang_report, plain_states
+from . import messages
+from .hang_report import HEALTH_RULES, describe, hang_report, plain_states
 from .session import SAVE_LIMIT_S
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
 
     from .port import RankPort, Testimony
-    from .verdict import Verdict
+    from .timeout_rules import Verdict
 
 __all__ = ["Inquiries", "Workers"]
 
@@ -262,7 +262,7 @@ class Inquiries:
         accuser, verdict = inquiry.accuser, inquiry.verdict
         if accuser is None or verdict is None:
             evidence = {told.rank: told.evidence for told in known.values()}
-            self._node.tell(control.RanksSeen(plain_states(states, evidence)))
+            self._node.tell(messages.RanksSeen(plain_states(states, evidence)))
             return
         if known[accuser].has_gone_on:
             rank = known[accuser].rank
@@ -278,11 +278,11 @@ class Inquiries:
             self._end(inquiry, report)
         else:
             inquiry.held, inquiry.held_until = report, time.monotonic() + HOLD_S
-            self._node.tell(control.HangFound({**report, "is_held": True}))
+            self._node.tell(messages.HangFound({**report, "is_held": True}))
 
     def _end(self, inquiry: _Inquiry, report: Mapping[str, Any]) -> None:
         """Report a hang, and end who is to blame; where that is nobody, who broke its limit."""
-        self._node.tell(control.HangFound(dict(report)))
+        self._node.tell(messages.HangFound(dict(report)))
         logger.error("%s", describe(report))
         self._node.record_fault(report)
         for port in inquiry.ending:

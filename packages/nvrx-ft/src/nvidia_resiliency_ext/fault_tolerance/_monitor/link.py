@@ -23,7 +23,7 @@ from nvidia_resiliency_ext.shared_utils.wire import (
     send_with_fds,
 )
 
-from .rank_messages import RANK_MESSAGES, Accepted, Answer, Hello, Refused
+from .messages import RANK_MESSAGES, Accepted, Answer, Hello, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance._infra.hardware import has_adapters, has_gpu_driver
+from nvidia_resiliency_ext.fault_tolerance._core.infra import has_adapters, has_gpu_driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -10,31 +10,23 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nvidia_resiliency_ext.fault_tolerance._ipc.refusals import RefusalLog
+from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import RefusalLog
 from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
-from . import control, rank_messages, session
-from .doorway import Doorway, Watcher
-from .evidence import Evidence, inspect_process, save_evidence
-from .limits import change_limits, policy_of
+from . import messages, session
+from .acceptor import Doorway, Watcher
+from .hang_report import Evidence, inspect_process, save_evidence
 from .node_watch import Unfit
-from .slot import (
-    SAVE_ASKED,
-    W_SAVE,
-    SlotError,
-    SlotLayout,
-    SlotMemory,
-    SlotView,
-    read_slot,
-)
-from .verdict import Verdict, judge
+from .policy import change_limits, policy_of
+from .slot import SAVE_ASKED, W_SAVE, SlotError, SlotLayout, SlotMemory, SlotView, read_slot
+from .timeout_rules import Verdict, judge
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .doorway import Connection
-    from .restart_lines import RestartLines
+    from .acceptor import Connection
+    from .session import RestartLines
 
 __all__ = ["PortHost", "RankPort", "Testimony"]
 
@@ -90,7 +82,7 @@ class _Holder:
     """The process that has, or asks for, the session."""
 
     connection: Connection
-    hello: rank_messages.Hello
+    hello: messages.Hello
     process: PidHandle
     dump_fd: int = -1
     evidence: Evidence | None = None
@@ -236,7 +228,7 @@ class RankPort:
         self._refusals.finish()
         self.memory.close()
 
-    def _welcome(self, connection: Connection, hello: rank_messages.Hello) -> None:
+    def _welcome(self, connection: Connection, hello: messages.Hello) -> None:
         # The holder's own end may be in the queue behind this newcomer.
         self._read_holder()
         try:
@@ -272,16 +264,16 @@ class RankPort:
     def _handle(self, holder: _Holder, message: object) -> None:
         channel = holder.connection.channel
         match message:
-            case rank_messages.SetTimeouts(request, changes):
-                channel.send(rank_messages.Answer(request, self.set_limits(changes)))
-            case rank_messages.Ask(request):
+            case messages.SetTimeouts(request, changes):
+                channel.send(messages.Answer(request, self.set_limits(changes)))
+            case messages.Ask(request):
                 self._look_now()
-                channel.send(rank_messages.Answer(request))
-            case rank_messages.HeldForSave(request):
+                channel.send(messages.Answer(request))
+            case messages.HeldForSave(request):
                 self._hold(holder, request)
-            case rank_messages.StepBegun(t):
+            case messages.StepBegun(t):
                 self._tell_step(holder, t)
-            case rank_messages.FirstActivity():
+            case messages.FirstActivity():
                 self._tell_life(holder)
             case _:
                 channel.is_over = True  # a second hello, or a message of the other direction
@@ -291,14 +283,14 @@ class RankPort:
         self._save_word = self.memory.words[W_SAVE] = word
         holder = self._holder
         if word != SAVE_ASKED and holder is not None and holder.held_request is not None:
-            holder.connection.channel.send(rank_messages.Answer(holder.held_request))
+            holder.connection.channel.send(messages.Answer(holder.held_request))
             holder.held_request = None
 
     def _hold(self, holder: _Holder, request: int) -> None:
         if self._save_word == SAVE_ASKED:
             holder.held_request = request
         else:
-            holder.connection.channel.send(rank_messages.Answer(request))
+            holder.connection.channel.send(messages.Answer(request))
 
     def _feed(self, event: session.Event) -> None:
         self._state, effects = session.step(self._state, event, time.monotonic(), self._policy)
@@ -360,7 +352,7 @@ class RankPort:
             os.set_blocking(holder.dump_fd, False)
             self._take_slot(holder)
             self.memory.words[W_SAVE] = self._save_word
-            accepted = rank_messages.Accepted(session_id, self._config, list(self._layout.sections))
+            accepted = messages.Accepted(session_id, self._config, list(self._layout.sections))
             channel = holder.connection.channel
             channel.send(accepted, [self.memory.fd, dump_write_fd])
         finally:
@@ -371,7 +363,7 @@ class RankPort:
         if pidfd is not None:
             self._host.watch(pidfd, lambda: self._feed(session.Died()))
         rank, pid = holder.hello.rank, holder.process.pid
-        self._host.tell(control.RankJoined(self.local_rank, rank, pid))
+        self._host.tell(messages.RankJoined(self.local_rank, rank, pid))
         logger.debug("rank %d (pid %d) joined its monitor", rank, pid)
 
     def _take_slot(self, holder: _Holder) -> None:
@@ -385,7 +377,7 @@ class RankPort:
             else:
                 self.memory.close()
                 self.memory = adopted
-                self._host.tell(control.SlotReplaced(self.local_rank), [fd])
+                self._host.tell(messages.SlotReplaced(self.local_rank), [fd])
                 return
         self.memory.clear()
 
@@ -394,7 +386,7 @@ class RankPort:
         assert newcomer is not None
         rank, pid = newcomer.hello.rank, newcomer.process.pid
         self._note_refusal(f"rank {rank}: pid {pid} was refused: {reason}")
-        newcomer.connection.channel.send(rank_messages.Refused(reason))
+        newcomer.connection.channel.send(messages.Refused(reason))
         newcomer.connection.channel.close()
         newcomer.process.close()
 
@@ -409,7 +401,7 @@ class RankPort:
             self._host.unwatch(pidfd)
         holder.process.close()
         self._close_dump(holder)
-        self._host.tell(control.RankLeft(self.local_rank, view.iteration))
+        self._host.tell(messages.RankLeft(self.local_rank, view.iteration))
         self._lines.lost(time.monotonic())
         self._host.testify(self)
 
@@ -438,7 +430,7 @@ class RankPort:
         self._tell_life(holder)
         if not holder.has_told_step:
             holder.has_told_step = True
-            self._host.tell(control.FirstStep(self.local_rank, at))
+            self._host.tell(messages.FirstStep(self.local_rank, at))
 
     def _renew_policy(self) -> None:
         asked = None if self._holder is None else self._holder.hello.num_warmup_iters
@@ -496,7 +488,7 @@ class RankPort:
         rank, pid = holder.hello.rank, holder.process.pid
         look = inspect_process(pid, 0)
         state, wchan = look.kernel.state, look.kernel.wchan
-        self._host.tell(control.RankUnkillable(self.local_rank, rank, pid, state, wchan))
+        self._host.tell(messages.RankUnkillable(self.local_rank, rank, pid, state, wchan))
         logger.error(
             "rank %d (pid %d) survived SIGKILL: state %s, waits in %s; this node needs a look",
             rank,

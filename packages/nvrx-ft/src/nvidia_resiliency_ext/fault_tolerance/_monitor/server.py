@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
 
-from . import control
+from . import messages
 from .channel import Channel
+from .handle import sweep
+from .hang_report import HEALTH_RULES, fault_fields
 from .inquiry import Inquiries, Workers
 from .node_watch import NodeWatch, Unfit
 from .port import RankPort
-from .report import HEALTH_RULES, fault_fields
-from .restart_lines import RestartLines
-from .sweep import sweep
+from .session import RestartLines
 
 if TYPE_CHECKING:
     import socket
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
         RestarterEventLogger,
     )
 
-    from .doorway import HasFileno
-    from .verdict import Verdict
+    from .acceptor import HasFileno
+    from .timeout_rules import Verdict
 
 __all__ = ["MonitorServer"]
 
@@ -59,9 +59,9 @@ class MonitorServer:
 
     def __init__(
         self,
-        start: control.Start,
+        start: messages.Start,
         launcher: socket.socket | None,
-        lines: SimpleQueue[control.LogLine] | None = None,
+        lines: SimpleQueue[messages.LogLine] | None = None,
         restarter: RestarterEventLogger | None = None,
     ) -> None:
         """Listen for ranks.
@@ -90,7 +90,7 @@ class MonitorServer:
         self.workers = Workers()
         self._inquiries = Inquiries(self)
         self._unfit: SimpleQueue[Unfit] = SimpleQueue()
-        self._launcher = None if launcher is None else Channel(launcher, control.LAUNCHER_MESSAGES)
+        self._launcher = None if launcher is None else Channel(launcher, messages.LAUNCHER_MESSAGES)
         local_ranks = start.local_ranks or list(range(len(start.socket_paths)))
         self.ports = [
             RankPort(self, local_rank, path, start.config, self._restart_lines(local_rank))
@@ -108,7 +108,9 @@ class MonitorServer:
     def announce(self) -> None:
         """Tell the launcher that ranks may connect, and begin to listen to it."""
         if self._launcher is not None:
-            self._launcher.send(control.Ready(os.getpid()), [port.memory.fd for port in self.ports])
+            self._launcher.send(
+                messages.Ready(os.getpid()), [port.memory.fd for port in self.ports]
+            )
             self._watch_launcher()
 
     def run(self) -> None:
@@ -169,7 +171,7 @@ class MonitorServer:
     def tell(self, message: object, fds: Sequence[int] = ()) -> None:
         """Send a message to the launcher, if there is one; never waits."""
         if self._launcher is not None and self._start.run_id:
-            self._launcher.send(message, fds, is_droppable=isinstance(message, control.LogLine))
+            self._launcher.send(message, fds, is_droppable=isinstance(message, messages.LogLine))
             self._watch_launcher()
 
     def accuse(self, port: RankPort, verdict: Verdict) -> None:
@@ -265,11 +267,11 @@ class MonitorServer:
 
     def _obey(self, message: object) -> None:
         match message:
-            case control.CycleChanged(cycle):
+            case messages.CycleChanged(cycle):
                 self.cycle = cycle
                 self.workers = Workers()  # Their error files are those of the cycle before.
-                self.tell(control.CycleKnown(cycle))
-            case control.WorkersChanged():
+                self.tell(messages.CycleKnown(cycle))
+            case messages.WorkersChanged():
                 self.cycle = message.cycle
                 self._pgids = set(message.pgids)
                 self.workers = Workers(
@@ -279,17 +281,17 @@ class MonitorServer:
                     message.world_size,
                     message.rank_offset,
                 )
-            case control.Examine():
+            case messages.Examine():
                 self._inquiries.examine()
-            case control.Sentence(local_ranks):
+            case messages.Sentence(local_ranks):
                 self._inquiries.sentence(local_ranks)
-            case control.LeaseHeld(until):
+            case messages.LeaseHeld(until):
                 self._lease_until = until
-            case control.Save(word):
+            case messages.Save(word):
                 for port in self.ports:
                     port.save(word)
-                self.tell(control.SaveKnown(word))
-            case control.Leave():
+                self.tell(messages.SaveKnown(word))
+            case messages.Leave():
                 self._is_leaving = True
                 self._last_order = _Order.LEAVE
             case _:

@@ -3,11 +3,16 @@
 
 It reads the entry file and /proc, and decides from what it finds. What only a standby itself can
 see (open devices, threads, names that shadow a module) its start-up hook reports when it is ready.
+
+A value that differs by rank, or that the script sets before its first import, does not reach
+modules that were imported ahead. The rules go by prefix: torch adds names with every release.
+What a variable does is not known here.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +21,92 @@ from typing import Protocol
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
-from . import envrules
+IMPORT_TIME_PREFIXES = (
+    # The interpreter and libc.
+    "PYTHON", "LD_", "LC_", "MALLOC_",
+    # numpy, torch and their libraries.
+    "OMP_", "GOMP_", "KMP_", "MKL_", "I_MPI_", "OPENBLAS_", "GOTO_", "GOTOBLAS_", "NPY_",
+    "NUMPY_", "GFORTRAN_", "DNNL_", "ONEDNN_", "MKLDNN_", "OPENSSL_", "ACC_", "TQDM_",
+    "TORCH", "PYTORCH", "FX_", "COMPILE_STROBELIGHT_",
+    # What DistributedDataParallel imports when it is first used.
+    "INDUCTOR_", "AOT_", "PARTITIONER_", "SYMPY_", "MPMATH_", "CUTEDSL_", "PT2_",
+    # Not known without a device, so taken for import-time.
+    "CUDA", "CUBLAS", "CUDNN", "NVIDIA_", "TRITON",
+)  # fmt: skip
+IMPORT_TIME_NAMES = (
+    "FAKE_ALLOW_META",
+    "GLIBC_TUNABLES",
+    "KINETO_USE_DAEMON",
+    "LANG",
+    "LANGUAGE",
+    "LOG_TLPARSE",
+    "UNSAFE_SKIP_FSDP_MODULE_GUARDS",
+)
+# Read when they are needed, although a prefix above covers them.
+LATE_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_")
+LATE_NAMES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_VISIBLE_DEVICES",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_VERBOSE",
+    "ONEDNN_MAX_CPU_ISA",
+    # The launcher's own way to choose the interpreter, read before there is one.
+    "PYTHON_EXEC",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_DIST_INIT_BARRIER",
+)
+
+_NAME = re.compile(r"[A-Z][A-Z0-9_]+")
+
+
+def is_import_time(name: str) -> bool:
+    """Return whether a value set after the imports would be lost."""
+    if name in LATE_NAMES or name.startswith(LATE_PREFIXES):
+        return False
+    return name in IMPORT_TIME_NAMES or name.startswith(IMPORT_TIME_PREFIXES)
+
+
+def changed_import_time(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Return the import-time variables that differ between two environments, sorted."""
+    names = {*old, *new}
+    return sorted(n for n in names if old.get(n) != new.get(n) and is_import_time(n))
+
+
+def set_in_text(text: str) -> str | None:
+    """Return the first import-time variable that a script's text seems to set, or None.
+
+    It is a plain search of lines that speak of the environment. Reading a variable there looks
+    the same as setting it; that costs a warm start, and the other mistake would cost the value.
+    """
+    for line in _environment_lines(text):
+        for name in _NAME.findall(line):
+            if is_import_time(name):
+                return str(name)
+    return None
+
+
+def _environment_lines(text: str) -> Iterable[str]:
+    """Yield the lines that name the environment, each with the two that follow it.
+
+    A call such as `os.environ.update({...})` names its variables on the lines after its own.
+    """
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        code = line.lstrip()
+        if not code.startswith("#") and ("environ" in code or "putenv" in code):
+            yield "\n".join(lines[number : number + 3])
+
+
+def watch_list() -> dict[str, list[str]]:
+    """Return the rules as the start-up hook of a standby takes them."""
+    return {
+        "names": list(IMPORT_TIME_NAMES),
+        "prefixes": list(IMPORT_TIME_PREFIXES),
+        "late": list(LATE_NAMES),
+        "late_prefixes": list(LATE_PREFIXES),
+    }
+
 
 # Flags after which the hook is off, or which show the user what the interpreter imports.
 _LOOKING_FLAGS = frozenset("EISiv")
@@ -95,7 +185,7 @@ def cold_reason(
 
 def go_reason(standby_env: Mapping[str, str], worker_env: Mapping[str, str]) -> str | None:
     """Return why a standby cannot take over a worker's environment, or None."""
-    changed = envrules.changed_import_time(standby_env, worker_env)
+    changed = changed_import_time(standby_env, worker_env)
     if changed:
         return f"{changed[0]} is read at import and differs from the standby's"
     return None
@@ -132,7 +222,7 @@ def _environment_reason(env: Mapping[str, str]) -> str | None:
 
 def _entry_reason(command: Command) -> str | None:
     text = _entry_text(command)
-    name = envrules.set_in_text(text) if text is not None else None
+    name = set_in_text(text) if text is not None else None
     if name is not None:
         return f"{command.entry} names {name}, which is read at import"
     return None

@@ -28,14 +28,13 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from .conditions import find_interpreter
-from .envrules import watch_list
+from .conditions import find_interpreter, watch_list
 from .imports import DEFAULT_IMPORTS, with_optional
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nvidia_resiliency_ext.fault_tolerance._launch.command import WorkerCommand
+    from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
 
 logger = logging.getLogger("nvrx")
 
@@ -373,7 +372,7 @@ def _placeholder(path: str | None) -> int | None:
 
 def _placeholder_pipe() -> tuple[int, int]:
     """Return a pipe of which neither end ever waits: too much output fails the import."""
-    from nvidia_resiliency_ext.fault_tolerance._cyclelogs.pipes import open_pipe
+    from nvidia_resiliency_ext.fault_tolerance._logs.reader import open_pipe
 
     reading, writing = open_pipe()
     os.set_blocking(writing, False)

@@ -14,11 +14,10 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 
-from nvidia_resiliency_ext.fault_tolerance._launch.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-from . import blame, clocks, host, keys, marks
-from .exclusions import Exclusions, is_named
+from . import clocks, host, keys, reputation
 from .host import (
     AskRanks,
     Close,
@@ -33,7 +32,7 @@ from .host import (
     View,
     Wait,
 )
-from .log import DecisionLog
+from .log import DecisionLog, GoOn, Known, decide_resume, known_from
 from .placement import Placement, summary
 from .records import (
     Arrival,
@@ -48,7 +47,7 @@ from .records import (
     decode,
     encode,
 )
-from .resume import GoOn, Known, decide_resume, known_from
+from .reputation import Exclusions, is_named
 from .store import JobStore, StoreLostError
 
 logger = logging.getLogger("nvrx")
@@ -214,14 +213,14 @@ class Host:
     def _note_blame(self, entry: Entry) -> None:
         """Count a restart against the host that caused it."""
         cause, rules, now = entry.cause, self._rules.blame, self._clock.monotonic()
-        if cause is None or not cause.host or not blame.is_of_the_node(cause.kind):
+        if cause is None or not cause.host or not reputation.is_of_the_node(cause.kind):
             return
         if cause.kind == "node_lost":
             self._report_bad_node(cause)
-        before = blame.blamed(self._memory.failures, now, rules)
-        failures = blame.note(self._memory.failures, cause.host, now, rules)
+        before = reputation.blamed(self._memory.failures, now, rules)
+        failures = reputation.note(self._memory.failures, cause.host, now, rules)
         self._memory = dataclasses.replace(self._memory, failures=failures)
-        if cause.host in blame.blamed(failures, now, rules) - before:
+        if cause.host in reputation.blamed(failures, now, rules) - before:
             what = (
                 f"host {cause.host} caused {rules.limit} restarts within {rules.window_s:g} s: "
                 "it works only where there is no spare"
@@ -319,7 +318,7 @@ class Host:
         """Go on from what the host before knew of hosts and nodes."""
         self._memory = dataclasses.replace(
             self._memory,
-            failures=marks.failures_in(told, self._clock.monotonic()),
+            failures=reputation.failures_in(told, self._clock.monotonic()),
             unhealthy=self._memory.unhealthy | frozenset(told.unhealthy),
         )
         for name, why in reversed(told.named):
@@ -330,7 +329,7 @@ class Host:
         if not self._entry.is_controlled:
             return None
         unhealthy = {note.node for note in self._notes if note.kind is Kind.UNHEALTHY}
-        return marks.marks_of(
+        return reputation.marks_of(
             self._memory.failures,
             self._exclusions.why,
             self._memory.unhealthy | unhealthy,

@@ -1,7 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the job's keys in the store."""
+"""The job's keys in the store, the identity of a launcher, and the age limits of its lease."""
 
 from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+__all__ = ["NodeIdentity"]
+
+
+_TEXT: Final = re.compile(r"(.{1,255})_([0-9]{1,10})_([0-9]{1,10})")
+
+
+class NodeIdentity(NamedTuple):
+    """Which launcher, ordered by address, then process, then number.
+
+    Attributes:
+        addr: Name or address of its node.
+        pid: Number of the launcher's process.
+        number: Counts the identities that this process has had.
+    """
+
+    addr: str
+    pid: int
+    number: int
+
+    def __str__(self) -> str:
+        """Return the text form, such as `node001_4242_0`."""
+        return f"{self.addr}_{self.pid}_{self.number}"
+
+    @classmethod
+    def parse(cls, text: str) -> NodeIdentity:
+        """Return the identity that a text names; the address may itself contain underscores.
+
+        Raises:
+            ValueError: It is no identity.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None or not text.isprintable():
+            raise ValueError(f"{text[:300]!r} is no identity such as 'node001_4242_0'")
+        addr, pid, number = match.groups()
+        return cls(addr, int(pid), int(number))
+
 
 HEAD = "head"
 BELL = "bell"
@@ -57,3 +97,15 @@ def place(node: str) -> str:
 def lease(node: str) -> str:
     """Return the counter that a living node raises."""
     return f"lease/{node}"
+
+
+# A living node's lease is never older than this.
+LEASES_IN_DOUBT = 1.5
+# A node that cannot renew its lease stops its workers then, before its peers act.
+LEASES_TO_FENCE = 2.0
+# So long have its workers between SIGTERM and SIGKILL.
+FENCE_STOP_LEASES = 0.5
+# The rank monitor kills the workers then, should their launcher be stopped or stuck.
+LEASES_TO_KILL = 2.6
+# The host counts the node as lost then, and the node itself gives up.
+LEASES_TO_EXPIRY = 3.0

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who trains in a round, and with which group rank.
+"""Who trains in a round, with which group rank, and the words for it. Pure.
+
+Pure. Nodes are known by their index in that order. A block is `size` ranks in a row, whose nodes
+are of one domain.
 
 Pure: the nodes that arrived and the rules of the job go in; ranks come out, the same ones whatever
 the order of arrival.
@@ -15,15 +18,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from nvidia_resiliency_ext.fault_tolerance._core.infra import compact_nodes
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from .identity import NodeIdentity
-from .placement_text import few, summary, why_excluded, why_too_few_segments
-from .seating import seat
+from .keys import NodeIdentity
 
 __all__ = [
     "NO_DOMAIN",
@@ -32,10 +34,104 @@ __all__ = [
     "Placement",
     "PlacementError",
     "PlacementRules",
+    "by_domain",
+    "few",
     "place",
+    "seat",
     "summary",
     "validate",
+    "why_excluded",
+    "why_too_few_segments",
 ]
+
+
+def by_domain(domains: Sequence[str]) -> dict[str, list[int]]:
+    """Return the indices of the nodes of each domain; the domain of the first node comes first."""
+    members: dict[str, list[int]] = defaultdict(list)
+    for index, domain in enumerate(domains):
+        members[domain].append(index)
+    return dict(members)
+
+
+def seat(
+    domains: Sequence[str], earlier_ranks: Sequence[int | None], *, size: int, blocks: int
+) -> list[int]:
+    """Return the nodes that get a rank, in rank order.
+
+    A node keeps its earlier rank if its domain keeps the block. Domains that have lost nodes keep
+    the blocks with the most survivors; the other blocks go to the domains in order. Holes are
+    filled by nodes of the domain, those with an earlier rank before others.
+
+    Args:
+        domains: The domain of each node.
+        earlier_ranks: The rank that each node had; None for none.
+        size: Ranks in a block.
+        blocks: How many blocks to give out; the domains can fill as many.
+    """
+    return _Seating(domains, earlier_ranks, size=size, blocks=blocks).assign()
+
+
+class _Seating:
+    def __init__(
+        self, domains: Sequence[str], earlier_ranks: Sequence[int | None], *, size: int, blocks: int
+    ) -> None:
+        self._domains = domains
+        self._earlier_ranks = earlier_ranks
+        self._size = size
+        self._blocks = blocks
+        self._members = by_domain(domains)
+        self._room = {domain: len(nodes) // size for domain, nodes in self._members.items()}
+        # Who had each rank that still exists; of two that claim one rank the first has it.
+        self._holders: dict[int, int] = {}
+        for index, rank in enumerate(earlier_ranks):
+            if rank is not None and 0 <= rank < blocks * size:
+                self._holders.setdefault(rank, index)
+
+    def assign(self) -> list[int]:
+        homes = self._keep_homes()
+        self._find_homes(homes)
+        ranks: dict[str, list[int]] = {domain: [] for domain in self._members}
+        for block in range(self._blocks):
+            ranks[homes[block]].extend(range(block * self._size, (block + 1) * self._size))
+        seats: dict[int, int] = {}
+        for domain, members in self._members.items():
+            seats.update(self._fill(domain, members, ranks[domain]))
+        return [seats[rank] for rank in range(self._blocks * self._size)]
+
+    def _keep_homes(self) -> dict[int, str]:
+        """Leave blocks to the domains of those who had their ranks, as far as there is room."""
+        claims = Counter(
+            (rank // self._size, self._domains[index]) for rank, index in self._holders.items()
+        )
+        homes: dict[int, str] = {}
+        for (block, domain), _ in sorted(claims.items(), key=lambda item: (-item[1], item[0])):
+            if block not in homes and self._room[domain]:
+                homes[block] = domain
+                self._room[domain] -= 1
+        return homes
+
+    def _find_homes(self, homes: dict[int, str]) -> None:
+        """Give the other blocks to the domains, the first ones first."""
+        free = (domain for domain in self._members for _ in range(self._room[domain]))
+        for block in range(self._blocks):
+            if block not in homes:
+                homes[block] = next(free)
+
+    def _fill(self, domain: str, members: list[int], ranks: list[int]) -> dict[int, int]:
+        seats = {
+            rank: self._holders[rank]
+            for rank in ranks
+            if rank in self._holders and self._domains[self._holders[rank]] == domain
+        }
+        seated = set(seats.values())
+        holes = [rank for rank in ranks if rank not in seats]
+        # Whoever trained before goes on training, if not at the old rank.
+        waiting = sorted(
+            (index for index in members if index not in seated),
+            key=lambda index: (self._earlier_ranks[index] is None, index),
+        )
+        return {**seats, **dict(zip(holes, sorted(waiting[: len(holes)]), strict=True))}
+
 
 NO_DOMAIN: Final = "none"
 _LONGEST_TEXT: Final = 255
@@ -312,3 +408,58 @@ def _identity(candidate: Candidate) -> NodeIdentity:
 
 def _infra_rank(candidate: Candidate) -> int:
     return candidate.infra_rank
+
+
+_FEW: Final = 8
+
+
+def few(texts: Sequence[str], *, separator: str = ", ") -> str:
+    """Return the first texts in one, and how many more there are."""
+    more = len(texts) - _FEW
+    return separator.join(texts[:_FEW]) + (f" and {more} more" if more > 0 else "")
+
+
+def summary(placement: Placement) -> str:
+    """Return one line: who is active, who stands by, who is excluded and why.
+
+    Example: `4 active: node[001-004]; 1 standby: node007; 1 excluded: node006 (group 3 has 1 of 2
+    nodes)`.
+    """
+    parts = [
+        _count(placement.active, "active"),
+        _count(placement.standby, "standby"),
+        _count(placement.excluded, "excluded"),
+    ]
+    why = placement.why_excluded
+    return "; ".join(parts) + (f" ({why})" if why else "")
+
+
+def why_excluded(
+    excluded: Sequence[Candidate], group_size: int | None, unhealthy_groups: Collection[str]
+) -> str:
+    """Return what is wrong with each group of the nodes that are excluded."""
+    reasons = []
+    for group, size in Counter(candidate.group for candidate in excluded).items():
+        if group is None:
+            nodes = "node has" if size == 1 else "nodes have"
+            reasons.append(f"{size} {nodes} no NVRX_REPLACEMENT_GROUP_ID")
+        elif group in unhealthy_groups:
+            reasons.append(f"group {group} is unhealthy")
+        else:
+            reasons.append(f"group {group} has {size} of {group_size} nodes")
+    return few(reasons)
+
+
+def why_too_few_segments(nodes_per_domain: Mapping[str, int], segment: int, min_nodes: int) -> str:
+    """Return how many whole segments the domains give, and what each of them has."""
+    whole = sum(nodes // segment for nodes in nodes_per_domain.values())
+    domains = [f"{domain}: {nodes}" for domain, nodes in nodes_per_domain.items()]
+    return (
+        f"but they fill {whole} of {min_nodes // segment} segments of {segment}"
+        f" (nodes per NVLink domain: {few(domains)})"
+    )
+
+
+def _count(candidates: Sequence[Candidate], what: str) -> str:
+    nodes = compact_nodes(candidate.addr for candidate in candidates)
+    return f"{len(candidates)} {what}" + (f": {nodes}" if nodes else "")

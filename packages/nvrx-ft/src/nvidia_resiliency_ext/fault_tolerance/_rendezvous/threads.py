@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from . import keys
 from .agreement import differences, read_settings, write_settings
-from .lease import LEASES_TO_EXPIRY
+from .keys import LEASES_TO_EXPIRY
 from .log import DecisionLog
 from .records import Entry, ForeignValueError, Kind, Phase
 from .session import FOREIGN_PAUSE_S, Lost, News, NodeSession, Over

@@ -21,11 +21,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.inprocess._bounded import call_bounded
-from nvidia_resiliency_ext.inprocess._call.kernel_call import is_in_untimed_condition
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as ReleaseTimeoutError
 
 from . import groups as torch_groups
 from .gloo_sockets import end_gloo_connections
+from .kernel_call import is_in_untimed_condition
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -18,10 +18,10 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._call.kernel_call import system_call
 from nvidia_resiliency_ext.shared_utils.procfs import read_stat
 from nvidia_resiliency_ext.shared_utils.store_sockets import socket_copy, tcp_socket
 
+from .kernel_call import system_call
 from .unread import UnreadConnections
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nvidia_resiliency_ext.inprocess._abort.destroyed import forget_unfinished, patient_destruction
 from nvidia_resiliency_ext.inprocess._abort.gloo_sockets import let_go_of_gloo_connections
+from nvidia_resiliency_ext.inprocess._call.restart import RankShouldRestart
 from nvidia_resiliency_ext.inprocess._monitor.messages import (
     Completed,
     Decided,
@@ -29,7 +30,6 @@ from nvidia_resiliency_ext.inprocess._monitor.page import Phase as ProgressPhase
 from nvidia_resiliency_ext.inprocess._protocol.hang import is_searched
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, format_interruption_records
 from nvidia_resiliency_ext.inprocess.exception import HealthCheckError, InternalError
-from nvidia_resiliency_ext.inprocess.monitor_thread import RankShouldRestart
 from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignmentCtx, RankDiscarded
 from nvidia_resiliency_ext.inprocess.rank_filter import RankFilter as OlderRankFilter
 from nvidia_resiliency_ext.inprocess.state import Mode

@@ -23,8 +23,6 @@ from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.store_side import CONNECT
 from nvidia_resiliency_ext.inprocess._protocol.board import Board
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
-from nvidia_resiliency_ext.inprocess._protocol.errors import ForeignValueError, StoreLostError
-from nvidia_resiliency_ext.inprocess._protocol.numbers import parse_number
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
 from nvidia_resiliency_ext.inprocess._store.barriers import pass_barrier
 from nvidia_resiliency_ext.inprocess._store.endpoint import (
@@ -34,6 +32,11 @@ from nvidia_resiliency_ext.inprocess._store.endpoint import (
     cycle_prefix,
     find_endpoint,
     job_name,
+)
+from nvidia_resiliency_ext.inprocess._store.errors import (
+    ForeignValueError,
+    StoreLostError,
+    parse_number,
 )
 from nvidia_resiliency_ext.inprocess._store.hosting import Keeper, keep_store
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._protocol.errors import StoreLostError
+from nvidia_resiliency_ext.inprocess._store.errors import StoreLostError
 from nvidia_resiliency_ext.inprocess._store.sockets import make_within, wait_until_listening
 
 __all__ = ["RendezvousError", "patient_rendezvous"]

@@ -15,10 +15,9 @@ import socket
 import struct
 import time
 
+from nvidia_resiliency_ext.inprocess._abort.kernel_call import Wait, kernel_wait, own_memory
 from nvidia_resiliency_ext.inprocess._store.greeting import greet
 from nvidia_resiliency_ext.shared_utils.store_sockets import tcp_socket
-
-from .kernel_call import Wait, kernel_wait, own_memory
 
 __all__ = ["StoreWaits"]
 

@@ -10,8 +10,8 @@ from nvidia_resiliency_ext.inprocess._abort.gloo_sockets import (
     end_gloo_connections,
     end_gloo_meetings,
 )
+from nvidia_resiliency_ext.inprocess._abort.kernel_call import is_in_futex
 
-from .kernel_call import is_in_futex
 from .store_waits import StoreWaits
 
 __all__ = ["StuckCalls"]

@@ -3,7 +3,7 @@
 
 It is run by its path. Importing the package of this file would import torch before anybody is
 listened to, so the package stands in `sys.modules` as an empty shell at first, under which its
-light modules can be imported; `complete_package` fills it.
+light modules can be imported; what its attribute `COMPLETE` holds fills it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import threading
 
 _PACKAGE = "nvidia_resiliency_ext.inprocess"
-_SHELL_MARK = "_nvrx_is_shell"
+COMPLETE = "_nvrx_complete"
 _lock = threading.Lock()
 
 
@@ -25,7 +25,7 @@ def make_shell() -> None:
     if spec is None or spec.loader is None:
         raise ImportError(f"{_PACKAGE} is not to be found")
     package = importlib.util.module_from_spec(spec)
-    setattr(package, _SHELL_MARK, True)
+    setattr(package, COMPLETE, complete_package)
     sys.modules[_PACKAGE] = package
     parent_name, _, name = _PACKAGE.rpartition(".")
     setattr(sys.modules[parent_name], name, package)
@@ -35,9 +35,9 @@ def complete_package() -> None:
     """Run what the package does when it is imported, if that has not happened; any thread."""
     with _lock:
         package = sys.modules.get(_PACKAGE)
-        if package is None or not hasattr(package, _SHELL_MARK):
+        if package is None or not hasattr(package, COMPLETE):
             return
-        delattr(package, _SHELL_MARK)
+        delattr(package, COMPLETE)
         spec = package.__spec__
         assert spec is not None
         assert spec.loader is not None
@@ -69,7 +69,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Whoever asks for the shell must find this module, not a second one.
-    sys.modules[f"{_PACKAGE}._monitor.boot"] = sys.modules["__main__"]
     # Threads may sit in the store, where the interpreter's end would not wait for them.
     os._exit(main())

@@ -14,15 +14,9 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._monitor import messages, roster, verdict
-from nvidia_resiliency_ext.inprocess._monitor.news import Hearer, NewsReader, read_fate
-from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView, Phase, Stamps
-from nvidia_resiliency_ext.inprocess._monitor.registration import Registration
-from nvidia_resiliency_ext.inprocess._monitor.stacks import read_dump, seen_before_end
-from nvidia_resiliency_ext.inprocess._monitor.store_side import Desk, store_name
 from nvidia_resiliency_ext.inprocess._protocol.decision import encode_decision
 from nvidia_resiliency_ext.inprocess._protocol.hang import Seen
-from nvidia_resiliency_ext.inprocess._protocol.keys import job_of
+from nvidia_resiliency_ext.inprocess._store.keys import job_of
 from nvidia_resiliency_ext.inprocess._store.stopped import wake_keepers
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.shared_utils import procfs
@@ -35,17 +29,25 @@ from nvidia_resiliency_ext.shared_utils.rank_activity import (
     inspect_kernel,
 )
 
+from . import messages, roster, verdict
+from .news import Hearer, NewsReader, read_fate
+from .page import PageError, PageView, Phase, Stamps
+from .registration import Registration
+from .stacks import read_dump, seen_before_end
+from .store_side import Desk, store_name
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nvidia_resiliency_ext.inprocess._monitor.journal import Journal
-    from nvidia_resiliency_ext.inprocess._monitor.loop import Connection, Loop
-    from nvidia_resiliency_ext.inprocess._monitor.processes import Processes
-    from nvidia_resiliency_ext.inprocess._monitor.registration import Adopted
-    from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
     from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
     from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
     from nvidia_resiliency_ext.shared_utils.rank_activity import Kernel
+
+    from .journal import Journal
+    from .loop import Connection, Loop
+    from .processes import Processes
+    from .registration import Adopted
+    from .settings import MonitorSettings
 
 __all__ = ["Host", "Serving"]
 

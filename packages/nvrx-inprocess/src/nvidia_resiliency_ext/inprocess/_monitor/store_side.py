@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import queue
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -70,9 +71,10 @@ def store_name(settings: MonitorSettings) -> str:
 
 def warm_up() -> None:
     """Import torch and all of this package, which what connects may need."""
-    from nvidia_resiliency_ext.inprocess._monitor.boot import complete_package
-
-    complete_package()
+    # `boot.py` leaves it where it has put an empty package in place.
+    complete = getattr(sys.modules["nvidia_resiliency_ext.inprocess"], "_nvrx_complete", None)
+    if complete is not None:
+        complete()
     with contextlib.suppress(ImportError):
         import torch.distributed  # noqa: F401 - for its effect
 

@@ -12,6 +12,14 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
+from nvidia_resiliency_ext.inprocess._store.errors import ForeignValueError, parse_number
+from nvidia_resiliency_ext.inprocess._store.keys import (
+    IterationKeys,
+    iteration_keys,
+    lease_key,
+    nodes_key,
+    oldest_key,
+)
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
 from .decision import (
@@ -22,8 +30,6 @@ from .decision import (
     encode_decision,
     encode_records,
 )
-from .errors import ForeignValueError
-from .keys import IterationKeys, iteration_keys, lease_key, nodes_key, oldest_key
 from .lists import (
     NodeEntry,
     decide,
@@ -37,7 +43,6 @@ from .lists import (
     parse_nodes,
     parse_records,
 )
-from .numbers import parse_number
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from nvidia_resiliency_ext.inprocess._store.errors import ForeignValueError
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
-from .errors import ForeignValueError
 from .hang import LONGEST_TEXT, Hang, Seen
 
 _MOST_RANKS = 1 << 20

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nvidia_resiliency_ext.inprocess._store.errors import ForeignValueError, parse_number
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
 from .decision import Arrival, Decision
-from .errors import ForeignValueError
 from .hang import Seen, find_hang
-from .numbers import parse_number
 
 _END = ";"
 _LEFT = "-"

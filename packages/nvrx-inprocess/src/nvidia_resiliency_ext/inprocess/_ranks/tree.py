@@ -12,9 +12,8 @@ from bisect import bisect_left
 from itertools import compress
 from typing import TYPE_CHECKING
 
-from .layers import Layer, LayerFlag
-from .layout import Branch, Layout, above
-from .reserves import moves
+from .layout import Branch, Layer, LayerFlag, Layout, above
+from .numbering import moves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence

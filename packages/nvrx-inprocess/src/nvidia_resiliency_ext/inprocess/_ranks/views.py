@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess.state import Mode, State
 
-from .layers import Layer
-from .layout import Branch
+from .layout import Branch, Layer
 from .tree import TreePlan
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nvidia_resiliency_ext.inprocess._protocol.errors import ForeignValueError, StoreLostError
 from nvidia_resiliency_ext.inprocess.utils import torch_older_than
 
+from .errors import ForeignValueError, StoreLostError
 from .plain import WaitExpiredError
 from .sockets import is_listening
 

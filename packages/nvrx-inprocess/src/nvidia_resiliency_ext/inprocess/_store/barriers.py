@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
 
-from nvidia_resiliency_ext.inprocess._protocol.errors import ForeignValueError
-from nvidia_resiliency_ext.inprocess._protocol.numbers import parse_number
 from nvidia_resiliency_ext.inprocess.exception import RestartError
 
 from .access import StoreAccess
+from .errors import ForeignValueError, parse_number
 
 _PREFIX = "inprocess_barrier_prefix"
 _LONGEST_SLICE_S = 10.0

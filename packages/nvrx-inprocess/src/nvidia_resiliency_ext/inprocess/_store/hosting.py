@@ -19,13 +19,12 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._protocol.errors import (
+from .endpoint import Endpoint, port_is_held
+from .errors import (
     ForeignValueError,
     NobodyListensError,
     StoreLostError,
 )
-
-from .endpoint import Endpoint, port_is_held
 from .identity import StoreInUseError, claim
 from .sockets import is_reachable_from_elsewhere
 from .stopped import PROGRAM, wake_keepers

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._protocol.errors import ForeignValueError
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from .access import StoreAccess
+from .errors import ForeignValueError
 
 _KEY = "nvrx/owner"
 

@@ -10,12 +10,11 @@ from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
-from nvidia_resiliency_ext.inprocess._protocol.errors import ForeignValueError
-from nvidia_resiliency_ext.inprocess._protocol.numbers import parse_number
 from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
 
 from . import barriers
 from .access import StoreAccess
+from .errors import ForeignValueError, parse_number
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

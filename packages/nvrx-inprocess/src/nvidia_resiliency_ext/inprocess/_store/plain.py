@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from nvidia_resiliency_ext.inprocess._protocol.errors import StoreLostError
 from nvidia_resiliency_ext.shared_utils.store_sockets import reach, watch_over
 
+from .errors import StoreLostError
 from .greeting import greet
 
 __all__ = ["PlainStore", "StrangeStoreError", "WaitExpiredError"]

@@ -18,11 +18,11 @@ from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[at
 from torch.distributed import TCPStore as TorchTCPStore  # type: ignore[attr-defined]
 
 from nvidia_resiliency_ext.inprocess import _env
-from nvidia_resiliency_ext.inprocess._protocol.errors import NobodyListensError, StoreLostError
-from nvidia_resiliency_ext.inprocess._protocol.keys import iteration_prefix
 from nvidia_resiliency_ext.shared_utils.store_sockets import serving_options, socket_names
 
 from .endpoint import Endpoint, named_endpoint, port_is_held
+from .errors import NobodyListensError, StoreLostError
+from .keys import iteration_prefix
 from .mixin import StoreMixin
 from .sockets import limit_answers, listen, make_within, wait_until_listening
 

@@ -1,0 +1,602 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher's loop on one node: feeds what happens to `decide`, and does what it says.
+
+It owns the order of things, not the things: processes, rendezvous, monitor and records are
+given to it. One thread; every wait is in the event loop.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nvidia_resiliency_ext.fault_tolerance._core import machine, preemption
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
+from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    Assignment,
+    Effect,
+    Event,
+    Node,
+    Phase,
+    Policy,
+)
+from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
+    RDZV_SHUTDOWN_REASON_FAILURE,
+)
+from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import limit_in_words, states_of
+from nvidia_resiliency_ext.fault_tolerance._monitor.messages import WorkersChanged
+from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
+from nvidia_resiliency_ext.fault_tolerance._process.exceptions import read_error_file
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import RefillingBudget
+from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
+from nvidia_resiliency_ext.fault_tolerance._report.failures import (
+    Failure,
+    cause_of,
+    hang_cause,
+    root_cause,
+)
+from nvidia_resiliency_ext.fault_tolerance._workers.output import Tee
+from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
+    Listener,
+    Starter,
+    WorkerGroup,
+    WorkerSpec,
+)
+from nvidia_resiliency_ext.shared_utils.children import ExitStatus
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+from . import decide
+from .preemption import PreemptionDesk
+from .rendezvous import Rendezvous
+
+logger = logging.getLogger("nvrx")
+
+PROGRESS_INTERVAL_S = 10.0
+BARRIER_S = 300.0
+# A launcher that stays for the others' sake is asked by these to go at once.
+_ASKS_TO_GO = (machine.Signalled, preemption.GraceOver)
+
+
+class MonitorLink(Protocol):
+    """What the agent needs of the rank monitor."""
+
+    def prepare(self, cycle: int) -> None:
+        """Be ready for the ranks of `cycle`; waits, with a bound, until the sockets listen."""
+
+    def workers_changed(self, workers: WorkersChanged) -> None:
+        """Tell the monitor the process groups to sweep if the launcher dies."""
+
+    def hang_report(self) -> dict[str, Any]:
+        """Return the monitor's report of a hang in this cycle, or {}."""
+
+    def examine(self) -> None:
+        """Ask what each rank does, for a hang on another node."""
+
+    def sentence(self, local_ranks: list[int]) -> None:
+        """Have the ranks ended that all nodes together have found to blame for a hang."""
+
+    def last_iteration(self) -> int | None:
+        """Return the highest iteration that a local rank has told in this cycle."""
+
+    def steps_of_rank0(self) -> Steps:
+        """Return how far local rank 0 has come."""
+
+
+class Gate(Protocol):
+    """What the agent needs of `gate.NodeGate`."""
+
+    def prepare(self) -> None:
+        """Begin the health checks for the next round."""
+
+    def admit(self, cycle: int, answer: Callable[[Cause | None], None]) -> None:
+        """Answer with why this node must not join, or None."""
+
+    def cycle_failed(self, cause: Cause, lived_s: float, *, has_stepped: bool) -> None:
+        """Take note of how a cycle ended."""
+
+    def workers_gone(self) -> None:
+        """Begin to wait for what stopped workers still hold."""
+
+    def start(self, begin: Callable[[], None]) -> None:
+        """Call `begin` when workers may start."""
+
+    def shut(self) -> None:
+        """Forget who wants to start."""
+
+
+class ProgressTracker(Protocol):
+    """What the agent needs of `progress_tracker.TrainingProgressTracker`."""
+
+    def update_iteration(self, iteration: int) -> None:
+        """Take note of an iteration reached."""
+
+    def analyze_previous_cycle(self) -> None:
+        """Judge the cycle that just ended."""
+
+    def should_terminate_early(self) -> bool:
+        """Return whether the job makes no progress any more."""
+
+
+class Specs(Protocol):
+    """Makes the specs of a round's workers."""
+
+    def __call__(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
+        """Return one spec per local rank.
+
+        Raises:
+            LogDirectoryError: when a worker's folder cannot be made.
+        """
+
+
+class Result:
+    """How the job ended here: exit code, reason, and the failures of the last cycle.
+
+    `no_restart` is the reason of the rendezvous why it must not be started again, else empty.
+    """
+
+    def __init__(
+        self,
+        exit_code: int,
+        reason: str,
+        failures: Sequence[Failure],
+        stop_signal: int | None = None,
+        *,
+        is_unfit: bool = False,
+        no_restart: str = "",
+    ) -> None:
+        self.exit_code = exit_code
+        self.reason = reason
+        self.failures = list(failures)
+        self.stop_signal = stop_signal
+        self.is_unfit = is_unfit
+        self.no_restart = no_restart
+
+    @property
+    def root_cause(self) -> Failure:
+        """The failure that came first; there must be one."""
+        return root_cause(self.failures)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What an agent works with; the assembly makes it."""
+
+    policy: Policy
+    loop: EventLoop
+    clock: Clock
+    rendezvous: Rendezvous
+    gate: Gate
+    on_bad_node: Callable[[Cause], None]
+    starter: Starter
+    specs: Specs
+    monitor: MonitorLink
+    tracker: ProgressTracker
+    chronicle: Chronicle
+    tee: Tee
+    desk: PreemptionDesk
+    host: str
+    reports_leftovers: bool
+    budget: RefillingBudget | None = None
+
+
+class NodeAgent:
+    """Runs the cycles of one node until `decide` says that it is over.
+
+    It owns the worker group; the other parts belong to the caller.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._node = Node(parts.policy)
+        self._loop = parts.loop
+        self._clock = parts.clock
+        self._rendezvous = rendezvous = parts.rendezvous
+        self._gate = parts.gate
+        self._on_bad_node = parts.on_bad_node
+        self._starter = parts.starter
+        self._specs = parts.specs
+        self._monitor = parts.monitor
+        self._tracker = parts.tracker
+        self._chronicle = parts.chronicle
+        self._desk = desk = parts.desk
+        self._host = parts.host
+        self._budget = parts.budget
+        self._workers = WorkerGroup(
+            parts.loop,
+            parts.clock,
+            parts.tee,
+            listener=Listener(self._worker_exited, self._group_stopped, self._started_again),
+            reports_leftovers=parts.reports_leftovers,
+        )
+        self._events: collections.deque[Event] = collections.deque()
+        self._exits: list[tuple[int, ExitStatus, float]] = []
+        self._ranks_in_hang: list[dict[str, Any]] = []
+        self._failures: list[Failure] = []
+        self._assignment: Assignment | None = None
+        self._error_files: dict[int, str] = {}
+        self._cycle_start_time: float | None = None
+        self._started_at: float | None = None
+        self._steps_recorded = NO_STEPS
+        self._finish: machine.Finish | None = None
+        self._barrier: Timer | None = None
+        self._refill: Timer | None = None
+        self._is_unfit = False
+        self._perform: dict[type, Callable[..., None]] = {
+            machine.Join: self._join,
+            machine.StartWorkers: self._start_workers,
+            machine.StopWorkers: self._stop_workers,
+            machine.KillWorkers: self._kill_workers,
+            machine.ReportFault: self._report_fault,
+            machine.OpenNextRound: lambda effect: rendezvous.open_next(effect.cause),
+            machine.CloseRendezvous: lambda effect: rendezvous.close(effect.reason, effect.cause),
+            machine.ReportSuccess: self._report_success,
+            machine.ReportBroken: lambda effect: rendezvous.broken(
+                effect.cause, all_gone=effect.all_gone
+            ),
+            machine.LeaveRendezvous: self._leave,
+            machine.Finish: self._note_finish,
+            preemption.TellPreempted: self._tell_preempted,
+            preemption.StartGrace: lambda _: desk.start_grace(),
+            preemption.AskToSave: lambda effect: desk.ask(effect.cause),
+            preemption.ReportHeld: self._report_held,
+            preemption.ReleaseRanks: lambda effect: desk.release(effect.at),
+        }
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of the last cycle here, by local rank; none of a spare."""
+        if self._assignment is None:
+            return ()
+        return tuple(
+            self._assignment.rank_offset + local for local in sorted(self._workers.started)
+        )
+
+    @property
+    def workers(self) -> WorkerGroup:
+        """The worker processes of the present cycle."""
+        return self._workers
+
+    # What happens, told by the effects ------------------------------------------------------
+
+    def post(self, event: Event) -> None:
+        """Hand in an event; it is decided in the order of arrival."""
+        self._events.append(event)
+
+    def _worker_exited(self, local_rank: int, status: ExitStatus) -> None:
+        """Take note of an exit; those seen in one round of the loop are judged together."""
+        self._exits.append((local_rank, status, self._clock.wall()))
+
+    def rank_stuck(self, local_rank: int, why: str) -> None:
+        """Take note that the monitor cannot end a hung rank."""
+        rank = (self._assignment.rank_offset if self._assignment else 0) + local_rank
+        what = f"rank {rank} on host {self._host} survived SIGKILL: {why}"
+        cause = Cause("unhealthy", what, rank, local_rank, self._host, detected_by="monitor")
+        self.post(machine.WorkerStuck(cause))
+
+    def ranks_seen(self, ranks: list[dict[str, Any]], report: dict[str, Any]) -> None:
+        """Tell the other nodes what the ranks here do in a hang; `report` if it began here."""
+        self._ranks_in_hang = ranks
+        accusation = None
+        if report:
+            accusation = dataclasses.replace(
+                hang_cause(report), detail={"limit_words": limit_in_words(report)}
+            )
+        self._rendezvous.hung(states_of(ranks), accusation)
+
+    def _group_stopped(self, given_up: tuple[int, ...]) -> None:
+        """Take note that the cycle's workers are gone."""
+        self.post(machine.GroupStopped(given_up))
+
+    # The loop ------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Run cycles until the job is over here."""
+        fd = self._rendezvous.fileno()
+        if fd is not None:
+            self._loop.watch(fd, self._poll_rendezvous)
+        self._loop.call_at(self._clock.monotonic() + PROGRESS_INTERVAL_S, self._tick_progress)
+        self._join(machine.Join(0, None))
+        while self._finish is None:
+            if not self._settle():
+                self._loop.run_once()
+        self._chronicle.cycle_ended(self._finish.reason)
+        self._stay()
+        return Result(
+            self._finish.exit_code,
+            self._finish.reason,
+            self._failures,
+            self._node.stop_signal,
+            is_unfit=self._is_unfit,
+            no_restart=self._finish.no_restart,
+        )
+
+    def _stay(self) -> None:
+        """Serve the others' store after this node's own part is over, until a signal ends it."""
+        if self._rendezvous.must_stay:
+            logger.warning("this node is done, and stays because the job's store is here")
+        told = self._node.leaving.cause if self._node.leaving and self._node.must_go else None
+        while self._rendezvous.must_stay:
+            self._loop.run_once()
+            self._poll_rendezvous()
+            while self._events:
+                event = self._events.popleft()
+                if isinstance(event, _ASKS_TO_GO):
+                    what = f"host {self._host}, which serves the job's store, was told to go"
+                    cause = Cause("drained", what, host=self._host)
+                    self._rendezvous.close(RDZV_SHUTDOWN_REASON_FAILURE, told or cause)
+                    return
+                if isinstance(event, preemption.Preempted):
+                    # The job ends with its store: first its ranks save.
+                    told = event.cause
+                    self._desk.start_grace()
+                    self._rendezvous.preempted(told)
+                elif isinstance(event, machine.NextRoundOpened) and told is not None:
+                    self._rendezvous.preempted(told)
+                elif isinstance(event, (machine.StopRequested, machine.RoundClosed)):
+                    self._feed(event)
+
+    def _settle(self) -> bool:
+        """Decide one thing that is waiting; exits first, they are the causes."""
+        if self._exits:
+            self._judge_exits()
+            return True
+        if self._events:
+            self._feed(self._events.popleft())
+            return True
+        return False
+
+    def _feed(self, event: Event) -> None:
+        before = self._node.phase
+        if before is Phase.RUNNING and isinstance(event, machine.RanksAsked):
+            self._monitor.examine()
+        if before is Phase.RUNNING and isinstance(event, machine.HangJudged):
+            event = self._obey(event)
+        self._node, effects = decide.decide(self._node, event)
+        if before is Phase.RUNNING and self._node.phase is not Phase.RUNNING:
+            self._record_progress()
+            self._note_end()
+        if isinstance(event, machine.NodeUnfit):
+            # What its workers did before is not why it leaves.
+            self._is_unfit, self._failures = True, []
+        if before is Phase.STOPPING and isinstance(event, machine.GroupStopped):
+            self._chronicle.workers_stopped()
+        for effect in effects:
+            self._apply(effect)
+
+    def _obey(self, judged: machine.HangJudged) -> machine.HangJudged:
+        """Have the culprits ended that are here, and add to the verdict what this node knows."""
+        assert self._assignment is not None
+        offset, cause = self._assignment.rank_offset, judged.cause
+        ranks = [int(rank) for rank in str(cause.detail.get("culprits") or "").split(",") if rank]
+        local_ranks = [rank - offset for rank in ranks if rank - offset in self._workers.started]
+        self._monitor.sentence(local_ranks)
+        is_here = cause.rank is not None and cause.rank - offset in local_ranks
+        if is_here:
+            killed = ExitStatus(None, signal.SIGKILL)
+            self._failures = [
+                self._failure(rank, killed, self._clock.wall()) for rank in local_ranks
+            ]
+        cause = dataclasses.replace(
+            cause,
+            local_rank=cause.rank - offset if is_here and cause.rank is not None else None,
+            detail={**cause.detail, "ranks": self._ranks_in_hang},
+        )
+        return machine.HangJudged(cause, self._makes_no_progress())
+
+    def _note_end(self) -> None:
+        """Tell the gate how the cycle ended that nobody works in any more."""
+        cause, started_at = self._node.cause, self._started_at
+        self._started_at = None
+        if cause is not None and started_at is not None:
+            lived_s = self._clock.monotonic() - started_at
+            has_stepped = self._monitor.steps_of_rank0().count > 0
+            self._gate.cycle_failed(cause, lived_s, has_stepped=has_stepped)
+
+    def _apply(self, effect: Effect) -> None:
+        self._perform[type(effect)](effect)
+
+    # Exits ---------------------------------------------------------------------------------
+
+    def _judge_exits(self) -> None:
+        self._workers.reap_exited()
+        exits, self._exits = self._exits, []
+        running = self._node.phase is Phase.RUNNING
+        hang = self._monitor.hang_report()
+        # A hung rank may leave with code 0 when it is asked to: the monitor's word counts.
+        failures = [
+            self._failure(rank, status, seen_at)
+            for rank, status, seen_at in exits
+            if running and (status.code != 0 or rank in hang.get("ended", ()))
+        ]
+        if failures and hang:
+            failures = self._with_culprit(failures, hang)
+        failed = {failure.local_rank for failure in failures}
+        cause: Cause | None = None
+        no_progress = False
+        if failures:
+            self._failures = failures
+            cause = cause_of(root_cause(failures))
+            no_progress = self._makes_no_progress()
+        for local_rank, status, _ in exits:
+            self._chronicle.worker_exited(local_rank, status)
+            own = cause if local_rank in failed else None
+            self._feed(machine.WorkerExited(local_rank, status, own, no_progress))
+        if self._node.phase is Phase.RUNNING:
+            self._tell_monitor()
+
+    def _with_culprit(self, failures: list[Failure], hang: dict[str, Any]) -> list[Failure]:
+        """Return the failures with that of the rank which the others waited for, seen or not yet.
+
+        It is being ended, but those that waited for it may be seen to fail before.
+        """
+        local_rank = hang["local_rank"]
+        seen = {failure.local_rank: failure for failure in failures}
+        status = ExitStatus(None, hang["signal"])
+        culprit = seen.get(local_rank) or self._failure(local_rank, status, self._clock.wall())
+        seen[local_rank] = dataclasses.replace(culprit, hang=hang)
+        return list(seen.values())
+
+    def _failure(self, local_rank: int, status: ExitStatus, seen_at: float) -> Failure:
+        assert self._assignment is not None
+        started = self._workers.started[local_rank]
+        return Failure(
+            rank=self._assignment.rank_offset + local_rank,
+            local_rank=local_rank,
+            pid=started.child.pid,
+            host=self._host,
+            status=status,
+            seen_at=seen_at,
+            error=read_error_file(self._error_files.get(local_rank, "")),
+        )
+
+    def _makes_no_progress(self) -> bool:
+        iteration = self._monitor.last_iteration()
+        if iteration is not None:
+            self._tracker.update_iteration(iteration)
+        self._tracker.analyze_previous_cycle()
+        return self._tracker.should_terminate_early()
+
+    # Effects -------------------------------------------------------------------------------
+
+    def _join(self, effect: machine.Join) -> None:
+        if self._barrier is not None:
+            self._barrier.cancel()
+        if effect.cause is not None:
+            if self._assignment is None:  # It worked on nothing, so this is no restart of its own.
+                logger.info("a new round is opened: %s", effect.cause.what)
+            self._chronicle.cycle_ended(effect.cause.what)
+            self._cycle_start_time = self._clock.wall()
+        self._assignment = None
+        if self._workers.started:
+            self._gate.workers_gone()
+        self._gate.admit(effect.cycle, lambda unfit: self._admitted(effect.cycle, unfit))
+
+    def _admitted(self, cycle: int, unfit: Cause | None) -> None:
+        if unfit is not None:
+            self.post(machine.NodeUnfit(unfit))
+        elif self._node.phase is Phase.JOINING:  # It may have been told to end meanwhile.
+            self._rendezvous.join(cycle)
+            self._poll_rendezvous()
+
+    def _poll_rendezvous(self) -> None:
+        self._events.extend(self._rendezvous.poll())
+
+    def _start_workers(self, effect: machine.StartWorkers) -> None:
+        assignment = self._assignment = effect.assignment
+        if self._budget is not None:
+            now = self._clock.monotonic()
+            self._budget.round_begins(assignment.cycle, assignment.restart_ages_s, now)
+            self._tell_budget()
+        self._desk.clock_is_off(assignment.clock_off_s)
+        self._chronicle.round_joined(assignment)
+        self._failures = []
+        self._ranks_in_hang = []
+        self._steps_recorded = Steps(None, 0, self._clock.monotonic())
+        self._gate.start(lambda: self._start_now(assignment))
+
+    def _start_now(self, assignment: Assignment) -> None:
+        try:
+            specs = self._specs(assignment, self._cycle_start_time)
+            self._error_files = {spec.local_rank: spec.output.error_file for spec in specs}
+            self._desk.cycle_begins()
+            self._monitor.prepare(assignment.cycle)
+            self._workers.start(specs, self._starter)
+        except (NvrxError, OSError) as error:
+            self.post(machine.StartFailed(Cause("start", str(error), host=self._host)))
+            return
+        self._started_at = self._clock.monotonic()
+        self._tell_monitor()
+        self._chronicle.workers_started(self._workers.started)
+
+    def _tell_budget(self) -> None:
+        assert self._budget is not None
+        now = self._clock.monotonic()
+        self.post(machine.BudgetChanged(self._budget.left(now)))
+        at = self._budget.next_change(now)
+        if self._refill is not None:
+            self._refill.cancel()
+        self._refill = None if at is None else self._loop.call_at(at, self._tell_budget)
+
+    def _tell_monitor(self) -> None:
+        started, assignment = self._workers.started, self._assignment
+        assert assignment is not None
+        local_ranks = sorted(started)
+        # Under min-healthy each node judges alone: what it ends, the others may go on without.
+        is_alone = self._node.policy.min_healthy
+        self._monitor.workers_changed(
+            WorkersChanged(
+                self._node.cycle,
+                [started[local_rank].child.pid for local_rank in local_ranks],
+                [self._error_files.get(local_rank, "") for local_rank in local_ranks],
+                [rank for rank in local_ranks if rank not in self._node.running],
+                world_size=len(local_ranks) if is_alone else assignment.world_size,
+                rank_offset=assignment.rank_offset,
+            )
+        )
+
+    def _started_again(self, local_rank: int) -> None:
+        self._tell_monitor()
+        self._chronicle.worker_started(local_rank, self._workers.started[local_rank])
+
+    def _stop_workers(self, effect: machine.StopWorkers) -> None:
+        self._gate.shut()
+        if self._node.outcome is machine.Outcome.RESTART:
+            self._gate.prepare()
+        if self._node.outcome is machine.Outcome.SIGNALLED and self._workers.started:
+            logger.warning(
+                "workers get %s, and SIGKILL after %g s; a second signal kills them at once",
+                *(signal.Signals(effect.signum).name, effect.grace_s),
+            )
+        self._workers.stop(effect.signum, effect.grace_s)
+
+    def _kill_workers(self, _effect: machine.KillWorkers) -> None:
+        logger.warning("asked a second time: all workers are killed now")
+        self._workers.kill()
+
+    def _report_fault(self, effect: machine.ReportFault) -> None:
+        self._chronicle.fault(
+            effect.cause,
+            effect.outcome,
+            effect.restarts_left,
+            failures=self._failures,
+            last_iteration=self._monitor.last_iteration(),
+        )
+
+    def _leave(self, effect: machine.LeaveRendezvous) -> None:
+        self._rendezvous.leave(effect.cause)
+        if effect.cause.kind != "drained":
+            self._on_bad_node(effect.cause)
+
+    def _report_success(self, _effect: machine.ReportSuccess) -> None:
+        self._rendezvous.succeeded()
+        at = self._clock.monotonic() + BARRIER_S
+        self._barrier = self._loop.call_at(at, lambda: self.post(machine.BarrierTimedOut()))
+        logger.info("all workers of this node ended well; waiting for the other nodes")
+
+    def _tell_preempted(self, effect: preemption.TellPreempted) -> None:
+        self._rendezvous.preempted(effect.cause)
+        self._poll_rendezvous()
+
+    def _report_held(self, effect: preemption.ReportHeld) -> None:
+        self._rendezvous.held(effect.calls)
+        self._poll_rendezvous()
+
+    def _note_finish(self, effect: machine.Finish) -> None:
+        self._finish = effect
+
+    def _tick_progress(self) -> None:
+        if self._node.phase is Phase.RUNNING:
+            self._record_progress()
+        self._loop.call_at(self._clock.monotonic() + PROGRESS_INTERVAL_S, self._tick_progress)
+
+    def _record_progress(self) -> None:
+        steps = self._monitor.steps_of_rank0()
+        if steps.count > self._steps_recorded.count:
+            self._chronicle.progress(self._steps_recorded, steps)
+            self._steps_recorded = steps

@@ -1,0 +1,623 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds everything that a launch needs from its plan, runs the agent, and takes it all down.
+
+The order matters: standby workers of the first cycle start before anything else, so that their
+imports overlap with the rest; the monitor leaves last, because it sweeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
+from nvidia_resiliency_ext.fault_tolerance._core.infra import infrastructure_rank
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, SignalInbox, Timer
+from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    Assignment,
+    Policy,
+    Signalled,
+    StopRequested,
+)
+from nvidia_resiliency_ext.fault_tolerance._core.preemption import end_of_job, is_told
+from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
+    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
+)
+from nvidia_resiliency_ext.fault_tolerance._health.admission import make_gate
+from nvidia_resiliency_ext.fault_tolerance._hosting.plan import CycleNodes, host_plan_of
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlace, HostServices
+from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import Mailbox
+from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
+from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import RefillingBudget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import Exclusions
+from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
+from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog, hand_up_error_file
+from nvidia_resiliency_ext.fault_tolerance._report.torch_events import (
+    NO_HANDLER,
+    JobFacts,
+    TorchEvents,
+)
+from nvidia_resiliency_ext.fault_tolerance._workers.env import (
+    OF_AN_OUTER_RANK,
+    CycleStamp,
+    JobEnvironment,
+    rank_variables,
+    shared_variables,
+)
+from nvidia_resiliency_ext.fault_tolerance._workers.output import (
+    LOOK_INTERVAL_S,
+    Tee,
+    console_output,
+    line_prefix,
+    worker_output,
+)
+from nvidia_resiliency_ext.fault_tolerance._workers.workers import WorkerSpec
+from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
+from nvidia_resiliency_ext.shared_utils import events
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.console import write_err
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
+
+from .agent import NodeAgent, Parts, Result
+from .cycle_records import CycleRecords, StoreHost, cycle_info_environment
+from .monitor_link import MonitorPerRank, NoMonitor, SharedMonitor, longest_limit_s
+from .paths import make_place
+from .preemption import PreemptionDesk
+from .rendezvous import LocalRendezvous, Rendezvous
+from .requests import request_event
+from .standbys import StandbyStarter
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
+
+    from .many_nodes import Meeting
+
+logger = logging.getLogger("nvrx")
+
+CLEAN_UP_DELAY_S = 0.25
+
+
+class Job:
+    """One launch on this node, from plan to exit code. One thread; use it as a context manager.
+
+    Everything it starts is ended when the context is left, in whatever state it is.
+
+    Raises:
+        ConfigError: when the plan asks for what cannot be done here.
+        NvrxError: on a machine that cannot run the job: a port in use, a log directory that
+            cannot be written, no room, no descriptors. Nothing is left behind.
+    """
+
+    def __init__(self, plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+        self._plan = plan
+        self._environ = environ
+        self._clock = SystemClock()
+        self._stack = contextlib.ExitStack()
+        self._next_look: Timer | None = None
+        self._exclusions = Exclusions()
+
+    def __enter__(self) -> Job:  # noqa: PYI034  # Self is not in Python 3.10
+        """Start what the workers need: directory, standbys, monitor, sockets."""
+        try:
+            self._build_or_take_down()
+        except OSError as error:
+            raise NvrxError(f"the launch cannot be prepared: {error}") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End and remove everything."""
+        self._stack.close()
+
+    # Assembly; each part is taken down in the reverse order ----------------------------------
+
+    def _build_or_take_down(self) -> None:
+        try:
+            self._build()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _build(self) -> None:
+        plan, stack = self._plan, self._stack
+        self._infra_rank = self._ask_infra_rank()
+        announcing = plan.fault_tolerance.preempt_signal
+        extra = () if announcing is None else (announcing,)
+        self._inbox = SignalInbox(dict.fromkeys((*plan.signals_to_handle, *extra)))
+        stack.callback(self._inbox.close)
+        stack.enter_context(self._inbox.installed())
+        self._loop = EventLoop(self._clock)
+        stack.callback(self._loop.close)
+        meeting = self._find_meeting()
+        store_host = StoreHost() if meeting is None else meeting.store_host
+        self._is_store_host = store_host.is_here
+        self._place = make_place(plan, self._environ, stack)
+        self._services = self._build_services(store_host)
+        self._cycles = CycleRecords(plan, self._environ, self._place, store_host)
+        stack.callback(self._cycles.close)
+        self._build_record()
+        self._torch_events = self._build_torch_events()
+        self._bad_node_hook = self._build_bad_node_hook()
+        self._gate = make_gate(
+            plan,
+            self._environ,
+            host=self._place.host,
+            infra_rank=self._infra_rank,
+            loop=self._loop,
+            clock=self._clock,
+            chronicle=self._chronicle,
+        )
+        stack.callback(self._gate.close)
+        self._gate.prepare()
+        self._build_environment(meeting)
+        stack.callback(self._sweep)
+        self._standbys = StandbyStarter(
+            plan,
+            self._base_env,
+            self._loop,
+            self._clock,
+            self._chronicle,
+            self._running_pids,
+        )
+        stack.callback(self._standbys.close)
+        self._standbys.hold_first_cycle()
+        self._follow_attribution()
+        self._rendezvous = self._build_rendezvous(meeting)
+        stack.callback(self._rendezvous.shutdown)
+        self._desk = self._build_desk()
+        self._monitor = self._build_monitor()
+        self._mailbox = stack.enter_context(Mailbox(self._place.launcher_socket))
+        self._tee = Tee(self._look_at_output)
+        stack.callback(self._tee.close)
+        self._agent = self._build_agent()
+        self._desk.open(self._agent.post, self._monitor, self._running_pids)
+        stack.callback(self._agent.workers.close)
+        stack.callback(self._standbys.close)
+        self._watch()
+        self._keep_file_timers()
+
+    def _keep_file_timers(self) -> None:
+        path = self._base_env.get(_env.TIMER_FILE)
+        if path is None or self._environ.get(_env.ENABLE_FILE_TIMER) != "1":
+            return
+        from nvidia_resiliency_ext.fault_tolerance._workers.file_timers import FileTimers
+
+        timers = FileTimers(path, self._loop, self._clock, self._running_pids)
+        self._stack.callback(timers.close)
+
+    def _ask_infra_rank(self) -> int:
+        try:
+            rank = infrastructure_rank(self._environ)
+        except (ValueError, RuntimeError) as error:
+            raise NvrxError(str(error)) from None
+        return self._plan.node_rank if rank < 0 and self._plan.node_rank is not None else rank
+
+    def _find_meeting(self) -> Meeting | None:
+        if self._plan.max_nodes == 1:
+            return None
+        from .many_nodes import find_meeting, rules_of
+
+        rules_of(self._plan, self._environ)
+        meeting = find_meeting(self._plan)
+        if meeting.listener is not None:
+            self._stack.callback(meeting.listener.close)
+        return meeting
+
+    def _build_services(self, store_host: StoreHost) -> HostServices | None:
+        """Start what this node runs for the whole job, if it is the one that does."""
+        if not store_host.is_here:
+            return None
+        services = HostServices(
+            host_plan_of(self._plan),
+            self._environ,
+            HostPlace(store_host.address, self._place.host, self._place.run_dir.path),
+            self._loop,
+            self._clock,
+            is_shared=store_host.is_shared,
+        )
+        self._stack.callback(services.close)
+        return services
+
+    def _build_rendezvous(self, meeting: Meeting | None) -> Rendezvous:
+        plan = self._plan
+        if meeting is None:
+            return LocalRendezvous(
+                nproc=plan.nproc_per_node,
+                master_addr=plan.local_addr or plan.master_addr,
+                master_port=plan.master_port,
+            )
+        from .many_nodes import make_rendezvous
+
+        return make_rendezvous(
+            plan,
+            self._environ,
+            meeting,
+            host_name=self._place.host,
+            infra_rank=self._infra_rank,
+            loop=self._loop,
+            clock=self._clock,
+            on_lease=self._lease_held,
+            records=self._cycles,
+            services=self._services,
+            on_bad_node=self._bad_node,
+            exclusions=self._exclusions,
+        )
+
+    def _build_record(self) -> None:
+        place = self._place
+        self._event_log = events.EventLog.create(
+            place.record_dir,
+            src="launcher",
+            job_id=self._plan.run_id,
+            launch_id=place.run_id,
+            host=place.host,
+        )
+        self._stack.callback(self._event_log.close)
+        failures = FailureLog(place.record_dir)
+        self._chronicle = Chronicle(
+            self._event_log,
+            failures,
+            self._clock,
+            host=place.host,
+            shows_stacks=place.record_is_temporary,
+            on_cycle_ended=self._cycle_ended,
+        )
+
+    def _build_torch_events(self) -> TorchEvents | None:
+        plan = self._plan
+        if plan.event_log_handler == NO_HANDLER:
+            return None
+        facts = JobFacts(plan.run_id, plan.role, plan.command.entry)
+        told = TorchEvents(plan.event_log_handler, facts, self._clock)
+        self._stack.callback(told.close)
+        self._chronicle.follow_starts(told.started)
+        return told
+
+    def _build_bad_node_hook(self) -> BadNodeHook | None:
+        command = self._plan.fault_tolerance.bad_node_hook
+        if command is None:
+            return None
+        from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
+
+        hook = BadNodeHook(
+            command,
+            self._environ,
+            job=self._plan.run_id,
+            host=self._place.host,
+            clock=self._clock,
+        )
+        self._stack.callback(hook.close)
+        return hook
+
+    def _bad_node(self, cause: Cause) -> None:
+        if self._bad_node_hook is not None:
+            self._bad_node_hook.report(cause)
+
+    def _build_environment(self, meeting: Meeting | None) -> None:
+        plan, place = self._plan, self._place
+        self._environment = JobEnvironment(
+            nproc=plan.nproc_per_node,
+            role=plan.role,
+            job_id=plan.run_id,
+            run_id=place.run_id,
+            max_restarts=plan.max_restarts,
+            launcher_socket=place.launcher_socket,
+            monitor_sockets=place.monitor_sockets,
+            omp_num_threads=plan.omp_num_threads,
+            inprocess_store=None if meeting is None else meeting.address,
+            virtual_devices=plan.virtual_devices,
+            signals_to_handle=",".join(signum.name for signum in plan.signals_to_handle),
+        )
+        inherited = {k: v for k, v in self._environ.items() if k not in OF_AN_OUTER_RANK}
+        self._base_env = {
+            **inherited,
+            **shared_variables(self._environment, self._environ),
+            **self._event_log.environment(),
+            **cycle_info_environment(plan),
+        }
+        timer_path = timer_file(self._environ, place.run_dir.path)
+        if timer_path is not None:
+            self._base_env[_env.TIMER_FILE] = timer_path
+
+    def _follow_attribution(self) -> None:
+        services = self._services
+        if services is not None:
+            services.follow_attribution(self._attribution_stops, self._exclusions.add)
+            self._stack.callback(services.end_attribution)
+
+    def _attribution_stops(self, reason: str) -> None:
+        what = f"attribution says that a restart is useless: {reason}"
+        cause = Cause(ATTRIBUTION, what, host=self._place.host, detected_by="attribution")
+        self._agent.post(StopRequested(cause, RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP))
+
+    def _build_desk(self) -> PreemptionDesk:
+        config = self._plan.fault_tolerance
+        return PreemptionDesk(
+            self._loop,
+            self._clock,
+            host=self._place.host,
+            signum=config.preempt_signal,
+            grace_s=config.preempt_grace,
+            end=end_of_job(config.preempt_deadline, self._environ, self._clock.wall()),
+            end_is_told=is_told(config.preempt_deadline),
+        )
+
+    def _build_monitor(self) -> SharedMonitor | MonitorPerRank | NoMonitor:
+        if not self._plan.monitors_enabled:
+            return NoMonitor()
+        local_ranks = list(range(self._plan.nproc_per_node))
+        if self._plan.fault_tolerance.monitor_mode == "per-rank":
+            return MonitorPerRank([self._monitor_of([rank]) for rank in local_ranks])
+        return self._monitor_of(local_ranks)
+
+    def _monitor_of(self, local_ranks: list[int]) -> SharedMonitor:
+        """Start a monitor; it is closed after workers and standbys, because it sweeps."""
+        place = self._place
+
+        def start(cycle: int, save_word: int) -> MonitorHandle:
+            return MonitorHandle.launch(
+                self._plan.fault_tolerance.to_dict(),
+                [place.monitor_sockets[rank] for rank in local_ranks],
+                local_ranks=local_ranks,
+                run_id=place.run_id,
+                run_dir=place.run_dir.path,
+                record_dir=place.record_dir,
+                cycle=cycle,
+                host=place.host,
+                is_restarter_logger=0 in local_ranks,
+                save_word=save_word,
+                env={**self._environ, **self._event_log.environment()},
+            )
+
+        monitor = SharedMonitor(
+            start,
+            self._loop,
+            self._clock,
+            on_first_step=self._first_step,
+            on_stuck=self._rank_stuck,
+            on_save_known=self._desk.known,
+            on_ranks_seen=self._ranks_seen,
+            unwatched_after_s=longest_limit_s(self._plan.fault_tolerance),
+        )
+        self._stack.callback(monitor.close)
+        return monitor
+
+    def _build_agent(self) -> NodeAgent:
+        plan, config = self._plan, self._plan.fault_tolerance
+        policy = Policy(
+            plan.max_restarts,
+            plan.workers_stop_timeout_s,
+            plan.term_timeout_s,
+            plan.no_restart_exit_code,
+            many_nodes=plan.max_nodes > 1,
+            is_store_host=self._is_store_host,
+            min_healthy=plan.restart_policy == "min-healthy",
+            host=self._place.host,
+        )
+        tracker = TrainingProgressTracker(
+            min_progress_iterations=config.min_progress_iterations,
+            max_no_progress_cycles=config.max_no_progress_cycles,
+            checkpoint_iteration_file=config.checkpoint_iteration_file,
+        )
+        return NodeAgent(
+            Parts(
+                policy=policy,
+                loop=self._loop,
+                clock=self._clock,
+                rendezvous=self._rendezvous,
+                gate=self._gate,
+                on_bad_node=self._bad_node,
+                starter=self._standbys,
+                specs=self._specs,
+                monitor=self._monitor,
+                tracker=tracker,
+                chronicle=self._chronicle,
+                tee=self._tee,
+                desk=self._desk,
+                host=self._place.host,
+                reports_leftovers=config.check_remaining_processes,
+                budget=self._budget(),
+            )
+        )
+
+    def _budget(self) -> RefillingBudget | None:
+        window_s = self._plan.fault_tolerance.restart_budget_window
+        if window_s is None:
+            return None
+        return RefillingBudget(self._plan.max_restarts, window_s)
+
+    def _watch(self) -> None:
+        self._loop.watch(self._inbox.fileno(), self._receive_signals)
+        self._loop.watch(self._mailbox.fileno(), self._receive_mail)
+        grew = self._tee.fileno()
+        if grew is not None:
+            self._loop.watch(grew, self._look_at_output)
+        elif self._place.output.writes_files or self._plan.output_specs is not None:
+            self._look_at_output()
+
+    # What arrives ----------------------------------------------------------------------------
+
+    def _receive_signals(self) -> None:
+        for signum in self._inbox.receive():
+            logger.warning("received %s", signal.Signals(signum).name)
+            if self._desk.is_announcement(signum):
+                self._desk.announced(signum)
+            else:
+                self._agent.post(Signalled(signum))
+
+    def _receive_mail(self) -> None:
+        for message in self._mailbox.receive():
+            event = request_event(message)
+            if event is not None:
+                self._agent.post(event)
+
+    def _cycle_ended(self, cause: Cause | None) -> None:
+        """Take note that a cycle is over here; of many nodes, the host knows when it is for all."""
+        if self._plan.max_nodes == 1 and self._services is not None:
+            self._services.ended(self._services.cycle, cause)
+
+    def _look_at_output(self) -> None:
+        if self._next_look is not None:
+            self._next_look.cancel()
+        wait_s = self._tee.look()
+        if wait_s is None and self._tee.fileno() is None:
+            wait_s = LOOK_INTERVAL_S
+        if wait_s is not None:
+            at = self._clock.monotonic() + wait_s
+            self._next_look = self._loop.call_at(at, self._look_at_output)
+
+    def _first_step(self, local_rank: int, at: float) -> None:
+        self._chronicle.first_step(local_rank, at)
+        self._standbys.good_step()
+
+    def _rank_stuck(self, local_rank: int, why: str) -> None:
+        self._agent.rank_stuck(local_rank, why)
+
+    def _ranks_seen(self, ranks: list[dict[str, Any]], report: dict[str, Any]) -> None:
+        self._agent.ranks_seen(ranks, report)
+
+    def _lease_held(self, until: float) -> None:
+        self._monitor.lease_held(until)
+
+    def _running_pids(self) -> list[int]:
+        return self._agent.workers.running_pids
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that ran here in the last cycle, by local rank; none of a spare."""
+        return self._agent.ranks
+
+    # The run ---------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Run the job to its end and return how it ended here."""
+        plan = self._plan
+        try:
+            self._chronicle.job_started(
+                argv=plan.command.argv,
+                nnodes=f"{plan.min_nodes}:{plan.max_nodes}",
+                nproc=plan.nproc_per_node,
+                policy=plan.restart_policy,
+            )
+        except (OSError, ImportError) as problem:
+            # The first event loads code: a machine without descriptors shows here at the latest.
+            raise NvrxError(f"the launch cannot be prepared: {problem}") from problem
+        later = self._clock.monotonic() + CLEAN_UP_DELAY_S
+        self._loop.call_at(later, self._remove_stale_directories)
+        result = self._agent.run()
+        self._chronicle.job_ended(result.reason, result.exit_code)
+        if self._torch_events is not None:
+            self._torch_events.ended(result.exit_code, result.failures, result.stop_signal)
+        if result.exit_code != 0 and result.failures:
+            error = result.root_cause.error
+            hand_up_error_file(error.path if error else None, self._environ)
+        if self._chronicle.faults and self._place.record_is_temporary:
+            self._log_summary()
+        return result
+
+    def _log_summary(self) -> None:
+        """Say what the record holds, before it goes with the run directory."""
+        try:
+            from nvidia_resiliency_ext.shared_utils import report
+
+            timeline = report.build_timeline([events.read_events(self._event_log.path)])
+            text = report.render_text(timeline)
+        except OSError as error:
+            logger.warning("the summary cannot be made: %s", error)
+            return
+        except Exception:
+            # The job's exit code must not depend on its report.
+            logger.exception("the summary cannot be made")
+            return
+        logger.info("what happened (set --log-dir to keep the record):\n%s", text)
+
+    def _specs(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
+        self._cycles.begin(assignment)
+        if self._plan.max_nodes == 1 and self._services is not None:
+            self._services.begins(assignment.cycle, CycleNodes([self._place.host], [0]))
+        stamp = CycleStamp(self._clock.wall(), cycle_start_time, self._infra_rank)
+        has_room = self._has_room(assignment.cycle)
+        specs = [
+            self._spec(assignment, local_rank, stamp, has_room=has_room)
+            for local_rank in range(self._plan.nproc_per_node)
+        ]
+        if self._plan.output_specs is None:
+            return specs
+        decided = self._plan.output_specs.outputs(
+            [spec.env for spec in specs], [spec.output.error_file for spec in specs]
+        )
+        return [
+            dataclasses.replace(spec, output=output, env=env)
+            for spec, (output, env) in zip(specs, decided, strict=True)
+        ]
+
+    def _has_room(self, cycle: int) -> bool:
+        """Return whether workers can write their files; a full disk must not end every cycle."""
+        place = self._place
+        if place.files is place.spare_files:
+            return True
+        problem = place.files.missing_room()
+        if problem:
+            logger.warning(
+                "cycle %d: %s: %s; workers write to the console instead of files there",
+                *(cycle, place.files.root, problem),
+            )
+        return not problem
+
+    def _spec(
+        self, assignment: Assignment, local_rank: int, stamp: CycleStamp, *, has_room: bool
+    ) -> WorkerSpec:
+        plan, place = self._plan, self._place
+        rank = assignment.rank_offset + local_rank
+        files = place.files if has_room else place.spare_files
+        directory = files.worker_directory(assignment.cycle, local_rank)
+        output = worker_output(place.output, directory, local_rank)
+        if place.output.writes_files and not has_room:
+            output = console_output(directory)
+        output = self._cycles.output(output, rank)
+        variables = rank_variables(
+            self._environment, assignment, local_rank, stamp, output.error_file
+        )
+        return WorkerSpec(
+            local_rank=local_rank,
+            rank=rank,
+            argv=plan.command.for_local_rank(local_rank),
+            env={**self._base_env, **variables},
+            output=output,
+            line_prefix=line_prefix(plan.log_line_prefix_template, plan.role, rank, local_rank),
+        )
+
+    # The end ---------------------------------------------------------------------------------
+
+    def _remove_stale_directories(self) -> None:
+        """Remove what launches left behind that were killed together with their monitor."""
+        try:
+            removed = remove_stale_run_dirs()
+        except OSError as error:
+            # Tidying up after others must not cost this job.
+            logger.warning("run directories of launches that are gone stay: %s", error)
+            return
+        for path in removed:
+            logger.info("removed the run directory of a launch that is gone: %s", path)
+
+    def _sweep(self) -> None:
+        """Kill what still carries the run's id; the monitor has done it, if there was one."""
+        left = sweep(self._place.run_id, (), spare={os.getpid()})
+        if left:
+            logger.error("processes of this job that could not be ended: %s", left)
+
+
+def show_failures(name: str, result: Result) -> None:
+    """Print the failure report of a job that failed for good on stderr."""
+    from nvidia_resiliency_ext.fault_tolerance._report.failures import failure_table
+
+    if result.exit_code != 0 and result.failures:
+        write_err(failure_table(name, result.failures) + "\n")

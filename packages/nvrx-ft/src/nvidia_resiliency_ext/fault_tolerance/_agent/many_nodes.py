@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a plan to the rendezvous of many nodes: who serves the store, and what all must agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._config import syntax
+from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.infra import (
+    default_replacement_group_size,
+    replacement_group_id,
+)
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
+from nvidia_resiliency_ext.fault_tolerance._health.admission import injected_failure
+from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThread, StorePlan
+from nvidia_resiliency_ext.fault_tolerance._plan import environment
+from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import agreed_on_logs
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
+    MIN_HEALTHY,
+    is_elastic,
+    settings_of,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
+    DEFAULT_PORT,
+    Probing,
+    claim,
+    read_token,
+    wait_until_reachable,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
+    PlacementRules,
+    validate,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import BlameRules, Exclusions
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
+    CALL_TIMEOUT_S,
+    JobStore,
+    StoreLostError,
+    connect,
+)
+from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
+    rdzv_config_get_as_bool,
+    rdzv_config_get_as_float,
+    rdzv_config_get_as_int,
+)
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+
+from .cycle_records import CycleRecords, StoreHost
+from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostServices
+
+logger = logging.getLogger("nvrx")
+
+JOIN_TIMEOUT_S = 300.0
+CONNECT_WAIT_S = 120.0
+LAST_CALL_S = 1.0
+LEGACY_LAST_CALL_S = 30.0
+RETRY_S = 0.5
+# Each refusal is proof that nobody can have replaced this node: they must come often enough.
+LEASES_BETWEEN_PROBES = 0.2
+# While torch connects nobody hears that the machine refuses, and the lease grows old: a node that
+# comes back stops at two leases.
+SHORTEST_PATIENCE_S = 1.0
+# The job's host says it with its first word; a node that comes back must not miss its lease for it.
+LOG_TOKEN_WAIT_S = 2.0
+LEASES_FOR_LOG_TOKEN = 0.5
+
+# Options that may differ from node to node: paths, and what a node does for itself.
+_OWN_AFFAIRS = frozenset(
+    {
+        "log_level", "rdzv_token_file", "checkpoint_iteration_file", "pci_topo_file",
+        "link_down_path_template", "link_state_path_template", "storage_healthcheck_path",
+        "cycle_info_dir", "attribution_endpoint", "attribution_export_url", "prewarm",
+        "prewarm_import", "numa_bind_strict", "bad_node_hook", "segment_health_check_dir",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the nodes meet, with the listening socket when the store is to be served here."""
+
+    host: str
+    port: int
+    listener: socket.socket | None
+    served_at: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this launcher serves the store."""
+        return self.listener is not None
+
+    @property
+    def address(self) -> str:
+        """Where the store is, as `host:port`."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def where(self) -> str:
+        """Who serves the store and where, for people who look for a wrong address."""
+        if not self.is_here:
+            return f"another launcher serves the store at {self.address}"
+        return f"this launcher serves the store at {self.address}, on address {self.served_at}"
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether other machines cannot come here, though the endpoint's name does not say so."""
+        is_loopback = self.served_at.startswith("127.") or self.served_at == "::1"
+        return is_loopback and self.host not in ("localhost", self.served_at)
+
+    @property
+    def store_host(self) -> StoreHost:
+        """Where the job's servers run."""
+        return StoreHost(self.is_here, self.host, is_shared=True)
+
+
+def find_meeting(plan: LaunchPlan) -> Meeting:
+    """Find out whether this launcher serves the store; it waits for nothing but the name service.
+
+    Raises:
+        EndpointError: the endpoint cannot be what was asked for.
+        ConfigError: a setting of the rendezvous has an unusable value.
+    """
+    host, port = syntax.parse_endpoint(plan.rdzv_endpoint)
+    try:
+        is_host = rdzv_config_get_as_bool(plan.rdzv_configuration, "is_host")
+    except ValueError as error:
+        raise ConfigError(f"--rdzv-conf: {error}") from None
+    port = port or DEFAULT_PORT
+    listener = claim(host, port, is_host)
+    served_at = "" if listener is None else str(listener.getsockname()[0])
+    return Meeting(host, port, listener, served_at)
+
+
+def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> HostRules:
+    """Return what the store host decides by.
+
+    Raises:
+        ConfigError: the rules contradict each other or have an unusable value.
+    """
+    config, conf = plan.fault_tolerance, plan.rdzv_configuration
+    elastic = is_elastic(plan.restart_policy, plan.rdzv_impl)
+    last_call_s = LEGACY_LAST_CALL_S if elastic else LAST_CALL_S
+    try:
+        segment = config.segment or rdzv_config_get_as_int(conf, "segment")
+        group_size = rdzv_config_get_as_int(conf, "replacement_group_size")
+        if group_size is None:
+            group_size = default_replacement_group_size(environ)
+        placement = PlacementRules(
+            min_nodes=plan.min_nodes,
+            max_nodes=plan.max_nodes,
+            segment=segment,
+            group_size=group_size,
+            one_launcher_per_addr=not environment.allows_many_launchers(environ),
+            elastic=elastic,
+            use_infra_rank=plan.use_infra_group_rank,
+        )
+        validate(placement)
+        last_call_s = _seconds(conf, "last_call_timeout", last_call_s, or_zero=True)
+        timeouts_of(plan)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(str(error)) from None
+    return HostRules(
+        placement=placement,
+        budget=Budget(plan.max_restarts, config.restart_budget_window),
+        blame=BlameRules(config.node_blame_limit, config.node_blame_window),
+        lease_s=config.lease,
+        last_call_s=last_call_s,
+        min_healthy=plan.restart_policy == MIN_HEALTHY,
+        counts_unhealthy=not environ.get(_env.SLURM_ARRAY_TASK_ID),
+    )
+
+
+def timeouts_of(plan: LaunchPlan) -> tuple[float, float]:
+    """Return how long a round may take to close, and the store to appear (s).
+
+    Raises:
+        ConfigError: one of them is no such time.
+    """
+    conf = plan.rdzv_configuration
+    try:
+        join_s = _seconds(conf, "join_timeout", JOIN_TIMEOUT_S)
+        return join_s, _seconds(conf, "store_connect_wait_seconds", CONNECT_WAIT_S)
+    except ValueError as error:
+        raise ConfigError(f"--rdzv-conf: {error}") from None
+
+
+def _seconds(
+    conf: Mapping[str, object], key: str, default: float, *, or_zero: bool = False
+) -> float:
+    value = rdzv_config_get_as_float(conf, key)
+    if value is None:
+        return default
+    if not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
+        least = ">= 0" if or_zero else "> 0"
+        raise ValueError(f"rendezvous setting {key}={value:g} is not a number of seconds {least}")
+    return value
+
+
+def must_agree(plan: LaunchPlan, rules: HostRules) -> dict[str, str]:
+    """Return, by flag, what all launchers of a job must have been started with alike."""
+    config = plan.fault_tolerance
+    agreed = settings_of(rules, plan.restart_policy, plan.rdzv_impl)
+    agreed["--ft-no-restart-exit-code"] = str(plan.no_restart_exit_code)
+    for option in OPTIONS:
+        name = f"--{option.flag}"
+        if option.field not in _OWN_AFFAIRS and name not in agreed:
+            agreed[name] = str(getattr(config, option.field))
+    return {**agreed, **agreed_on_logs(plan.logs)}
+
+
+def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its own
+    plan: LaunchPlan,
+    environ: Mapping[str, str],
+    meeting: Meeting,
+    *,
+    host_name: str,
+    infra_rank: int,
+    loop: EventLoop,
+    clock: Clock,
+    on_lease: Callable[[float], None],
+    records: CycleRecords,
+    services: HostServices | None,
+    on_bad_node: Callable[[Cause], None],
+    exclusions: Exclusions,
+) -> StoreRendezvous:
+    """Start this node's part of the rendezvous, and the store where it is to be: with `services`.
+
+    Raises:
+        ConfigError: the settings are unusable.
+    """
+    rules = rules_of(plan, environ)
+    config = plan.fault_tolerance
+    join_s, limit_s = timeouts_of(plan)
+    secret = read_token(config.rdzv_token_file) if config.rdzv_token_file else None
+    addr = plan.local_addr or own_address(meeting.host, meeting.port)
+    node = node_identity(addr)
+    agreed = must_agree(plan, rules)
+    prefix = keys.prefix(plan.run_id)
+    stop = threading.Event()
+
+    longest_s = min(Probing().longest_pause_s, LEASES_BETWEEN_PROBES * config.lease)
+    probing = Probing(longest_pause_s=longest_s)
+    way = _Way(meeting, prefix, secret, limit_s, probing)
+    way_back = dataclasses.replace(way, patience_s=max(SHORTEST_PATIENCE_S, config.lease))
+    ways = itertools.chain([way], itertools.repeat(way_back))
+    host: StoreHostThread | None = None
+    if meeting.is_hidden:
+        logger.warning(
+            "--rdzv-endpoint %s is the loopback address %s on this machine: launchers on others "
+            "cannot reach it; use a name or address that means the same on all of them",
+            *(meeting.host, meeting.served_at),
+        )
+    logger.info(
+        "%s; waiting %g s at most for %d nodes (--rdzv-endpoint, --rdzv-conf join_timeout)",
+        *(meeting.where, join_s, rules.placement.min_nodes),
+    )
+    if meeting.listener is not None:
+        assert services is not None, "who serves the store runs the rest"
+        host = StoreHostThread(
+            StorePlan(
+                listener=meeting.listener,
+                host=meeting.host,
+                port=meeting.port,
+                prefix=prefix,
+                secret=secret,
+                nodes=rules.placement.max_nodes,
+                timeout_s=limit_s,
+            ),
+            lambda *_: rules,
+            me=node,
+            clock=clock,
+            services=services,
+            on_bad_node=on_bad_node,
+            exclusions=exclusions,
+        )
+        host.start()
+    if environ.get(_env.REPLACEMENT_GROUP_ID) and not rules.placement.group_size:
+        logger.warning(
+            "%s is set without effect: --rdzv-conf replacement_group_size=N says how many nodes "
+            "make a group",
+            _env.REPLACEMENT_GROUP_ID,
+        )
+    segment = rules.placement.segment
+    settings = NodeSettings(
+        node=node,
+        host=host_name,
+        addr=addr,
+        nproc=plan.nproc_per_node,
+        infra_rank=infra_rank,
+        master_port=plan.master_port,
+        lease_s=config.lease,
+        join_timeout_s=join_s,
+        connect_timeout_s=limit_s,
+        domain=own_domain if segment else _no_domain,
+        unfit_in=lambda round_: injected_failure(round_, infra_rank, host_name, environ),
+        group=replacement_group_id(environ) if rules.placement.group_size else None,
+        must_agree=agreed,
+        where=meeting.where,
+    )
+
+    def connect_when_ready(refused: Callable[[], None]) -> JobStore:
+        # Asked before the first lease, which it would keep waiting.
+        settings.domain()
+        wait_s = min(LOG_TOKEN_WAIT_S, LEASES_FOR_LOG_TOKEN * config.lease)
+        return _connect(
+            next(ways), clock, stop, refused, lambda store: _fetch_log_token(store, records, wait_s)
+        )
+
+    return StoreRendezvous(
+        settings,
+        connect_when_ready,
+        loop=loop,
+        clock=clock,
+        host=host,
+        stop=stop,
+        on_lease=on_lease,
+    )
+
+
+def _no_domain() -> str:
+    return "none"
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How the job's keys are reached."""
+
+    meeting: Meeting
+    prefix: str
+    secret: bytes | None
+    timeout_s: float
+    probing: Probing
+    patience_s: float = CALL_TIMEOUT_S
+
+    def connect(self, secret: bytes | None, timeout_s: float) -> JobStore:
+        meeting = self.meeting
+        return connect(meeting.host, meeting.port, self.prefix, secret, timeout_s, self.patience_s)
+
+
+def _connect(
+    way: _Way,
+    clock: Clock,
+    stop: threading.Event,
+    refused: Callable[[], None],
+    begin: Callable[[JobStore], None],
+) -> JobStore:
+    """Connect to the job's store, which may come up later than this launcher, and `begin` there."""
+    meeting = way.meeting
+    deadline = clock.monotonic() + way.timeout_s
+    while True:
+        left_s = deadline - clock.monotonic()
+        wait_until_reachable(
+            meeting.host, meeting.port, left_s, clock, stop, refused, probing=way.probing
+        )
+        try:
+            store = way.connect(way.secret, max(1.0, left_s))
+            begin(store)
+        except StoreLostError:
+            # Whoever listened was not ready, or was a store that is just ending.
+            if deadline - clock.monotonic() < RETRY_S or stop.wait(RETRY_S):
+                raise
+        else:
+            return store
+
+
+def _fetch_log_token(store: JobStore, records: CycleRecords, wait_s: float) -> None:
+    """Fetch what the job's host says of log servers; it does so before it decides anything."""
+    if records.asks_for_log_server:
+        records.log_server_said(store.wait_for(keys.LOG_TOKEN, wait_s))

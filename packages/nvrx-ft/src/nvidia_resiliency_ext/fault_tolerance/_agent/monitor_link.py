@@ -1,0 +1,453 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher's side of the rank monitor: reports kept by local rank, slots, a monitor that died.
+
+It judges no rank; the monitor does. When the monitor process is gone, another is started at the
+same paths, and the ranks connect to it by themselves. One that does not answer when a cycle begins
+is killed, and so replaced likewise. A launch begins with a monitor or not at all. Later no restart
+depends on one: where none can be started, ranks go unwatched, and it is tried again every second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
+from nvidia_resiliency_ext.fault_tolerance._monitor import messages
+from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
+from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, SlotView, Steps, read_slot
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+
+logger = logging.getLogger("nvrx")
+
+READY_TIMEOUT_S = 30.0
+LEAVE_TIMEOUT_S = 3.0
+MIN_RESTART_INTERVAL_S = 1.0
+# Ranks that start wait longer than that for a monitor to come.
+RETRY_INTERVAL_S = 1.0
+ANSWER_TIMEOUT_S = 2.0
+# A program may import and set up for so long before it opens a client.
+SHORTEST_SILENCE_S = 60.0
+LATE_S = 0.5
+_UNKNOWN = -1
+
+
+def longest_limit_s(config: FaultToleranceConfig) -> float | None:
+    """Return the longest time that a rank may stay silent, 60 s at least; None without a limit."""
+    limits = [
+        config.initial_rank_heartbeat_timeout,
+        config.rank_heartbeat_timeout,
+        config.rank_out_of_section_timeout,
+        *config.rank_section_timeouts.values(),
+    ]
+    given = [limit for limit in limits if limit is not None]
+    return max(SHORTEST_SILENCE_S, *given) if given else None
+
+
+class NoMonitor:
+    """Stands in when `NVRX_DISABLE_RANK_MONITORS` switches monitoring off."""
+
+    def prepare(self, cycle: int) -> None:
+        """Nothing to prepare."""
+
+    def workers_changed(self, workers: messages.WorkersChanged) -> None:
+        """Nobody to tell."""
+
+    def lease_held(self, until: float) -> None:
+        """Nobody to tell."""
+
+    def hang_report(self) -> dict[str, Any]:
+        """Nobody reports."""
+        return {}
+
+    def examine(self) -> None:
+        """Nobody to ask."""
+
+    def sentence(self, local_ranks: list[int]) -> None:
+        """Nobody to tell."""
+
+    def last_iteration(self) -> int | None:
+        """Nobody knows."""
+        return None
+
+    def steps_of_rank0(self) -> Steps:
+        """Nobody counts."""
+        return NO_STEPS
+
+    def save(self, word: int) -> None:
+        """Nobody asks."""
+
+    @property
+    def is_save_known(self) -> bool:
+        """Nobody is to know."""
+        return True
+
+    def save_calls(self) -> dict[int, int]:
+        """Nobody asks."""
+        return {}
+
+
+class SharedMonitor:
+    """One monitor process for all local ranks of this node.
+
+    Args:
+        start: Starts a monitor process for a cycle, with a word for `should_checkpoint` that ranks
+            find as soon as they come; called again when one died.
+        loop: Where its messages are waited for.
+        clock: The clock of the loop.
+        on_first_step: Called with (local rank, monotonic s) at a rank's first sign of work.
+        on_stuck: Called with (local rank, where in the kernel) for a rank that survived SIGKILL.
+        on_save_known: Called when the slots hold the last word for `should_checkpoint`.
+        on_ranks_seen: Called with what each local rank does in a hang, as in `HangFound.ranks`, and
+            with the report when a limit was broken here: the nodes compare.
+        unwatched_after_s: How long after its workers' start a job without any client is told of
+            that, once; None where no limit is set.
+    """
+
+    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
+        self,
+        start: Callable[[int, int], MonitorHandle],
+        loop: EventLoop,
+        clock: Clock,
+        *,
+        on_first_step: Callable[[int, float], None],
+        on_stuck: Callable[[int, str], None],
+        on_save_known: Callable[[], None] = lambda: None,
+        on_ranks_seen: Callable[[list[dict[str, Any]], dict[str, Any]], None] = lambda *_: None,
+        unwatched_after_s: float | None = None,
+    ) -> None:
+        self._start = start
+        self._unwatched_after_s = unwatched_after_s
+        self._unwatched: Timer | None = None
+        self._loop = loop
+        self._clock = clock
+        self._on_first_step = on_first_step
+        self._on_stuck = on_stuck
+        self._on_save_known = on_save_known
+        self._on_ranks_seen = on_ranks_seen
+        self._save_word = 0
+        self._known_word = 0
+        self._prepared_at = 0.0
+        self._cycle = 0
+        self._workers: messages.WorkersChanged | None = None
+        self._lease_until: float | None = None
+        self._hang: dict[str, Any] = {}
+        self._closing = False
+        self._has_listened = False
+        self._is_missed = False
+        self._reopening: Timer | None = None
+        self._unanswered: Timer | None = None
+        self._handle = self._open()
+
+    def _open(self) -> MonitorHandle:
+        self._started_at = self._clock.monotonic()
+        handle = self._start(self._cycle, self._save_word)
+        self._loop.watch(handle.fileno(), self._receive)
+        return handle
+
+    def prepare(self, cycle: int) -> None:
+        """Name the cycle and wait until the sockets listen.
+
+        Whether the monitor is awake is found out later: the restart does not wait for it.
+
+        Raises:
+            MonitorStartError: when they never have, and do not within `READY_TIMEOUT_S`. A monitor
+                that takes the place of another one may fail: the cycle begins without it.
+        """
+        self._cycle = cycle
+        self._prepared_at = self._clock.monotonic()
+        self._receive()  # A monitor that died just now must not be taken for a ready one.
+        self._hang = {}
+        if self._reopening is not None:
+            self._reopening.cancel()
+            if self._has_listened:
+                self._retry()
+            else:
+                self._reopen()
+        if self._reopening is None and self._wait_ready() and cycle > 0:
+            self._handle.send(messages.CycleChanged(cycle))
+            if self._unanswered is None:
+                self._expect_answer()
+
+    def _wait_ready(self) -> bool:
+        """Wait until the sockets listen; replace a monitor that fails to, once one has listened."""
+        try:
+            self._handle.wait_ready(READY_TIMEOUT_S)
+        except NvrxError as error:
+            if not self._has_listened:
+                raise
+            logger.warning("%s", error)
+            self._replace()
+            return False
+        self._has_listened = True
+        self._receive()  # What came together with "ready" does not wake the loop again.
+        return self._reopening is None
+
+    def workers_changed(self, workers: messages.WorkersChanged) -> None:
+        """Tell the monitor what to sweep if this launcher dies, and what to look at in a hang."""
+        self._workers = workers
+        self._handle.send(workers)
+        if self._unwatched_after_s is not None and self._unwatched is None:
+            at = self._clock.monotonic() + self._unwatched_after_s
+            self._unwatched = self._loop.call_at(at, self._say_unwatched)
+
+    def _say_unwatched(self) -> None:
+        """Say that limits are set and no rank of any cycle has opened a client."""
+        if self._unwatched is None or self._unwatched_after_s is None:
+            return
+        self._unwatched.cancel()
+        self._unwatched_after_s = None
+        logger.warning(
+            "limits for heartbeats or sections are set, but no rank has told of itself: hangs are"
+            " not found. Call RankMonitorClient().init_workload_monitoring() in each rank, then"
+            " send_heartbeat() or start_section() and end_section() in each step"
+        )
+
+    def lease_held(self, until: float) -> None:
+        """Tell the monitor how long this node may train; it sees to that without us, too."""
+        self._lease_until = until
+        self._handle.send(messages.LeaseHeld(until))
+
+    def hang_report(self) -> dict[str, Any]:
+        """Return the report of a hang in this cycle, or {}; it was sent before the kill."""
+        self._receive()
+        return self._hang
+
+    def examine(self) -> None:
+        """Ask what each rank does, for a hang on another node."""
+        self._handle.send(messages.Examine())
+
+    def sentence(self, local_ranks: list[int]) -> None:
+        """Have the ranks ended that all nodes together have found to blame for a hang."""
+        self._handle.send(messages.Sentence(local_ranks))
+
+    def last_iteration(self) -> int | None:
+        """Return the highest iteration that any local rank has told in this cycle."""
+        views = (self._view(index) for index in range(len(self._handle.slots)))
+        told = (view.iteration for view in views if view is not None)
+        return max((iteration for iteration in told if iteration is not None), default=None)
+
+    def steps_of_rank0(self) -> Steps:
+        """Return how far local rank 0 has come; heartbeats count where it opens no section."""
+        view = self._view(0)
+        if view is None:
+            return NO_STEPS
+        return view.steps
+
+    def save(self, word: int) -> None:
+        """Put the word for `should_checkpoint` into the slots; a new monitor gets it, too."""
+        self._save_word = word
+        self._handle.send(messages.Save(word))
+
+    @property
+    def is_save_known(self) -> bool:
+        """Whether the slots hold it."""
+        return self._known_word == self._save_word
+
+    def save_calls(self) -> dict[int, int]:
+        """Return how often each rank has called `should_checkpoint`, by place in this monitor."""
+        views = {index: self._view(index) for index in range(len(self._handle.slots))}
+        return {index: view.save_calls for index, view in views.items() if view is not None}
+
+    def _view(self, index: int) -> SlotView | None:
+        """Return what a slot shows, or None before this cycle's rank opened its session.
+
+        A slot keeps the last session's values until the next one opens.
+        """
+        handle = self._handle
+        if index >= len(handle.slots):
+            return None
+        view = read_slot(handle.slots[index], handle.layout)
+        if view.session_start is None or view.session_start < self._prepared_at:
+            return None
+        return view
+
+    def _expect_answer(self) -> None:
+        at = self._clock.monotonic() + ANSWER_TIMEOUT_S
+        self._unanswered = self._loop.call_at(at, self._judge_silence)
+
+    def _judge_silence(self) -> None:
+        timer = self._unanswered
+        self._receive()
+        if timer is None or timer is not self._unanswered:
+            return  # It answered, or another one takes its place.
+        self._unanswered = None
+        if self._clock.monotonic() - timer.at > LATE_S:
+            # We were frozen ourselves, and the monitor perhaps with us: it has a new chance.
+            self._handle.send(messages.CycleChanged(self._cycle))
+            self._expect_answer()
+            return
+        logger.warning(
+            "the rank monitor (pid %d) has not answered for %g s; killing it",
+            self._handle.child.pid,
+            ANSWER_TIMEOUT_S,
+        )
+        self._handle.child.signal(signal.SIGKILL)
+
+    def _forget_answer(self) -> None:
+        if self._unanswered is not None:
+            self._unanswered.cancel()
+            self._unanswered = None
+
+    def _receive(self) -> None:
+        if self._reopening is not None:
+            return
+        for message in self._handle.receive():
+            self._handle_message(message)
+        if self._handle.is_over and not self._closing:
+            self._replace()
+
+    def _handle_message(self, message: object) -> None:
+        if isinstance(message, messages.FirstStep):
+            self._on_first_step(message.local_rank, message.t)
+        elif isinstance(message, messages.RankJoined):
+            self._unwatched_after_s = None
+        elif isinstance(message, messages.HangFound):
+            self._take_report(message.report)
+        elif isinstance(message, messages.RanksSeen):
+            self._on_ranks_seen(message.ranks, {})
+        elif isinstance(message, messages.SaveKnown):
+            self._known_word = message.word
+            self._on_save_known()
+        elif isinstance(message, messages.RankUnkillable):
+            where = f"state {message.state} in {message.wchan or 'an unknown call'}"
+            self._on_stuck(message.local_rank, where)
+        elif isinstance(message, messages.CycleKnown):
+            self._forget_answer()
+            if message.cycle != self._cycle:
+                self._expect_answer()  # That was the answer for an earlier cycle.
+
+    def _take_report(self, report: dict[str, Any]) -> None:
+        # One that was found while its cycle was being stopped says nothing of the next.
+        if report["cycle"] != self._cycle:
+            return
+        if report.get("is_held"):
+            self._on_ranks_seen(report["ranks"], report)
+        elif not self._hang.get("culprits"):
+            self._hang = report
+
+    def _replace(self) -> None:
+        self._forget_answer()
+        self._loop.unwatch(self._handle.fileno())
+        status = self._handle.child.wait(timeout_s=1.0)
+        logger.warning(
+            "the rank monitor (pid %d) ended: %s; starting another",
+            self._handle.child.pid,
+            status.describe() if status else "it closed its socket",
+        )
+        self._handle.close()
+        self._known_word = _UNKNOWN
+        earliest = self._started_at + MIN_RESTART_INTERVAL_S
+        self._reopening = self._loop.call_at(earliest, self._retry)
+
+    def _retry(self) -> None:
+        """Start another monitor; a machine that cannot right now is asked again."""
+        try:
+            self._reopen()
+        except (NvrxError, OSError) as error:
+            if not self._is_missed:
+                self._is_missed = True
+                logger.warning(
+                    "no rank monitor can be started, ranks go unwatched until one can: %s", error
+                )
+            again = self._clock.monotonic() + RETRY_INTERVAL_S
+            self._reopening = self._loop.call_at(again, self._retry)
+
+    def _reopen(self) -> None:
+        self._reopening = None
+        self._handle = self._open()
+        self._is_missed = False
+        if self._workers is not None:
+            self._handle.send(dataclasses.replace(self._workers, cycle=self._cycle))
+        if self._lease_until is not None:
+            self._handle.send(messages.LeaseHeld(self._lease_until))
+        if self._save_word:
+            self._handle.send(messages.Save(self._save_word))
+
+    def close(self) -> None:
+        """Let the monitor sweep the run's processes and leave; kill it if it does not.
+
+        The caller sweeps as well, for the case that no monitor is there to do it.
+        """
+        self._closing = True
+        self._forget_answer()
+        if self._reopening is not None:
+            self._reopening.cancel()
+            return
+        self._receive()
+        self._say_unwatched()
+        if self._reopening is None:
+            self._loop.unwatch(self._handle.fileno())
+            self._handle.leave(LEAVE_TIMEOUT_S)
+
+
+class MonitorPerRank:
+    """One monitor process for each local rank (`--ft-monitor-mode per-rank`)."""
+
+    def __init__(self, monitors: Sequence[SharedMonitor]) -> None:
+        """Take the monitors by local rank; closing them stays the caller's part."""
+        self._monitors = tuple(monitors)
+
+    def prepare(self, cycle: int) -> None:
+        """Wait until all of them listen."""
+        for monitor in self._monitors:
+            monitor.prepare(cycle)
+
+    def workers_changed(self, workers: messages.WorkersChanged) -> None:
+        """Tell all: whichever sees the launcher die sweeps.
+
+        Each judges its own rank without the other nodes: it sees no stacks but that rank's.
+        """
+        alone = dataclasses.replace(workers, world_size=0)
+        for monitor in self._monitors:
+            monitor.workers_changed(alone)
+
+    def examine(self) -> None:
+        """No monitor here has more than one rank to compare."""
+
+    def sentence(self, local_ranks: list[int]) -> None:
+        """No monitor here waits for it."""
+
+    def lease_held(self, until: float) -> None:
+        """Tell all of them."""
+        for monitor in self._monitors:
+            monitor.lease_held(until)
+
+    def hang_report(self) -> dict[str, Any]:
+        """Return the report of a monitor that names a culprit, else of any that found a hang."""
+        reports = [report for monitor in self._monitors if (report := monitor.hang_report())]
+        return next((r for r in reports if r["culprits"]), reports[0] if reports else {})
+
+    def last_iteration(self) -> int | None:
+        """Return the highest iteration that any local rank has told in this cycle."""
+        told = [monitor.last_iteration() for monitor in self._monitors]
+        return max((iteration for iteration in told if iteration is not None), default=None)
+
+    def steps_of_rank0(self) -> Steps:
+        """Return how far local rank 0 has come."""
+        return self._monitors[0].steps_of_rank0()
+
+    def save(self, word: int) -> None:
+        """Tell all of them."""
+        for monitor in self._monitors:
+            monitor.save(word)
+
+    @property
+    def is_save_known(self) -> bool:
+        """Whether all of them know it."""
+        return all(monitor.is_save_known for monitor in self._monitors)
+
+    def save_calls(self) -> dict[int, int]:
+        """Return how often each local rank has called `should_checkpoint`."""
+        return {
+            rank: calls
+            for rank, monitor in enumerate(self._monitors)
+            for calls in monitor.save_calls().values()
+        }

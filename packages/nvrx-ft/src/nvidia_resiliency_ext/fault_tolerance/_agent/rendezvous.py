@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds: who takes part in a cycle and with which rank. One node is served from memory.
+
+The protocol is what a barrier on a store implements for many nodes; the loop in `agent.py`
+knows only the protocol. An implementation reports what happened through `poll`, and makes
+`fileno` readable when there is something to poll (None: poll right after each call).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    Assignment,
+    HangJudged,
+    JoinTimedOut,
+    NextRoundOpened,
+    NodeUnfit,
+    RanksAsked,
+    RoundClosed,
+    RoundReady,
+    StoreLost,
+)
+from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
+    RoundLeaves,
+    SaveAgreed,
+    agreed_call,
+)
+from nvidia_resiliency_ext.fault_tolerance._workers.env import PortReservation
+from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
+
+RoundEvent = (
+    RoundReady
+    | NextRoundOpened
+    | RoundClosed
+    | StoreLost
+    | JoinTimedOut
+    | NodeUnfit
+    | RoundLeaves
+    | SaveAgreed
+    | RanksAsked
+    | HangJudged
+)
+
+
+class Rendezvous(Protocol):
+    """The rounds of one job as one node sees them."""
+
+    def join(self, cycle: int) -> None:
+        """Offer this node for `cycle`; the answer comes from `poll`."""
+
+    def poll(self) -> list[RoundEvent]:
+        """Return what happened since the last call, without blocking."""
+
+    def fileno(self) -> int | None:
+        """Return a descriptor that is readable when `poll` has something, or None."""
+
+    def open_next(self, cause: Cause) -> None:
+        """Tell all nodes that the next round is open because of `cause`."""
+
+    def close(self, reason: str, cause: Cause | None = None) -> None:
+        """Tell all nodes that there is no further round; the first reason stays."""
+
+    def succeeded(self) -> None:
+        """Tell the others that all workers of this node ended well; `poll` tells the rest."""
+
+    def broken(self, cause: Cause, *, all_gone: bool) -> None:
+        """Tell the store host that workers of this node failed and that it leaves it at that."""
+
+    def leave(self, cause: Cause) -> None:
+        """Tell the others that this node takes part no longer."""
+
+    def preempted(self, cause: Cause) -> None:
+        """Tell the others that this node must go; `poll` tells when ranks are to save."""
+
+    def held(self, calls: int) -> None:
+        """Tell how far this node's ranks are, which wait; `poll` tells at which call they save."""
+
+    def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
+        """Tell what this node's ranks do in a hang; `poll` tells whom all nodes blame."""
+
+    @property
+    def must_stay(self) -> bool:
+        """Whether others need this launcher although its own part is over."""
+
+    def shutdown(self) -> None:
+        """Release what this node holds."""
+
+
+class LocalRendezvous:
+    """Rounds of a single node, decided on the spot.
+
+    Each round has a MASTER_PORT of its own, reserved until the next round, unless the user
+    fixed one: then that one is used every time.
+
+    Raises:
+        PortInUseError: when a fixed port is taken by somebody else.
+    """
+
+    def __init__(self, *, nproc: int, master_addr: str, master_port: int | None) -> None:
+        self._nproc = nproc
+        self._master_addr = master_addr
+        self._port_is_fixed = master_port is not None
+        self._events: list[RoundEvent] = []
+        self._closed: str | None = None
+        self._reserved = PortReservation(master_port)
+        self._in_use: PortReservation | None = None
+
+    def join(self, cycle: int) -> None:
+        """Complete the round at once."""
+        if self._closed is not None:
+            self._events.append(RoundClosed(self._closed))
+            return
+        try:
+            port = self._take_port()
+        except OSError as error:
+            self.close(f"no port for MASTER_PORT can be reserved: {error}")
+            self._events.append(RoundClosed(str(self._closed)))
+            return
+        assignment = Assignment(
+            cycle=cycle,
+            group_rank=0,
+            group_world_size=1,
+            rank_offset=0,
+            world_size=self._nproc,
+            master_addr=self._master_addr,
+            master_port=port,
+        )
+        self._events.append(RoundReady(assignment, tuple(range(self._nproc))))
+
+    def _take_port(self) -> int:
+        """Return this round's port and reserve the next round's, so that no bind is in its way."""
+        port = self._reserved.port
+        if not self._port_is_fixed:
+            if self._in_use is not None:
+                self._in_use.release()
+            self._in_use, self._reserved = self._reserved, PortReservation()
+        return port
+
+    def poll(self) -> list[RoundEvent]:
+        """Return the rounds completed since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def fileno(self) -> int | None:
+        """Nothing to wait for: `join` completes at once."""
+        return None
+
+    def open_next(self, cause: Cause) -> None:
+        """Nobody else is there to be told."""
+
+    def close(self, reason: str, cause: Cause | None = None) -> None:  # noqa: ARG002
+        """Refuse further rounds."""
+        if self._closed is None:
+            self._closed = reason
+
+    def succeeded(self) -> None:
+        """Nobody else is there to wait for."""
+
+    def broken(self, cause: Cause, *, all_gone: bool) -> None:
+        """Nobody else is there to decide."""
+
+    def leave(self, cause: Cause) -> None:
+        """Nobody else is there to go on."""
+
+    def preempted(self, cause: Cause) -> None:
+        """Nobody else is to be asked."""
+        self._events.append(RoundLeaves(cause))
+
+    def held(self, calls: int) -> None:
+        """Nobody else is to be waited for."""
+        self._events.append(SaveAgreed(agreed_call([calls])))
+
+    def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
+        """Nobody else has ranks: the monitor has judged alone."""
+
+    @property
+    def must_stay(self) -> bool:
+        """Nobody else is there to need this launcher."""
+        return False
+
+    def shutdown(self) -> None:
+        """Give the reserved ports back."""
+        for reservation in (self._in_use, self._reserved):
+            if reservation is not None:
+                reservation.release()

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts workers from standbys where it can, from fresh interpreters where it must.
+
+Wires the pool's decisions (`_prewarm.pool`) to standby processes and to the loop. When and why is
+decided there and in `_prewarm.conditions`; here it is done. One thread, the launcher's main one:
+the kernel ties the lives of standbys to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
+from nvidia_resiliency_ext.fault_tolerance._core.resources import IdleMeter, available_bytes
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+from nvidia_resiliency_ext.fault_tolerance._prewarm import pool as pools
+from nvidia_resiliency_ext.fault_tolerance._prewarm.conditions import (
+    cold_reason,
+    go_reason,
+    wants_standbys,
+)
+from nvidia_resiliency_ext.fault_tolerance._prewarm.imports import should_hold_first_cycle
+from nvidia_resiliency_ext.fault_tolerance._prewarm.standby import (
+    PIPED,
+    Begun,
+    Failed,
+    GoOrder,
+    Ready,
+    Standby,
+    StandbyError,
+    Stdio,
+)
+from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
+from nvidia_resiliency_ext.fault_tolerance._workers.output import worker_output
+from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
+    STILL_IMPORTING,
+    ColdStarter,
+    Started,
+    WorkerSpec,
+)
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, ConfigError
+
+logger = logging.getLogger("nvrx")
+
+FILL_LOOK_INTERVAL_S = 1.0
+FIRST_LOOK_S = pools.FILL_DELAY_S
+LONGEST_LOOK_INTERVAL_S = 60.0
+HEAD_START_S = 0.015
+BEGIN_LIMIT_S = 5.0
+
+
+class StandbyStarter:
+    """Makes workers for each cycle and keeps standbys for the next one.
+
+    Args:
+        plan: What the workers run and how they are kept warm.
+        base_env: What is the same in the environment of all workers.
+        loop: Where standbys are watched.
+        clock: The clock of the loop.
+        chronicle: Where the states of standbys are recorded.
+        running_pids: Returns the processes of the workers that run now.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        base_env: Mapping[str, str],
+        loop: EventLoop,
+        clock: Clock,
+        chronicle: Chronicle,
+        running_pids: Callable[[], list[int]],
+    ) -> None:
+        self._plan = plan
+        self._base_env = base_env
+        self._loop = loop
+        self._clock = clock
+        self._chronicle = chronicle
+        self._output = plan.output
+        self._is_piped = plan.logs.applog_prefix is not None
+        self._running_pids = running_pids
+        self._imports = plan.prewarm.modules
+        self._cold = ColdStarter(die_with_parent=plan.fault_tolerance.orphan_workers == "kill")
+        self._pool = pools.Pool.of(plan.nproc_per_node, len(os.sched_getaffinity(0)))
+        self._held: dict[int, Standby] = {}
+        self._ready: dict[int, Ready] = {}
+        self._told: dict[int, Standby] = {}
+        self._last_words: dict[int, str] = {}
+        self._head_start_ends = 0.0
+        self._idle = IdleMeter()
+        self._timer: Timer | None = None
+        self._look_interval_s = FIRST_LOOK_S
+        self._has_worked = False
+        self._is_announced = False
+        self._why_cold = self._never_reason()
+        if self._why_cold is not None:
+            self._pool, _ = pools.step(self._pool, pools.Refused(self._why_cold), 0.0)
+
+    def _never_reason(self) -> str | None:
+        """Return why no worker of this job can come from a standby, or None."""
+        plan = self._plan
+        if plan.prewarm.prewarm != "off" and plan.fault_tolerance.orphan_workers == "keep":
+            reason: str | None = "workers that outlive the launcher cannot be standbys"
+        elif plan.prewarm.prewarm != "off" and plan.output_specs is not None:
+            reason = "a log specification says only at the start of a cycle where output goes"
+        else:
+            reason = cold_reason(plan.command, self._base_env, (), plan.prewarm)
+        if reason is not None:
+            self._insist(reason)
+        return reason
+
+    def _insist(self, reason: str) -> None:
+        """Refuse a condition that would mean a cold start, if the user insists on standbys."""
+        if self._plan.prewarm.prewarm == "on":
+            raise ConfigError(
+                f"--ft-prewarm on: {reason}; use --ft-prewarm auto, which then starts cold"
+            )
+
+    # The first cycle and the fill -----------------------------------------------------------
+
+    def hold_first_cycle(self) -> None:
+        """Start the first cycle's workers ahead, if they are certain to gain from it."""
+        if self._why_cold is not None:
+            if self._plan.prewarm.prewarm != "off":
+                logger.info("workers start cold: %s", self._why_cold)
+            return
+        wanted = self._plan.prewarm.prewarm == "on" or should_hold_first_cycle(
+            self._plan.command, self._imports
+        )
+        if wanted:
+            self._step(pools.Prepare())
+
+    def good_step(self) -> None:
+        """Take note that a rank works: standbys may be filled from now on.
+
+        Only the first rank of a cycle counts: the others must not undo what the pool has learnt
+        since, that its standbys fail.
+        """
+        if self._has_worked:
+            return
+        self._has_worked = True
+        self._look()
+        self._step(pools.GoodStep())
+
+    def _look(self) -> None:
+        """Tell the pool what only a look at the machine shows."""
+        if self._why_cold is not None:
+            return
+        self._step(pools.Idle(self._idle.idle_cores()))
+        free = available_bytes()
+        if free is not None:
+            self._step(pools.Memory(free))
+        for slot, standby in list(self._held.items()):
+            if slot in self._ready and (path := standby.stale_file()) is not None:
+                logger.info("standby %d is replaced: %s changed on disk", slot, path)
+                self._step(pools.Stale(slot))
+        self._step(pools.Wanted(wants_standbys(self._running_pids())))
+
+    def _step(self, event: pools.Event) -> None:
+        self._pool, effects = pools.step(self._pool, event, self._clock.monotonic())
+        for effect in effects:
+            if isinstance(effect, pools.StartStandby):
+                self._start_standby(effect.slot)
+            elif isinstance(effect, pools.EndStandby):
+                self._end_standby(effect.slot)
+            else:
+                logger.info("workers start cold from now on: %s", effect.reason)
+
+    def _arm(self, delay_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._clock.monotonic() + delay_s, self._tick)
+
+    def _arm_for_fill(self) -> None:
+        """Count idle processors from now on: the job may wait for something else than them."""
+        self._look_interval_s = FIRST_LOOK_S
+        self._idle.idle_cores()
+        self._arm(FILL_LOOK_INTERVAL_S)
+
+    def _tick(self) -> None:
+        """Look again: often while standbys are missing, later less and less often."""
+        self._look()
+        self._step(pools.Tick())
+        if self._pool.is_missing_some:
+            self._arm(FILL_LOOK_INTERVAL_S)
+            return
+        self._arm(self._look_interval_s)
+        self._look_interval_s = min(2 * self._look_interval_s, LONGEST_LOOK_INTERVAL_S)
+
+    def _announce(self) -> None:
+        """Say once in a cycle that the next restart finds every standby ready."""
+        if not self._is_announced and len(self._ready) == len(self._pool.slots):
+            self._is_announced = True
+            logger.info("all %d standbys are ready", len(self._ready))
+
+    # One standby ---------------------------------------------------------------------------
+
+    def _start_standby(self, slot: int) -> None:
+        output = worker_output(self._output, "", slot)
+        streams = Stdio(output.stdout.path, output.stderr.path)
+        try:
+            standby = Standby.start(
+                self._plan.command,
+                self._base_env,
+                slot,
+                PIPED if self._is_piped else streams,
+                argv=self._plan.command.for_local_rank(slot),
+                imports=self._imports,
+            )
+        except (ChildStartError, StandbyError) as error:
+            self._step(pools.StandbyFailed(slot, str(error)))
+            return
+        self._held[slot] = standby
+        self._chronicle.standby(slot, "warming", None, None)
+        self._loop.watch(standby.fileno(), lambda: self._hear(slot))
+
+    def _hear(self, slot: int) -> None:
+        """Take a held standby's news."""
+        news = self._held[slot].receive()
+        if isinstance(news, Ready) and news.problem is None:
+            self._ready[slot] = news
+            self._chronicle.standby(slot, "ready", news.seconds, news.private_bytes)
+            self._step(pools.StandbyReady(slot, news.private_bytes or 0))
+            self._announce()
+        elif isinstance(news, Ready):
+            self._end_standby(slot)
+            self._why_cold = str(news.problem)
+            self._step(pools.Refused(self._why_cold))
+        elif isinstance(news, Failed):
+            self._end_standby(slot)
+            self._chronicle.standby(slot, "failed", None, None)
+            logger.info("standby %d failed: %s", slot, news.reason)
+            self._step(pools.StandbyFailed(slot, news.reason))
+
+    def _end_standby(self, slot: int) -> None:
+        standby = self._held.pop(slot, None)
+        self._ready.pop(slot, None)
+        if standby is not None:
+            self._loop.unwatch(standby.fileno())
+            standby.end()
+
+    # Starting workers ----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Leave the processors to the workers that are about to start."""
+        self._step(pools.RanksStarting())
+
+    def done(self) -> None:
+        """All workers of the cycle are started: standbys for the next may follow."""
+        self._has_worked = self._is_announced = False
+        self._step(pools.RanksStarted())
+        self._arm_for_fill()
+
+    def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
+        """Make a worker: tell its standby to go, or start a fresh process.
+
+        Raises:
+            ChildStartError: the command cannot be executed.
+            ConfigError: `--ft-prewarm on`, and this worker's environment speaks against it.
+        """
+        slot = spec.local_rank
+        standby = self._held.get(slot)
+        if self._why_cold is not None:
+            self._insist(self._why_cold)
+        reason = self._why_cold or self._pool.disabled or self._why_none(slot)
+        if standby is not None:
+            started, problem = self._go(standby, spec, stdout_fd, stderr_fd)
+            if started is not None:
+                return started
+            reason = problem
+        started = self._cold.start(spec, stdout_fd, stderr_fd)
+        return Started(started.child, warm=False, cold_reason=reason)
+
+    def _why_none(self, slot: int) -> str:
+        if self._pool.slots[slot] is pools.SlotState.FAILED:
+            return "its standby failed"
+        if self._pool.first:
+            return "the entry file does not import torch at its top level"
+        if not self._pool.wanted:
+            return "the workers have not loaded torch"
+        return "no standby was started yet"
+
+    def _go(
+        self, standby: Standby, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None
+    ) -> tuple[Started | None, str]:
+        slot = spec.local_rank
+        reason = go_reason(standby.env, spec.env)
+        if reason is not None:
+            self._insist(f"worker {slot}: {reason}")
+        if reason is None and (path := standby.stale_file()) is not None:
+            reason = f"{path} changed on disk"
+        if reason is None:
+            order = GoOrder(
+                env=spec.env,
+                stdio_fds=(None, stdout_fd, stderr_fd),
+                not_before=self._not_before(spec),
+            )
+            try:
+                standby.go(order)
+            except StandbyError as error:
+                news = standby.receive()
+                reason = news.reason if isinstance(news, Failed) else str(error)
+        if reason is not None:
+            self._end_standby(slot)
+            self._step(pools.StandbyFailed(slot, reason))
+            return None, reason
+        ready = self._ready.pop(slot, None)
+        self._told[slot] = self._held.pop(slot)
+        self._loop.unwatch(standby.fileno())
+        self._loop.watch(standby.fileno(), lambda: self._hear_told(slot, standby))
+        self._step(pools.Gone(slot))
+        self._chronicle.standby(slot, "went", None, None)
+        if ready is not None:
+            at = self._clock.monotonic() + BEGIN_LIMIT_S
+            self._loop.call_at(at, lambda: self._give_up(slot, standby))
+        if ready is None:
+            return Started(standby.child, warm=False, cold_reason=STILL_IMPORTING), ""
+        return Started(standby.child, warm=True, saved_s=ready.seconds), ""
+
+    def _give_up(self, slot: int, standby: Standby) -> None:
+        """Kill a standby that was ready and did not begin; its worker then starts cold."""
+        if self._told.get(slot) is standby:
+            logger.warning("standby %d did not begin within %g s", slot, BEGIN_LIMIT_S)
+            standby.child.signal(signal.SIGKILL)
+
+    def _not_before(self, spec: WorkerSpec) -> float | None:
+        """Return when a warm worker may begin: rank 0, which opens the store, gets a head start.
+
+        Warm workers reach `init_process_group` within a millisecond of each other. A rank that
+        connects before rank 0 listens is refused, and torch tries again only half a second later.
+        """
+        now = self._clock.monotonic()
+        if spec.rank == 0:
+            self._head_start_ends = now + HEAD_START_S
+            return None
+        return self._head_start_ends if self._head_start_ends > now else None
+
+    def _hear_told(self, slot: int, standby: Standby) -> None:
+        """Take the last news of a standby that was told to go; a Failed is handled at its exit."""
+        news = standby.receive()
+        if isinstance(news, Begun):
+            self._forget_told(slot, standby)
+            self._step(pools.Begun(slot))
+            self._arm_for_fill()
+        elif isinstance(news, Failed):
+            self._last_words[slot] = news.reason
+            self._loop.unwatch(standby.fileno())
+
+    def _forget_told(self, slot: int, standby: Standby) -> None:
+        self._loop.unwatch(standby.fileno())
+        standby.release()
+        if self._told.get(slot) is standby:
+            del self._told[slot]
+
+    def never_began(self, local_rank: int) -> str | None:
+        """Return why a process that just exited never became a worker, or None if it was one."""
+        standby = self._told.get(local_rank)
+        if standby is None:
+            return None
+        reason = self._last_words.pop(local_rank, None)
+        news = None if reason is not None else standby.receive()
+        while isinstance(news, Ready):  # Sent before it saw the order.
+            news = standby.receive()
+        if isinstance(news, Failed):
+            reason = news.reason
+        self._forget_told(local_rank, standby)
+        if reason is not None:
+            self._chronicle.standby(local_rank, "failed", None, None)
+            self._step(pools.StandbyFailed(local_rank, reason))
+        return reason
+
+    def start_again(
+        self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None, reason: str
+    ) -> Started:
+        """Start a fresh process for a worker whose standby failed after "go"."""
+        logger.info("worker %d starts again, cold: its standby failed: %s", spec.rank, reason)
+        child = self._cold.start(spec, stdout_fd, stderr_fd).child
+        return Started(child, warm=False, cold_reason=reason)
+
+    def close(self) -> None:
+        """End all standbys; workers that came from one are not touched."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for slot in list(self._held):
+            self._end_standby(slot)
+        for slot, standby in list(self._told.items()):
+            self._forget_told(slot, standby)

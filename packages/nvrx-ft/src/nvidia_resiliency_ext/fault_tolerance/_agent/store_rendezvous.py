@@ -1,0 +1,435 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rendezvous of many nodes as one launcher sees it: `Rendezvous` over the job's store.
+
+The launcher's loop hands in what it wants and polls for news; what waits does so in the threads of
+`_rendezvous`. The lease is judged here, by a timer of the loop: a store that stopped answering
+cannot say so itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
+from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    Assignment,
+    HangJudged,
+    JoinTimedOut,
+    NextRoundOpened,
+    NodeUnfit,
+    RanksAsked,
+    RoundClosed,
+    RoundReady,
+    StoreLost,
+)
+from nvidia_resiliency_ext.fault_tolerance._core.preemption import RoundLeaves, SaveAgreed
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import (
+    FENCE_STOP_LEASES,
+    LEASES_TO_FENCE,
+    LEASES_TO_KILL,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
+    Arrival,
+    HangStage,
+    Kind,
+    Phase,
+    WorkerState,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
+    Hung,
+    Leaves,
+    Lost,
+    News,
+    NodeSession,
+    Opened,
+    Over,
+    Placed,
+    Spare,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
+from nvidia_resiliency_ext.fault_tolerance._workers.env import PortReservation
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
+
+from .rendezvous import RoundEvent
+
+logger = logging.getLogger("nvrx")
+
+LOOKS_PER_LEASE = 5
+LAST_WORDS_S = 3.0
+# Some round trips to the store; ranks are ended this much later where it is slow or lost.
+SAID_S = 0.25
+STORE_LOST_STOP_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """What this node is in the job. Times are seconds."""
+
+    node: str
+    host: str
+    addr: str
+    nproc: int
+    infra_rank: int
+    master_port: int | None
+    lease_s: float
+    join_timeout_s: float
+    connect_timeout_s: float
+    domain: Callable[[], str]
+    unfit_in: Callable[[int], Cause | None] = lambda _round: None
+    group: str | None
+    must_agree: Mapping[str, str]
+    where: str = ""
+
+
+class HostThread(Protocol):
+    """The thread of the store host."""
+
+    def is_alive(self) -> bool:
+        """Whether the store is served."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it is not."""
+
+    def stop(self) -> None:
+        """Serve no longer."""
+
+
+class StoreRendezvous:
+    """Rounds of many nodes. The loop's thread only.
+
+    Args:
+        settings: What this node is.
+        connect: Makes a connection to the job's store; called in a thread, with what to call
+            whenever it is certain that nobody serves one.
+        host: The thread of the store host, when it is here.
+        stop: Ends the waiting of `connect`.
+        on_lease: Called with the time (monotonic s) until which this node may train at most.
+    """
+
+    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
+        self,
+        settings: NodeSettings,
+        connect: Callable[[Callable[[], None]], JobStore],
+        *,
+        loop: EventLoop,
+        clock: Clock,
+        host: HostThread | None = None,
+        stop: threading.Event | None = None,
+        on_lease: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        self._settings = settings
+        self._loop = loop
+        self._clock = clock
+        self._host = host
+        self._stop = stop
+        self._news: queue.SimpleQueue[News | RoundEvent] = queue.SimpleQueue()
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup_lock = threading.Lock()
+        self._is_shut_down = False
+        # The one that this node has workers in. Those of a node that was stopped for a while may
+        # be found dead when the others have long begun another round: that one did not fail.
+        self._round = 0
+        self._previous_rank: int | None = None
+        self._is_over = False
+        self._is_lost = False
+        self._has_left = False
+        self._join_deadline: Timer | None = None
+        self._reserved = PortReservation(settings.master_port)
+        self._in_use: PortReservation | None = None
+        self._threads = NodeThreads(
+            connect,
+            node=settings.node,
+            host=settings.host,
+            post=self._push,
+            clock=clock,
+            lease_s=settings.lease_s,
+            connect_timeout_s=settings.connect_timeout_s,
+            settings=dict(settings.must_agree),
+        )
+        # A clock that is set meanwhile must not move this node's times against its record.
+        self._wall_ahead_s = clock.wall() - clock.monotonic()
+        self._said_of_clocks = ""
+        self._on_lease = on_lease
+        self._told_at: float | None = None
+        self._fence: Timer | None = None
+        self._judge_lease()
+
+    # What the loop wants -----------------------------------------------------------------------
+
+    def join(self, cycle: int) -> None:  # noqa: ARG002 - the store knows which round is open
+        """Offer this node for the next round; the answer comes from `poll`."""
+        if self._in_use is not None and self._settings.master_port is None:
+            self._in_use.release()
+            self._in_use = None
+        s = self._settings
+        arrival = Arrival(
+            node=s.node,
+            addr=s.addr,
+            host=s.host,
+            infra_rank=s.infra_rank,
+            group=s.group,
+            nproc=s.nproc,
+            master_port=self._reserved.port,
+            previous_rank=self._previous_rank,
+        )
+        self._threads.submit(lambda session: self._arrive(session, arrival))
+        self._watch_join()
+
+    def poll(self) -> list[RoundEvent]:
+        """Return what happened since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wakeup)
+        events = []
+        while not self._news.empty():
+            event = self._event(self._news.get())
+            if event is not None:
+                events.append(event)
+        return events
+
+    def fileno(self) -> int | None:
+        """Return the descriptor that is readable when there is news."""
+        return self._wakeup
+
+    def open_next(self, cause: Cause) -> None:
+        """Open the next round for everybody, unless somebody has."""
+        round_ = self._round
+        self._threads.submit(lambda session: session.open_next(round_, cause))
+
+    def close(self, reason: str, cause: Cause | None = None) -> None:
+        """End the job for everybody; the first reason stays."""
+        self._is_over = True
+        self._threads.submit(lambda session: session.end(reason, cause))
+
+    def succeeded(self) -> None:
+        """Say that all workers of this node ended well."""
+        round_ = self._round
+        self._threads.submit(lambda session: session.succeeded(round_))
+
+    def broken(self, cause: Cause, *, all_gone: bool) -> None:
+        """Say that workers of this node failed."""
+        round_, state = self._round, WorkerState.FAILED if all_gone else WorkerState.UNHEALTHY
+        self._threads.submit(lambda session: session.broken(round_, state, cause))
+
+    def leave(self, cause: Cause) -> None:
+        """Say that this node takes part no longer."""
+        self._has_left = True
+        kind = Kind.UNHEALTHY if cause.kind == "unhealthy" else Kind.LEFT
+        # It says which replacement group goes with this node, which may not have arrived yet.
+        s = self._settings
+        me = Arrival(node=s.node, addr=s.addr, host=s.host, group=s.group)
+        is_said = threading.Event()
+
+        def say(session: NodeSession) -> None:
+            try:
+                session.tell(kind, cause=cause, arrival=me)
+                session.confirm()
+            finally:
+                is_said.set()
+
+        self._threads.submit_last_words(say)
+        # This node's ranks are ended next, and those of others fail by that: what comes first in
+        # the inbox is the cause that all are told.
+        is_said.wait(SAID_S)
+
+    def preempted(self, cause: Cause) -> None:
+        """Say that this node must go, and why."""
+        self._threads.submit(lambda session: session.tell(Kind.PREEMPTED, cause=cause))
+
+    def held(self, calls: int) -> None:
+        """Say how far this node's ranks are, which wait."""
+        self._threads.submit(lambda session: session.tell(Kind.HELD, calls=calls))
+
+    def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
+        """Say what this node's ranks do in a hang."""
+        round_, told = self._round, tuple(ranks)
+        self._threads.submit(lambda session: session.hung(round_, told, accusation))
+
+    @property
+    def must_stay(self) -> bool:
+        """Whether the job goes on and its store is here."""
+        return self._host is not None and self._host.is_alive() and not self._is_over
+
+    def shutdown(self) -> None:
+        """Say goodbye, and let the store go when everybody has; a second call does nothing."""
+        if self._is_shut_down:
+            return
+        if self._stop is not None:
+            self._stop.set()
+        for timer in (self._fence, self._join_deadline):
+            if timer is not None:
+                timer.cancel()
+        if not self._is_lost:
+            kind = Kind.GOODBYE if self._is_over else Kind.LEFT
+            if not self._has_left or self._is_over:
+                self._threads.submit_last_words(lambda session: session.tell(kind))
+        self._threads.close(0.2 if self._is_lost else LAST_WORDS_S)
+        if self._host is not None:
+            self._host.join(LAST_WORDS_S + 1.0)
+            self._host.stop()
+            self._host.join(LAST_WORDS_S)
+        with self._wakeup_lock:
+            os.close(self._wakeup)
+            self._is_shut_down = True
+        for reservation in (self._in_use, self._reserved):
+            if reservation is not None:
+                reservation.release()
+
+    # What the threads tell ---------------------------------------------------------------------
+
+    def _arrive(self, session: NodeSession, arrival: Arrival) -> None:
+        """Offer this node; runs in the session's thread, which may wait for the domain."""
+        arrival = dataclasses.replace(
+            arrival,
+            domain=self._settings.domain(),
+            clock=round(self._clock.monotonic() + self._wall_ahead_s, 3),
+        )
+        entry = session.entry
+        assert entry is not None
+        if entry.phase is Phase.OVER:
+            self._push(Over(entry))
+            return
+        unfit = None
+        if entry.phase is Phase.OPEN:
+            unfit = self._settings.unfit_in(entry.round)
+        if unfit is not None:
+            self._push(NodeUnfit(unfit))
+        elif not session.arrive(arrival):
+            self._push(Spare(entry))
+
+    def _push(self, news: News | RoundEvent) -> None:
+        """Hand something to `poll`, from any thread."""
+        self._news.put(news)
+        with self._wakeup_lock:
+            if not self._is_shut_down:
+                os.eventfd_write(self._wakeup, 1)
+
+    def _event(  # noqa: PLR0911 - one for each kind
+        self, news: News | RoundEvent
+    ) -> RoundEvent | None:
+        if isinstance(news, (Placed, Spare)):
+            self._say_clocks(news.entry.clocks)
+        if isinstance(news, Placed):
+            return self._placed(news)
+        if isinstance(news, Spare):
+            self._cancel_join_deadline()
+            self._previous_rank = None
+            logger.info("round %d goes on without this node: it waits as a spare", news.entry.round)
+            return None
+        if isinstance(news, Opened):
+            cause = news.entry.cause or Cause("opened", "a new round was opened")
+            return NextRoundOpened(cause)
+        if isinstance(news, Leaves):
+            entry = news.entry
+            cause = entry.cause or Cause("preempted", "a node must go")
+            return SaveAgreed(entry.save_at) if entry.save_at else RoundLeaves(cause)
+        if isinstance(news, Hung):
+            judged = news.entry.cause if news.entry.hang == HangStage.JUDGED else None
+            return RanksAsked() if judged is None else HangJudged(judged)
+        if isinstance(news, Over):
+            self._is_over = True
+            return RoundClosed(news.entry.reason, news.no_restart, news.entry.cause)
+        if isinstance(news, Lost):
+            if self._is_over or self._is_lost:
+                # The store goes when the job is over; that is no news.
+                return None
+            self._is_lost = True
+            fence_s = FENCE_STOP_LEASES * self._settings.lease_s
+            return StoreLost(news.what, fence_s if news.is_replaced else STORE_LOST_STOP_S)
+        return news
+
+    def _say_clocks(self, what: str) -> None:
+        """Tell people whose clock is off, the same once."""
+        if what and what != self._said_of_clocks:
+            logger.warning("%s", what)
+        self._said_of_clocks = what
+
+    def _placed(self, news: Placed) -> RoundReady:
+        entry, place = news.entry, news.place
+        self._cancel_join_deadline()
+        self._round = entry.round
+        self._previous_rank = place.group_rank
+        if place.group_rank == 0 and self._settings.master_port is None:
+            # Offered and taken: kept while rank 0 is here; the next round offers another.
+            self._in_use, self._reserved = self._reserved, PortReservation()
+        assignment = Assignment(
+            cycle=entry.round,
+            group_rank=place.group_rank,
+            group_world_size=entry.active,
+            rank_offset=place.rank_offset,
+            world_size=entry.world_size,
+            master_addr=entry.master_addr,
+            master_port=entry.master_port,
+            restart_ages_s=entry.restart_ages_s,
+            clock_off_s=place.clock_off_s,
+        )
+        return RoundReady(assignment, tuple(range(self._settings.nproc)))
+
+    # Deadlines ---------------------------------------------------------------------------------
+
+    def _watch_join(self) -> None:
+        self._cancel_join_deadline()
+        at = self._clock.monotonic() + self._settings.join_timeout_s
+        self._join_deadline = self._loop.call_at(at, self._join_timed_out)
+
+    def _cancel_join_deadline(self) -> None:
+        if self._join_deadline is not None:
+            self._join_deadline.cancel()
+
+    def _join_timed_out(self) -> None:
+        seconds = self._settings.join_timeout_s
+        where = f"; {self._settings.where}" if self._settings.where else ""
+        self._push(JoinTimedOut(f"the round did not close within {seconds:.0f} s{where}"))
+
+    def _judge_lease(self) -> None:
+        """Pass on how long this node may train, and end it when the lease is too old."""
+        lease_s, now = self._settings.lease_s, self._clock.monotonic()
+        confirmed = self._threads.confirmed_at
+        if confirmed is not None and not self._is_lost and not self._is_over:
+            if confirmed != self._told_at:
+                self._told_at = confirmed
+                self._on_lease(confirmed + LEASES_TO_KILL * lease_s)
+            if now >= confirmed + LEASES_TO_FENCE * lease_s:
+                self._is_lost = True
+                what = (
+                    f"the job's store has not answered for {now - confirmed:.1f} s;"
+                    " this node stops before the others replace it"
+                )
+                self._push(StoreLost(what, FENCE_STOP_LEASES * lease_s))
+                return
+        self._fence = self._loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._judge_lease)
+
+
+# Not from 0: in containers every launcher may have the same pid, and the same address again when it
+# is started anew.
+_ids = itertools.count(int.from_bytes(os.urandom(4), "big"))
+
+
+def node_identity(addr: str) -> str:
+    """Return a name for this launcher that no other of the job has: `addr_pid_id`."""
+    return f"{addr}_{os.getpid()}_{next(_ids)}"
+
+
+def own_address(endpoint_host: str, endpoint_port: int) -> str:
+    """Return the address of this node by which it reaches the endpoint, or its host name."""
+    try:
+        family, kind, proto, _, target = socket.getaddrinfo(
+            endpoint_host, endpoint_port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.getfqdn()

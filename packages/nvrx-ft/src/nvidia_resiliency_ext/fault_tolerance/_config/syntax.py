@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small languages of the command line: node ranges, streams, rank lists, key=value lists.
+
+Pure: text in, values out. Which flag speaks which language is said in `flags.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from typing import Any
+
+from nvidia_resiliency_ext.fault_tolerance._core.local_world import MOST_WORKERS
+
+from .values import Kind
+
+__all__ = [
+    "ADDRESS",
+    "CONFIGURATION",
+    "ENDPOINT",
+    "FILTERS",
+    "NODES",
+    "NUMA_MODES",
+    "PROCESSES",
+    "RANKS",
+    "SIGNALS",
+    "STREAMS",
+    "Std",
+    "parse_configuration",
+    "parse_endpoint",
+    "parse_min_max_nnodes",
+    "parse_ranks",
+    "parse_signals",
+    "streams_by_rank",
+]
+
+NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
+_HIGHEST_PORT = 65535
+
+
+class Std(enum.IntFlag):
+    """Which of a worker's streams something applies to."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = 3
+
+
+def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
+    """Return the least and the largest number of nodes in `N` or `MIN:MAX`.
+
+    Raises:
+        RuntimeError: The text has another form.
+    """
+    parts = nnodes.split(":")
+    if len(parts) not in (1, 2) or not all(part.strip().isdecimal() for part in parts):
+        raise RuntimeError(f'nnodes={nnodes!r} is neither "N" nor "MIN:MAX"')
+    return int(parts[0]), int(parts[-1])
+
+
+def _nodes(raw: Any) -> str:
+    try:
+        least, largest = parse_min_max_nnodes(raw)
+    except RuntimeError:
+        raise ValueError from None
+    if not 0 < least <= largest:
+        raise ValueError
+    return str(raw)
+
+
+def _processes(raw: Any) -> str:
+    text = str(raw)
+    if text not in ("auto", "cpu", "gpu") and not 0 < int(text) <= MOST_WORKERS:
+        raise ValueError
+    return text
+
+
+def streams_by_rank(text: str, nproc: int) -> dict[int, Std]:
+    """Return what `3` (all ranks) or `0:1,1:3` (some ranks) means for each local rank.
+
+    Raises:
+        ValueError: The text has another form.
+    """
+    if text in ("0", "1", "2", "3"):
+        return dict.fromkeys(range(nproc), Std(int(text)))
+    streams = dict.fromkeys(range(nproc), Std.NONE)
+    named: set[int] = set()
+    for part in text.split(","):
+        rank, _, value = part.partition(":")
+        if not rank.isdecimal() or value not in ("0", "1", "2", "3") or int(rank) in named:
+            raise ValueError(f"{text!r} is neither 0, 1, 2, 3 nor a list like 0:1,1:3")
+        named.add(int(rank))
+        if int(rank) in streams:
+            streams[int(rank)] = Std(int(value))
+    return streams
+
+
+def _streams(raw: Any) -> str:
+    streams_by_rank(raw, 0)
+    return str(raw)
+
+
+def parse_ranks(text: str) -> frozenset[int] | None:
+    """Return the ranks in `0,2,3`; none in an empty text stands for all.
+
+    Raises:
+        ValueError: The text has another form.
+    """
+    if not text:
+        return None
+    ranks = [int(part) for part in text.split(",")]
+    if min(ranks) < 0:
+        raise ValueError(f"{text!r} holds a negative rank")
+    return frozenset(ranks)
+
+
+def _ranks(raw: Any) -> str:
+    parse_ranks(raw)
+    return str(raw)
+
+
+def parse_configuration(text: str) -> dict[str, str]:
+    """Return the pairs of `key=value,key=value`.
+
+    Raises:
+        ValueError: The text has another form.
+    """
+    pairs: dict[str, str] = {}
+    for part in text.split(","):
+        if not part.strip():
+            continue
+        key, equals, value = (item.strip() for item in part.partition("="))
+        if not key or not equals or not value or key in pairs:
+            raise ValueError(f"{text!r} is no list like key=value,key=value")
+        pairs[key] = value
+    return pairs
+
+
+def _configuration(raw: Any) -> str:
+    parse_configuration(raw)
+    return str(raw)
+
+
+def parse_endpoint(text: str) -> tuple[str, int | None]:
+    """Return host and port of `HOST`, `HOST:PORT` or `[IPV6]:PORT`.
+
+    Raises:
+        ValueError: The text has another form.
+    """
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        separator, port = rest[:1], rest[1:]
+        if not bracket or separator not in ("", ":"):
+            raise ValueError(f"{text!r} is no [IPV6]:PORT")
+    else:
+        host, separator, port = text.partition(":")
+    if not host or host != host.strip() or (separator and not port.isdecimal()):
+        raise ValueError(f"{text!r} is no HOST:PORT")
+    if separator and int(port) > _HIGHEST_PORT:
+        raise ValueError(f"{text!r} has a port above {_HIGHEST_PORT}")
+    return host, int(port) if separator else None
+
+
+def _address(raw: Any) -> str:
+    parse_endpoint(raw)
+    return str(raw)
+
+
+def _endpoint(raw: Any) -> str:
+    return _address(raw) if raw else ""
+
+
+def parse_signals(text: str) -> tuple[signal.Signals, ...]:
+    """Return the signals in `SIGTERM,SIGINT`.
+
+    Raises:
+        ValueError: A name is no signal, or one that no process can handle.
+    """
+    numbers = tuple(
+        signal.Signals[part.strip().upper()]
+        if part.strip().upper() in signal.Signals.__members__
+        else _no_signal(part)
+        for part in text.split(",")
+    )
+    if {signal.SIGKILL, signal.SIGSTOP} & set(numbers):
+        raise ValueError("SIGKILL and SIGSTOP cannot be handled")
+    return numbers
+
+
+def _no_signal(name: str) -> signal.Signals:
+    raise ValueError(f"{name!r} is no signal")
+
+
+def _signals(raw: Any) -> str:
+    parse_signals(raw)
+    return str(raw)
+
+
+def _filters(raw: Any) -> list[str]:
+    # A doubled comma stands for one inside a filter.
+    parts = str(raw).replace(",,", "\0").split(",")
+    return [part.replace("\0", ",") for part in parts if part]
+
+
+NODES = Kind("str", "a number of nodes or MIN:MAX with 0 < MIN <= MAX", "N|MIN:MAX", _nodes)
+PROCESSES = Kind(
+    "str",
+    f"a number of workers from 1 to {MOST_WORKERS}, cpu, gpu or auto",
+    "N|cpu|gpu|auto",
+    _processes,
+)
+STREAMS = Kind("str", "0, 1 (stdout), 2 (stderr), 3 (both) or a list like 0:1,1:3", "STD", _streams)
+RANKS = Kind("str", "a comma separated list of local ranks", "RANK,...", _ranks)
+CONFIGURATION = Kind("str", "a list like key=value,key=value", "KEY=VALUE,...", _configuration)
+ADDRESS = Kind("str", "HOST or HOST:PORT", "HOST[:PORT]", _address)
+ENDPOINT = Kind("str", "HOST:PORT", "HOST:PORT", _endpoint)
+SIGNALS = Kind(
+    "str", "a comma separated list of signals that can be handled", "SIGNAL,...", _signals
+)
+FILTERS = Kind("list[str]", "a comma separated list of texts", "TEXT,...", _filters)

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This node in the cluster: infrastructure rank, replacement group, hardware, short node lists.
+
+Asking a driver means loading tens of milliseconds of code; on most machines without a device these
+questions answer first. Whoever asks does so in a thread: a library may lie on a slow file system.
+
+Pure: every rule reads a mapping of environment variables. The rules are tried in the order of
+`_RULES` and the first that applies decides.
+
+Pure: reads a mapping of environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
+
+from nvidia_resiliency_ext.fault_tolerance import _env
+
+__all__ = [
+    "compact_nodes",
+    "default_replacement_group_size",
+    "expand_nodelist",
+    "get_infrastructure_rank",
+    "get_log_aggregator_shard_index",
+    "has_adapters",
+    "has_gpu_driver",
+    "hostnames_to_slurm_nodelist",
+    "infrastructure_rank",
+    "is_slurm_job_array",
+    "log_aggregator_shard_index",
+    "nodes_per_array_task",
+    "parse_bool_env",
+    "ranks_to_range_str",
+    "replacement_group_id",
+    "slurm_sort_addrs",
+]
+
+
+_BOOLS: Final = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
+def parse_bool_env(var_name: str) -> bool:
+    """Return a switch from the environment: 1/true/yes or 0/false/no in any case; unset is False.
+
+    Raises:
+        ValueError: it is set to anything else.
+    """
+    text = os.environ.get(var_name)
+    if text is None:
+        return False
+    try:
+        return _BOOLS[text.strip().lower()]
+    except KeyError:
+        raise ValueError(f"{var_name}={text!r} is neither 1/true/yes nor 0/false/no") from None
+
+
+def is_slurm_job_array() -> bool:
+    """Return whether this process belongs to a Slurm job array."""
+    return _env.SLURM_ARRAY_TASK_ID in os.environ
+
+
+_DRIVER_LIBRARY = "libnvidia-ml.so.1"
+
+
+def has_gpu_driver() -> bool:
+    """Return whether the library of the NVIDIA driver can be loaded."""
+    import ctypes
+
+    try:
+        ctypes.CDLL(_DRIVER_LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
+def has_adapters(sysfs_root: str = "/sys") -> bool:
+    """Return whether the kernel knows a network card for InfiniBand or RoCE."""
+    try:
+        return bool(os.listdir(f"{sysfs_root}/class/infiniband"))
+    except OSError:
+        return False
+
+
+# Commas, but not those within brackets.
+_BETWEEN_HOSTS: Final = re.compile(r",(?![^\[]*\])")
+_BRACKETS: Final = re.compile(r"\[([^\[\]]*)\]")
+_RANGE: Final = re.compile(r"(\d+)(?:-(\d+))?")
+_MOST_NODES: Final = 100_000
+
+
+def hostnames_to_slurm_nodelist(hostnames: Iterable[str]) -> str:
+    """Return host names as Slurm writes them, such as `node[001-004,007]`."""
+    from nvidia_resiliency_ext.shared_utils.rank_sets import format_hosts
+
+    return format_hosts(list(hostnames))
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """Return the names that Slurm shortened: `r[1-2]n[01,04]` is r1n01, r1n04, r2n01 and r2n04.
+
+    Raises:
+        ValueError: It is no such list, or has over 100,000 names.
+    """
+    names: list[str] = []
+    for part in _BETWEEN_HOSTS.split(text):
+        texts, heads = _BRACKETS.split(part.strip()), [""]
+        for index, piece in enumerate(texts):
+            tails = _numbers(piece) if index % 2 else [piece]
+            heads = [head + tail for head in heads for tail in tails]
+            if len(names) + len(heads) > _MOST_NODES:
+                raise ValueError(f"{text[:80]!r} has over {_MOST_NODES} nodes")
+        names += [name for name in heads if name]
+    if any("[" in name or "]" in name for name in names):
+        raise ValueError(f"{text[:80]!r} is no list of nodes")
+    return names
+
+
+def _numbers(text: str) -> list[str]:
+    """Return the numbers of one bracket, with their leading zeros."""
+    found: list[str] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{part[:80]!r} is no number and no range of numbers")
+        first, last = match[1], match[2] or match[1]
+        if int(last) - int(first) > _MOST_NODES:
+            raise ValueError(f"{part[:80]!r} is a range of over {_MOST_NODES}")
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return found
+
+
+def compact_nodes(addrs: Iterable[str]) -> str:
+    """Return addresses of any kind in short form, for people: `node[001-004].cluster,10.0.0.[1-3]`.
+
+    Names with one domain are shortened together, although their numbers are not at the end.
+    """
+    from nvidia_resiliency_ext.shared_utils.rank_sets import format_hosts
+
+    names_by_domain: dict[str, list[str]] = {}
+    for addr in addrs:
+        name, dot, domain = addr.partition(".")
+        if _is_ip_address(addr):
+            name, dot, domain = addr, "", ""
+        names_by_domain.setdefault(dot + domain, []).append(name)
+    parts: list[str] = []
+    for domain, names in sorted(names_by_domain.items()):
+        parts += [part + domain for part in _BETWEEN_HOSTS.split(format_hosts(names)) if part]
+    return ",".join(parts)
+
+
+def slurm_sort_addrs(addrs: Iterable[str]) -> list[str]:
+    """Return addresses sorted with their numbers counted as numbers: `n2` before `n10`."""
+    return sorted(addrs, key=_natural_key)
+
+
+def ranks_to_range_str(ranks: Iterable[int]) -> str:
+    """Return ranks in the given order with runs shortened: 0, 1, 2, 6 -> `0-2,6`."""
+    from nvidia_resiliency_ext.shared_utils.rank_sets import format_runs
+
+    return format_runs(ranks)
+
+
+def _is_ip_address(addr: str) -> bool:
+    return ":" in addr or not addr.strip("0123456789.")
+
+
+def _natural_key(text: str) -> list[tuple[int, int | str]]:
+    key: list[tuple[int, int | str]] = []
+    part = ""
+    for character in text:
+        if part and character.isdecimal() != part[-1].isdecimal():
+            key.append(_key_part(part))
+            part = ""
+        part += character
+    if part:
+        key.append(_key_part(part))
+    return key
+
+
+def _key_part(part: str) -> tuple[int, int | str]:
+    return (0, int(part)) if part.isdecimal() else (1, part)
+
+
+_Environment = Mapping[str, str]
+
+_NODES_PER_BLOCK_UNKNOWN: Final = 10**10
+
+
+class _Rule(NamedTuple):
+    rank: Callable[[_Environment], int | None]
+    by_topology: bool = False
+
+
+def get_infrastructure_rank(skip_nodename_logic: bool = False) -> int:
+    """Return this node's infrastructure rank, or -1 outside any known scheduler.
+
+    Args:
+        skip_nodename_logic: leave out the rules that use the node's name or topology address.
+
+    Raises:
+        ValueError: a variable has an unusable value.
+        RuntimeError: a variable that Slurm should have set is missing.
+    """
+    return infrastructure_rank(os.environ, skip_nodename_logic=skip_nodename_logic)
+
+
+def infrastructure_rank(environ: _Environment, *, skip_nodename_logic: bool = False) -> int:
+    """Return the infrastructure rank that follows from `environ`; see `get_infrastructure_rank`."""
+    for rule in _RULES:
+        if not (skip_nodename_logic and rule.by_topology):
+            rank = rule.rank(environ)
+            if rank is not None:
+                return rank
+    if environ.get(_env.SLURM_JOB_ID):
+        raise RuntimeError(
+            "running under Slurm (SLURM_JOB_ID is set), but none of SLURM_PROCID, GROUP_RANK and"
+            " CROSS_SLURM_PROCID is: start the launcher with srun, one task per node"
+        )
+    return -1
+
+
+def get_log_aggregator_shard_index(num_aggregators: int) -> int:
+    """Return which of `num_aggregators` first-level log servers this node sends to; 0 of none.
+
+    Raises:
+        ValueError: `num_aggregators` is negative.
+    """
+    if num_aggregators == 0:
+        return 0
+    return log_aggregator_shard_index(num_aggregators, os.environ, os.uname().nodename)
+
+
+def log_aggregator_shard_index(num_shards: int, environ: _Environment, hostname: str) -> int:
+    """Return the log server for a node: by its place in the job where known, else by its name."""
+    if num_shards < 1:
+        raise ValueError(f"the number of log servers must be at least 1, not {num_shards}")
+    for rank_of in (_array_rank, _slurm_rank):
+        rank = rank_of(environ)
+        if rank is not None:
+            return rank % num_shards
+    import hashlib
+
+    digest = hashlib.md5(hostname.encode(), usedforsecurity=False).hexdigest()
+    return int(digest, 16) % num_shards
+
+
+def nodes_per_array_task(environ: _Environment) -> int:
+    """Return how many nodes each task of this Slurm job array has.
+
+    Raises:
+        ValueError: The number is no whole number.
+        RuntimeError: Slurm does not tell it.
+    """
+    nodes = _optional_int(environ, _env.SLURM_NNODES)
+    if nodes is None:
+        nodes = _optional_int(environ, _env.SLURM_JOB_NUM_NODES)
+    if nodes is None:
+        raise RuntimeError(
+            "in a Slurm job array the nodes per task are needed, but neither SLURM_NNODES nor"
+            " SLURM_JOB_NUM_NODES is set"
+        )
+    return nodes
+
+
+def _node_name_rank(environ: _Environment) -> int | None:
+    if not environ.get(_env.INFRA_RANK_FROM_NODENAME):
+        return None
+    name = environ.get(_env.SLURMD_NODENAME, "")
+    number = _digits(name)
+    if number is None:
+        raise ValueError(
+            f"NVRX_INFRA_RANK_FROM_NODENAME is set, but SLURMD_NODENAME={name!r} has no digits"
+        )
+    return number
+
+
+def _cross_slurm_rank(environ: _Environment) -> int | None:
+    return _optional_int(environ, _env.CROSS_SLURM_PROCID)
+
+
+def _pattern(environ: _Environment) -> str:
+    return environ.get(_env.SLURM_TOPOLOGY_ADDR_PATTERN, "").lower()
+
+
+def _topology_rank(environ: _Environment) -> int | None:
+    address = environ.get(_env.SLURM_TOPOLOGY_ADDR)
+    if not address or _pattern(environ) != "block.node":
+        return None
+    parts = [_digits(part) for part in address.split(".")]
+    if len(parts) != 2 or parts[0] is None or parts[1] is None:  # noqa: PLR2004 - block and node
+        raise ValueError(
+            f"SLURM_TOPOLOGY_ADDR={address!r} does not fit its pattern block.node:"
+            " two parts with a number each are needed"
+        )
+    block, node = parts[0], parts[1]
+    nodes_per_block = _optional_int(environ, _env.SLURM_TOPOLOGY_NODES_PER_BLOCK)
+    if nodes_per_block is None:
+        nodes_per_block = _NODES_PER_BLOCK_UNKNOWN
+    if node >= nodes_per_block:
+        raise ValueError(
+            f"node number {node} of SLURM_TOPOLOGY_ADDR={address!r} must be below the"
+            f" {nodes_per_block} nodes per block (SLURM_TOPOLOGY_NODES_PER_BLOCK)"
+        )
+    return block * nodes_per_block + node
+
+
+def _array_rank(environ: _Environment) -> int | None:
+    task = _optional_int(environ, _env.SLURM_ARRAY_TASK_ID)
+    process = _optional_int(environ, _env.SLURM_PROCID)
+    if task is None or process is None:
+        return None
+    return task * nodes_per_array_task(environ) + process
+
+
+def _slurm_rank(environ: _Environment) -> int | None:
+    return _optional_int(environ, _env.SLURM_PROCID)
+
+
+def _group_rank(environ: _Environment) -> int | None:
+    return _optional_int(environ, _env.GROUP_RANK)
+
+
+_RULES: Final = (
+    _Rule(_node_name_rank, by_topology=True),
+    _Rule(_cross_slurm_rank),
+    _Rule(_topology_rank, by_topology=True),
+    _Rule(_array_rank),
+    _Rule(_slurm_rank),
+    _Rule(_group_rank),
+)
+
+
+def _digits(text: str) -> int | None:
+    digits = "".join(character for character in text if character in "0123456789")
+    return int(digits) if digits else None
+
+
+def _optional_int(environ: _Environment, name: str) -> int | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not a whole number") from None
+
+
+def replacement_group_id(environ: Mapping[str, str]) -> str | None:
+    """Return the group of this node: the user's name for it, else the number of the array task."""
+    for name in (_env.REPLACEMENT_GROUP_ID, _env.SLURM_ARRAY_TASK_ID):
+        group = environ.get(name, "").strip()
+        if group:
+            return group
+    return None
+
+
+def default_replacement_group_size(environ: Mapping[str, str]) -> int | None:
+    """Return the nodes of each array task, or None outside a Slurm job array.
+
+    Raises:
+        ValueError: Their number is no positive whole number.
+        RuntimeError: Slurm does not tell it.
+    """
+    if not environ.get(_env.SLURM_ARRAY_TASK_ID):
+        return None
+    nodes = nodes_per_array_task(environ)
+    if nodes < 1:
+        raise ValueError(f"a Slurm array task has at least one node, not {nodes} (SLURM_NNODES)")
+    return nodes

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One thread that waits for descriptors and times. It decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import selectors
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+
+# The kernel takes no more than 2**31 ms; waking once an hour costs nothing.
+LONGEST_WAIT_S = 3600.0
+MOST_CANCELLED = 8
+
+
+class Timer:
+    """A call at a time of the clock; `cancel` makes it never happen."""
+
+    __slots__ = ("_callback", "_on_cancel", "at")
+
+    def __init__(
+        self, at: float, callback: Callable[[], None], on_cancel: Callable[[], None]
+    ) -> None:
+        self.at = at
+        self._callback: Callable[[], None] | None = callback
+        self._on_cancel = on_cancel
+
+    def cancel(self) -> None:
+        """Forget the call."""
+        if self._callback is not None:
+            self._callback = None
+            self._on_cancel()
+
+    def fire(self) -> None:
+        """Call once."""
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nothing would be called."""
+        return self._callback is None
+
+
+class EventLoop:
+    """Callbacks for readable descriptors and for times of a monotonic clock.
+
+    One thread only. A callback may add and remove anything; what it removes is not called any
+    more, also when it was ready in the same round.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._cancelled = 0
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever `fd` is readable or hung up."""
+        self._selector.register(fd, selectors.EVENT_READ, callback)
+
+    def unwatch(self, fd: int) -> None:
+        """Stop watching `fd`; unknown descriptors are ignored."""
+        try:
+            self._selector.unregister(fd)
+        except (KeyError, ValueError):
+            return
+
+    def call_at(self, at: float, callback: Callable[[], None]) -> Timer:
+        """Call `callback` once when the clock has reached `at`."""
+        timer = Timer(at, callback, self._note_cancelled)
+        heapq.heappush(self._timers, (at, next(self._order), timer))
+        return timer
+
+    def _note_cancelled(self) -> None:
+        """Drop cancelled timers when they are the larger part: each is dropped for O(log n)."""
+        self._cancelled += 1
+        if self._cancelled > MOST_CANCELLED and 2 * self._cancelled > len(self._timers):
+            self._timers = [entry for entry in self._timers if not entry[2].is_cancelled]
+            heapq.heapify(self._timers)
+            self._cancelled = 0
+
+    def _pop(self) -> Timer:
+        timer = heapq.heappop(self._timers)[2]
+        self._cancelled -= timer.is_cancelled
+        return timer
+
+    def run_once(self, *, until: float | None = None) -> None:
+        """Wait for the next event, at most until `until`, and call what is due."""
+        for key, _ in self._selector.select(self._timeout(until)):
+            if self._is_watched(key):
+                key.data()
+        now = self._clock.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            self._pop().fire()
+
+    def _is_watched(self, key: selectors.SelectorKey) -> bool:
+        current = self._selector.get_map().get(key.fd)
+        return current is not None and current.data is key.data
+
+    def _timeout(self, until: float | None) -> float | None:
+        while self._timers and self._timers[0][2].is_cancelled:
+            self._pop()
+        ends = [until] if until is not None else []
+        if self._timers:
+            ends.append(self._timers[0][0])
+        if not ends:
+            return None
+        return min(max(0.0, min(ends) - self._clock.monotonic()), LONGEST_WAIT_S)
+
+    def close(self) -> None:
+        """Release the selector; callbacks are dropped."""
+        self._selector.close()
+        self._timers.clear()
+
+
+def _ignore(_signum: int, _frame: FrameType | None) -> None:
+    """Do nothing: the number arrives through the wakeup descriptor."""
+
+
+def ignore(signum: signal.Signals) -> None:
+    """Let a signal do nothing; in another thread than the main one it stays as it is."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signum, signal.SIG_IGN)
+
+
+class SignalInbox:
+    """Collects signal numbers while it is installed.
+
+    Only the main thread may install handlers; in another thread (a launcher used as a library)
+    the inbox stays silent and the program keeps its own handlers.
+    """
+
+    def __init__(self, signums: Iterable[signal.Signals]) -> None:
+        self._signums = tuple(signums)
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when a signal came."""
+        return self._reader.fileno()
+
+    def receive(self) -> list[int]:
+        """Return the numbers that came since the last call, in order."""
+        try:
+            return [number for number in self._reader.recv(4096) if number in self._signums]
+        except BlockingIOError:
+            return []
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Take the signals over for the time of the context, and give them back."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {signum: signal.getsignal(signum) for signum in self._signums}
+        old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        taken = []
+        for signum in self._signums:
+            # nohup: who started us wants us to live on.
+            if before[signum] is signal.SIG_IGN and signum == signal.SIGHUP:
+                continue
+            signal.signal(signum, _ignore)
+            taken.append(signum)
+        try:
+            yield
+        finally:
+            for signum in taken:
+                signal.signal(signum, before[signum] or signal.SIG_DFL)
+            signal.set_wakeup_fd(old_fd)
+
+    def close(self) -> None:
+        """Close both ends."""
+        self._reader.close()
+        self._writer.close()

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State, events and effects of one node, as `decide` takes and gives them. Values only."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from nvidia_resiliency_ext.shared_utils.children import ExitStatus
+
+from .cause import Cause
+from .preemption import (
+    AskToSave,
+    GraceOver,
+    Leaving,
+    Preempted,
+    RanksHeld,
+    ReleaseRanks,
+    ReportHeld,
+    RoundLeaves,
+    SaveAgreed,
+    StartGrace,
+    TellPreempted,
+)
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+
+
+class Phase(enum.Enum):
+    """Where a node stands in the life of one cycle."""
+
+    JOINING = "joining"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    WAITING = "waiting"
+    FINISHED = "finished"
+
+
+class Outcome(enum.Enum):
+    """What follows once the workers are stopped."""
+
+    RESTART = "restart"
+    FAIL = "fail"
+    NO_RESTART = "no_restart"
+    SIGNALLED = "signalled"
+    LEAVE = "leave"
+    OVER = "over"
+    TOLERATED = "tolerated"
+
+
+class Request(enum.Enum):
+    """What a rank asked the launcher to do at the next rendezvous."""
+
+    EXCLUDE_NODE = "exclude_node"
+    SHUTDOWN = "shutdown"
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """This node's place in a round: what rendezvous decided."""
+
+    cycle: int
+    group_rank: int
+    group_world_size: int
+    rank_offset: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    restart_ages_s: tuple[float, ...] = ()
+    clock_off_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The numbers a decision needs, and what this node is in the job."""
+
+    max_restarts: int
+    stop_grace_s: float
+    signal_grace_s: float
+    no_restart_exit_code: int
+    many_nodes: bool = False
+    is_store_host: bool = False
+    min_healthy: bool = False
+    host: str = ""
+
+    @property
+    def serves_others(self) -> bool:
+        """Whether the job of other nodes ends with this launcher."""
+        return self.many_nodes and self.is_store_host
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """The state of this node. `running` holds the local ranks that have not exited."""
+
+    policy: Policy
+    phase: Phase = Phase.JOINING
+    cycle: int = 0
+    running: frozenset[int] = frozenset()
+    unclean: frozenset[int] = frozenset()
+    outcome: Outcome | None = None
+    cause: Cause | None = None
+    stop_signal: int | None = None
+    requests: tuple[tuple[Request, str], ...] = ()
+    group_world_size: int = 1
+    over: RoundClosed | None = None
+    budget: int | None = None
+    leaving: Leaving | None = None
+
+    @property
+    def must_go(self) -> bool:
+        """Whether this node itself was told to leave: it takes part in no further round."""
+        return self.leaving is not None and self.leaving.is_own
+
+
+def restarts_left(node: Node) -> int:
+    """Return how many restarts the job still has; the cycle number is global to the job."""
+    if node.budget is not None:
+        return node.budget
+    return max(0, node.policy.max_restarts - node.cycle)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReady:
+    """Rendezvous is complete; `local_ranks` are to be started here."""
+
+    assignment: Assignment
+    local_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundClosed:
+    """Rendezvous was closed for everybody."""
+
+    reason: str
+    no_restart: bool = False
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLost:
+    """This node cannot reach the others any more, or must not go on beside them.
+
+    `stop_within_s` is how long its workers may take to end before they are killed.
+    """
+
+    what: str
+    stop_within_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class JoinTimedOut:
+    """The round this node has joined did not close in time."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUnfit:
+    """This node failed its health check before it joined a round."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class BarrierTimedOut:
+    """The other nodes did not end in time after this one succeeded."""
+
+
+@dataclass(frozen=True, slots=True)
+class NextRoundOpened:
+    """Another node saw a fault and opened the next round."""
+
+    cause: Cause
+    no_restart: bool = False
+    no_progress: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """A worker is gone. `cause` says how when it failed; `no_progress` comes from the tracker."""
+
+    local_rank: int
+    status: ExitStatus
+    cause: Cause | None = None
+    no_progress: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStuck:
+    """A worker survived SIGKILL: the kernel holds it, and it will not exit."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class RanksAsked:
+    """The job hangs: the others want to know what the ranks of this node do."""
+
+
+@dataclass(frozen=True, slots=True)
+class HangJudged:
+    """All nodes together have found whom a hang is to be blamed on; see `WorkerExited`."""
+
+    cause: Cause
+    no_progress: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """The workers could not be started; the machine said why."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStopped:
+    """No worker of the cycle is left, or those in `unkillable` were given up."""
+
+    unkillable: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """The launcher got a signal that asks it to end."""
+
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetChanged:
+    """So many restarts are left now, for a budget that refills; else the cycle's number tells."""
+
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """The job is to end and not to be started again; `reason` is what the others are told."""
+
+    cause: Cause
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReceived:
+    """A rank asked for a change at the next rendezvous."""
+
+    request: Request
+    description: str
+
+
+Event = (
+    RoundReady
+    | RoundClosed
+    | NextRoundOpened
+    | StoreLost
+    | JoinTimedOut
+    | NodeUnfit
+    | BarrierTimedOut
+    | WorkerExited
+    | WorkerStuck
+    | RanksAsked
+    | HangJudged
+    | StartFailed
+    | GroupStopped
+    | Signalled
+    | BudgetChanged
+    | RequestReceived
+    | Preempted
+    | RoundLeaves
+    | RanksHeld
+    | SaveAgreed
+    | GraceOver
+    | StopRequested
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Join the rendezvous of `cycle`."""
+
+    cycle: int
+    cause: Cause | None
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorkers:
+    """Start the workers of this round."""
+
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorkers:
+    """Send `signum` to each worker's group; SIGKILL what is left after `grace_s`."""
+
+    signum: int
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorkers:
+    """SIGKILL every worker's group now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFault:
+    """Write the fault to the log and the record."""
+
+    cause: Cause
+    outcome: Outcome
+    restarts_left: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenNextRound:
+    """Tell the other nodes that a restart begins, and why."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class CloseRendezvous:
+    """Tell everybody that there is no further round."""
+
+    reason: str
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSuccess:
+    """Tell the other nodes that all workers of this one ended well, and wait for theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportBroken:
+    """Tell the store host that workers of this node failed; it decides what follows."""
+
+    cause: Cause
+    all_gone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRendezvous:
+    """Tell the other nodes that this one takes part no longer."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Leave with this exit code; `no_restart` says why the job must not be started again."""
+
+    exit_code: int
+    reason: str
+    no_restart: str = ""
+
+
+Effect = (
+    Join
+    | StartWorkers
+    | StopWorkers
+    | KillWorkers
+    | ReportFault
+    | OpenNextRound
+    | CloseRendezvous
+    | ReportSuccess
+    | ReportBroken
+    | LeaveRendezvous
+    | Finish
+    | TellPreempted
+    | StartGrace
+    | AskToSave
+    | ReportHeld
+    | ReleaseRanks
+)

@@ -1,0 +1,476 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a node waits for before it joins a round, and before its workers start.
+
+A crash loop is a row of cycles that each ended within `SHORT_CYCLE_S` and in which no rank told of
+a step. The first of them restarts at once, the second waits `FIRST_DELAY_S`, each further one
+twice as long, up to a limit. Programs without heartbeats or sections tell of no steps: for them the
+time alone decides. Whoever is killed by a signal that others send did not crash.
+
+The checks themselves are nvrx-common's. Everything here may block for as long as a driver or a
+mount does, within limits, so the launcher asks in a thread (see `gate.py`).
+
+Before it joins: its health checks, which begin as soon as workers are being stopped. Before its
+workers start: GPU memory that the last ones still hold, and the pause of a crash loop; both overlap
+with the rendezvous. What blocks runs in threads; the answers come back to the launcher's loop.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
+from nvidia_resiliency_ext.fault_tolerance._core.infra import has_adapters, has_gpu_driver
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
+from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+
+from .memory import GpuMemory, MemoryRules, wait_for_memory
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+    from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+    from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
+    from nvidia_resiliency_ext.shared_utils.health_check import Check, HealthResult, NodeHealthCheck
+
+__all__ = [
+    "FIRST_DELAY_S",
+    "SHORT_CYCLE_S",
+    "GateSettings",
+    "NodeChecks",
+    "NodeGate",
+    "crashes_after",
+    "delay_s",
+    "ensure_node_is_healthy",
+    "get_node_health_check",
+    "init_node_health_check",
+    "injected_failure",
+    "make_gate",
+    "unfit",
+]
+
+
+SHORT_CYCLE_S = 10.0
+FIRST_DELAY_S = 1.0
+
+_FREE_CRASHES = 1
+_NOT_THE_PROGRAM = frozenset({"node_lost", "drained", "left", "unhealthy", "start", "opened"})
+"""Kinds of causes that say nothing about the program: a machine went, or somebody wanted it so."""
+_SENT_BY_OTHERS = frozenset(
+    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+)
+
+
+def crashes_after(crashes: int, cause: Cause, lived_s: float, *, has_stepped: bool) -> int:
+    """Return how many short cycles in a row there are now.
+
+    Args:
+        crashes: How many there were before this cycle.
+        cause: Why the cycle ended.
+        lived_s: How long its workers ran.
+        has_stepped: Whether a rank told of a step in it.
+    """
+    if has_stepped or lived_s >= SHORT_CYCLE_S:
+        return 0
+    return crashes + 1 if _is_crash(cause) else crashes
+
+
+def _is_crash(cause: Cause) -> bool:
+    return cause.kind not in _NOT_THE_PROGRAM and cause.signal not in _SENT_BY_OTHERS
+
+
+def delay_s(crashes: int, limit_s: float) -> float:
+    """Return how long the next start waits after so many short cycles in a row."""
+    doublings = crashes - _FREE_CRASHES - 1
+    if doublings < 0:
+        return 0.0
+    # 2.0 ** 1024 does not exist.
+    return min(limit_s, FIRST_DELAY_S * 2.0 ** min(doublings, 64))
+
+
+logger = logging.getLogger("nvrx")
+
+# Each check has a tighter limit of its own; this one holds whatever they do.
+DEADLINE_S = 30.0
+SERVICE_DEADLINE_S = 75.0
+MAX_EVIDENCE_CHARS = 2000
+
+
+class NodeChecks:
+    """The checks of one node, kept over its rounds: some compare with what they saw first.
+
+    Args:
+        config: Which checks are wanted.
+        endpoint: Socket of a service that judges this node; None asks none.
+        environ: The launcher's environment.
+    """
+
+    def __init__(
+        self, config: FaultToleranceConfig, endpoint: str | None, environ: Mapping[str, str]
+    ) -> None:
+        self._config = config
+        self._endpoint = endpoint
+        self._environ = environ
+        self._must_have_gpus = bool(environ.get(_env.EXPECTED_GPUS))
+        self._checks: dict[str, Check] = {}
+
+    def run(self) -> list[HealthResult]:
+        """Ask all checks for which there is something to look at. May block, and never raises."""
+        checks = self._wanted()
+        if not checks:
+            return []
+        from nvidia_resiliency_ext.shared_utils.health_check import run_checks
+
+        deadline_s = SERVICE_DEADLINE_S if "service" in self._checks else DEADLINE_S
+        return run_checks(checks, deadline_s)
+
+    def _wanted(self) -> list[Check]:
+        """Return the checks to ask, made when they are first needed."""
+        config, checks = self._config, self._checks
+        if "gpu" not in checks and (self._must_have_gpus or has_gpu_driver()):
+            from nvidia_resiliency_ext.shared_utils.health_check import GPUHealthCheck
+
+            checks["gpu"] = GPUHealthCheck()
+        template = config.link_state_path_template
+        if "nic" not in checks and config.enable_nic_healthcheck and (template or has_adapters()):
+            from nvidia_resiliency_ext.shared_utils.health_check import NicLinkStateHealthCheck
+
+            checks["nic"] = NicLinkStateHealthCheck(template)
+        if "storage" not in checks and config.enable_dist_storage_healthcheck:
+            from nvidia_resiliency_ext.shared_utils.health_check import (
+                DistributedStorageHealthCheck,
+            )
+
+            checks["storage"] = DistributedStorageHealthCheck()
+        if "paths" not in checks and config.storage_healthcheck_path:
+            from nvidia_resiliency_ext.shared_utils.health_check import StoragePathHealthCheck
+
+            checks["paths"] = StoragePathHealthCheck(config.storage_healthcheck_path.split(","))
+        if "segment" not in checks and config.segment_health_check_dir:
+            from .segment_health import (
+                SegmentHealthCheck,
+            )
+
+            checks["segment"] = SegmentHealthCheck(config.segment_health_check_dir, self._environ)
+        if "service" not in checks:
+            service = _service_of(self._endpoint)
+            if service is not None:
+                checks["service"] = service
+        return list(checks.values())
+
+
+def unfit(results: Sequence[HealthResult], host: str) -> Cause | None:
+    """Return why a node must not join, or None when nothing is wrong."""
+    bad = [result for result in results if not result]
+    if not bad:
+        return None
+    said = "; ".join(f"health check {result.name}: {result.reason}" for result in bad)
+    evidence = json.dumps({result.name: dict(result.evidence) for result in bad}, default=str)
+    return Cause(
+        "unhealthy",
+        f"host {host} is unhealthy: {said}",
+        host=host,
+        detected_by="health check",
+        detail={"check": bad[0].name, "evidence": evidence[:MAX_EVIDENCE_CHARS]},
+    )
+
+
+def injected_failure(
+    cycle: int, infra_rank: int, host: str, environ: Mapping[str, str]
+) -> Cause | None:
+    """Return a failure that the environment wants in this cycle on this node; for tests."""
+    if not environ.get(_env.INJECT_GPU_FAILURE):
+        return None
+    from nvidia_resiliency_ext.testing_utils import health_check_injector
+
+    for kind in health_check_injector.KINDS:
+        if health_check_injector.should_inject_failure(cycle, infra_rank, kind):
+            said = f"health check {kind}: failed on purpose, see {_env.INJECT_GPU_FAILURE}"
+            return Cause(
+                "unhealthy",
+                f"host {host} is unhealthy: {said}",
+                host=host,
+                detected_by="health check",
+                detail={"check": kind},
+            )
+    return None
+
+
+def ensure_node_is_healthy(
+    config: FaultToleranceConfig | None = None, endpoint: str | None = None
+) -> None:
+    """Run the checks that a node must pass before it joins a rendezvous; may block.
+
+    Args:
+        config: Which checks are wanted; None takes the defaults.
+        endpoint: Socket of a service that judges this node; None takes that of
+            `init_node_health_check`, if it was called.
+
+    Raises:
+        UnhealthyNodeException: One of them failed; the message says which and why.
+    """
+    import os
+
+    from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+
+    wanted = FaultToleranceConfig() if config is None else config
+    results = NodeChecks(wanted, endpoint, os.environ).run()
+    cause = unfit(results, os.uname().nodename.split(".", 1)[0])
+    if cause is not None:
+        raise UnhealthyNodeException(cause.what)
+
+
+# The service that programs name for the launches of this process.
+_service: NodeHealthCheck | None = None
+
+
+def init_node_health_check(endpoint: str | None) -> None:
+    """Name the service that judges this node, for all launches of this process.
+
+    Args:
+        endpoint: Path of its Unix socket, or the same as `unix://...`; None forgets it.
+    """
+    global _service  # noqa: PLW0603 - the one object of the process
+    _service = _service_at(endpoint) if endpoint else None
+
+
+def get_node_health_check() -> NodeHealthCheck | None:
+    """Return the check that asks the service named last, or None."""
+    return _service
+
+
+def _service_of(endpoint: str | None) -> NodeHealthCheck | None:
+    return _service_at(endpoint) if endpoint else _service
+
+
+def _service_at(endpoint: str) -> NodeHealthCheck:
+    from nvidia_resiliency_ext.shared_utils.health_check import NodeHealthCheck
+
+    return NodeHealthCheck(endpoint=endpoint)
+
+
+CLOSE_WAIT_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateSettings:
+    """What a gate needs to know. Times are seconds.
+
+    Attributes:
+        host: This node's name.
+        backoff_limit_s: Longest pause of a crash loop; 0 never pauses.
+        memory: When GPU memory is free again.
+        injected: Returns the failure that a test wants in a cycle.
+    """
+
+    host: str
+    backoff_limit_s: float
+    memory: MemoryRules
+    injected: Callable[[int], Cause | None]
+
+
+class _Checking(enum.Enum):
+    """How far the health checks for the next round are."""
+
+    NOT_BEGUN = "not begun"
+    RUNNING = "running"
+    DONE = "done"
+
+
+class NodeGate:
+    """Lets a node join and its workers start when nothing speaks against it.
+
+    The loop's thread only. Callbacks come from the loop, or at once when there is nothing to wait
+    for.
+
+    Args:
+        settings: What it goes by.
+        check: Runs the health checks; called in a thread.
+        memory: What is known of GPU memory; used in a thread.
+        loop: Where answers arrive.
+        clock: The clock of the loop.
+        chronicle: Where results of checks, and waits, are recorded.
+    """
+
+    def __init__(
+        self,
+        settings: GateSettings,
+        check: Callable[[], list[HealthResult]],
+        memory: GpuMemory,
+        *,
+        loop: EventLoop,
+        clock: Clock,
+        chronicle: Chronicle,
+    ) -> None:
+        self._settings = settings
+        self._check = check
+        self._memory = memory
+        self._loop = loop
+        self._clock = clock
+        self._chronicle = chronicle
+        self._checking = _Checking.NOT_BEGUN
+        self._finding: Cause | None = None
+        self._joining: tuple[int, Callable[[Cause | None], None]] | None = None
+        self._crashes = 0
+        self._not_before = 0.0
+        self._reclaiming = False
+        self._starting: Callable[[], None] | None = None
+        self._pause: Timer | None = None
+        self._stopped = threading.Event()
+        # A check that hangs must not hold up what the other thread does.
+        self._check_thread = SlowThread("nvrx-health")
+        self._memory_thread = SlowThread("nvrx-reclaim")
+        for thread in (self._check_thread, self._memory_thread):
+            loop.watch(thread.fileno(), thread.collect)
+
+    # Before joining --------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Begin the health checks for the next round, unless they have begun."""
+        if self._checking is not _Checking.NOT_BEGUN:
+            return
+        self._checking = _Checking.RUNNING
+        try:
+            self._check_thread.submit(self._check, self._checked)
+        except RuntimeError as error:
+            logger.warning("the health checks cannot run now: %s", error)
+            self._checking, self._finding = _Checking.DONE, None
+
+    def admit(self, cycle: int, answer: Callable[[Cause | None], None]) -> None:
+        """Call `answer` with why this node must not join, or None; only the last caller's."""
+        self._joining = (cycle, answer)
+        self.prepare()
+        self._answer()
+
+    def _checked(self, results: list[HealthResult] | None) -> None:
+        if self._checking is not _Checking.RUNNING:
+            return
+        found = results or []
+        self._checking, self._finding = _Checking.DONE, unfit(found, self._settings.host)
+        self._chronicle.node_checked(found)
+        self._answer()
+
+    def _answer(self) -> None:
+        if self._checking is not _Checking.DONE or self._joining is None:
+            return
+        (cycle, answer), self._joining = self._joining, None
+        self._checking = _Checking.NOT_BEGUN
+        answer(self._finding or self._settings.injected(cycle))
+
+    # Before the workers start ----------------------------------------------------------------
+
+    def cycle_failed(self, cause: Cause, lived_s: float, *, has_stepped: bool) -> None:
+        """Take note of how a cycle ended: the next start may have to wait."""
+        self._crashes = crashes_after(self._crashes, cause, lived_s, has_stepped=has_stepped)
+        pause_s = delay_s(self._crashes, self._settings.backoff_limit_s)
+        self._not_before = self._clock.monotonic() + pause_s
+        if pause_s > 0:
+            logger.warning(
+                "%d cycles in a row failed within %g s and without a step: "
+                "the next one waits %g s before it starts",
+                self._crashes,
+                SHORT_CYCLE_S,
+                pause_s,
+            )
+
+    def workers_gone(self) -> None:
+        """Begin to wait for the GPU memory of workers that were stopped."""
+        rules = self._settings.memory
+        if rules.timeout_s <= 0 or self._reclaiming:
+            return
+        self._reclaiming = True
+
+        def wait() -> float | None:
+            return wait_for_memory(self._memory, rules, self._clock, self._stopped)
+
+        try:
+            self._memory_thread.submit(wait, self._reclaimed)
+        except RuntimeError as error:
+            logger.warning("the restart does not wait for GPU memory: %s", error)
+            self._reclaiming = False
+
+    def _reclaimed(self, seconds: float | None) -> None:
+        self._reclaiming = False
+        if seconds is not None:
+            self._chronicle.memory_reclaimed(seconds)
+        self._let_start()
+
+    def start(self, begin: Callable[[], None]) -> None:
+        """Call `begin` when workers may start."""
+        self._starting = begin
+        self._let_start()
+
+    def _let_start(self) -> None:
+        if self._starting is None or self._reclaiming:
+            return
+        if self._clock.monotonic() < self._not_before:
+            self._cancel_pause()
+            self._pause = self._loop.call_at(self._not_before, self._let_start)
+            return
+        begin, self._starting = self._starting, None
+        begin()
+
+    def shut(self) -> None:
+        """Forget who wants to start: there is another decision by now."""
+        self._starting = None
+        self._cancel_pause()
+
+    def _cancel_pause(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+
+    def close(self) -> None:
+        """Leave the threads behind; a check that hangs holds nothing up."""
+        self.shut()
+        self._joining = None
+        self._stopped.set()
+        for thread in (self._check_thread, self._memory_thread):
+            self._loop.unwatch(thread.fileno())
+            thread.close(CLOSE_WAIT_S)
+
+
+def make_gate(  # noqa: PLR0913 - named, and each of them a fact of its own
+    plan: LaunchPlan,
+    environ: Mapping[str, str],
+    *,
+    host: str,
+    infra_rank: int,
+    loop: EventLoop,
+    clock: Clock,
+    chronicle: Chronicle,
+) -> NodeGate:
+    """Return the gate of a launch."""
+    config: FaultToleranceConfig = plan.fault_tolerance
+    is_alone = plan.max_nodes == 1
+
+    def injected(cycle: int) -> Cause | None:
+        # With many nodes only the rendezvous knows which round it is: see `store_rendezvous.py`.
+        return injected_failure(cycle, max(0, infra_rank), host, environ) if is_alone else None
+
+    settings = GateSettings(
+        host=host,
+        backoff_limit_s=config.restart_backoff,
+        memory=MemoryRules(
+            config.gpu_memory_reclaim_timeout,
+            config.gpu_memory_tolerance_mb,
+            config.gpu_memory_poll_interval,
+        ),
+        injected=injected,
+    )
+    return NodeGate(
+        settings,
+        NodeChecks(config, plan.node_health_check_endpoint, environ).run,
+        GpuMemory(plan.nproc_per_node, environ),
+        loop=loop,
+        clock=clock,
+        chronicle=chronicle,
+    )

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells a command of the site about nodes that are bad, so that somebody drains or repairs them.
+
+Reports are taken from any thread at once and handled one after the other in a thread of their own:
+no restart ever waits for the command. It gets one JSON object on its standard input, has a process
+group of its own, and is killed at its deadline. What goes wrong with it is one line in the log.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import queue
+import shlex
+import signal
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.shared_utils.children import start_child
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
+
+__all__ = ["BadNode", "BadNodeHook", "RunRecord", "is_allowed", "of_cause"]
+
+logger = logging.getLogger("nvrx")
+
+SCHEMA = "nvrx_bad_node.v1"
+HOOK_DEADLINE_S = 30.0
+SAME_NODE_PAUSE_S = 600.0
+MOST_PER_HOUR = 20
+HOUR_S = 3600.0
+MAX_WAITING = 64
+MAX_REPORT_BYTES = 64 << 10
+MAX_LAST_WORDS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class BadNode:
+    """One report. `time` is unix seconds; `evidence` holds plain values."""
+
+    node: str
+    reason: str
+    what: str
+    job: str
+    reported_by: str
+    time: float
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return the report as the command gets it; evidence that is too large is left out."""
+        document = {"schema": SCHEMA, **dataclasses.asdict(self)}
+        text = json.dumps(document, default=str)
+        if len(text) > MAX_REPORT_BYTES:
+            text = json.dumps({**document, "evidence": {"dropped": "too large"}}, default=str)
+        return text
+
+
+def of_cause(cause: Cause, *, job: str, reported_by: str, time: float) -> BadNode:
+    """Return the report that a cause makes."""
+    evidence = dict(cause.detail)
+    for name in ("rank", "local_rank", "exit_code", "signal", "detected_by"):
+        if (value := getattr(cause, name)) not in (None, ""):
+            evidence.setdefault(name, value)
+    return BadNode(cause.host, cause.kind, cause.what, job, reported_by, time, evidence)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """When the command ran: by node the last time, and all times of the last hour (monotonic s)."""
+
+    last: Mapping[str, float] = field(default_factory=dict)
+    runs: tuple[float, ...] = ()
+
+    def with_run(self, node: str, now: float) -> RunRecord:
+        """Return the record with one run more."""
+        recent = {name: at for name, at in self.last.items() if now - at < SAME_NODE_PAUSE_S}
+        runs = tuple(at for at in self.runs if now - at < HOUR_S)
+        return RunRecord({**recent, node: now}, (*runs, now))
+
+
+def is_allowed(record: RunRecord, node: str, now: float) -> bool:
+    """Return whether the command may run again for this node. Pure."""
+    last = record.last.get(node)
+    if last is not None and now - last < SAME_NODE_PAUSE_S:
+        return False
+    return sum(now - at < HOUR_S for at in record.runs) < MOST_PER_HOUR
+
+
+class BadNodeHook:
+    """Runs the command for each report that the limits allow. Any thread may report.
+
+    Args:
+        command: The command line; it is split as a shell does, and no shell runs it.
+        environ: The command's environment.
+        job: The job's name.
+        host: This node's name.
+        clock: Where the time is read.
+        deadline_s: How long the command may take.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        environ: Mapping[str, str],
+        *,
+        job: str,
+        host: str,
+        clock: Clock,
+        deadline_s: float = HOOK_DEADLINE_S,
+    ) -> None:
+        self._argv = tuple(shlex.split(command))
+        self._environ = dict(environ)
+        self._job = job
+        self._host = host
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._record = RunRecord()
+        self._reports: queue.Queue[BadNode | None] = queue.Queue(MAX_WAITING)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None  # guarded by _lock
+        self._is_closed = False  # guarded by _lock
+
+    def report(self, cause: Cause) -> None:
+        """Hand in what is known of a bad node; returns at once and never raises."""
+        node = of_cause(cause, job=self._job, reported_by=self._host, time=self._clock.wall())
+        with self._lock:
+            if self._is_closed:
+                return
+            try:
+                self._reports.put_nowait(node)
+                if self._thread is None:
+                    # Not a daemon's life: `close` waits, so that a node that leaves is reported.
+                    thread = threading.Thread(
+                        target=self._work, name="nvrx-bad-node-hook", daemon=True
+                    )
+                    thread.start()
+                    self._thread = thread
+            except queue.Full:
+                logger.warning("bad node %s is not reported: too many are waiting", node.node)
+            except RuntimeError as error:
+                logger.warning("bad node %s is not reported: %s", node.node, error)
+
+    def close(self) -> None:
+        """Finish what was reported, within the command's deadline for all of it."""
+        with self._lock:
+            self._is_closed = True
+            thread = self._thread
+        if thread is None:
+            return
+        try:
+            self._reports.put_nowait(None)
+        except queue.Full:
+            logger.warning("bad nodes that were not reported yet are not reported any more")
+            return
+        thread.join(self._deadline_s + 1.0)
+
+    def _work(self) -> None:
+        while (report := self._reports.get()) is not None:
+            now = self._clock.monotonic()
+            if not is_allowed(self._record, report.node, now):
+                continue
+            self._record = self._record.with_run(report.node, now)
+            try:
+                problem = self._run(report)
+            except (ChildStartError, OSError) as error:
+                problem = str(error)
+            if problem:
+                logger.warning(
+                    "--ft-bad-node-hook for %s: %s", report.node, " ".join(problem.split())
+                )
+            else:
+                logger.info("--ft-bad-node-hook was told of %s: %s", report.node, report.what)
+
+    def _run(self, report: BadNode) -> str:
+        """Run the command; return what went wrong, or an empty text."""
+        # Files and not pipes: a command that reads or writes nothing, or all day, blocks nobody.
+        with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as said:
+            told.write(report.to_json().encode())
+            told.seek(0)
+            child = start_child(
+                self._argv,
+                env=self._environ,
+                stdin=told.fileno(),
+                stdout=said.fileno(),
+                stderr=said.fileno(),
+                new_session=True,
+                die_with_parent=True,
+            )
+            with child:
+                status = child.wait(self._deadline_s)
+                # Also what it left in its group.
+                child.signal_group(signal.SIGKILL)
+                if status is None:
+                    return f"not done within {self._deadline_s:g} s: killed{_last_words(said)}"
+                return "" if status.code == 0 else f"{status.describe()}{_last_words(said)}"
+
+
+def _last_words(said: IO[bytes]) -> str:
+    size = said.seek(0, os.SEEK_END)
+    said.seek(max(0, size - MAX_LAST_WORDS))
+    text = said.read().decode(errors="replace").strip()
+    return f": {text}" if text else ""

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits until stopped workers have given the memory of their GPUs back. It stops nobody.
+
+A process that was killed gives its device memory back a little later. New workers that start before
+that run out of memory. Only the GPUs of this node's workers count: the device of each local rank,
+as CUDA_VISIBLE_DEVICES has it. The wait blocks, so it runs in a thread (see `gate.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nvidia_resiliency_ext.fault_tolerance._core.infra import has_gpu_driver
+from nvidia_resiliency_ext.fault_tolerance._core.local_world import count_gpus, count_visible
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+
+__all__ = ["GpuMemory", "MemoryRules", "busy", "wait_for_memory"]
+
+logger = logging.getLogger("nvrx")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRules:
+    """When GPUs are free again: at most `tolerance_mb` in use on each, or `timeout_s` passed."""
+
+    timeout_s: float
+    tolerance_mb: float
+    poll_interval_s: float
+
+
+class GpuMemory:
+    """How much memory of this node's workers' GPUs is in use. It may block; one thread only.
+
+    Args:
+        nproc: Workers on this node.
+        environ: Holds CUDA_VISIBLE_DEVICES, if it is set.
+    """
+
+    def __init__(self, nproc: int, environ: Mapping[str, str]) -> None:
+        self._nproc = nproc
+        self._environ = environ
+        self._is_silent = False
+
+    def ranks(self) -> Sequence[int]:
+        """Return the local ranks that have a GPU."""
+        if not has_gpu_driver():
+            return ()
+        from nvidia_resiliency_ext.shared_utils.health_check import PynvmlMixin
+
+        present = len(PynvmlMixin().get_gpu_pci_mapping())
+        if present == 0 and count_gpus(self._environ):
+            self._say_unknown("the driver does not tell which GPUs there are")
+        return range(min(self._nproc, count_visible(self._environ, present)))
+
+    def used_mb(self, ranks: Sequence[int]) -> dict[int, float] | None:
+        """Return the megabytes in use by local rank, or None when the driver does not say."""
+        from nvidia_resiliency_ext.shared_utils.memory import GPUMemoryLogger
+
+        used: dict[int, float] = {}
+        for rank in ranks:
+            found = GPUMemoryLogger().get_gpu_memory(device_index=rank)
+            if found is None:
+                self._say_unknown(f"the GPU of local rank {rank} cannot be read")
+                return None
+            used[rank] = found["used_mb"]
+        return used
+
+    def _say_unknown(self, why: str) -> None:
+        if not self._is_silent:
+            self._is_silent = True
+            logger.warning("restarts do not wait for GPU memory, it is unknown: %s", why)
+
+
+def busy(used_mb: Mapping[int, float], tolerance_mb: float) -> dict[int, float]:
+    """Return the local ranks whose GPU is not free, with the megabytes in use."""
+    return {rank: used for rank, used in used_mb.items() if used > tolerance_mb}
+
+
+def wait_for_memory(
+    memory: GpuMemory, rules: MemoryRules, clock: Clock, stopped: threading.Event
+) -> float | None:
+    """Wait until the memory is free; return the seconds, or None where there is no such memory.
+
+    Args:
+        memory: What is looked at.
+        rules: When it is free, and how long to wait.
+        clock: Where the time is read.
+        stopped: Ends the wait early.
+    """
+    ranks = memory.ranks()
+    if not ranks:
+        return None
+    began = clock.monotonic()
+    return _poll(lambda: memory.used_mb(ranks), rules, clock, stopped, began)
+
+
+def _poll(
+    look: Callable[[], dict[int, float] | None],
+    rules: MemoryRules,
+    clock: Clock,
+    stopped: threading.Event,
+    began: float,
+) -> float | None:
+    while True:
+        used = look()
+        if used is None:
+            return None
+        waiting_for = busy(used, rules.tolerance_mb)
+        waited_s = clock.monotonic() - began
+        if not waiting_for:
+            return waited_s
+        left_s = rules.timeout_s - waited_s
+        if left_s <= 0:
+            which = ", ".join(f"rank {rank}: {mb:.0f} MB" for rank, mb in waiting_for.items())
+            logger.error(
+                "GPU memory is still in use after %.0f s (%s; %.0f MB are tolerated): "
+                "the workers start all the same",
+                waited_s,
+                which,
+                rules.tolerance_mb,
+            )
+            return waited_s
+        if stopped.wait(min(rules.poll_interval_s, left_s)):
+            return waited_s

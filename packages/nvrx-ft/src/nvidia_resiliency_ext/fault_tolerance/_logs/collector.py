@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns this process's own stdout and stderr while they go into a log.
+
+`begin_cycle` once per cycle, then `open_pipe` for each worker. Cycles overlap: what workers of the
+last one wrote is read while those of the next one start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+
+from .backlog import Backlog, Spill
+from .lines import LineAssembler, cycle_log_file, rank_prefix
+from .outlet import MEMORY_BYTES, SPILL_BYTES, Outlet, Target
+from .reader import MultiplexingReaderThread, ReaderConfig, open_pipe, pipe_bytes
+from .sinks import FilePlace, FunnelAddress, FunnelPlace, LogPlace
+
+__all__ = ["CapturedStreams", "CycleLogs"]
+
+
+_STREAMS = (1, 2)
+
+
+class CapturedStreams:
+    """Both streams lead into a pipe until `restore`.
+
+    Attributes:
+        fd: The reading end; whoever reads it owns it.
+    """
+
+    def __init__(self) -> None:
+        self.fd, writing = open_pipe()
+        _flush()
+        self._old = [os.dup(stream) for stream in _STREAMS]
+        for stream in _STREAMS:
+            os.dup2(writing, stream)
+        os.close(writing)
+
+    def restore(self) -> None:
+        """Give the streams back; harmless when repeated."""
+        _flush()
+        old, self._old = self._old, []
+        for stream, fd in zip(_STREAMS, old, strict=False):
+            os.dup2(fd, stream)
+            os.close(fd)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+# With a log server most of what waits is in its client.
+_MEMORY_BEFORE_FUNNEL_BYTES = 16 << 20
+_FILE_CLOSE_S = 5.0
+
+
+class CycleLogs:
+    """Collects what workers write; owns the two threads, all pipes and the spill files.
+
+    Args:
+        base_log_file: Absolute path; a cycle's log has `_cycle<number>` before the extension.
+        workers: How many workers a cycle has here, for the size of their pipes.
+        funnel: The log server that keeps the logs; None writes files from here.
+        spill_dir: Directory for lines that memory has no room for; None takes the system's.
+        config: How pipes are read.
+    """
+
+    def __init__(
+        self,
+        base_log_file: str,
+        *,
+        workers: int = 1,
+        funnel: FunnelAddress | None = None,
+        spill_dir: str | None = None,
+        config: ReaderConfig | None = None,
+    ) -> None:
+        self._base_log_file = base_log_file
+        self._pipe_bytes = pipe_bytes(workers)
+        self._spill = Spill(spill_dir or tempfile.gettempdir(), SPILL_BYTES)
+        self._place: LogPlace = FilePlace() if funnel is None else FunnelPlace(funnel)
+        memory = MEMORY_BYTES if funnel is None else _MEMORY_BEFORE_FUNNEL_BYTES
+        self._outlet = Outlet(self._place, Backlog(memory, self._spill))
+        self._reader = MultiplexingReaderThread(self._outlet, config)
+        self._reader.start()
+        self._present: Target | None = None
+        self._own: Target | None = None
+        self._streams: CapturedStreams | None = None
+        self._world_size = 1
+        self._is_closed = False
+
+    def file_of(self, cycle: int) -> str:
+        """Return the path of a cycle's log."""
+        return cycle_log_file(self._base_log_file, cycle)
+
+    def write_files_instead(self) -> None:
+        """Write the logs on this node: there is no log server after all; from any thread."""
+        if isinstance(self._place, FunnelPlace):
+            self._place.write_files_instead()
+
+    def try_again(self) -> None:
+        """Ask the log server at once, which may let us in now; from any thread."""
+        if isinstance(self._place, FunnelPlace):
+            self._place.try_again()
+
+    def begin_cycle(self, cycle: int, world_size: int) -> None:
+        """Take note that the workers of a cycle are about to start, and that the last are gone."""
+        self.end_cycle()
+        self._world_size = world_size
+        self._present = self._outlet.open(self.file_of(cycle))
+
+    def end_cycle(self) -> None:
+        """Take note that no worker of the present cycle will start any more.
+
+        Its pipes are read to their ends; one that somebody holds open is closed after 2 s.
+        """
+        present, self._present = self._present, None
+        if present is not None:
+            self._reader.end(present)
+
+    def open_pipe(self, rank: int) -> int:
+        """Return the writing end of a new pipe for a rank of the present cycle; the caller's own.
+
+        Raises:
+            OSError: There are no descriptors left.
+        """
+        reading, writing = open_pipe(self._pipe_bytes)
+        self.read(reading, rank)
+        return writing
+
+    def read(self, fd: int, rank: int) -> None:
+        """Read a pipe of a rank of the present cycle, and close it at its end."""
+        assert self._present is not None, "no cycle has begun"
+        lines = LineAssembler(rank_prefix(rank, self._world_size))
+        self._reader.add(fd, lines, self._present)
+
+    def capture_own_streams(self, path: str) -> None:
+        """Let the launcher's own stdout and stderr go into a log, as they are, until `close`."""
+        self._streams = CapturedStreams()
+        self.read_own(self._streams.fd, path)
+
+    def read_own(self, fd: int, path: str) -> None:
+        """Write what comes through a pipe into a log, as it is, until `close`."""
+        os.set_blocking(fd, False)
+        self._own = self._outlet.open(path)
+        self._reader.add(fd, LineAssembler(drops_noise=False), self._own)
+
+    def close(self, timeout_s: float = _FILE_CLOSE_S) -> bool:
+        """Read and write what is left, once; say whether every line is where it belongs.
+
+        Pipes have 2 s; logs have `timeout_s`, those of a server that long once more.
+        """
+        if self._is_closed:
+            return True
+        self._is_closed = True
+        if self._streams is not None:
+            self._streams.restore()
+        if self._own is not None:
+            self._reader.leave(self._own)
+        self.end_cycle()
+        self._reader.stop()
+        is_written = self._outlet.close(timeout_s)
+        is_kept = self._place.close(timeout_s)
+        if is_written:  # A writer that hangs may need them.
+            self._spill.close()
+        return is_written and is_kept

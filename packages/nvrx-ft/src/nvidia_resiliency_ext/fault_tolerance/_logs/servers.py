@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the processes of the log servers on the store host: one, or leaves and a root above them.
+
+One that ends is started again; its clients keep their lines meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.shared_utils.children import Child, start_child
+from nvidia_resiliency_ext.shared_utils.clock import Clock, Deadline
+from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
+
+__all__ = ["LogServerError", "LogServers", "ServerPlan", "endpoint_of", "server_commands"]
+
+logger = logging.getLogger("nvrx")
+
+_PACKAGE = "nvidia_resiliency_ext.shared_utils"
+_FIRST_DELAY_S = 0.5
+_LONGEST_DELAY_S = 30.0
+_KILL_MARGIN_S = 5.0
+# A node that has lost its server tries again within this time.
+_NODES_COME_BACK_S = 5.0
+
+
+class LogServerError(NvrxError):
+    """A log server cannot run here."""
+
+
+class Loop(Protocol):
+    """What is needed of the launcher's loop."""
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever `fd` is readable."""
+
+    def unwatch(self, fd: int) -> None:
+        """Stop watching `fd`."""
+
+    def call_at(self, at: float, callback: Callable[[], None]) -> object:
+        """Call `callback` once at a monotonic time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlan:
+    """Which log servers there are.
+
+    Attributes:
+        ports: Their ports.
+        allowed_roots: Directories below which logs may lie.
+        leaf_queue_chunks: Length of a leaf's queue.
+        log_prefix: Beginning of the names of their own logs; None: the launcher's stderr.
+        grace_s: How long a leaf may take to end; the root has twice as long.
+    """
+
+    ports: LogFunnelPorts
+    allowed_roots: tuple[str, ...]
+    leaf_queue_chunks: int
+    log_prefix: str | None
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """One server: its name, its port, how long it may take to end, and how it is started."""
+
+    name: str
+    port: int
+    grace_s: float
+    argv: tuple[str, ...]
+
+
+def endpoint_of(host: str, port: int) -> str:
+    """Return host and port as gRPC reads them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def server_commands(plan: ServerPlan, host: str) -> list[ServerCommand]:
+    """Return the servers of a plan, the root first."""
+    ports = plan.ports
+    roots = [word for root in plan.allowed_roots for word in ("--allowed-root", root)]
+
+    def command(name: str, module: str, port: int, grace_s: float, *more: str) -> ServerCommand:
+        argv = [sys.executable, "-m", f"{_PACKAGE}.{module}", "--host", host, "--port", str(port)]
+        argv += ["--graceful-shutdown-timeout", f"{grace_s:g}", *roots, *more]
+        return ServerCommand(name, port, grace_s, tuple(argv))
+
+    root_grace_s = plan.grace_s * (2 if ports.uses_two_level else 1)
+    root = command("root", "grpc_log_server", ports.root_listen_port, root_grace_s)
+    if not ports.uses_two_level:
+        return [root]
+    upstream = ("--upstream", endpoint_of(host, ports.root_listen_port))
+    queue = ("--max-queue-chunks", str(plan.leaf_queue_chunks))
+    leaves = [
+        command(
+            f"leaf{index}",
+            "grpc_log_leaf_server",
+            ports.leaf_listen_port(index),
+            plan.grace_s,
+            *upstream,
+            *queue,
+        )
+        for index in range(ports.first_level_count)
+    ]
+    return [root, *leaves]
+
+
+class LogServers:
+    """The log servers of a job, from `start` to `stop`. One thread: the kernel ends them with it.
+
+    Args:
+        plan: Which there are.
+        host: Address that they listen on.
+        token_file: File with the job's token; None asks for none, which only a loopback may.
+        environ: The launcher's environment.
+        loop: Where their ends are noticed.
+        clock: The clock of the loop.
+    """
+
+    def __init__(
+        self,
+        plan: ServerPlan,
+        host: str,
+        token_file: str | None,
+        environ: Mapping[str, str],
+        loop: Loop,
+        clock: Clock,
+    ) -> None:
+        self._plan = plan
+        self._host = host
+        self._env = dict(environ)
+        self._env.pop(_env.LOG_FUNNEL_TOKEN_FILE, None)
+        if token_file is not None:
+            self._env[_env.LOG_FUNNEL_TOKEN_FILE] = token_file
+        self._loop = loop
+        self._clock = clock
+        self._commands = server_commands(plan, host)
+        self._running: dict[str, Child] = {}
+        self._delays: dict[str, float] = {}
+        self._is_stopping = False
+        self._nodes_are_back_at = 0.0
+
+    def start(self) -> None:
+        """Start all of them; they listen a moment later, and clients try until then.
+
+        Raises:
+            LogServerError: A port is taken, or a process or its log cannot be had.
+        """
+        check_ports(self._host, [command.port for command in self._commands])
+        try:
+            for command in self._commands:
+                self._start(command)
+        except (OSError, ChildStartError) as error:
+            self.stop()
+            raise LogServerError(f"the log server cannot be started: {error}") from error
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The processes by name."""
+        return {name: child.pid for name, child in self._running.items()}
+
+    def expect_nodes(self) -> None:
+        """Take note that nodes have lines for these servers and have still to find them."""
+        self._nodes_are_back_at = self._clock.monotonic() + _NODES_COME_BACK_S
+
+    def _start(self, command: ServerCommand) -> None:
+        with contextlib.ExitStack() as opened:
+            output = self._open_log(command.name)
+            if output is not None:
+                opened.callback(os.close, output)
+            child = start_child(
+                command.argv, env=self._env, stdout=output, stderr=output, die_with_parent=True
+            )
+        self._running[command.name] = child
+        self._loop.watch(child.fileno(), lambda: self._ended(command))
+
+    def _open_log(self, name: str) -> int | None:
+        prefix = self._plan.log_prefix
+        if prefix is None:
+            return None
+        os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        return os.open(f"{prefix}_log_{name}.log", flags, 0o644)
+
+    def _ended(self, command: ServerCommand) -> None:
+        child = self._running[command.name]
+        status = child.poll()
+        if status is None:
+            return
+        self._forget(command.name)
+        delay_s = self._schedule(command)
+        logger.warning(
+            "log server %s has ended (%s), it starts again in %g s; the nodes keep their lines",
+            command.name,
+            status.describe(),
+            delay_s,
+        )
+
+    def _schedule(self, command: ServerCommand) -> float:
+        """Start a server again after a pause that grows, and return the pause."""
+        delay_s = self._delays.get(command.name, _FIRST_DELAY_S)
+        self._delays[command.name] = min(2 * delay_s, _LONGEST_DELAY_S)
+        self._loop.call_at(self._clock.monotonic() + delay_s, lambda: self._start_again(command))
+        return delay_s
+
+    def _start_again(self, command: ServerCommand) -> None:
+        if self._is_stopping:
+            return
+        try:
+            self._start(command)
+            self.expect_nodes()
+        except (OSError, ChildStartError) as error:
+            delay_s = self._schedule(command)
+            what = "log server %s cannot be started: %s; it is tried again in %g s"
+            logger.error(what, command.name, error, delay_s)  # noqa: TRY400 - one line says it
+
+    def _forget(self, name: str) -> None:
+        child = self._running.pop(name)
+        self._loop.unwatch(child.fileno())
+        child.close()
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """End them, leaves first, each within its time; what they have is written.
+
+        Args:
+            at_once: Do not wait for lines that are under way: those who send them keep them.
+        """
+        self._is_stopping = True
+        left_s = self._nodes_are_back_at - self._clock.monotonic()
+        root_child = self._running.get("root")
+        if left_s > 0 and root_child is not None and not at_once:
+            root_child.wait(left_s)
+        leaves = [command for command in self._commands if command.name != "root"]
+        root = [command for command in self._commands if command.name == "root"]
+        for group in (leaves, root):
+            running = [(one, self._running[one.name]) for one in group if one.name in self.pids]
+            _end_together(running, grace_s=0.0 if at_once else None)
+        for name in list(self._running):
+            self._forget(name)
+
+
+def _end_together(
+    servers: Sequence[tuple[ServerCommand, Child]], grace_s: float | None = None
+) -> None:
+    """End servers, which have their own time to do so, or no more than `grace_s`."""
+    import signal
+
+    for _, child in servers:
+        child.signal(signal.SIGTERM)
+    if not servers:
+        return
+    own_s = servers[0][0].grace_s + _KILL_MARGIN_S
+    deadline = Deadline.after(own_s if grace_s is None else grace_s)
+    for command, child in servers:
+        if child.wait(deadline.remaining()) is None:
+            if grace_s is None:
+                logger.error("log server %s does not end in time: SIGKILL", command.name)
+            child.signal(signal.SIGKILL)
+
+
+def check_ports(host: str, ports: Sequence[int]) -> None:
+    """Say early, and by name, which port is taken.
+
+    Raises:
+        LogServerError: One is, or the address is not this machine's.
+    """
+    for port in ports:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM
+            )[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                probe.listen(1)  # SO_REUSEADDR lets two bind, but only one listen.
+        except OSError as error:
+            raise LogServerError(
+                f"the log server cannot listen on {endpoint_of(host, port)}: {error.strerror}; "
+                "choose another --ft-log-server-port"
+            ) from error

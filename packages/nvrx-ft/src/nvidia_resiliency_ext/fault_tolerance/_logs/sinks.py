@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where lines are written: a local file, or a file that a log server keeps.
+
+The log funnel's client is imported only when a server is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
+    from nvidia_resiliency_ext.shared_utils.grpc_log_client import LogFunnelClient, LogTarget
+
+__all__ = [
+    "FilePlace",
+    "FunnelAddress",
+    "FunnelPlace",
+    "LogPlace",
+    "NotYetError",
+    "Sink",
+    "funnel_of",
+]
+
+# Together with what waits before it this is the 64 MiB that a node may hold.
+FUNNEL_MEMORY_BYTES = 48 << 20
+_FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
+
+
+class NotYetError(OSError):
+    """A log cannot be opened before something else has happened that is on its way."""
+
+
+class Sink(Protocol):
+    """One log that lines are appended to."""
+
+    def write(self, data: memoryview) -> int:
+        """Append lines; return how many bytes were taken.
+
+        Raises:
+            OSError: They cannot be written now.
+        """
+
+    def close(self) -> None:
+        """Nothing follows."""
+
+
+class LogPlace(Protocol):
+    """Where logs are."""
+
+    def open(self, path: str) -> Sink:
+        """Open a log for appending.
+
+        Raises:
+            OSError: It cannot be opened now.
+        """
+
+    def close(self, timeout_s: float) -> bool:
+        """Nothing follows to any log; say whether everything is where it belongs."""
+
+
+class _File:
+    """A file on this node, or on a file system that it shares with others."""
+
+    def __init__(self, path: str) -> None:
+        folder = os.path.dirname(path)
+        os.makedirs(folder, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY
+        self._fd = os.open(path, flags, 0o644)
+
+    def write(self, data: memoryview) -> int:
+        """Append lines; the kernel may take less than all."""
+        return os.write(self._fd, data)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        with contextlib.suppress(OSError):  # NFS tells late that something was not written.
+            os.close(self._fd)
+
+
+class FilePlace:
+    """Logs are files that this process writes."""
+
+    def open(self, path: str) -> Sink:
+        """Open a file, and make its folder where it is missing."""
+        return _File(path)
+
+    def close(self, timeout_s: float) -> bool:  # noqa: ARG002 - the protocol's name
+        """What was written is in the files."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class FunnelAddress:
+    """How a log server is reached.
+
+    Attributes:
+        endpoint: `host:port`.
+        node_id: What the server calls this node.
+        token_file: File with the job's token, which may come later; None: none is asked for.
+    """
+
+    endpoint: str
+    node_id: str
+    token_file: str | None = None
+
+
+def funnel_of(
+    ports: LogFunnelPorts, host: str, node_id: str, token_file: str | None
+) -> FunnelAddress:
+    """Return how this node reaches its log server of those that run on `host`."""
+    from .servers import endpoint_of
+
+    return FunnelAddress(endpoint_of(host, ports.client_connect_port()), node_id, token_file)
+
+
+class _Remote:
+    """A file that the log server keeps; closing it waits for nobody."""
+
+    def __init__(self, target: LogTarget, closing: list[threading.Thread]) -> None:
+        self._target = target
+        self._closing = closing
+
+    def write(self, data: memoryview) -> int:
+        """Hand lines to the client, which keeps them until the server has them."""
+        from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+        try:
+            self._target.write(data)
+        except NvrxError as error:
+            raise OSError(str(error)) from error
+        return len(data)
+
+    def close(self) -> None:
+        """Let a thread wait until the server has everything, however long it is away."""
+        thread = threading.Thread(
+            target=self._target.close, args=(None,), name="nvrx-log-close", daemon=True
+        )
+        self._closing.append(thread)
+        thread.start()
+
+
+class FunnelPlace:
+    """Logs are files that a log server keeps. One thread only, but for what says otherwise."""
+
+    def __init__(self, address: FunnelAddress) -> None:
+        self._address = address
+        self._client: LogFunnelClient | None = None
+        self._closing: list[threading.Thread] = []
+        self._instead: FilePlace | None = None
+
+    def write_files_instead(self) -> None:
+        """Open all further logs on this node: there is no server after all; any thread."""
+        self._instead = FilePlace()
+
+    def try_again(self) -> None:
+        """Ask the server at once, which may have refused us until now; any thread."""
+        client = self._client
+        if client is not None:
+            client.try_again()
+
+    def open(self, path: str) -> Sink:
+        """Open a log on the server; it need not be there yet."""
+        from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+        if self._instead is not None:
+            return self._instead.open(path)
+
+        token_file = self._address.token_file
+        if self._client is None and token_file is not None and not os.path.exists(token_file):
+            raise NotYetError(f"the token {token_file} is not there yet")
+        try:
+            if self._client is None:
+                self._client = self._connect()
+            target = self._client.open(path)
+        except NvrxError as error:
+            raise OSError(str(error)) from error
+        self._closing = [thread for thread in self._closing if thread.is_alive()]
+        return _Remote(target, self._closing)
+
+    def _connect(self) -> LogFunnelClient:
+        if _FORK_SUPPORT not in os.environ:
+            # Our forks only start programs. gRPC would stop its threads for each, or say that it
+            # cannot. The C library reads it; workers get an environment made from os.environ.
+            os.putenv(_FORK_SUPPORT, "0")
+        from nvidia_resiliency_ext.shared_utils.grpc_log_client import LogFunnelClient
+
+        return LogFunnelClient(
+            self._address.endpoint,
+            node_id=self._address.node_id,
+            token_file=self._address.token_file,
+            memory_limit_bytes=FUNNEL_MEMORY_BYTES,
+            when_full="drop-oldest",
+        )
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait until the server has everything; what it has not stays in files."""
+        if self._client is None:
+            return True
+        return self._client.close(timeout_s)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns a rank's listening socket and the connections that have not said hello; no session.
+
+Nobody who waits, stays silent or sends garbage here can disturb a session: only a well-formed
+first message of the same user's process reaches the port.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
+
+from nvidia_resiliency_ext.fault_tolerance._ipc.sockets import listen
+from nvidia_resiliency_ext.shared_utils.errors import PeerRefusedError
+from nvidia_resiliency_ext.shared_utils.wire import require_same_user
+
+from .channel import Channel
+from .messages import RANK_MESSAGES, Hello
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Connection", "Doorway", "HasFileno", "Watcher"]
+
+HELLO_LIMIT_S = 5.0
+MAX_PENDING = 8
+ACCEPT_PAUSE_S = 0.1
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class HasFileno(Protocol):
+    """Anything that a selector can watch."""
+
+    def fileno(self) -> int:
+        """Return its descriptor."""
+
+
+class Watcher(Protocol):
+    """What a loop offers to those who wait for descriptors."""
+
+    def watch(
+        self, fileobj: HasFileno | int, on_ready: Callable[[], None], *, write: bool = False
+    ) -> None:
+        """Call `on_ready` when it is readable (and, if `write`, when it is writable)."""
+
+    def unwatch(self, fileobj: HasFileno | int) -> None:
+        """Stop watching; harmless when it was not watched."""
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """A connection to a rank's socket; `pid` is the kernel's word, 0 where it cannot tell."""
+
+    number: int
+    channel: Channel
+    pid: int
+    opened_at: float
+
+
+class Doorway:
+    """Listens at a path and lets in those who say hello."""
+
+    def __init__(
+        self,
+        path: str,
+        watcher: Watcher,
+        on_hello: Callable[[Connection, Hello], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        """Bind and listen.
+
+        Args:
+            path: Where to listen; a stale socket there is replaced.
+            watcher: The loop.
+            on_hello: Takes over a connection after its first message.
+            on_refused: Is told who was sent away, and why.
+
+        Raises:
+            ValueError: The path is too long.
+            OSError: The path cannot be bound, or somebody listens there.
+        """
+        self.path = path
+        self._watcher = watcher
+        self._on_hello = on_hello
+        self._on_refused = on_refused
+        self._pending: deque[Connection] = deque()
+        self._count = 0
+        self._accepts_at: float | None = None
+        self._listener = listen(path)
+        status = os.stat(path)
+        self._identity = (status.st_dev, status.st_ino)
+        watcher.watch(self._listener, self._accept)
+
+    def next_expiry(self) -> float | None:
+        """When `expire` has something to do, on the monotonic clock."""
+        oldest = self._pending[0].opened_at + HELLO_LIMIT_S if self._pending else None
+        return min((at for at in (oldest, self._accepts_at) if at is not None), default=None)
+
+    def expire(self, now: float) -> None:
+        """Close the connections that said nothing for too long; accept again after a pause."""
+        if self._accepts_at is not None and self._accepts_at <= now:
+            self._accepts_at = None
+            self._watcher.watch(self._listener, self._accept)
+        while self._pending and self._pending[0].opened_at + HELLO_LIMIT_S <= now:
+            self._drop(self._pending[0])
+
+    def close(self) -> None:
+        """Stop listening, close who waits, unlink the path if it is still ours."""
+        self._watcher.unwatch(self._listener)
+        self._listener.close()
+        while self._pending:
+            self._drop(self._pending[0])
+        try:
+            status = os.stat(self.path)
+            if (status.st_dev, status.st_ino) == self._identity:
+                os.unlink(self.path)
+        except FileNotFoundError:
+            return
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            # Gone before we got to it: the next one may do. Out of descriptors: it stays in the
+            # queue, and the listener readable, so that watching it would make the loop spin.
+            if error.errno in _EXHAUSTED:
+                self._watcher.unwatch(self._listener)
+                self._accepts_at = monotonic() + ACCEPT_PAUSE_S
+            return
+        try:
+            peer = require_same_user(sock)
+        except (PeerRefusedError, OSError) as exc:
+            self._on_refused(f"a connection to {self.path} was refused: {exc}")
+            sock.close()
+            return
+        self._count += 1
+        connection = Connection(self._count, Channel(sock, RANK_MESSAGES), peer.pid, monotonic())
+        self._pending.append(connection)
+        if len(self._pending) > MAX_PENDING:
+            self._drop(self._pending[0])
+        self._watcher.watch(connection.channel, lambda: self._read(connection))
+
+    def _read(self, connection: Connection) -> None:
+        messages = connection.channel.receive()
+        if len(messages) == 1 and isinstance(messages[0], Hello) and not connection.channel.is_over:
+            self._pending.remove(connection)
+            self._watcher.unwatch(connection.channel)
+            self._on_hello(connection, messages[0])
+        elif messages or connection.channel.is_over:
+            self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        self._pending.remove(connection)
+        self._watcher.unwatch(connection.channel)
+        connection.channel.close()

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is learned of a hung process before it is killed, and the words that report it.
+
+It decides nothing. Whatever may block for long (a record directory on a dead file system, memory
+figures of a stuck process) runs in a `SlowThread`, so that judging and killing never wait for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
+from nvidia_resiliency_ext.shared_utils.hang_culprit import describe as describe_finding
+from nvidia_resiliency_ext.shared_utils.rank_activity import Activity, Kernel, inspect_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from nvidia_resiliency_ext.shared_utils.hang_culprit import Finding
+
+    from .timeout_rules import Verdict
+
+__all__ = [
+    "HEALTH_RULES",
+    "Evidence",
+    "cause_kind",
+    "describe",
+    "describe_evidence",
+    "fault_fields",
+    "found_in_words",
+    "hang_report",
+    "inspect_process",
+    "limit_in_words",
+    "plain_states",
+    "save_evidence",
+    "states_of",
+]
+
+
+logger = logging.getLogger("nvrx")
+
+_MAX_SAME_NAME = 1000
+_CANNOT_ANSWER = frozenset("TtDZX?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What is known of a process of a job that hangs."""
+
+    kernel: Kernel
+    can_dump: bool
+    rss_bytes: int | None = None
+    stacks_path: str | None = None
+
+
+def inspect_process(pid: int, dump_signal: int) -> Evidence:
+    """Ask the kernel how a process does, and whether it can write its stacks.
+
+    Args:
+        pid: The process.
+        dump_signal: The signal at which it writes them; 0 when it never offered to.
+    """
+    kernel = inspect_kernel(pid)
+    can_dump = (
+        dump_signal > 0
+        and kernel.state not in _CANNOT_ANSWER
+        and procfs.catches_signal(pid, dump_signal)
+    )
+    return Evidence(kernel=kernel, can_dump=can_dump)
+
+
+def save_evidence(
+    directory: str, name: str, pid: int, evidence: Evidence, stacks: bytes
+) -> tuple[int | None, str | None]:
+    """Complete the evidence and write it to a new file; may block.
+
+    Args:
+        directory: Private directory of the record; nothing is written when empty.
+        name: Name of the file without its ending.
+        pid: The process.
+        evidence: What is known so far.
+        stacks: What the process wrote.
+
+    Returns:
+        Its resident memory in bytes, and the file's path; None for what could not be had.
+    """
+    kernel, memory = evidence.kernel, procfs.memory(pid)
+    rss_bytes = None if memory is None else memory.rss
+    text = (
+        f"pid {pid} state {kernel.state} wchan {kernel.wchan or '-'} rss_bytes {rss_bytes}\n"
+        f"{'' if stacks else 'no stacks: the process is stopped or did not answer'}\n"
+    )
+    try:
+        return rss_bytes, _write_new(directory, name, text.encode() + stacks)
+    except OSError as exc:
+        logger.warning("cannot write evidence into %s: %s", directory, exc)
+        return rss_bytes, None
+
+
+def _write_new(directory: str, name: str, data: bytes) -> str | None:
+    if not directory:
+        return None
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    for attempt in range(_MAX_SAME_NAME):
+        suffix = f".{attempt}" if attempt else ""
+        path = f"{directory}/{name}{suffix}.txt"
+        try:
+            fd = os.open(path, flags, 0o600)
+        except FileExistsError:
+            continue
+        try:
+            while data:
+                data = data[os.write(fd, data) :]
+        finally:
+            os.close(fd)
+        return path
+    return None
+
+
+_RULES = {
+    "initial_heartbeat": "sent no first heartbeat",
+    "heartbeat": "sent no heartbeat",
+    "section": "was in section {section!r}",
+    "out_of_section": "was outside all sections",
+}
+MAX_RANKS = 16
+_NOT_OF_STATE = frozenset({"activity", "progress", "stacks"})
+HEALTH_RULES = frozenset({"gpu_health", "nic_health"})
+"""Rules that a rank breaks through no fault of its own."""
+
+
+def hang_report(
+    verdict: Verdict,
+    finding: Finding,
+    states: Sequence[RankState],
+    *,
+    evidence: Mapping[int, Evidence],
+    signalled_at: float,
+    identity: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return a hang in machine-readable form: `control.HangFound` lists the keys.
+
+    Args:
+        verdict: The limit that was broken.
+        finding: Whom the hang is blamed on.
+        states: What each rank was doing.
+        evidence: What was learned of each rank's process, by global rank.
+        signalled_at: When the first rank got its first signal, on the monotonic clock.
+        identity: cycle, rank, local_rank, pid, host, time, signal, accuser, ended, error_file.
+    """
+    own = evidence.get(identity["rank"]) or Evidence(kernel=Kernel("?"), can_dump=False)
+    return {
+        "rule": verdict.rule,
+        "section": verdict.section,
+        "since": verdict.since,
+        "elapsed": signalled_at - verdict.since,
+        "limit": verdict.limit_s,
+        "iteration": verdict.iteration,
+        "late_s": signalled_at - verdict.deadline,
+        "stacks": own.stacks_path,
+        "state": own.kernel.state,
+        "wchan": own.kernel.wchan,
+        "rss_bytes": own.rss_bytes,
+        "reason": verdict.reason,
+        "finding": describe_finding(finding),
+        "confidence": finding.confidence.value,
+        "culprits": [r.rank for r in finding.culprits],
+        "candidates": [r.rank for r in finding.candidates],
+        "waiting": [r.rank for r in finding.waiting],
+        "is_elsewhere": finding.is_elsewhere,
+        "ranks": plain_states(states, evidence),
+        **identity,
+    }
+
+
+def plain_states(
+    states: Sequence[RankState], evidence: Mapping[int, Evidence]
+) -> list[dict[str, Any]]:
+    """Return what each rank was doing as plain values, with the path of its stacks or None."""
+    return [
+        {
+            **dataclasses.asdict(state),
+            "activity": state.activity.value,
+            "stacks": evidence[state.rank].stacks_path if state.rank in evidence else None,
+        }
+        for state in states
+    ]
+
+
+def states_of(plain: Sequence[Mapping[str, Any]]) -> tuple[RankState, ...]:
+    """Return what `plain_states` was made of, but for the stacks."""
+    return tuple(
+        RankState(
+            **{name: value for name, value in rank.items() if name not in _NOT_OF_STATE},
+            activity=Activity(rank["activity"]),
+            progress=None if rank["progress"] is None else tuple(rank["progress"]),
+        )
+        for rank in plain
+    )
+
+
+def found_in_words(report: Mapping[str, Any]) -> str:
+    """Return whom a hang is blamed on and how it was found, or why an unfit rank must end."""
+    if report["rule"] in HEALTH_RULES:
+        return f"rank {report['rank']} on host {report['host']} was ended: {report['reason']}"
+    return f"{report['finding']} ({limit_in_words(report)})"
+
+
+def limit_in_words(report: Mapping[str, Any]) -> str:
+    """Return which rank broke which limit."""
+    rule = _RULES[report["rule"]].format(section=report["section"])
+    limit = f"{rule} for {report['elapsed']:.2f} s, limit {report['limit']:.2f} s"
+    return f"rank {report['accuser']} {limit}"
+
+
+def describe(report: Mapping[str, Any]) -> str:
+    """Return a report as one line for the log."""
+    iteration = "" if report["iteration"] is None else f", iteration {report['iteration']}"
+    stacks = report["stacks"] or "none"
+    return (
+        f"{found_in_words(report)}; cycle {report['cycle']}{iteration}; ending rank"
+        f" {report['rank']} (pid {report['pid']}, state {report['state']}, wchan"
+        f" {report['wchan'] or '-'}, stacks: {stacks}) with"
+        f" {signal.Signals(report['signal']).name}"
+    )
+
+
+def cause_kind(report: Mapping[str, Any]) -> str:
+    """Return what the fault is called that a report speaks of."""
+    if report["rule"] in HEALTH_RULES:
+        return "unhealthy"
+    if report["error_file"]:
+        return "exception"
+    return "hang_heartbeat" if "heartbeat" in report["rule"] else "hang_section"
+
+
+def fault_fields(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the `fault` event for a report.
+
+    What each rank did is in the launcher's failure record: here it would be cut off.
+    """
+    return {
+        "cause": cause_kind(report),
+        "what": found_in_words(report),
+        "detected_by": "monitor",
+        "deadline_s": report["limit"],
+        "late_s": report["late_s"],
+    }
+
+
+def describe_evidence(report: Mapping[str, Any]) -> str:
+    """Return what each rank did, and where its stacks are, a line for each of the first ranks."""
+    lines = [
+        f"rank {r['rank']} {r['words']}" + (f", stacks: {r['stacks']}" if r["stacks"] else "")
+        for r in report["ranks"][:MAX_RANKS]
+    ]
+    more = len(report["ranks"]) - MAX_RANKS
+    return "\n".join([*lines, f"and {more} more"] if more > 0 else lines)

@@ -1,0 +1,504 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the parsed command line to a `LaunchPlan`: everything a launch needs, checked.
+
+Reads the configuration file and looks whether script and GPUs exist; starts and changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._attribution.settings import AttributionConfig
+from nvidia_resiliency_ext.fault_tolerance._config import syntax, values
+from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
+from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS
+from nvidia_resiliency_ext.fault_tolerance._config.launch_config import get_rdzv_endpoint
+from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
+from nvidia_resiliency_ext.fault_tolerance._core.local_world import (
+    devices_of_ranks,
+    local_world_size,
+)
+from nvidia_resiliency_ext.fault_tolerance._prewarm.imports import import_list
+from nvidia_resiliency_ext.fault_tolerance._report.torch_events import NO_HANDLER, check_handler
+from nvidia_resiliency_ext.fault_tolerance._workers.command import (
+    WorkerCommand,
+    cpu_binding,
+    hidden_packages,
+    missing_module,
+    missing_program,
+    missing_script,
+    numa_binding,
+    visible_gpus,
+    worker_command,
+)
+from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import OutputSpecs, load_specs
+from nvidia_resiliency_ext.fault_tolerance._workers.numa import Binding
+from nvidia_resiliency_ext.fault_tolerance._workers.output import OutputSettings, Stream
+
+from . import environment
+from .log_plan import ORPHANS_NEED_NO_PIPES, LogPlan, log_notes, log_plan, log_problems
+
+if TYPE_CHECKING:
+    import argparse
+    import signal
+
+    from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+
+__all__ = ["LaunchPlan", "PrewarmSettings", "job_name", "log_warnings", "plan_from_args"]
+
+_DEFAULT_MASTER_PORT = next(flag.default for flag in FLAGS if flag.name == "master-port")
+_DEFAULT_ID = next(flag.default for flag in FLAGS if flag.name == "rdzv-id")
+
+
+@dataclass(frozen=True, slots=True)
+class PrewarmSettings:
+    """How workers are kept warm: `prewarm` is auto, on or off; `modules` are imported early."""
+
+    prewarm: str
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """Everything that a launch on this node needs. Times are seconds.
+
+    Fields marked (describes) tell a caller what was asked for; on one node nothing follows from
+    them.
+
+    Attributes:
+        command: What a worker runs.
+        nproc_per_node: Workers on this node.
+        min_nodes: Nodes without which the job does not start.
+        max_nodes: Nodes that work at most.
+        run_id: The job's name, made up where it has none.
+        job_name: The name that somebody gave the job (`--rdzv-id`); None: nobody did.
+        role: The workers' role.
+        max_restarts: Restarts before the job fails.
+        restart_policy: When workers are restarted.
+        term_timeout_s: From SIGTERM to SIGKILL when the launcher was signalled.
+        workers_stop_timeout_s: From SIGTERM to SIGKILL when workers are restarted.
+        monitor_interval_s: (describes) Between two looks at the workers; deaths are seen at once.
+        start_method: (describes) How functions are started; each has a fresh interpreter.
+        master_addr: Address of rank 0.
+        master_port: Port of rank 0 in every cycle; None takes a fresh one for each. Never that
+            of the endpoint.
+        local_addr: Address of this node.
+        rdzv_backend: (describes) How nodes meet.
+        rdzv_endpoint: Where nodes meet.
+        rdzv_configuration: Settings of the rendezvous.
+        rdzv_impl: `barrier`, or `legacy`: every node up to `max_nodes` works.
+        use_infra_group_rank: Whether the scheduler's order of nodes gives the ranks.
+        node_rank: The order of this node where no scheduler knows one; None if not given.
+        log_dir: Directory for logs and record.
+        output: Which streams of which workers go to files and to the console.
+        output_specs: An object of the user's that says so instead, for each cycle.
+        event_log_handler: A handler of torch that is told of starts and ends.
+        virtual_devices: The one device that each local rank sees, all of them as LOCAL_RANK 0;
+            None: they see what the launcher sees.
+        log_line_prefix_template: Prefix of a worker's lines on the console.
+        signals_to_handle: Signals passed to the workers.
+        omp_num_threads: OMP_NUM_THREADS of the workers; None leaves it as it is.
+        no_restart_exit_code: Exit code of a job that must not be started again.
+        monitors_enabled: Whether ranks are watched.
+        node_health_check_endpoint: Socket of a service that judges this node's health.
+        fault_tolerance: How faults are noticed and handled.
+        attribution: The service that is asked why a cycle ended.
+        cycle_info_job_id: The job in the names of files about cycles; None takes the scheduler's.
+        logs: Cycle logs, the launcher's own log and log servers.
+        warnings: What the launcher should log once, at WARNING.
+    """
+
+    command: WorkerCommand
+    nproc_per_node: int
+    min_nodes: int
+    max_nodes: int
+    run_id: str
+    role: str
+    max_restarts: int
+    restart_policy: str
+    term_timeout_s: float
+    workers_stop_timeout_s: float
+    monitor_interval_s: float
+    start_method: str
+    master_addr: str
+    master_port: int | None
+    local_addr: str | None
+    rdzv_backend: str
+    rdzv_endpoint: str
+    rdzv_configuration: Mapping[str, str]
+    rdzv_impl: str
+    use_infra_group_rank: bool
+    node_rank: int | None
+    log_dir: str | None
+    output: OutputSettings
+    log_line_prefix_template: str | None
+    signals_to_handle: tuple[signal.Signals, ...]
+    omp_num_threads: str | None
+    no_restart_exit_code: int
+    monitors_enabled: bool
+    node_health_check_endpoint: str | None
+    fault_tolerance: FaultToleranceConfig
+    warnings: tuple[str, ...]
+    logs: LogPlan = field(default_factory=LogPlan)
+    attribution: AttributionConfig = field(default_factory=AttributionConfig)
+    cycle_info_job_id: str | None = None
+    job_name: str | None = None
+    output_specs: OutputSpecs | None = None
+    event_log_handler: str = NO_HANDLER
+    virtual_devices: tuple[str, ...] | None = None
+
+    @property
+    def prewarm(self) -> PrewarmSettings:
+        """How workers are kept warm."""
+        config = self.fault_tolerance
+        return PrewarmSettings(config.prewarm, import_list(config.prewarm_import))
+
+
+def log_warnings(plan: LaunchPlan) -> None:
+    """Log what a plan wants to be said, once per launch."""
+    for text in plan.warnings:
+        logging.getLogger("nvrx").warning("%s", text)
+
+
+def plan_from_args(
+    args: argparse.Namespace, environ: Mapping[str, str], *, looks_for_script: bool = True
+) -> LaunchPlan:
+    """Return the plan of a parsed command line.
+
+    Args:
+        args: What `parser.parse_args` returned.
+        environ: The launcher's environment.
+        looks_for_script: Whether script, program and interpreter must exist, here and now.
+
+    Raises:
+        FaultToleranceConfigError: Something cannot be done as asked; it names everything wrong.
+        OSError: The configuration file cannot be read.
+    """
+    environment.check_one_launcher_per_node(environ)
+    layers = _layers(args)
+    problems = layers.problems + log_problems(args, environ)
+    command = _command(args, environ, problems)
+    if looks_for_script:
+        problems += _missing(command, environ)
+    try:
+        nproc = local_world_size(args.nproc_per_node, environ)
+    except ValueError as error:
+        problems.append(str(error))
+    else:
+        problems += _problems_of_workers(args, nproc, environ)
+    if problems:
+        raise FaultToleranceConfigError(problems)
+    config = layers.config()
+    command = _bound(command, args, nproc, config, environ)
+    min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
+    check_segment(config.segment, min_nodes, max_nodes)
+    check_job_id(args.ft_cycle_info_job_id)
+    logs = log_plan(args)
+    if logs.applog_prefix is not None and config.orphan_workers == "keep":
+        raise FaultToleranceConfigError([ORPHANS_NEED_NO_PIPES])
+    try:
+        attribution = AttributionConfig.from_args(args, logs.applog_prefix, config)
+    except ValueError as error:
+        raise FaultToleranceConfigError([str(error)]) from None
+    if "log_level" not in layers.given:
+        config.log_level = environment.log_level(environ)
+    for text in environment.deprecated_variables(environ):
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+    threads = environment.omp_rule(environ, nproc)
+    notes = [
+        *getattr(args, "warnings", ()),
+        *layers.warnings,
+        *([threads.warning] if threads.warning else []),
+        *environment.monitor_notes(environ),
+        *(hidden_packages(command) if looks_for_script else []),
+        *log_notes(logs, args),
+    ]
+    policy = layers.restart_policy()
+    output = _output(args, nproc)
+    stop_timeout_s = _workers_stop_timeout_s(args, environ)
+    return LaunchPlan(
+        command=command,
+        nproc_per_node=nproc,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        run_id=random_id() if _meets_nobody(args, max_nodes) else args.rdzv_id,
+        role=args.role,
+        max_restarts=args.max_restarts,
+        restart_policy=policy.value if policy else args.ft_restart_policy,
+        term_timeout_s=args.term_timeout,
+        workers_stop_timeout_s=stop_timeout_s,
+        monitor_interval_s=args.monitor_interval,
+        start_method=args.start_method,
+        master_addr=syntax.parse_endpoint(args.master_addr)[0],
+        master_port=fixed_port(_given_port(args), get_rdzv_endpoint(args), max_nodes),
+        local_addr=args.local_addr,
+        rdzv_backend=args.rdzv_backend,
+        rdzv_endpoint="localhost:0" if args.standalone else get_rdzv_endpoint(args),
+        rdzv_configuration=syntax.parse_configuration(args.rdzv_conf),
+        rdzv_impl=args.ft_rdzv_impl,
+        use_infra_group_rank=_uses_infra_ranks(args, layers),
+        node_rank=args.node_rank if "node_rank" in _given(args) else None,
+        log_dir=args.log_dir,
+        output=output,
+        log_line_prefix_template=environ.get(_env.LOG_LINE_PREFIX_TEMPLATE),
+        signals_to_handle=syntax.parse_signals(args.signals_to_handle),
+        omp_num_threads=threads.omp_num_threads,
+        no_restart_exit_code=args.ft_no_restart_exit_code,
+        monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
+        node_health_check_endpoint=args.ft_node_health_check_endpoint,
+        fault_tolerance=config,
+        logs=logs,
+        attribution=attribution,
+        cycle_info_job_id=args.ft_cycle_info_job_id,
+        job_name=job_name(args),
+        output_specs=_output_specs(args, output),
+        event_log_handler=args.event_log_handler,
+        virtual_devices=devices_of_ranks(environ, nproc) if args.virtual_local_rank else None,
+        warnings=tuple(notes),
+    )
+
+
+def _output(args: argparse.Namespace, nproc: int) -> OutputSettings:
+    """Return which streams go to files and to the console."""
+    return OutputSettings(
+        redirects=syntax.streams_by_rank(args.redirects, nproc),
+        tee=syntax.streams_by_rank(args.tee, nproc),
+        console_ranks=syntax.parse_ranks(args.local_ranks_filter),
+        filters={
+            Stream.STDOUT: tuple(args.duplicate_stdout_filters),
+            Stream.STDERR: tuple(args.duplicate_stderr_filters),
+        },
+    )
+
+
+def _output_specs(args: argparse.Namespace, output: OutputSettings) -> OutputSpecs | None:
+    """Return what `--logs-specs` makes; last of all, because it may make directories.
+
+    Raises:
+        FaultToleranceConfigError: It makes nothing that can be used.
+    """
+    if args.logs_specs is None:
+        return None
+    try:
+        specs = load_specs(
+            args.logs_specs,
+            log_dir=args.log_dir,
+            redirects=output.redirects,
+            tee=output.tee,
+            local_ranks_filter=output.console_ranks,
+        )
+    except ValueError as error:
+        raise FaultToleranceConfigError([str(error)]) from None
+    return OutputSpecs(specs, output.filters)
+
+
+def _problems_of_workers(
+    args: argparse.Namespace, nproc: int, environ: Mapping[str, str]
+) -> list[str]:
+    """Return a sentence for each thing that cannot be done for so many workers as asked."""
+    problems = []
+    try:
+        check_handler(args.event_log_handler)
+        if args.virtual_local_rank:
+            devices_of_ranks(environ, nproc)
+    except ValueError as error:
+        problems.append(str(error))
+    return problems
+
+
+def _uses_infra_ranks(args: argparse.Namespace, layers: Layers) -> bool:
+    """Return what the flag says, else the key that earlier releases had in the file."""
+    key = layers.deprecated.get("use_infra_group_rank")
+    if key is not None and "ft_use_infra_group_rank" not in _given(args):
+        return key.value is not False
+    return args.ft_use_infra_group_rank is not False
+
+
+def check_segment(segment: int | None, min_nodes: int, max_nodes: int) -> None:
+    """Refuse segments that the job's nodes cannot make up.
+
+    Raises:
+        FaultToleranceConfigError: They cannot.
+    """
+    if segment is None:
+        return
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
+        PlacementRules,
+        validate,
+    )
+
+    try:
+        validate(PlacementRules(min_nodes, max_nodes, segment=segment))
+    except ValueError as error:
+        raise FaultToleranceConfigError([str(error)]) from None
+
+
+def check_job_id(job_id: str | None) -> None:
+    """Refuse a job's id that cannot be part of a file's name.
+
+    Raises:
+        FaultToleranceConfigError: It cannot.
+    """
+    if job_id is None:
+        return
+    from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import current_name
+
+    try:
+        current_name(job_id)
+    except ValueError as error:
+        raise FaultToleranceConfigError([f"--ft-cycle-info-job-id: {error}"]) from None
+
+
+def _layers(args: argparse.Namespace) -> Layers:
+    try:
+        return layers_from_args(args)
+    except FileNotFoundError:
+        where = _given(args).get("ft_cfg_path", "--ft-cfg-path")
+        problem = (
+            f"{where}: file {args.ft_cfg_path!r} does not exist; correct the path, or add "
+            "--ft-ignore-missing-cfg to go on without it"
+        )
+        raise FaultToleranceConfigError([problem]) from None
+
+
+def _command(
+    args: argparse.Namespace, environ: Mapping[str, str], problems: list[str]
+) -> WorkerCommand:
+    """Return the workers' command; flags that exclude each other are added to `problems`."""
+    if args.module and (args.no_python or args.run_path):
+        other = "--run-path" if args.run_path else "--no-python"
+        problems.append(f"--module and {other} exclude each other; give one of them")
+    return worker_command(
+        args.training_script,
+        args.training_script_args,
+        environ,
+        is_module=args.module,
+        is_python=not args.no_python,
+        is_run_path=args.run_path,
+    )
+
+
+def _missing(command: WorkerCommand, environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each file without which the command cannot run."""
+    problems: list[str] = []
+    if command.is_python and environ.get(_env.PYTHON_EXEC):
+        missing = missing_program(command.argv[0], environ)
+        problems += [f"{_env.PYTHON_EXEC}: {missing}"] if missing else []
+    if command.is_module:
+        # Another interpreter has modules of its own.
+        missing = "" if environ.get(_env.PYTHON_EXEC) else missing_module(command.entry)
+        problems += [missing] if missing else []
+    else:
+        missing = (
+            missing_script(command.entry)
+            if command.is_python
+            else missing_program(command.entry, environ)
+        )
+        problems += [missing] if missing else []
+    return problems
+
+
+def _bound(
+    command: WorkerCommand,
+    args: argparse.Namespace,
+    nproc: int,
+    config: FaultToleranceConfig,
+    environ: Mapping[str, str],
+) -> WorkerCommand:
+    """Return the command with what it needs of other programs, which must be there."""
+    problems = missing_hook(config.bad_node_hook, environ)
+    numa: Binding | None = None
+    try:
+        if args.numa_binding is not None:
+            numa = cpu_binding(args.numa_binding, nproc, environ, visible_gpus(environ))
+        else:
+            numa = numa_binding(environ, is_strict=config.numa_bind_strict)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise FaultToleranceConfigError(problems)
+    return dataclasses.replace(command, numa=numa)
+
+
+def missing_hook(command: str | None, environ: Mapping[str, str]) -> list[str]:
+    """Return what keeps the command that is told of bad nodes from running."""
+    if command is None:
+        return []
+    import shlex
+
+    missing = missing_program(shlex.split(command)[0], environ)
+    return [f"--ft-bad-node-hook: {missing}"] if missing else []
+
+
+def _workers_stop_timeout_s(args: argparse.Namespace, environ: Mapping[str, str]) -> float:
+    """Return what our flag says, else torch's newer name for the same, else torch's variable.
+
+    Raises:
+        FaultToleranceConfigError: The variable holds no time.
+    """
+    given = environ.get(_env.SHUTDOWN_TIMEOUT)
+    if "workers_stop_timeout" in _given(args):
+        return float(args.workers_stop_timeout)
+    if args.shutdown_timeout is not None:
+        return float(args.shutdown_timeout)
+    if not given:
+        return float(args.workers_stop_timeout)
+    try:
+        return float(values.read(values.SECONDS, given, _env.SHUTDOWN_TIMEOUT))
+    except ValueError as error:
+        raise FaultToleranceConfigError([str(error)]) from None
+
+
+def fixed_port(given: int | None, endpoint: str, max_nodes: int) -> int | None:
+    """Return rank 0's port in every cycle, or None for a fresh one in each.
+
+    Several nodes meet at the endpoint's port, where the job's store listens as long as the job
+    lasts; so that port is never rank 0's, though users of torchrun give both as one.
+
+    Args:
+        given: `--master-port`, if somebody gave it.
+        endpoint: Where nodes meet, as HOST:PORT.
+        max_nodes: Nodes that work at most.
+    """
+    if given is None or max_nodes == 1:
+        return given
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import DEFAULT_PORT
+
+    _, port = syntax.parse_endpoint(endpoint)
+    return None if given == (port or DEFAULT_PORT) else given
+
+
+def _given_port(args: argparse.Namespace) -> int | None:
+    """Return `--master-port` if it was given and is no 0: the default fixes nothing."""
+    is_given = "master_port" in _given(args) or args.master_port != _DEFAULT_MASTER_PORT
+    return int(args.master_port) if is_given and args.master_port else None
+
+
+def _given(args: argparse.Namespace) -> Mapping[str, str]:
+    given: Mapping[str, str] = getattr(args, "given", {})
+    return given
+
+
+def job_name(args: argparse.Namespace) -> str | None:
+    """Return the name that a command line or the environment gives the job, or None."""
+    is_named = "rdzv_id" in _given(args) or args.rdzv_id != _DEFAULT_ID
+    return args.rdzv_id if is_named else None
+
+
+def _meets_nobody(args: argparse.Namespace, max_nodes: int) -> bool:
+    """Return whether nobody named this job or where it meets: nothing must know its id."""
+    if args.standalone:
+        return True
+    return max_nodes == 1 and not (job_name(args) or args.rdzv_endpoint or _given_port(args))
+
+
+def random_id() -> str:
+    """Return a name for a job that nobody named."""
+    return os.urandom(16).hex()

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launcher says about a job: log lines, events and failure records, in one place.
+
+The agent tells it what happened; it measures the durations between those calls. It decides
+nothing, and a record that cannot be written never stops the job.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment, Outcome
+from nvidia_resiliency_ext.fault_tolerance._monitor.slot import Steps
+from nvidia_resiliency_ext.fault_tolerance._workers.workers import STILL_IMPORTING, Started
+from nvidia_resiliency_ext.shared_utils import events
+from nvidia_resiliency_ext.shared_utils.children import ExitStatus
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
+
+from .failures import Failure, FailureLog, FailureRecord, RestartTimes
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
+
+logger = logging.getLogger("nvrx")
+
+MAX_SHOWN_STACKS = 16_384
+_HEALTH_WORDS = {"healthy": "pass", "unhealthy": "fail", "skipped": "skipped"}
+
+
+class Chronicle:
+    """The launcher's record of one job on one node. One thread only."""
+
+    def __init__(
+        self,
+        log: events.EventLog,
+        failures: FailureLog,
+        clock: Clock,
+        *,
+        host: str,
+        shows_stacks: bool,
+        on_cycle_ended: Callable[[Cause | None], None] = lambda _: None,
+    ) -> None:
+        self._events = log
+        self._failures = failures
+        self._clock = clock
+        self._host = host
+        self._shows_stacks = shows_stacks
+        self._on_cycle_ended = on_cycle_ended
+        self._on_started: Callable[[Assignment, Mapping[int, int]], None] = lambda *_: None
+        self._assignment: Assignment | None = None
+        self._cycle = 0
+        self._rank_offset = 0
+        self._started_at: float | None = None
+        self._first_steps: set[int] = set()
+        self._fault: tuple[Cause, Outcome, int | None] | None = None
+        self._also_failed: list[str] = []
+        self._done: list[int] = []
+        self._health: dict[str, str] = {}
+        self._times = RestartTimes()
+        self.restarts = 0
+        self.faults = 0
+
+    def follow_starts(self, follower: Callable[[Assignment, Mapping[int, int]], None]) -> None:
+        """Tell somebody from now on of each cycle's start: with the process ids by local rank."""
+        self._on_started = follower
+
+    def job_started(self, *, argv: Sequence[str], nnodes: str, nproc: int, policy: str) -> None:
+        """Record the job's start; of the command line only a digest, it may hold secrets."""
+        digest = f"{zlib.crc32(chr(0).join(argv).encode(errors='backslashreplace')):08x}"
+        self._record(events.JobStart(argv_hash=digest, nnodes=nnodes, nproc=nproc, policy=policy))
+
+    def round_joined(self, assignment: Assignment) -> None:
+        """Record that the rendezvous of a cycle is complete."""
+        self._times.joined = self._clock.monotonic()
+        self._assignment = assignment
+        self._cycle = assignment.cycle
+        self._rank_offset = assignment.rank_offset
+        reason = self._fault[0].what if self._fault else "start"
+        self._record(
+            events.CycleStart(
+                world_size=assignment.world_size,
+                nodes=assignment.group_world_size,
+                reason=reason,
+                clock_off_s=assignment.clock_off_s or None,
+            )
+        )
+
+    def workers_started(self, workers: Mapping[int, Started]) -> None:
+        """Record how each worker was started; the time runs from here to the first step."""
+        self._started_at = self._times.started = self._clock.monotonic()
+        self._done = []
+        self._first_steps.clear()
+        reasons = set()
+        for local_rank, started in workers.items():
+            self.worker_started(local_rank, started)
+            if started.cold_reason and started.cold_reason != STILL_IMPORTING:
+                reasons.add(started.cold_reason)
+        logger.info(
+            "cycle %d: %s started (%s), pids %s",
+            self._cycle,
+            _counted(len(workers), "worker"),
+            _origins(workers.values()),
+            ",".join(str(started.child.pid) for started in workers.values()),
+        )
+        if self._assignment is not None:
+            pids = {local_rank: started.child.pid for local_rank, started in workers.items()}
+            self._on_started(self._assignment, pids)
+        for reason in sorted(reasons):
+            logger.info("cycle %d: cold start: %s", self._cycle, reason)
+        self._restart_complete()
+
+    def worker_started(self, local_rank: int, started: Started) -> None:
+        """Record how one worker was started."""
+        event = events.WorkerStart(
+            warm=started.warm, cold_reason=started.cold_reason, saved_s=started.saved_s or None
+        )
+        self._record(event, local_rank=local_rank)
+
+    def first_step(self, local_rank: int, at: float) -> None:
+        """Record a rank's first heartbeat or finished step at `at` (monotonic s)."""
+        if self._started_at is None or local_rank in self._first_steps:
+            return
+        self._first_steps.add(local_rank)
+        duration = max(0.0, at - self._started_at)
+        self._record_at(at, events.FirstStep(dur_s=round(duration, 6)), local_rank)
+
+    def progress(self, before: Steps, now: Steps) -> None:
+        """Record how far local rank 0 has come since `before`."""
+        event = events.Progress(
+            iteration=now.iteration,
+            steps=now.count - before.count,
+            window_s=round(now.last_at - before.last_at, 3),
+        )
+        self._record_at(now.last_at, event, 0)
+
+    def worker_exited(self, local_rank: int, status: ExitStatus) -> None:
+        """Record one exit."""
+        if status.code == 0:
+            self._done.append(self._rank_offset + local_rank)
+        self._record(
+            events.WorkerExit(exit_code=status.code, signal=status.signal), local_rank=local_rank
+        )
+
+    def standby(
+        self, slot: int, state: str, seconds: float | None, private_bytes: int | None
+    ) -> None:
+        """Record a standby's change of state."""
+        private_mb = None if private_bytes is None else round(private_bytes / 1e6, 1)
+        self._record(events.Standby(slot=slot, state=state, seconds=seconds, private_mb=private_mb))
+
+    def fault(
+        self,
+        cause: Cause,
+        outcome: Outcome,
+        restarts_left: int,
+        *,
+        failures: Iterable[Failure],
+        last_iteration: int | None,
+    ) -> None:
+        """Record why a cycle ends and what follows."""
+        if self._fault is not None and self._fault[1] is Outcome.RESTART:
+            # The restart it promised does not come: this is what comes instead.
+            self._write_failure(self._cycle)
+        self.faults += 1
+        self._fault = (cause, outcome, last_iteration)
+        self._also_failed = [
+            f"rank {failure.rank}: {failure.status.describe()}"
+            for failure in failures
+            if failure.rank != cause.rank
+        ]
+        self._times = RestartTimes(fault=self._clock.monotonic())
+        if cause.detected_by != "monitor" or self._speaks_of(cause):
+            self._events.record(
+                events.Fault(cause=cause.kind, what=cause.what, detected_by=cause.detected_by),
+                cycle=self._cycle,
+                rank=cause.rank,
+            )
+        if outcome is Outcome.RESTART:
+            left = _counted(max(0, restarts_left - 1), "restart")
+            logger.warning("restarting because %s (%s left after this one)", cause.what, left)
+        elif outcome is Outcome.LEAVE:
+            logger.error("this node leaves the job: %s", cause.what)
+        elif outcome is Outcome.OVER:
+            logger.error("stopping, the job is over: %s", cause.what)
+        elif outcome is Outcome.TOLERATED:
+            logger.warning("going on as long as enough nodes are healthy: %s", cause.what)
+        elif outcome is Outcome.NO_RESTART:
+            why = "" if cause.kind == ATTRIBUTION else "no progress: "
+            logger.error("stopping for good, %s%s", why, cause.what)
+        elif cause.kind == "start":
+            logger.error("stopping for good, the workers cannot be started: %s", cause.what)
+        else:
+            # The cycle's number counts the restarts.
+            hint = "" if self._cycle else " (--max-restarts N would allow N)"
+            logger.error("stopping for good, no restart left%s: %s", hint, cause.what)
+        if self._done and cause.kind in ("exited", "exception"):
+            logger.warning(
+                "rank %s ended with exit code 0 before that: others may have failed for want of it",
+                format_ranks(self._done),
+            )
+        if self._shows_stacks:
+            self._show_stacks(cause)
+
+    def _speaks_of(self, cause: Cause) -> bool:
+        """Return whether this node records a hang that all nodes have judged; one of them does.
+
+        What a monitor judged alone it has recorded itself.
+        """
+        if "limit_words" not in cause.detail:
+            return False
+        return cause.local_rank is not None or (cause.rank is None and self._rank_offset == 0)
+
+    def _show_stacks(self, cause: Cause) -> None:
+        """Put the stacks of a hang into the log, when their files will not be kept."""
+        ranks = cause.detail.get("ranks")
+        left = MAX_SHOWN_STACKS
+        for rank in ranks if isinstance(ranks, list) else ():
+            text = _text_of(rank["stacks"], left) if rank["stacks"] else ""
+            if text:
+                left -= len(text)
+                logger.error("stacks of rank %s:\n%s", rank["rank"], text)
+
+    def workers_stopped(self) -> None:
+        """Record that the cycle's workers are gone."""
+        now = self._times.stopped = self._clock.monotonic()
+        if self._times.fault is not None:
+            self._record(events.Phase(name="stop", dur_s=round(now - self._times.fault, 6)))
+
+    def node_checked(self, results: Iterable[HealthResult]) -> None:
+        """Record what health checks found: failures, and what differs from the time before."""
+        for result in results:
+            word = _HEALTH_WORDS[result.status]
+            if result and self._health.get(result.name) == word:
+                continue
+            self._health[result.name] = word
+            said = result.reason or None
+            self._record(events.Health(check=result.name, result=word, evidence=said))
+
+    def memory_reclaimed(self, seconds: float) -> None:
+        """Record how long GPU memory was waited for."""
+        self._record(events.Phase(name="reclaim", dur_s=round(seconds, 6)))
+
+    def cycle_ended(self, result: str) -> None:
+        """Record the end of a cycle."""
+        self._record(events.CycleEnd(result=result))
+        self._on_cycle_ended(self._fault[0] if self._fault else None)
+
+    def _restart_complete(self) -> None:
+        if self._fault is None:
+            return
+        self.restarts += 1
+        durations = self._times.durations()
+        for name, key in (("rendezvous", "rendezvous_s"), ("start", "start_s")):
+            seconds = durations[key]
+            if seconds is not None:
+                self._record(events.Phase(name=name, dur_s=seconds))
+        self._write_failure(self._cycle - 1)
+
+    def _write_failure(self, cycle: int) -> None:
+        if self._fault is None:
+            return
+        cause, outcome, last_iteration = self._fault
+        self._failures.write(
+            FailureRecord(
+                time=self._clock.wall(),
+                host=self._host,
+                cycle=cycle,
+                outcome=outcome.value,
+                cause=cause,
+                last_iteration=last_iteration,
+                others=tuple(self._also_failed),
+                times=self._times,
+            )
+        )
+        self._fault = None
+
+    def job_ended(self, result: str, exit_code: int) -> None:
+        """Record the end of the job and close nothing: the event log belongs to the caller."""
+        self._write_failure(self._cycle)
+        self._record(events.JobEnd(result=result, exit_code=exit_code, restarts=self.restarts))
+        log = logger.info if exit_code == 0 else logger.error
+        restarts = _counted(self.restarts, "restart")
+        log("job ended with exit code %d: %s (%s)", exit_code, result, restarts)
+
+    def _record_at(self, at: float, event: events.Event, local_rank: int) -> None:
+        """Record what happened at `at` (monotonic s) and was learned later."""
+        self._events.record(
+            event,
+            cycle=self._cycle,
+            rank=self._rank_offset + local_rank,
+            t=self._clock.wall() - (self._clock.monotonic() - at),
+            m=at,
+        )
+
+    def _record(self, event: events.Event, *, local_rank: int | None = None) -> None:
+        rank = None if local_rank is None else self._rank_offset + local_rank
+        self._events.record(event, cycle=self._cycle, rank=rank)
+
+
+def _origins(workers: Iterable[Started]) -> str:
+    """Return how many workers came from standbys, by how far these were, and how many did not."""
+    counts = {"from ready standbys": 0, "from standbys still importing": 0, "cold": 0}
+    for started in workers:
+        if started.warm:
+            counts["from ready standbys"] += 1
+        elif started.cold_reason == STILL_IMPORTING:
+            counts["from standbys still importing"] += 1
+        else:
+            counts["cold"] += 1
+    return ", ".join(f"{count} {how}" for how, count in counts.items() if count)
+
+
+def _text_of(path: str, limit: int) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(limit)
+    except OSError:
+        return ""
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a failure was, in words and fields, and where the launcher writes it down.
+
+Pure. Who failed first is decided here as torchrun does it: by the
+time in the error file, else the time at which the exit was seen.
+
+The directory is `NVRX_EVENT_DIR`, else `--log-dir`, else the run directory, which is temporary.
+A record that cannot be written never stops the job: it is said once in the log.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import signal
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import (
+    cause_kind,
+    describe_evidence,
+    found_in_words,
+)
+from nvidia_resiliency_ext.fault_tolerance._process.exceptions import (
+    MAX_ERROR_FILE_BYTES,
+    ErrorFile,
+)
+from nvidia_resiliency_ext.shared_utils.children import ExitStatus
+from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One worker that failed. `seen_at` is unix seconds."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    host: str
+    status: ExitStatus
+    seen_at: float
+    error: ErrorFile | None = None
+    hang: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def time(self) -> float:
+        """When it failed, as exactly as is known (unix s)."""
+        if self.error is not None and self.error.timestamp is not None:
+            return self.error.timestamp
+        return self.seen_at
+
+
+def root_cause(failures: Sequence[Failure]) -> Failure:
+    """Return the failure that came first; of a hang, that of the rank which others waited for."""
+    hung = [failure for failure in failures if failure.hang]
+    return min(hung or failures, key=lambda failure: (failure.time, failure.rank))
+
+
+def cause_of(failure: Failure) -> Cause:
+    """Say in one line, and in fields, what happened to a worker."""
+    where = f"rank {failure.rank} on host {failure.host}"
+    kind, what, detected_by = "exited", "", "launcher"
+    detail: dict[str, object] = {"pid": failure.pid}
+    if failure.hang:
+        return hang_cause(failure.hang)
+    if failure.status.signal is not None:
+        kind, what = "killed", f"{where} died by {_signal_name(failure.status.signal)}"
+    elif failure.error is not None and failure.error.message:
+        first_line = failure.error.message.splitlines()[0]
+        kind = "exception"
+        what = f"{where} exited with code {failure.status.code}: {first_line}"
+    else:
+        what = f"{where} ended: {failure.status.describe()}"
+    if failure.error is not None:
+        detail["error_file"] = failure.error.path
+    return Cause(
+        kind=kind,
+        what=what,
+        rank=failure.rank,
+        local_rank=failure.local_rank,
+        host=failure.host,
+        exit_code=failure.status.code,
+        signal=failure.status.signal,
+        detected_by=detected_by,
+        detail=detail,
+    )
+
+
+def hang_cause(hang: Mapping[str, Any]) -> Cause:
+    """Say in one line, and in fields, what a report of the monitor means for the cycle.
+
+    Where nobody can be blamed the cause names no rank and no host: none is held against it.
+    """
+    kind, is_blamed = cause_kind(hang), bool(hang["culprits"])
+    if kind == "unhealthy":
+        is_blamed = True
+    return Cause(
+        kind=kind,
+        what=found_in_words(hang),
+        rank=hang["rank"] if is_blamed else None,
+        local_rank=hang["local_rank"] if is_blamed else None,
+        host=hang["host"] if is_blamed else "",
+        signal=hang["signal"],
+        detected_by="monitor",
+        detail=hang,
+    )
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def failure_table(name: str, failures: Sequence[Failure]) -> str:
+    """Return the report of a job that failed for good: the root cause first, then the rest."""
+    import time
+
+    first = root_cause(failures)
+    others = sorted((f for f in failures if f is not first), key=lambda f: (f.time, f.rank))
+    rule = "=" * 72
+
+    def block(failure: Failure) -> list[str]:
+        stamp = time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(failure.time))
+        lines = [
+            f"  time      : {stamp}",
+            f"  host      : {failure.host}",
+            f"  rank      : {failure.rank} (local_rank: {failure.local_rank})",
+            f"  exitcode  : {failure.status.returncode} (pid: {failure.pid})",
+        ]
+        if failure.error is not None:
+            if os.path.exists(failure.error.path):  # It may have gone with the run directory.
+                lines.append(f"  error_file: {failure.error.path}")
+            trace = failure.error.traceback or failure.error.message
+            lines.append("  traceback : " + trace.rstrip().replace("\n", "\n    "))
+        elif failure.hang:
+            lines.append(f"  hang      : {found_in_words(failure.hang)}")
+            lines += [f"    {line}" for line in describe_evidence(failure.hang).splitlines()]
+        elif failure.status.signal is not None:
+            lines.append(f"  traceback : none, it died by {_signal_name(failure.status.signal)}")
+        else:
+            lines.append("  traceback : none; decorate the entry function with @record to see it")
+        return lines
+
+    lines = [rule, f"{name} FAILED", "-" * 72, "Root cause (first observed failure):"]
+    lines += block(first)
+    if others:
+        lines += ["-" * 72, "Other failures:"]
+        for number, failure in enumerate(others):
+            lines += [f"[{number}]:", *block(failure)]
+    lines.append(rule)
+    return "\n".join(lines)
+
+
+logger = logging.getLogger("nvrx")
+
+FAILURES_FILE = "failures.jsonl"
+
+
+@dataclass(slots=True)
+class RestartTimes:
+    """Monotonic seconds of the steps of one restart; None where a step did not happen."""
+
+    fault: float | None = None
+    stopped: float | None = None
+    joined: float | None = None
+    started: float | None = None
+
+    def durations(self) -> dict[str, float | None]:
+        """Return seconds between the steps."""
+
+        def between(begin: float | None, end: float | None) -> float | None:
+            return None if begin is None or end is None else round(end - begin, 6)
+
+        return {
+            "stop_s": between(self.fault, self.stopped),
+            "rendezvous_s": between(self.stopped, self.joined),
+            "start_s": between(self.joined, self.started),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRecord:
+    """How one cycle ended."""
+
+    time: float
+    host: str
+    cycle: int
+    outcome: str
+    cause: Cause
+    last_iteration: int | None
+    others: tuple[str, ...] = ()
+    times: RestartTimes = field(default_factory=RestartTimes)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the JSON form."""
+        detail: Mapping[str, object] = self.cause.detail
+        return {
+            "time": self.time,
+            "host": self.host,
+            "cycle": self.cycle,
+            "outcome": self.outcome,
+            "rank": self.cause.rank,
+            "local_rank": self.cause.local_rank,
+            "cause": self.cause.kind,
+            "what": self.cause.what,
+            "exit_code": self.cause.exit_code,
+            "signal": self.cause.signal,
+            "detected_by": self.cause.detected_by,
+            "detail": dict(detail),
+            "also_failed": list(self.others),
+            "last_iteration": self.last_iteration,
+            **self.times.durations(),
+        }
+
+
+class FailureLog:
+    """Appends to `failures.jsonl`; whole lines, so that several launchers may share it."""
+
+    def __init__(self, directory: str) -> None:
+        self._path = os.path.join(directory, FAILURES_FILE)
+        self._complained = False
+
+    def write(self, record: FailureRecord) -> None:
+        """Append one line; a failure to do so is logged once."""
+        line = json.dumps(record.to_dict(), default=str).encode() + b"\n"
+        # Not blocking: in a shared directory the name may be taken by a pipe that nobody reads.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+        try:
+            fd = os.open(self._path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise OSError(errno.EINVAL, "not a regular file")
+                if os.write(fd, line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                logger.warning("the failure record %s cannot be written: %s", self._path, error)
+
+
+def hand_up_error_file(source: str | None, environ: Mapping[str, str]) -> None:
+    """Copy the root cause's error file to the launcher's own `TORCHELASTIC_ERROR_FILE`.
+
+    A launcher that was itself started under `@record` semantics reports upwards this way.
+    """
+    target = environ.get("TORCHELASTIC_ERROR_FILE")
+    if not target or source is None:
+        return
+    try:
+        content = read_regular_file(source, MAX_ERROR_FILE_BYTES)
+        os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
+        atomic_write(target, content)
+    except OSError as error:
+        logger.warning("the error file %s cannot be written: %s", target, error)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker processes of one node: their command, environment, output, start and stop."""

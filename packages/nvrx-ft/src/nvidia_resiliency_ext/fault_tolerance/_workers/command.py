@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command of a worker, from the script and the flags that say how to run it.
+
+Pure but for looking whether script and interpreter exist: a wrong name is better said once, here,
+than by every worker.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._config.syntax import NUMA_MODES
+from nvidia_resiliency_ext.fault_tolerance._core.infra import has_gpu_driver
+from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
+
+from .numa import NUMACTL, Binding, CpuBinding, MachineTopology, NumaBinding, Topology, cpus_near
+
+__all__ = [
+    "WorkerCommand",
+    "cpu_binding",
+    "find_program",
+    "hidden_packages",
+    "missing_module",
+    "missing_program",
+    "missing_script",
+    "numa_binding",
+    "visible_gpus",
+    "worker_command",
+]
+
+_RUN_PATH_MODULE = "nvidia_resiliency_ext.fault_tolerance._workers.run_path"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCommand:
+    """What a worker runs.
+
+    Attributes:
+        argv: The whole command; `${local_rank}` in it stands for the worker's local rank.
+        entry: The script's path, the module's name or the program.
+        is_module: Whether `entry` is a module run with `-m`.
+        is_python: Whether a Python interpreter runs it.
+        numa: How the worker is bound near its GPU; None binds nothing.
+    """
+
+    argv: tuple[str, ...]
+    entry: str
+    is_module: bool
+    is_python: bool
+    numa: Binding | None = None
+
+    def for_local_rank(self, local_rank: int) -> tuple[str, ...]:
+        """Return the command of one worker, as torchrun substitutes the macro.
+
+        The interpreter is left alone. As in torchrun, `$$` becomes `$`. What binds the worker goes
+        before all.
+        """
+        own = self._own_words(local_rank)
+        return own if self.numa is None else (*self.numa.words(local_rank), *own)
+
+    def _own_words(self, local_rank: int) -> tuple[str, ...]:
+        if not any("$" in word for word in self.argv[1:]):
+            return self.argv
+        from string import Template
+
+        rest = (Template(word).safe_substitute(local_rank=local_rank) for word in self.argv[1:])
+        return (self.argv[0], *rest)
+
+
+def worker_command(
+    script: str,
+    script_args: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    is_module: bool = False,
+    is_python: bool = True,
+    is_run_path: bool = False,
+) -> WorkerCommand:
+    """Return the command that runs a script."""
+    python = environ.get(_env.PYTHON_EXEC) or sys.executable
+    if is_run_path:
+        argv = (python, "-u", "-m", _RUN_PATH_MODULE, script, *script_args)
+        return WorkerCommand(argv, script, is_module=False, is_python=True)
+    if not is_python:
+        return WorkerCommand((script, *script_args), script, is_module=False, is_python=False)
+    module = ("-m",) if is_module else ()
+    argv = (python, "-u", *module, script, *script_args)
+    return WorkerCommand(argv, script, is_module=is_module, is_python=True)
+
+
+def numa_binding(environ: Mapping[str, str], *, is_strict: bool) -> NumaBinding | None:
+    """Return how workers are bound to NUMA nodes, or None where nobody asks for it.
+
+    Raises:
+        ValueError: They cannot be bound as asked; the message says why.
+    """
+    raw = environ.get(_env.GPUS_PER_NUMA, "").strip()
+    if not raw:
+        return None
+    if not raw.isascii() or not raw.isdigit() or int(raw) < 1:
+        raise ValueError(f"{_env.GPUS_PER_NUMA}: {raw!r} is not a number of GPUs >= 1")
+    program = find_program(NUMACTL, environ)
+    if program is None:
+        raise ValueError(
+            f"{_env.GPUS_PER_NUMA}={raw} needs the program {NUMACTL!r}, which is not on PATH; "
+            "install it, or unset the variable"
+        )
+    return NumaBinding(program, int(raw), is_strict)
+
+
+def cpu_binding(
+    mode: str,
+    nproc: int,
+    environ: Mapping[str, str],
+    gpus: Sequence[str | None],
+    topology: Topology | None = None,
+) -> CpuBinding:
+    """Return how `--numa-binding` binds workers.
+
+    Args:
+        mode: One of `syntax.NUMA_MODES`.
+        nproc: Workers on this node.
+        environ: The launcher's environment.
+        gpus: The PCI address of each GPU that workers see, by local rank.
+        topology: The machine; None: this one.
+
+    Raises:
+        ValueError: They cannot be bound as asked; the message says why.
+    """
+    flag = f"--numa-binding {mode}"
+    if mode not in NUMA_MODES:
+        raise ValueError(f"{flag}: is not one of {', '.join(NUMA_MODES)}")
+    if environ.get(_env.GPUS_PER_NUMA, "").strip():
+        raise ValueError(f"{flag} and {_env.GPUS_PER_NUMA} exclude each other: give one of them")
+    program = find_program(NUMACTL, environ)
+    if program is None:
+        raise ValueError(f"{flag} needs the program {NUMACTL!r}, which is not on PATH; install it")
+    addresses = [address for address in gpus if address is not None]
+    if len(addresses) < len(gpus):
+        raise ValueError(f"{flag}: the driver does not tell where all GPUs sit")
+    if nproc > len(addresses):
+        raise ValueError(
+            f"{flag}: every local rank needs a GPU, there are {len(addresses)} for {nproc} workers;"
+            f" check {_env.CUDA_VISIBLE_DEVICES} and the driver, or leave the flag out"
+        )
+    machine = MachineTopology() if topology is None else topology
+    cpus = []
+    for rank in range(nproc):
+        try:
+            cpus.append(format_ranks(cpus_near(mode, addresses, rank, machine)))
+        except ValueError as error:
+            raise ValueError(
+                f"{flag}: GPU {addresses[rank]} of local rank {rank}: {error}"
+            ) from None
+    return CpuBinding(mode, program, tuple(cpus))
+
+
+def visible_gpus(environ: Mapping[str, str]) -> Sequence[str | None]:
+    """Return the PCI address of each GPU that workers see; asks the driver, if there is one."""
+    if not has_gpu_driver():
+        return ()
+    from nvidia_resiliency_ext.shared_utils.health_check import PynvmlMixin
+
+    visible = environ.get(_env.CUDA_VISIBLE_DEVICES)
+    return PynvmlMixin().get_visible_pci_addresses(visible)
+
+
+def missing_script(path: str) -> str:
+    """Return what keeps Python from running the file `path`, or an empty text."""
+    if not os.path.exists(path):
+        return f"script {path!r} does not exist; name a file, or a module with -m"
+    # Python runs a directory or an archive that holds __main__.py.
+    if os.path.isdir(path):
+        path = os.path.join(path, "__main__.py")
+        if not os.path.isfile(path):
+            return f"script {os.path.dirname(path)!r} is a directory without __main__.py"
+    if not os.access(path, os.R_OK):
+        return f"script {path!r} cannot be read; change its permissions"
+    return ""
+
+
+def missing_module(name: str) -> str:
+    """Return what keeps `python -m name` from running, or an empty text; imports nothing of it.
+
+    Only what stands first is looked for: a package may say itself where its modules are.
+    """
+    from importlib.machinery import PathFinder
+    from importlib.util import find_spec
+
+    head, _, rest = name.partition(".")
+    if not name.isprintable() or not all(part.isidentifier() for part in name.split(".")):
+        return f"{name!r} is no name of a module; with -m a module is named, a file without -m"
+    here = PathFinder.find_spec(head, [os.getcwd()])
+    try:
+        spec = here or find_spec(head)
+    except ValueError:  # a module of this process without a specification
+        return ""
+    if spec is None:
+        return f"module {name!r} does not exist: there is no {head!r} here or in this environment"
+    inside = spec.submodule_search_locations
+    if not rest and inside is not None and PathFinder.find_spec(f"{name}.__main__", inside) is None:
+        return f"module {name!r} is a package without __main__; name a module in it: -m {name}.NAME"
+    return ""
+
+
+def hidden_packages(command: WorkerCommand) -> list[str]:
+    """Return a sentence for each package that a file beside the program hides from it."""
+    if not command.is_python:
+        return []
+    entry = os.path.abspath(command.entry)
+    folder = os.getcwd() if command.is_module else os.path.dirname(entry)
+    found = []
+    for package in ("torch", "numpy"):
+        for path in (f"{package}.py", os.path.join(package, "__init__.py")):
+            whole = os.path.join(folder, path)
+            if os.path.isfile(whole):
+                found.append(f"{whole} hides the package {package} from the program; rename it")
+    return found
+
+
+def find_program(name: str, environ: Mapping[str, str]) -> str | None:
+    """Return the path of a program that can be executed, or None."""
+    paths = _paths_of(name, environ)
+    return next((path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)), None)
+
+
+def _paths_of(name: str, environ: Mapping[str, str]) -> list[str]:
+    if "/" in name:
+        return [name]
+    folders = (environ.get("PATH") or os.defpath).split(os.pathsep)
+    return [os.path.join(folder or ".", name) for folder in folders]
+
+
+def missing_program(name: str, environ: Mapping[str, str]) -> str:
+    """Return what keeps `name` from being executed, or an empty text."""
+    if find_program(name, environ) is not None:
+        return ""
+    if any(os.path.isfile(path) for path in _paths_of(name, environ)):
+        return f"program {name!r} is not executable; change its permissions"
+    return f"program {name!r} does not exist or is not on PATH"

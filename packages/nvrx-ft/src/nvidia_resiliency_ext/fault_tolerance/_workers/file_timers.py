@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deadlines that programs set with torch's `FileTimerClient`: whoever misses one is signalled.
+
+As under torchrun, `TORCHELASTIC_ENABLE_FILE_TIMER=1` switches them on, and requests come through a
+named pipe, one JSON object a line. Only processes of this node's workers can be signalled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import stat
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+
+__all__ = ["FileTimers", "TimerRequest", "parse_request"]
+
+logger = logging.getLogger("nvrx")
+
+# What a client writes at once, and so the longest line that is not cut.
+LONGEST_LINE = select.PIPE_BUF
+MOST_TIMERS = 4096
+_READ_BYTES = 1 << 16
+
+
+class TimerRequest(NamedTuple):
+    """A deadline of a process (unix s), or, if negative, its withdrawal."""
+
+    pid: int
+    scope: str
+    expires: float
+    signum: int
+
+
+def parse_request(line: bytes) -> TimerRequest | None:
+    """Return what a line asks for, or None when it is no request."""
+    try:
+        raw = json.loads(line)
+        found = TimerRequest(
+            raw["pid"], raw["scope_id"], float(raw["expiration_time"]), raw["signal"]
+        )
+        numbers_fit = 1 < found.pid < 2**31 and 0 <= found.signum < signal.NSIG
+        # A NaN compares with nothing, and the loop could not wait without end.
+        numbers_fit = numbers_fit and abs(found.expires) < 2**53
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+    is_typed = type(found.pid) is int and type(found.signum) is int and type(found.scope) is str
+    return found if is_typed and numbers_fit else None
+
+
+class FileTimers:
+    """Reads the pipe in the launcher's loop and keeps a timer for each deadline.
+
+    Args:
+        path: Where the pipe is made; one that is left from an earlier launch is replaced.
+        loop: What calls at the deadlines.
+        clock: Where the time is read.
+        worker_pids: Returns the workers that run; each leads a session.
+
+    Raises:
+        OSError: The pipe cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        loop: EventLoop,
+        clock: Clock,
+        worker_pids: Callable[[], Collection[int]],
+    ) -> None:
+        self._path = path
+        self._loop = loop
+        self._clock = clock
+        self._worker_pids = worker_pids
+        self._timers: dict[tuple[int, str], Timer] = {}
+        self._rest = b""
+        _make_pipe(path)
+        # For writing too: so there is always a reader, and never an end.
+        self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        loop.watch(self._fd, self._receive)
+
+    def close(self) -> None:
+        """Forget all deadlines and remove the pipe."""
+        self._loop.unwatch(self._fd)
+        os.close(self._fd)
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        try:
+            os.unlink(self._path)
+        except OSError:
+            return  # gone with its directory
+
+    def _receive(self) -> None:
+        try:
+            data = os.read(self._fd, _READ_BYTES)
+        except BlockingIOError:
+            return
+        *lines, rest = (self._rest + data).split(b"\n")
+        self._rest = rest[:LONGEST_LINE]
+        for line in lines:
+            request = parse_request(line) if len(line) <= LONGEST_LINE else None
+            if request is None:
+                logger.warning("a line in %s is no request for a timer: %.100r", self._path, line)
+            else:
+                self._take(request)
+
+    def _take(self, request: TimerRequest) -> None:
+        key = (request.pid, request.scope)
+        earlier = self._timers.pop(key, None)
+        if earlier is not None:
+            earlier.cancel()
+        if request.expires < 0:
+            return
+        if len(self._timers) >= MOST_TIMERS:
+            logger.warning("timer %r of process %d is one too many", request.scope, request.pid)
+            return
+        # The request has a wall time, the loop goes by the other clock.
+        wait_s = max(0.0, request.expires - self._clock.wall())
+        at = self._clock.monotonic() + wait_s
+        self._timers[key] = self._loop.call_at(at, lambda: self._expired(request))
+
+    def _expired(self, request: TimerRequest) -> None:
+        self._timers.pop((request.pid, request.scope), None)
+        try:
+            is_ours = os.getsid(request.pid) in self._worker_pids()
+        except ProcessLookupError:
+            return
+        if not is_ours or request.signum == 0:
+            return
+        text = "timer %r of process %d expired; it gets signal %d"
+        logger.error(text, request.scope, request.pid, request.signum)
+        try:
+            os.kill(request.pid, request.signum)
+        except ProcessLookupError:
+            return
+
+
+def _make_pipe(path: str) -> None:
+    try:
+        os.mkfifo(path, 0o600)
+    except FileExistsError:
+        if not stat.S_ISFIFO(os.lstat(path).st_mode):
+            raise
+        os.unlink(path)
+        os.mkfifo(path, 0o600)

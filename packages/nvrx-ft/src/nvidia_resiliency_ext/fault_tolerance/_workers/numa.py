@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads from /sys where CPUs and GPUs of this machine sit; the root may be another folder.
+
+Two ways to ask for it end here: NVRX_GPUS_PER_NUMA (so many local ranks share a NUMA node) and
+torchrun's `--numa-binding` (the CPUs follow from where each GPU sits, by one of four modes).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = [
+    "NUMACTL",
+    "Binding",
+    "CpuBinding",
+    "MachineTopology",
+    "NumaBinding",
+    "Topology",
+    "cpus_near",
+    "read_ranges",
+]
+
+
+_DATA_CACHES = frozenset({"Data", "Unified"})
+_MOST_CPUS = 1 << 16
+
+
+class MachineTopology:
+    """The machine's own word on its CPUs; see `numa.Topology`.
+
+    Args:
+        root: Where /sys is.
+        allowed: The CPUs that may be used; None: those of this process.
+    """
+
+    def __init__(self, root: str = "/sys", allowed: Collection[int] | None = None) -> None:
+        self._root = root
+        self.allowed = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
+
+    def node_of_gpu(self, address: str) -> int:
+        """Return the NUMA node of a PCI device; machines with one node say -1, which is 0."""
+        text = self._read(f"bus/pci/devices/{address}/numa_node")
+        try:
+            return max(int(text), 0)
+        except ValueError:
+            raise ValueError(f"NUMA node of {address}: {text[:40]!r} is no number") from None
+
+    def nodes(self) -> Sequence[int]:
+        """Return all NUMA nodes."""
+        return sorted(read_ranges(self._read("devices/system/node/possible")))
+
+    def cpus_of_node(self, node: int) -> frozenset[int]:
+        """Return the CPUs of a NUMA node; none of one that is possible but not there."""
+        if not os.path.isdir(f"{self._root}/devices/system/node/node{node}"):
+            return frozenset()
+        return read_ranges(self._read(f"devices/system/node/node{node}/cpulist"))
+
+    def socket_of_cpu(self, cpu: int) -> int:
+        """Return the socket of a CPU."""
+        return int(self._read(f"devices/system/cpu/cpu{cpu}/topology/physical_package_id"))
+
+    def core_of_cpu(self, cpu: int) -> frozenset[int]:
+        """Return the CPUs of the same core."""
+        return read_ranges(self._read(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
+
+    def cache_of_cpu(self, cpu: int) -> frozenset[int]:
+        """Return the CPUs that share the highest data cache with one."""
+        folder = f"devices/system/cpu/cpu{cpu}/cache"
+        try:
+            names = os.listdir(f"{self._root}/{folder}")
+        except OSError as error:
+            raise ValueError(f"{self._root}/{folder}: {error.strerror}") from None
+        highest, shared = -1, ""
+        for name in names:
+            if not name.removeprefix("index").isdecimal():
+                continue
+            if self._read(f"{folder}/{name}/type") not in _DATA_CACHES:
+                continue
+            level = int(self._read(f"{folder}/{name}/level"))
+            if level > highest:
+                highest, shared = level, self._read(f"{folder}/{name}/shared_cpu_list")
+        found = read_ranges(shared)
+        if not found:
+            raise ValueError(f"{self._root}/{folder}: names no cache that CPUs share")
+        return found
+
+    def _read(self, path: str) -> str:
+        try:
+            with open(f"{self._root}/{path}", encoding="ascii") as file:
+                return file.read().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise ValueError(f"{self._root}/{path}: {why}") from None
+
+
+def read_ranges(text: str) -> frozenset[int]:
+    """Return the numbers of a list such as `0-2,4`.
+
+    Raises:
+        ValueError: It is no such list.
+    """
+    found: set[int] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"{text[:80]!r} is no list of numbers")
+        end = int(last or first)
+        if end >= _MOST_CPUS:
+            raise ValueError(f"{text[:80]!r} is no list of CPUs or NUMA nodes")
+        found.update(range(int(first), end + 1))
+    return frozenset(found)
+
+
+NUMACTL = "numactl"
+
+
+class Binding(Protocol):
+    """How workers are bound."""
+
+    def words(self, local_rank: int) -> tuple[str, ...]:
+        """Return what goes before the command of a worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumaBinding:
+    """Workers on NUMA nodes, by local rank alone.
+
+    Attributes:
+        numactl: Path of the program that binds, and then becomes the worker.
+        gpus_per_node: So many local ranks in a row share a NUMA node.
+        is_strict: Whether memory must come from that node, instead of from where the worker runs.
+    """
+
+    numactl: str
+    gpus_per_node: int
+    is_strict: bool
+
+    def words(self, local_rank: int) -> tuple[str, ...]:
+        """Return what goes before the command of a worker."""
+        node = str(local_rank // self.gpus_per_node)
+        memory = ("--membind", node) if self.is_strict else ("--localalloc",)
+        return (self.numactl, "--cpunodebind", node, *memory)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuBinding:
+    """Workers on CPUs near their GPUs.
+
+    Attributes:
+        mode: How these were chosen.
+        numactl: Path of the program that binds, and then becomes the worker.
+        cpus: The CPUs of each local rank, as `numactl` reads them.
+    """
+
+    mode: str
+    numactl: str
+    cpus: tuple[str, ...]
+
+    def words(self, local_rank: int) -> tuple[str, ...]:
+        """Return what goes before the command of a worker."""
+        return (self.numactl, f"--physcpubind={self.cpus[local_rank]}")
+
+
+class Topology(Protocol):
+    """What a machine says of its CPUs and of where its GPUs sit.
+
+    Every method raises ValueError where the machine does not say.
+    """
+
+    @property
+    def allowed(self) -> frozenset[int]:
+        """The CPUs that may be used at all."""
+
+    def node_of_gpu(self, address: str) -> int:
+        """Return the NUMA node of a GPU; 0 on machines with one."""
+
+    def nodes(self) -> Sequence[int]:
+        """Return all NUMA nodes."""
+
+    def cpus_of_node(self, node: int) -> frozenset[int]:
+        """Return the CPUs of a NUMA node."""
+
+    def socket_of_cpu(self, cpu: int) -> int:
+        """Return the socket of a CPU."""
+
+    def core_of_cpu(self, cpu: int) -> frozenset[int]:
+        """Return the CPUs of the same core."""
+
+    def cache_of_cpu(self, cpu: int) -> frozenset[int]:
+        """Return the CPUs that share the largest cache with one."""
+
+
+def cpus_near(mode: str, gpus: Sequence[str], rank: int, topology: Topology) -> frozenset[int]:
+    """Return the CPUs of one local rank, as torchrun chooses them.
+
+    Args:
+        mode: One of `syntax.NUMA_MODES`.
+        gpus: The PCI addresses of the GPUs that workers see, by local rank; those without a rank
+            count, too.
+        rank: Whose CPUs.
+        topology: The machine.
+
+    Raises:
+        ValueError: There are no CPUs to be had; the message says why.
+    """
+    node = topology.node_of_gpu(gpus[rank])
+    near = _usable(node, topology)
+    if not near:
+        raise ValueError(f"none of the CPUs of NUMA node {node}, where it sits, may be used here")
+    if mode == "node":
+        return near
+    if mode == "socket":
+        return _cpus_of_socket(topology.socket_of_cpu(min(near)), topology)
+    sharing = [gpu for gpu in range(len(gpus)) if topology.node_of_gpu(gpus[gpu]) == node]
+    place = sharing.index(rank)
+    if mode == "exclusive":
+        cores = _grouped(near, topology.core_of_cpu)
+        if len(cores) < len(sharing):
+            raise ValueError(
+                f"NUMA node {node} has {len(cores)} cores to use for {len(sharing)} GPUs"
+            )
+        return frozenset().union(*_share(cores, place, len(sharing)))
+    caches = sorted(_grouped(near, topology.cache_of_cpu), key=len, reverse=True)
+    return caches[place % len(caches)]
+
+
+def _usable(node: int, topology: Topology) -> frozenset[int]:
+    return topology.cpus_of_node(node) & topology.allowed
+
+
+def _cpus_of_socket(socket: int, topology: Topology) -> frozenset[int]:
+    found: frozenset[int] = frozenset()
+    for node in topology.nodes():
+        cpus = _usable(node, topology)
+        # Memory of a GPU is a NUMA node without CPUs on some machines.
+        if cpus and topology.socket_of_cpu(min(cpus)) == socket:
+            found |= cpus
+    return found
+
+
+def _grouped(
+    cpus: Iterable[int], whole_of: Callable[[int], frozenset[int]]
+) -> list[frozenset[int]]:
+    """Return the usable CPUs by what they share, in the order of each whole's first CPU."""
+    groups: dict[int, set[int]] = {}
+    for cpu in cpus:
+        groups.setdefault(min(whole_of(cpu)), set()).add(cpu)
+    return [frozenset(groups[first]) for first in sorted(groups)]
+
+
+def _share(cores: Sequence[frozenset[int]], place: int, sharers: int) -> Sequence[frozenset[int]]:
+    """Return the cores of one of several sharers; the first ones get what is left over."""
+    each, left_over = divmod(len(cores), sharers)
+    start = place * each + min(place, left_over)
+    return cores[start : start + each + (place < left_over)]

@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stopping workers, worker by worker: ask, then force, then give up. Pure.
+
+Each worker has its own deadline: one that ignores SIGTERM delays nobody else, and one that
+survives SIGKILL (state D) is given up after a bound instead of being waited for.
+
+Each worker leads a session and a process group of its own and dies with the launcher. A worker
+comes from a standby that is told to go, or from a fresh interpreter; from then on both are the
+same to this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
+from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.children import Child, ExitStatus, start_child
+from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+from .output import Stream, Target, Tee, WorkerOutput, open_target
+
+KILL_BOUND_S = 10.0
+
+
+class Stage(enum.Enum):
+    """How far the stop of one worker has gone."""
+
+    ASKED = "asked"
+    KILLED = "killed"
+    GIVEN_UP = "given_up"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The stop of one worker: its stage, and when the next one is due (monotonic s)."""
+
+    stage: Stage
+    due: float
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send these signals, in this order, to the group of `local_rank`."""
+
+    local_rank: int
+    signums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """All stops under way, by local rank."""
+
+    stops: tuple[tuple[int, Stop], ...] = ()
+
+    @property
+    def due(self) -> float | None:
+        """When `advance` has something to do next, or None."""
+        times = [stop.due for _, stop in self.stops if stop.stage is not Stage.GIVEN_UP]
+        return min(times) if times else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is waited for any more."""
+        return all(stop.stage is Stage.GIVEN_UP for _, stop in self.stops)
+
+    @property
+    def given_up(self) -> tuple[int, ...]:
+        """The local ranks that survived SIGKILL."""
+        return tuple(rank for rank, stop in self.stops if stop.stage is Stage.GIVEN_UP)
+
+
+def begin(
+    ranks: Iterable[int],
+    signum: int,
+    grace_s: float,
+    now: float,
+    before: Stopping | None = None,
+) -> tuple[Stopping, tuple[Send, ...]]:
+    """Ask every worker to end. SIGCONT goes first: a stopped process handles no SIGTERM.
+
+    A stop that is under way already (`before`) is never made longer or taken back.
+    """
+    earlier = dict(before.stops) if before is not None else {}
+    stops: list[tuple[int, Stop]] = []
+    sends: list[Send] = []
+    for rank in ranks:
+        stop = earlier.get(rank)
+        if stop is None or stop.stage is Stage.ASKED:
+            due = now + grace_s if stop is None else min(stop.due, now + grace_s)
+            stop = Stop(Stage.ASKED, due)
+            sends.append(Send(rank, (signal.SIGCONT, signum)))
+        stops.append((rank, stop))
+    return Stopping(tuple(stops)), tuple(sends)
+
+
+def force(state: Stopping, now: float) -> tuple[Stopping, tuple[Send, ...]]:
+    """Kill everybody that is still there, now."""
+    return advance(
+        Stopping(
+            tuple(
+                (rank, dataclasses.replace(stop, due=now) if stop.stage is Stage.ASKED else stop)
+                for rank, stop in state.stops
+            )
+        ),
+        now,
+    )
+
+
+def exited(state: Stopping, local_rank: int) -> Stopping:
+    """Take a worker off the list that is gone."""
+    return Stopping(tuple(item for item in state.stops if item[0] != local_rank))
+
+
+def advance(state: Stopping, now: float) -> tuple[Stopping, tuple[Send, ...]]:
+    """Go one stage further for each worker whose time is up."""
+    stops: list[tuple[int, Stop]] = []
+    sends: list[Send] = []
+    for rank, stop in state.stops:
+        if stop.due > now or stop.stage is Stage.GIVEN_UP:
+            stops.append((rank, stop))
+        elif stop.stage is Stage.ASKED:
+            sends.append(Send(rank, (signal.SIGKILL,)))
+            stops.append((rank, Stop(Stage.KILLED, now + KILL_BOUND_S)))
+        else:
+            stops.append((rank, Stop(Stage.GIVEN_UP, stop.due)))
+    return Stopping(tuple(stops)), tuple(sends)
+
+
+logger = logging.getLogger("nvrx")
+
+STILL_IMPORTING = "its standby was still importing"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What one worker is to be: its command, whole environment and streams."""
+
+    local_rank: int
+    rank: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    output: WorkerOutput
+    line_prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A process that is now a worker, and how it was started.
+
+    A standby that had not finished its imports is no warm start, though its worker gains time: then
+    `cold_reason` is `STILL_IMPORTING`.
+    """
+
+    child: Child
+    warm: bool
+    cold_reason: str | None = None
+    saved_s: float = 0.0
+
+
+class Starter(Protocol):
+    """Makes workers out of specs."""
+
+    def begin(self) -> None:
+        """Take note that the workers of a cycle are about to start."""
+
+    def done(self) -> None:
+        """Take note that all of them are started."""
+
+    def never_began(self, local_rank: int) -> str | None:
+        """Return why an exited process never became a worker, or None if it was one."""
+
+    def start_again(
+        self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None, reason: str
+    ) -> Started:
+        """Start a worker anew whose process never became one."""
+
+    def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
+        """Start one worker; the descriptors replace inherited streams and stay the caller's."""
+
+
+class ColdStarter:
+    """Starts a fresh process for each worker; the kernel ends it with the launcher if asked to."""
+
+    def __init__(self, *, die_with_parent: bool = True) -> None:
+        self._die_with_parent = die_with_parent
+
+    def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
+        """Start the command of `spec`.
+
+        Raises:
+            ChildStartError: the command cannot be executed.
+        """
+        child = start_child(
+            spec.argv,
+            env=spec.env,
+            stdout=stdout_fd,
+            stderr=stderr_fd,
+            new_session=True,
+            die_with_parent=self._die_with_parent,
+        )
+        return Started(child, warm=False)
+
+    def begin(self) -> None:
+        """Nothing to prepare."""
+
+    def done(self) -> None:
+        """Nothing follows."""
+
+    def never_began(self, _local_rank: int) -> str | None:
+        """A fresh process is a worker from its first moment."""
+        return None
+
+    def start_again(
+        self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None, _reason: str
+    ) -> Started:
+        """Start the command once more."""
+        return self.start(spec, stdout_fd, stderr_fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who is told what happens to a group.
+
+    Attributes:
+        exited: Called with (local rank, exit status) once per worker.
+        stopped: Called with the local ranks given up, once per `stop`.
+        started_again: Called with a local rank whose worker had to be started anew.
+    """
+
+    exited: Callable[[int, ExitStatus], None]
+    stopped: Callable[[tuple[int, ...]], None]
+    started_again: Callable[[int], None]
+
+
+class WorkerGroup:
+    """The workers of one cycle on one event loop; restarted cycle after cycle.
+
+    Args:
+        loop: Where exits and deadlines are waited for.
+        clock: The clock of the loop.
+        tee: Copies files to the console for streams that ask for it.
+        listener: Who is told of exits and stops.
+        reports_leftovers: Whether processes that workers left in their groups are named in the
+            log before they are killed.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        clock: Clock,
+        tee: Tee,
+        *,
+        listener: Listener,
+        reports_leftovers: bool = False,
+    ) -> None:
+        self._loop = loop
+        self._clock = clock
+        self._tee = tee
+        self._listener = listener
+        self._reports_leftovers = reports_leftovers
+        self._starter: Starter = ColdStarter()
+        self._specs: dict[int, WorkerSpec] = {}
+        self._started: dict[int, Started] = {}
+        self._running: set[int] = set()
+        self._stopping: Stopping | None = None
+        self._timer: Timer | None = None
+
+    @property
+    def started(self) -> Mapping[int, Started]:
+        """All workers of this cycle by local rank, those that exited too."""
+        return self._started
+
+    @property
+    def running_pids(self) -> list[int]:
+        """Process ids of the workers that have not exited."""
+        return [self._started[rank].child.pid for rank in sorted(self._running)]
+
+    def start(self, specs: Sequence[WorkerSpec], starter: Starter) -> None:
+        """Start one worker per spec.
+
+        Raises:
+            ChildStartError: a command cannot be executed; those started before run on.
+            LogDirectoryError: a log file cannot be made.
+        """
+        self._forget()
+        self._starter = starter
+        starter.begin()
+        for spec in specs:
+            with contextlib.ExitStack() as opened:
+                stdout_fd, stderr_fd = _open_streams(opened, spec)
+                self._add(spec, starter.start(spec, stdout_fd, stderr_fd))
+            self._follow(spec)
+        starter.done()
+
+    def _add(self, spec: WorkerSpec, started: Started) -> None:
+        rank = spec.local_rank
+        self._specs[rank] = spec
+        self._started[rank] = started
+        self._running.add(rank)
+        self._loop.watch(started.child.fileno(), lambda: self._exited(rank))
+
+    def _start_again(self, local_rank: int, reason: str) -> bool:
+        """Start a worker whose standby failed; return False when even that cannot be done."""
+        spec = self._specs[local_rank]
+        try:
+            with contextlib.ExitStack() as opened:
+                stdout_fd, stderr_fd = _open_streams(opened, spec)
+                started = self._starter.start_again(spec, stdout_fd, stderr_fd, reason)
+        except (NvrxError, OSError) as error:
+            logger.error("worker %d cannot be started: %s", local_rank, error)  # noqa: TRY400
+            return False
+        self._started[local_rank].child.close()
+        self._add(spec, started)
+        self._listener.started_again(local_rank)
+        return True
+
+    def _follow(self, spec: WorkerSpec) -> None:
+        pairs = ((Stream.STDOUT, spec.output.stdout), (Stream.STDERR, spec.output.stderr))
+        for stream, target in pairs:
+            if target.path is None:
+                continue
+            if target.tee:
+                self._tee.follow(target.path, spec.line_prefix, stream)
+            if target.filter is not None:
+                self._tee.filter(target.path, spec.line_prefix, target.filter)
+
+    def _exited(self, local_rank: int) -> None:
+        child = self._started[local_rank].child
+        status = child.poll()
+        if status is None:
+            return
+        self._loop.unwatch(child.fileno())
+        reason = self._starter.never_began(local_rank)
+        if reason is not None and self._stopping is None and self._start_again(local_rank, reason):
+            return
+        self._running.discard(local_rank)
+        if self._stopping is not None:
+            self._stopping = exited(self._stopping, local_rank)
+        self._listener.exited(local_rank, status)
+        self._check_stopped()
+
+    def reap_exited(self) -> None:
+        """Handle every exit that has happened by now: they belong to one fault."""
+        for rank in sorted(self._running):
+            self._exited(rank)
+
+    def stop(self, signum: int, grace_s: float) -> None:
+        """Ask all workers to end with `signum`; each has `grace_s` seconds before SIGKILL."""
+        state, sends = begin(
+            sorted(self._running), signum, grace_s, self._clock.monotonic(), self._stopping
+        )
+        self._stopping = state
+        self._send(sends)
+        self._check_stopped()
+
+    def kill(self) -> None:
+        """SIGKILL all workers that are left."""
+        if self._stopping is None:
+            self.stop(signal.SIGKILL, 0.0)
+        else:
+            self._stopping, sends = force(self._stopping, self._clock.monotonic())
+            self._send(sends)
+            self._rearm()
+
+    def _send(self, sends: Iterable[Send]) -> None:
+        for send in sends:
+            for signum in send.signums:
+                self._started[send.local_rank].child.signal_group(signum)
+
+    def _advance(self) -> None:
+        if self._stopping is None:
+            return
+        self._stopping, sends = advance(self._stopping, self._clock.monotonic())
+        for send in sends:
+            logger.warning(
+                "worker %d (pid %d) did not end in time: SIGKILL",
+                send.local_rank,
+                self._started[send.local_rank].child.pid,
+            )
+        self._send(sends)
+        self._check_stopped()
+
+    def _check_stopped(self) -> None:
+        if self._stopping is None:
+            return
+        if not self._stopping.is_over:
+            self._rearm()
+            return
+        given_up = self._stopping.given_up
+        self._stopping = None
+        self._rearm()
+        if self._reports_leftovers:
+            self._report_leftovers()
+        for started in self._started.values():
+            # Children that a worker left in its group would hold its memory and devices.
+            started.child.signal_group(signal.SIGKILL)
+        self._tee.end_cycle()
+        self._listener.stopped(given_up)
+
+    def _report_leftovers(self) -> None:
+        groups = [started.child.pid for started in self._started.values()]
+        for pid in procfs.pids_in_groups(groups):
+            stat = procfs.read_stat(pid)
+            if stat is not None and stat.running:
+                logger.warning(
+                    "process %d (%s, state %s) was left in worker group %d",
+                    pid,
+                    stat.comm,
+                    stat.state,
+                    stat.pgid,
+                )
+
+    def _rearm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = self._stopping.due if self._stopping is not None else None
+        if due is not None:
+            self._timer = self._loop.call_at(due, self._advance)
+
+    def _forget(self) -> None:
+        for started in self._started.values():
+            self._loop.unwatch(started.child.fileno())
+            started.child.close()
+        self._started.clear()
+        self._running.clear()
+
+    def close(self) -> None:
+        """SIGKILL and reap whatever is left, leftovers in the groups included."""
+        for started in self._started.values():
+            started.child.signal_group(signal.SIGKILL)
+        self._forget()
+        self._stopping = None
+        self._rearm()
+        self._tee.finish()
+
+
+def _open_streams(opened: contextlib.ExitStack, spec: WorkerSpec) -> tuple[int | None, int | None]:
+    """Open the files of stdout and stderr for the time of the context."""
+
+    def open_one(target: Target) -> int | None:
+        fd = open_target(target)
+        if fd is not None:
+            opened.callback(os.close, fd)
+        return fd
+
+    stdout, stderr = spec.output.stdout, spec.output.stderr
+    stdout_fd = open_one(stdout)
+    # Both streams of a piped worker share one pipe, or their lines would not be in order.
+    is_shared = stdout.open_pipe is not None and stdout == stderr
+    return stdout_fd, stdout_fd if is_shared else open_one(stderr)
