@@ -17,8 +17,8 @@ from dcp_saves import PROGRAMS
 from nvidia_resiliency_ext.checkpointing import read_latest, verify_checkpoint
 
 DEADLINE_S = 120
+# NVRX_TEST_KILLS=200 takes ten minutes.
 KILLS = int(os.environ.get("NVRX_TEST_KILLS", "6"))
-MANY_KILLS = 200
 
 
 def kill(pid):
@@ -43,19 +43,13 @@ def newest_loaded(folder):
 
 
 @pytest.mark.no_second_try
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        pytest.param(KILLS, marks=pytest.mark.timeout(600)),
-        pytest.param(MANY_KILLS, marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
-    ],
-)
+@pytest.mark.timeout(100 * KILLS)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_random_kills_leave_a_checkpoint_that_loads(wanted, tmp_path):
+def test_random_kills_leave_a_checkpoint_that_loads(tmp_path):
     """After each kill the newest checkpoint loads, all that verify as whole do, none is lost."""
     chance = random.Random(7)
     newest, kills = 0, 0
-    while kills < wanted:
+    while kills < KILLS:
         command = [sys.executable, str(PROGRAMS / "save_stream.py"), str(tmp_path), str(newest + 1)]
         trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         workers = set()
