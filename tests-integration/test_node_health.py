@@ -178,9 +178,9 @@ def test_cycles_that_make_steps_are_no_crash_loop(job: Job) -> None:
 
 
 LONG_PAUSE = """
-from nvidia_resiliency_ext.fault_tolerance._launch import backoff
+from nvidia_resiliency_ext.fault_tolerance._health import admission
 
-backoff.FIRST_DELAY_S = 600.0
+admission.FIRST_DELAY_S = 600.0
 """
 
 
