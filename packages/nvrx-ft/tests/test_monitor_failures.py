@@ -592,10 +592,13 @@ client.start_section("step")
 client.end_section("step")
 if os.environ["NVRX_CYCLE"] == "0":
     if os.environ["RANK"] == "1":
+        while not os.path.exists(os.environ["RANK_0_WORKS"]):
+            time.sleep(0.01)
         client.start_section("step")
+    else:
+        open(os.environ["RANK_0_WORKS"], "w").close()
     print("run", os.environ["NVRX_RUN_ID"], flush=True)
     time.sleep(600)
-time.sleep(2)  # a rank that ends before its monitor looks has shown no sign of life
 client.shutdown_workload_monitoring()
 """
 
@@ -611,7 +614,14 @@ def test_a_monitor_for_each_rank_under_the_launcher(tmp_path, clean_environment,
     words += ["--ft-rank-section-timeouts=step:1.0", "--ft-rank-out-of-section-timeout=60"]
     result = subprocess.run(
         [sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher", *words, script],
-        env={**os.environ, **environment, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            **environment,
+            "TMPDIR": str(temporary),
+            "OMP_NUM_THREADS": "1",
+            "RANK_0_WORKS": str(tmp_path / "rank_0_works"),
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"),
+        },
         capture_output=True,
         text=True,
         timeout=90,
