@@ -241,7 +241,7 @@ def layer_of(module: str, layers: list[str]) -> int:
     return next((i for i, layer in enumerate(layers) if name.startswith(f"{layer}.")), len(layers))
 
 
-def check_layers(root: Path, dist: Distribution) -> Iterator[str]:
+def check_layers(root: Path, dist: Distribution, imports: dict[str, list[Import]]) -> Iterator[str]:
     """Yield what imports upward in a distribution, names of layers that mean nothing, circles."""
     names = [module.removeprefix(f"{NAMESPACE}.") for module in dist.modules]
     for layer in dist.layers:
@@ -252,7 +252,7 @@ def check_layers(root: Path, dist: Distribution) -> Iterator[str]:
     for module, path in dist.modules.items():
         graph[module] = set()
         own = layer_of(module, dist.layers)
-        for item in imports_of(path, module):
+        for item in imports[module]:
             found = owner(item.target, owners)
             if found is None or found[0] == module:
                 continue
@@ -305,9 +305,13 @@ def problems(root: Path) -> list[str]:
         for module in dist.modules:
             owners.setdefault(module, dist.name)
     for dist in dists.values():
-        found.extend(check_layers(root, dist))
+        imports = {
+            module: sorted(imports_of(path, module), key=lambda item: item.line)
+            for module, path in dist.modules.items()
+        }
+        found.extend(check_layers(root, dist, imports))
         for module, path in dist.modules.items():
-            for item in sorted(imports_of(path, module), key=lambda item: item.line):
+            for item in imports[module]:
                 # Generated code cannot do otherwise; who imports it is held to the rule instead.
                 if is_generated(module):
                     item = replace(item, inside_function=True)  # noqa: PLW2901
