@@ -66,7 +66,12 @@ def connect(path: str, timeout_s: float) -> socket.socket:
 
 
 def set_ipc_socket_timeouts(fileno: int, timeout: float) -> None:
-    """Let the kernel end sends and receives on a blocking socket after `timeout` s; 0 = never."""
+    """Limit how long sends and receives on a blocking socket may take.
+
+    Args:
+        fileno: Descriptor of the socket; it stays open.
+        timeout: The limit in seconds; 0: no limit.
+    """
     whole = int(timeout)
     microseconds = int((timeout - whole) * 1e6)
     if timeout > 0 and whole == 0 and microseconds == 0:
