@@ -9,10 +9,10 @@ from collections import deque
 
 from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._ipc.messages import MESSAGES
-from nvidia_resiliency_ext.fault_tolerance._ipc.sockets import connect
 from nvidia_resiliency_ext.fault_tolerance.data import ErrorMsg, OkMsg
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import PeerClosedError, WireError
+from nvidia_resiliency_ext.shared_utils.unix_sockets import connect
 from nvidia_resiliency_ext.shared_utils.wire import (
     MessageSet,
     receive_message,

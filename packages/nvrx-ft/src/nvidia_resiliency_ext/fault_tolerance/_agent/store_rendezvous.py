@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
     HangJudged,
@@ -61,6 +60,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.fault_tolerance._workers.env import PortReservation
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 from .rendezvous import RoundEvent

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, SignalInbox
 from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
 )
@@ -40,6 +39,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import Exclusi
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, load_torch
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalInbox
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir, remove_stale_run_dirs
 
 from .plan import PROGRAM, ControlPlan
