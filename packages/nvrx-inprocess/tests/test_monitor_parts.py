@@ -283,7 +283,7 @@ def test_all_tries_for_a_lock_share_one_deadline(environ, monkeypatch) -> None:
     place = NodePlace.find(environ)
     left_s: list[float] = []
     is_current = iter([False, False, True])
-    monkeypatch.setattr(place_module, "_flock", lambda _fd, left, _all: left_s.append(left))
+    monkeypatch.setattr(place_module, "lock_file", lambda _fd, left: left_s.append(left))
     monkeypatch.setattr(NodePlace, "_is_current", lambda *_: next(is_current))
     os.close(place._lock(10.0))
     assert 10.0 >= left_s[0] > left_s[1] > left_s[2] > 0.0

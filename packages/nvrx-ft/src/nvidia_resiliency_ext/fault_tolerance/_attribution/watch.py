@@ -7,12 +7,10 @@ for two words: STOP, and the names of bad nodes, and these only where that was a
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import cycle_log_file
@@ -87,9 +85,6 @@ class AttributionWatch:
         # The first cycle that ended before there was a client, and what is known of its end.
         self._missed: tuple[int, tuple[str, ...]] | None = None
         self._is_closed = False
-        self._stops: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        loop.watch(self._wakeup, self._receive)
 
     def start(self) -> None:
         """Start the service or find it; what goes wrong is one line, and the job goes on."""
@@ -140,10 +135,6 @@ class AttributionWatch:
         if client is not None:
             client.stop_poller(LAST_WORDS_S)
         self._manager.stop()
-        self._loop.unwatch(self._wakeup)
-        with self._lock:
-            os.close(self._wakeup)
-            self._wakeup = -1
 
     def _end(self, evidence: tuple[str, ...] = ()) -> None:
         """Ask for the verdict on the present cycle, once; the lock is held."""
@@ -211,10 +202,7 @@ class AttributionWatch:
             "attribution: STOP, a restart is useless (%d so far): %s: %s", count, log_path, reason
         )
         if client.stop_requested():
-            self._stops.put(reason or log_path)
-            with self._lock:
-                if self._wakeup >= 0:
-                    os.eventfd_write(self._wakeup, 1)
+            self._loop.post(partial(self._stop_unless_closed, reason or log_path))
 
     def _heard_of_nodes(self, nodes: tuple[str, ...], log_path: str, reason: str) -> None:
         """Take the names of bad nodes, in the client's thread."""
@@ -224,8 +212,6 @@ class AttributionWatch:
         else:
             self._on_nodes(nodes, reason or log_path)
 
-    def _receive(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wakeup)
-        while not self._stops.empty():
-            self._on_stop(self._stops.get())
+    def _stop_unless_closed(self, reason: str) -> None:
+        if not self._is_closed:
+            self._on_stop(reason)
