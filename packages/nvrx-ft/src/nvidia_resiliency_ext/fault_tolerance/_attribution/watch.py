@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import cycle_log_file
 from nvidia_resiliency_ext.shared_utils.attribution_wire import ACTION_STOP
@@ -19,6 +19,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils.attribution_client import AttributionService
+    from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
     from .service import AttributionManager
 
@@ -27,16 +28,6 @@ __all__ = ["AttributionWatch"]
 logger = logging.getLogger("nvrx")
 
 LAST_WORDS_S = 0.3
-
-
-class Loop(Protocol):
-    """What is needed of the launcher's loop."""
-
-    def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever `fd` is readable."""
-
-    def unwatch(self, fd: int) -> None:
-        """Stop watching `fd`."""
 
 
 class AttributionWatch:
@@ -63,7 +54,7 @@ class AttributionWatch:
         base_log_file: str,
         token_file: str | None,
         node_id: str,
-        loop: Loop,
+        loop: EventLoop,
         on_stop: Callable[[str], None],
         on_nodes: Callable[[tuple[str, ...], str], None] | None = None,
         job_id: str | None = None,
