@@ -83,6 +83,9 @@ class LogTarget:
         two threads each should write whole lines. When there is no room, it waits or drops, as the
         client's `when_full` says.
 
+        Args:
+            data: The bytes.
+
         Raises:
             DeadlineExceededError: No room within the client's `write_timeout_s`. Of data up to
                 64 KiB nothing was taken.

@@ -55,6 +55,7 @@ class FtMessageSet(MessageSet):
         extra: further dataclasses and enums that may appear in messages.
 
     Example:
+        >>> from nvidia_resiliency_ext.shared_utils.wire import FrameReader
         >>> [payload] = FrameReader().feed(FtMessageSet().encode(OkMsg(cycle=3)))
         >>> FtMessageSet().decode(payload)
         OkMsg(cycle=3)
