@@ -21,8 +21,8 @@ from typing import Any
 
 PROGRAM = r"""
 import json, queue, statistics, sys, threading, time, timeit
-from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
-from nvidia_resiliency_ext.inprocess._call.restart import RankShouldRestart
+from nvidia_resiliency_ext.inprocess._call.interrupt import AtomicLock, MainThreadGate
+from nvidia_resiliency_ext.inprocess._call.interrupt import RankShouldRestart
 from nvidia_resiliency_ext.inprocess._call.watchdog import Watchdog
 
 gate, lock = MainThreadGate(), AtomicLock()

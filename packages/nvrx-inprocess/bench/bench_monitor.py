@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from monitor_lab import Lab
 
 from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
-from nvidia_resiliency_ext.inprocess._protocol.board import Board
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import Board
 from nvidia_resiliency_ext.shared_utils import procfs
 
 _PINGS = 200_000

@@ -25,12 +25,11 @@ from typing import Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from nvidia_resiliency_ext.inprocess._protocol.board import Board
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import Board
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
-from nvidia_resiliency_ext.inprocess._store.hosting import keep_store
-from nvidia_resiliency_ext.inprocess._store.keys import iteration_keys
+from nvidia_resiliency_ext.inprocess._store.names import Endpoint, iteration_keys
+from nvidia_resiliency_ext.inprocess._store_server.hosting import keep_store
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.store import BarrierTimeout, TCPStore
 

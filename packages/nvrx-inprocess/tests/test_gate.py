@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterator
 import pytest
 from gates import await_waiter, interrupt_gate, is_held_by_others
 
-from nvidia_resiliency_ext.inprocess._call.gate import (
+from nvidia_resiliency_ext.inprocess._call.interrupt import (
     AtomicLock,
     MainThreadGate,
+    Nudge,
     Raised,
+    RankShouldRestart,
     require_main_thread,
 )
-from nvidia_resiliency_ext.inprocess._call.nudge import Nudge
-from nvidia_resiliency_ext.inprocess._call.restart import RankShouldRestart
 from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
 
 QUIET_S = 20.0

@@ -15,16 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._store import hosting, sockets
-from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
-from nvidia_resiliency_ext.inprocess._store.hosting import (
+from nvidia_resiliency_ext.inprocess._store import sockets
+from nvidia_resiliency_ext.inprocess._store.names import Endpoint
+from nvidia_resiliency_ext.inprocess._store_server import hosting
+from nvidia_resiliency_ext.inprocess._store_server.hosting import (
     Keeper,
     KeeperStartError,
     KeeperTimes,
+    StoreInUseError,
     keep_store,
+    wake_keepers,
 )
-from nvidia_resiliency_ext.inprocess._store.identity import StoreInUseError
-from nvidia_resiliency_ext.inprocess._store.stopped import wake_keepers
 from nvidia_resiliency_ext.inprocess.store import TCPStore
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
@@ -172,8 +173,8 @@ def test_a_keeper_listens_at_its_address_alone(keeper: Keeper) -> None:
 
 STARTER = """
 import sys
-from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
-from nvidia_resiliency_ext.inprocess._store.hosting import KeeperTimes, keep_store
+from nvidia_resiliency_ext.inprocess._store.names import Endpoint
+from nvidia_resiliency_ext.inprocess._store_server.hosting import KeeperTimes, keep_store
 from nvidia_resiliency_ext.inprocess.store import TCPStore
 times = KeeperTimes(idle_s=0.5)
 here = Endpoint("127.0.0.1", 0, is_served=False)

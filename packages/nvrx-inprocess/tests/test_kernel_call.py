@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._abort.kernel_call import (
+from nvidia_resiliency_ext.inprocess._unblock.waits import (
     Wait,
     kernel_wait,
     own_memory,

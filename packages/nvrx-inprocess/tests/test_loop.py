@@ -15,11 +15,11 @@ import pytest
 
 from nvidia_resiliency_ext.inprocess import rank_assignment, rank_filter
 from nvidia_resiliency_ext.inprocess._call import loop as loop_module
-from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
+from nvidia_resiliency_ext.inprocess._call.interrupt import AtomicLock, MainThreadGate
 from nvidia_resiliency_ext.inprocess._call.loop import CallLoop, Parts
-from nvidia_resiliency_ext.inprocess._call.newsbox import NewsBox
 from nvidia_resiliency_ext.inprocess._call.report import Phase, describe_interruption
 from nvidia_resiliency_ext.inprocess._call.settings import Settings
+from nvidia_resiliency_ext.inprocess._call.watchdog import NewsBox
 from nvidia_resiliency_ext.inprocess._monitor.messages import (
     Completed,
     Decided,

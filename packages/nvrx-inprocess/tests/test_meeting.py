@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._call import meeting
+from nvidia_resiliency_ext.inprocess._call import rendezvous
 from nvidia_resiliency_ext.inprocess._call.settings import Settings
 from nvidia_resiliency_ext.inprocess.rank_assignment import ShiftRanks
 from nvidia_resiliency_ext.inprocess.state import State
@@ -22,7 +22,7 @@ def test_store_waits_as_long_as_it_is_told(
     """
     monkeypatch.setenv("RANK", "0")
     server = TCPStore("127.0.0.1", 0, 1, wait_for_workers=False)
-    monkeypatch.setattr(meeting, "_served", {("127.0.0.1", server.port)})
+    monkeypatch.setattr(rendezvous, "_served", {("127.0.0.1", server.port)})
     environ = {"MASTER_ADDR": "127.0.0.1"}
     if is_launchers:
         environ["NVRX_INPROCESS_STORE"] = f"127.0.0.1:{server.port}"
@@ -32,7 +32,7 @@ def test_store_waits_as_long_as_it_is_told(
         rank_assignment=ShiftRanks(),
         store_kwargs={"port": server.port, "timeout": told},
     )
-    assert meeting.meet(settings, State(0, 1), environ).store.timeout == told
+    assert rendezvous.meet(settings, State(0, 1), environ).store.timeout == told
 
 
 def test_a_port_that_the_environment_overrules_is_told(
@@ -40,7 +40,7 @@ def test_a_port_that_the_environment_overrules_is_told(
 ) -> None:
     """With a store in the environment one line at INFO says that the given port is not used."""
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(meeting, "_told", set())
+    monkeypatch.setattr(rendezvous, "_told", set())
     server = TCPStore("127.0.0.1", 0, 1, wait_for_workers=False)
     address = f"127.0.0.1:{server.port}"
     settings = Settings(
@@ -48,7 +48,7 @@ def test_a_port_that_the_environment_overrules_is_told(
     )
     caplog.set_level("INFO", "nvrx")
     for _ in range(2):
-        meeting.meet(settings, State(0, 1), {"NVRX_INPROCESS_STORE": address})
+        rendezvous.meet(settings, State(0, 1), {"NVRX_INPROCESS_STORE": address})
     told = [each for each in caplog.records if "port=29555" in each.message]
     assert [each.levelname for each in told] == ["INFO"]
     assert address in told[0].message
@@ -63,4 +63,4 @@ def test_what_a_factory_raises_comes_first() -> None:
 
     settings = Settings(store_factory=Broken, rank_assignment=ShiftRanks())
     with pytest.raises(ZeroDivisionError, match="mine"):
-        meeting.meet(settings, State(0, 1), {})
+        rendezvous.meet(settings, State(0, 1), {})

@@ -19,13 +19,13 @@ from monitor_lab import Lab, environ_of_monitor, open_files, wait_gone, with_tor
 from torch.distributed import TCPStore
 
 from nvidia_resiliency_ext.inprocess import store as stores
-from nvidia_resiliency_ext.inprocess._monitor import messages, store_side
-from nvidia_resiliency_ext.inprocess._monitor.place import NodePlace
-from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
-from nvidia_resiliency_ext.inprocess._monitor.store_side import Desk
-from nvidia_resiliency_ext.inprocess._protocol.board import Board
-from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
-from nvidia_resiliency_ext.inprocess._store.hosting import keep_store
+from nvidia_resiliency_ext.inprocess._monitor import messages, store_threads
+from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.start import NodePlace
+from nvidia_resiliency_ext.inprocess._monitor.store_threads import Desk
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import Board
+from nvidia_resiliency_ext.inprocess._store.names import Endpoint
+from nvidia_resiliency_ext.inprocess._store_server.hosting import keep_store
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.wire import receive_message, send_message, send_with_fds
 
@@ -385,7 +385,7 @@ def test_operations_of_a_lost_store_are_not_waited_for(make, host, monkeypatch) 
     desk.submit(lambda board: board.nodes())
     posted.get(timeout=60)()
     assert desk.pending == 0
-    monkeypatch.setattr(store_side, "_CONNECT_LIMIT", timedelta(seconds=0.2))
+    monkeypatch.setattr(store_threads, "_CONNECT_LIMIT", timedelta(seconds=0.2))
     process.kill()
     for _ in range(3):
         desk.submit(lambda board: board.nodes())

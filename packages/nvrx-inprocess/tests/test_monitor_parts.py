@@ -19,12 +19,11 @@ import pytest
 from nvidia_resiliency_ext.inprocess import monitor_process, sibling_monitor
 from nvidia_resiliency_ext.inprocess._monitor import factory, messages
 from nvidia_resiliency_ext.inprocess._monitor import page as page_module
-from nvidia_resiliency_ext.inprocess._monitor import place as place_module
+from nvidia_resiliency_ext.inprocess._monitor import start as place_module
+from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView, Phase, ProgressPage
-from nvidia_resiliency_ext.inprocess._monitor.place import NodePlace
-from nvidia_resiliency_ext.inprocess._monitor.registration import Registration
-from nvidia_resiliency_ext.inprocess._monitor.roll import RollFile
-from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.registration import Registration, RollFile
+from nvidia_resiliency_ext.inprocess._monitor.start import NodePlace
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.shared_utils.channel import Channel

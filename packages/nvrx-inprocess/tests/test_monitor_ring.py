@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leases: which nodes are watched, and when one counts as lost."""
 
-from nvidia_resiliency_ext.inprocess._monitor.ring import Ring
+from nvidia_resiliency_ext.inprocess._monitor.timeouts import Ring
 
 NODES = {0: (0, 1), 2: (2, 3), 4: (4, 5), 6: (6, 7)}
 ALL = frozenset(range(8))

@@ -6,9 +6,9 @@ from collections import deque
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._monitor import roster as r
+from nvidia_resiliency_ext.inprocess._monitor import membership as r
+from nvidia_resiliency_ext.inprocess._monitor.membership import Roster
 from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Interrupted
-from nvidia_resiliency_ext.inprocess._monitor.roster import Roster
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision
 from nvidia_resiliency_ext.inprocess._protocol.lists import decide, is_complete, is_whole
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord

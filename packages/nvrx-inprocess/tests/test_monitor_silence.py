@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a monitor that lives, but says nothing, is given up."""
 
-from nvidia_resiliency_ext.inprocess._monitor.silence import Patience, Silence
+from nvidia_resiliency_ext.inprocess._monitor.timeouts import Patience, Silence
 
 PATIENCE = Patience.within(30.0)
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase, Stamps
-from nvidia_resiliency_ext.inprocess._monitor.verdict import (
+from nvidia_resiliency_ext.inprocess._monitor.timeouts import (
     AskForStacks,
     GiveUp,
     HardTimeout,

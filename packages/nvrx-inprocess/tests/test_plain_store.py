@@ -14,11 +14,11 @@ import pytest
 import torch.distributed as dist
 from protocol_schedules import RealRun
 
-from nvidia_resiliency_ext.inprocess._monitor.store_side import connect_store
-from nvidia_resiliency_ext.inprocess._protocol.board import Board
+from nvidia_resiliency_ext.inprocess._monitor.store_threads import connect_store
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import Board
 from nvidia_resiliency_ext.inprocess._store import plain
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.errors import ForeignValueError, StoreLostError
+from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError, StoreLostError
 from nvidia_resiliency_ext.inprocess._store.plain import (
     PlainStore,
     StrangeStoreError,

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from protocol_schedules import Schedule
 
-from nvidia_resiliency_ext.inprocess._protocol import board as board_module
-from nvidia_resiliency_ext.inprocess._protocol.board import Board
+from nvidia_resiliency_ext.inprocess._protocol import iteration_store as board_module
 from nvidia_resiliency_ext.inprocess._protocol.decision import (
     Arrival,
     Decision,
@@ -19,6 +18,7 @@ from nvidia_resiliency_ext.inprocess._protocol.decision import (
     encode_decision,
     encode_records,
 )
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import Board
 from nvidia_resiliency_ext.inprocess._protocol.lists import (
     NodeEntry,
     decide,
@@ -32,7 +32,7 @@ from nvidia_resiliency_ext.inprocess._protocol.lists import (
     parse_nodes,
     parse_records,
 )
-from nvidia_resiliency_ext.inprocess._store.errors import ForeignValueError
+from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
 SCHEDULES = 1000

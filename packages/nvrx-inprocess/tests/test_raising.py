@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._call import raising
+from nvidia_resiliency_ext.inprocess import monitor_thread
 from nvidia_resiliency_ext.inprocess.monitor_thread import (
     RankShouldRestart,
     async_abort_main_thread,
@@ -75,8 +75,8 @@ def test_unknown_thread() -> None:
 
 def test_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one identifier means several threads it is an error, and nothing is raised in any."""
-    real = raising._set_async_exc
-    monkeypatch.setattr(raising, "_set_async_exc", lambda *args: 2 * real(*args))
+    real = monitor_thread._set_async_exc
+    monkeypatch.setattr(monitor_thread, "_set_async_exc", lambda *args: 2 * real(*args))
     caught: list[BaseException] = []
     is_there, is_tried = threading.Event(), threading.Event()
 

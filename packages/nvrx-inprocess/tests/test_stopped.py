@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._store.keys import job_of
-from nvidia_resiliency_ext.inprocess._store.stopped import PROGRAM, wake_keepers
+from nvidia_resiliency_ext.inprocess._store.names import job_of
+from nvidia_resiliency_ext.inprocess._store_server.hosting import PROGRAM, wake_keepers
 
 JOB = f"stopped-{os.getpid()}"
 

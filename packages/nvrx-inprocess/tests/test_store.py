@@ -20,13 +20,16 @@ import torch.distributed as dist
 from protocol_schedules import RealRun
 
 from nvidia_resiliency_ext.inprocess import store as stores
-from nvidia_resiliency_ext.inprocess._protocol.board import KEPT_FATES, Board, Outcome
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import KEPT_FATES, Board, Outcome
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
-from nvidia_resiliency_ext.inprocess._store.errors import ForeignValueError, StoreLostError
-from nvidia_resiliency_ext.inprocess._store.keys import iteration_keys
+from nvidia_resiliency_ext.inprocess._store.names import (
+    Endpoint,
+    ForeignValueError,
+    StoreLostError,
+    iteration_keys,
+)
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.state import Mode, State
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError

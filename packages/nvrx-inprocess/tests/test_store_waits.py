@@ -20,11 +20,19 @@ import pytest
 import torch.distributed as dist
 from gates import interrupt_gate
 
-from nvidia_resiliency_ext.inprocess._abort.kernel_call import Wait, is_in_futex, kernel_wait
-from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
-from nvidia_resiliency_ext.inprocess._call.rendezvous import RendezvousError, patient_rendezvous
-from nvidia_resiliency_ext.inprocess._call.restart import RankShouldRestart
-from nvidia_resiliency_ext.inprocess._call.store_waits import StoreWaits
+from nvidia_resiliency_ext.inprocess._call.interrupt import (
+    AtomicLock,
+    MainThreadGate,
+    RankShouldRestart,
+)
+from nvidia_resiliency_ext.inprocess._unblock.waits import (
+    RendezvousError,
+    StoreWaits,
+    Wait,
+    is_in_futex,
+    kernel_wait,
+    patient_rendezvous,
+)
 
 DEADLINE_S = 60.0
 # Shorter than a test may take: a wait that is not ended is then a failure of its own test.

@@ -10,8 +10,12 @@ import pytest
 import torch.distributed as dist
 from gates import await_waiter, is_held_by_others
 
-from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
-from nvidia_resiliency_ext.inprocess._call.termination import Phases, terminate
+from nvidia_resiliency_ext.inprocess._call.interrupt import (
+    AtomicLock,
+    MainThreadGate,
+    Phases,
+    terminate,
+)
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as ThreadTimeoutError

@@ -3,7 +3,7 @@
 
 import time
 
-from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate, Raised
+from nvidia_resiliency_ext.inprocess._call.interrupt import AtomicLock, MainThreadGate, Raised
 
 
 def interrupt_gate(

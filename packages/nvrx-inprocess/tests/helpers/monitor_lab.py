@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from nvidia_resiliency_ext.inprocess._monitor import factory
-from nvidia_resiliency_ext.inprocess._monitor.store_side import CONNECT
+from nvidia_resiliency_ext.inprocess._monitor.store_threads import CONNECT
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils._process_watch import pidfd_available
 from nvidia_resiliency_ext.shared_utils.children import PidHandle

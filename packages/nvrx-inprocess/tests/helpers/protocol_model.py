@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nvidia_resiliency_ext.inprocess._protocol.board import Board, Outcome
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import Board, Outcome
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from nvidia_resiliency_ext.inprocess._monitor import factory, start
-from nvidia_resiliency_ext.inprocess._monitor.link import MonitorLink, MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.client import MonitorLink, MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.messages import Decided
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase, ProgressPage
 from nvidia_resiliency_ext.shared_utils.children import PidHandle

@@ -19,18 +19,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess import _gather
-from nvidia_resiliency_ext.inprocess._checks import check_callable, check_duration, check_integer
-from nvidia_resiliency_ext.inprocess._ranks.layout import Layer, LayerFlag, Layout
-from nvidia_resiliency_ext.inprocess._ranks.numbering import (
+from nvidia_resiliency_ext.inprocess._inputs import check_callable, check_duration, check_integer
+from nvidia_resiliency_ext.inprocess._ranks import gather
+from nvidia_resiliency_ext.inprocess._ranks.layout import (
+    Layer,
+    LayerFlag,
+    Layout,
     clamp_active,
     failing,
     fill,
     round_down,
     shift,
 )
-from nvidia_resiliency_ext.inprocess._ranks.tree import TreePlan
-from nvidia_resiliency_ext.inprocess._ranks.views import LeafMap, Node, Picture
+from nvidia_resiliency_ext.inprocess._ranks.tree import LeafMap, Node, Picture, TreePlan
 from nvidia_resiliency_ext.inprocess.exception import InternalError, RestartError
 from nvidia_resiliency_ext.inprocess.state import Mode, State
 
@@ -259,7 +260,7 @@ class FilterCountGroupedByKey(RankFilter):
         if _rank_of(state) not in terminated:
             living = [rank for rank in range(state.world_size) if rank not in terminated]
             keys = [_key_of(self.key_or_fn, state)]
-            runs = _gather.gather(ctx.store, _caller(state), keys, living, self.timeout)
+            runs = gather.gather(ctx.store, _caller(state), keys, living, self.timeout)
             ctx.terminated_ranks = set(terminated) | failing(runs, self.condition)
         return ctx
 
@@ -372,11 +373,11 @@ class Tree(RankAssignment):
 
     def _build(self, state: State, store: Any) -> Picture:
         keys = [_key_of(layer.key_or_fn, state) for layer in self.layers]
-        if _gather.can_gather(store):
+        if gather.can_gather(store):
             initial_ranks: Sequence[int] = range(state.world_size)
             if state.rank != state.initial_rank:
                 raise InternalError("a Tree gives numbers itself; it stands in no Compose")
-            runs = _gather.gather(store, _caller(state), keys, initial_ranks, _TREE_TIMEOUT)
+            runs = gather.gather(store, _caller(state), keys, initial_ranks, _TREE_TIMEOUT)
             layout = Layout(len(self.layers), runs)
         else:
             initial_ranks, all_keys = _exchange(store, state, keys)
@@ -425,8 +426,8 @@ def _activate(ctx: RankAssignmentCtx, active_world_size: int) -> RankAssignmentC
     return ctx
 
 
-def _caller(state: State) -> _gather.Caller:
-    return _gather.Caller(_rank_of(state), _initial_rank_of(state), state.iteration)
+def _caller(state: State) -> gather.Caller:
+    return gather.Caller(_rank_of(state), _initial_rank_of(state), state.iteration)
 
 
 def _key_of(key_or_fn: str | Callable[[State], str], state: State) -> str:

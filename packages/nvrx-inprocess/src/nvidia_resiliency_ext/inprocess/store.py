@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from ._store.barriers import BarrierError, BarrierOverflow, BarrierTimeout
-from ._store.mixin import StoreMixin
+from ._store.mixin import BarrierError, BarrierOverflow, BarrierTimeout, StoreMixin
 from ._store.stores import FileStore, PrefixStore, TCPStore
 
 __all__ = [

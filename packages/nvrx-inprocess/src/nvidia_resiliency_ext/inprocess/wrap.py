@@ -15,19 +15,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import _env
-from ._call.gate import AtomicLock, MainThreadGate, require_main_thread
+from . import _inputs
+from ._call.interrupt import AtomicLock, MainThreadGate, require_main_thread
 from ._call.loop import CallLoop, Parts
-from ._call.meeting import Meeting, check_store_kwargs, meet, require_place
-from ._call.newsbox import NewsBox
-from ._call.record import RestartRecord
-from ._call.report import RestartReport
+from ._call.rendezvous import Meeting, check_store_kwargs, meet, require_place
+from ._call.report import RestartRecord, RestartReport
 from ._call.settings import Settings, bounded, check_settings
-from ._call.watchdog import Watchdog
-from ._checks import check_callable
-from ._monitor.link import MonitorLink
-from ._monitor.page import ProgressPage
-from ._monitor.stacks import StackDump
+from ._call.watchdog import NewsBox, Watchdog
+from ._inputs import check_callable
+from ._monitor.client import MonitorLink
+from ._monitor.page import ProgressPage, StackDump
 from ._monitor.start import ensure_started
 from .abort import Abort, AbortTorchDistributed
 from .completion import Completion
@@ -190,7 +187,7 @@ class Wrapper:
 def _restart_health_check(check: HealthCheck | None) -> Any:
     """Return the user's checks and those of this rank's devices; None when there are neither."""
     members: tuple[Any, ...] = () if check is None else tuple(_flat(check))
-    index = _env.local_rank()
+    index = _inputs.local_rank()
     if index is not None:
         members += checks_of_each_restart(index)
     return Compose(*members) if members else None
@@ -237,7 +234,7 @@ class CallWrapper:
             )
         settings = wrapper.settings
         with contextlib.ExitStack() as stack:
-            stack.callback(_env.restore_ranks, _env.exported_ranks())
+            stack.callback(_inputs.restore_ranks, _inputs.exported_ranks())
             # Last of all: what refers to each other would stay open until a garbage collection.
             stack.callback(self._let_go)
             state = State.from_env()

@@ -17,9 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nvidia_resiliency_ext.inprocess._abort.destroyed import forget_unfinished, patient_destruction
-from nvidia_resiliency_ext.inprocess._abort.gloo_sockets import let_go_of_gloo_connections
-from nvidia_resiliency_ext.inprocess._call.restart import RankShouldRestart
+from nvidia_resiliency_ext.inprocess._call.interrupt import RankShouldRestart
 from nvidia_resiliency_ext.inprocess._monitor.messages import (
     Completed,
     Decided,
@@ -27,7 +25,10 @@ from nvidia_resiliency_ext.inprocess._monitor.messages import (
     StoreLost,
 )
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase as ProgressPhase
-from nvidia_resiliency_ext.inprocess._protocol.hang import is_searched
+from nvidia_resiliency_ext.inprocess._protocol.decision import is_searched
+from nvidia_resiliency_ext.inprocess._unblock.gloo import let_go_of_gloo_connections
+from nvidia_resiliency_ext.inprocess._unblock.groups import forget_unfinished, patient_destruction
+from nvidia_resiliency_ext.inprocess._unblock.waits import patient_rendezvous
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, format_interruption_records
 from nvidia_resiliency_ext.inprocess.exception import HealthCheckError, InternalError
 from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignmentCtx, RankDiscarded
@@ -36,10 +37,8 @@ from nvidia_resiliency_ext.inprocess.state import Mode
 from nvidia_resiliency_ext.inprocess.store import BarrierTimeout
 from nvidia_resiliency_ext.inprocess.utils import log_exc
 
-from . import doing
-from .collection import YoungGarbage
-from .newsbox import NewsBox
-from .rendezvous import patient_rendezvous
+from . import watchdog
+from .interrupt import terminate
 from .report import (
     Phase,
     RestartReport,
@@ -48,16 +47,16 @@ from .report import (
     detection_s,
     recent_reports,
 )
-from .termination import terminate
+from .watchdog import NewsBox, YoungGarbage
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.inprocess._monitor.link import MonitorLink
+    from nvidia_resiliency_ext.inprocess._monitor.client import MonitorLink
     from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
     from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
     from nvidia_resiliency_ext.inprocess.state import FrozenState, State
 
-    from .gate import AtomicLock, MainThreadGate
-    from .record import RestartRecord
+    from .interrupt import AtomicLock, MainThreadGate
+    from .report import RestartRecord
     from .settings import Settings
     from .watchdog import Watchdog
 
@@ -133,7 +132,7 @@ class CallLoop:
         self._is_run = False
         self._pending: RestartReport | None = None
         self._what_happened = ""
-        self._doing = doing.Doing()
+        self._doing = watchdog.Doing()
         self.reports: deque[RestartReport] = recent_reports()
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -214,7 +213,7 @@ class CallLoop:
         state, parts = self.state, self._parts
         state.set_distributed_vars()
         parts.page.rearm()
-        self._reported_at, self._doing = None, doing.Doing()
+        self._reported_at, self._doing = None, watchdog.Doing()
         assert state.rank is not None
         logger.debug(
             "iteration %d begins: rank %d of %d, %s",
@@ -250,7 +249,7 @@ class CallLoop:
                     if self._is_child:
                         return (value,)
                 parts.page.rearm()
-                self._doing = doing.WAITS
+                self._doing = watchdog.WAITS
                 parts.link.completed()
                 self._await_completion()
                 return (value,)
@@ -265,7 +264,7 @@ class CallLoop:
                 raise
             state.fn_exception = error
             if not self._doing.call:
-                self._doing = doing.of_raised(error)
+                self._doing = watchdog.of_raised(error)
             self._report()
             self._log(error, f"iteration {state.iteration}")
         finally:
@@ -342,8 +341,8 @@ class CallLoop:
 
     def _look_at_function(self) -> None:
         """Note what the main thread is in, unless it is out of the function."""
-        if self._reported_at is None and self._doing is not doing.WAITS:
-            self._doing = doing.of_main_thread()
+        if self._reported_at is None and self._doing is not watchdog.WAITS:
+            self._doing = watchdog.of_main_thread()
 
     def _count_detection(self, news: Interrupted) -> None:
         unseen_s = detection_s(news.records, self._settings)

@@ -14,10 +14,9 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._protocol.decision import encode_decision
-from nvidia_resiliency_ext.inprocess._protocol.hang import Seen
-from nvidia_resiliency_ext.inprocess._store.keys import job_of
-from nvidia_resiliency_ext.inprocess._store.stopped import wake_keepers
+from nvidia_resiliency_ext.inprocess._protocol.decision import Seen, encode_decision
+from nvidia_resiliency_ext.inprocess._store.names import job_of
+from nvidia_resiliency_ext.inprocess._store_server.hosting import wake_keepers
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.rank_activity import (
@@ -29,12 +28,10 @@ from nvidia_resiliency_ext.shared_utils.rank_activity import (
     inspect_kernel,
 )
 
-from . import messages, roster, verdict
-from .news import Hearer, NewsReader, read_fate
-from .page import PageError, PageView, Phase, Stamps
+from . import membership, messages, timeouts
+from .page import PageError, PageView, Phase, Stamps, read_dump, seen_before_end
 from .registration import Registration
-from .stacks import read_dump, seen_before_end
-from .store_side import Desk, store_name
+from .store_threads import Desk, Hearer, NewsReader, read_fate, store_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,13 +41,11 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
     from nvidia_resiliency_ext.shared_utils.rank_activity import Kernel
 
-    from .journal import Journal
-    from .loop import Connection
-    from .processes import Processes
+    from .connections import Connection, Processes
+    from .messages import MonitorSettings
+    from .program import Journal
     from .registration import Adopted
-    from .settings import MonitorSettings
 
-__all__ = ["Host", "Serving"]
 
 logger = logging.getLogger("nvrx")
 
@@ -79,7 +74,7 @@ class _Seat:
     since_s: float
     page: PageView | None = None
     connection: Connection | None = None
-    watch: verdict.Watch = field(default_factory=verdict.Watch)
+    watch: timeouts.Watch = field(default_factory=timeouts.Watch)
     dump_signal: int = 0
     dump_fd: int = -1
     kernel: Kernel | None = None
@@ -118,13 +113,13 @@ class Serving:
         self._host = host
         self._settings = settings
         self._world_size = world_size
-        self._limits = verdict.Limits(
+        self._limits = timeouts.Limits(
             soft_s=settings.soft_timeout_s,
             hard_s=settings.hard_timeout_s,
             grace_s=settings.termination_grace_s,
             interval_s=settings.interval_s,
         )
-        self._roster = roster.Roster(world_size)
+        self._roster = membership.Roster(world_size)
         self._seats: dict[int, _Seat] = {}
         self._lost_text: str | None = None
         self._store_name = store_name(settings)
@@ -258,7 +253,7 @@ class Serving:
         except ValueError as error:
             logger.warning("monitor_process: initial rank %d says nonsense: %s", rank, error)
 
-    def _effects_of(self, rank: int, message: object) -> list[roster.Effect]:
+    def _effects_of(self, rank: int, message: object) -> list[membership.Effect]:
         if isinstance(message, messages.Begun):
             who = messages.unpack_ranks(message.participants)
             # Its time counts from the first look at the iteration.
@@ -302,33 +297,33 @@ class Serving:
         is_interrupted = self._roster.is_interrupted(self._roster.members[rank].iteration)
         since_s = seat.watch.interrupted_s
         before = replace(seat.watch, interrupted_s=(since_s or now) if is_interrupted else None)
-        found = verdict.judge(before, stamps, self._limits, now)
-        if verdict.HardTimeout() in found.effects:
+        found = timeouts.judge(before, stamps, self._limits, now)
+        if timeouts.HardTimeout() in found.effects:
             # Nobody is killed on one look.
             again = seat.look()
-            found = verdict.judge(before, again or stamps, self._limits, time.monotonic())
+            found = timeouts.judge(before, again or stamps, self._limits, time.monotonic())
         seat.watch = found.watch
         for effect in found.effects:
             self._obey(rank, seat, effect)
         return found.due_s
 
-    def _obey(self, rank: int, seat: _Seat, effect: verdict.Effect) -> None:
-        if isinstance(effect, verdict.SendSignals):
+    def _obey(self, rank: int, seat: _Seat, effect: timeouts.Effect) -> None:
+        if isinstance(effect, timeouts.SendSignals):
             if seat.start_ticks is None:
                 return  # the number may be another process's by now
             names = ", ".join(number.name for number in effect.signals)
             logger.warning("monitor_process: %s to target_pid=%d", names, seat.pid)
             self._host.processes.signal(seat.pid, effect.signals)
             return
-        if isinstance(effect, verdict.AskForStacks):
+        if isinstance(effect, timeouts.AskForStacks):
             self._ask_for_stacks(seat)
             return
         name = type(effect).__name__
         logger.warning("monitor_process: initial rank %d, target_pid=%d: %s", rank, seat.pid, name)
-        if isinstance(effect, verdict.GiveUp):
+        if isinstance(effect, timeouts.GiveUp):
             self._do(self._roster.ended(rank, self._seen_before_end(rank, seat)))
         else:
-            is_soft = isinstance(effect, verdict.SoftTimeout)
+            is_soft = isinstance(effect, timeouts.SoftTimeout)
             kind = Interruption.SOFT_TIMEOUT if is_soft else Interruption.HARD_TIMEOUT
             self._do(self._roster.timed_out(rank, kind))
 
@@ -433,16 +428,16 @@ class Serving:
 
     # --- effects ---
 
-    def _do(self, effects: Iterable[roster.Effect]) -> None:
+    def _do(self, effects: Iterable[membership.Effect]) -> None:
         for effect in effects:
             self._do_one(effect)
 
-    def _do_one(self, effect: roster.Effect) -> None:
-        if isinstance(effect, roster.Tell):
+    def _do_one(self, effect: membership.Effect) -> None:
+        if isinstance(effect, membership.Tell):
             self._tell(effect.initial_rank, effect.news)
-        elif isinstance(effect, roster.Follow):
+        elif isinstance(effect, membership.Follow):
             self._news.follow(effect.iteration, effect.participants)
-        elif isinstance(effect, roster.Interrupt):
+        elif isinstance(effect, membership.Interrupt):
             interrupt = effect
             if not self._roster.is_anybody_inside:
                 self._news.spare_records(interrupt.iteration)
@@ -451,7 +446,7 @@ class Serving:
                     interrupt.iteration, interrupt.records, interrupt.participants
                 )
             )
-        elif isinstance(effect, roster.Arrive):
+        elif isinstance(effect, membership.Arrive):
             arrive = effect
             self._desk.submit(
                 lambda board: board.arrive(
@@ -461,7 +456,7 @@ class Serving:
                     has_reported=arrive.has_reported,
                 )
             )
-        elif isinstance(effect, roster.Complete):
+        elif isinstance(effect, membership.Complete):
             complete = effect
             self._desk.submit(lambda board: board.complete(complete.iteration, complete.arrival))
         else:

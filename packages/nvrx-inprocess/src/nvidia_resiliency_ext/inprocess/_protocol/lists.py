@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.errors import ForeignValueError, parse_number
+from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError, parse_number
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
-from .decision import Arrival, Decision
-from .hang import Seen, find_hang
+from .decision import Arrival, Decision, Seen, find_hang
 
 _END = ";"
 _LEFT = "-"

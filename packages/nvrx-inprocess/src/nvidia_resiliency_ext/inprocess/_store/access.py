@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nvidia_resiliency_ext.inprocess.utils import torch_older_than
 
-from .errors import ForeignValueError, StoreLostError
+from .names import ForeignValueError, StoreLostError
 from .plain import WaitExpiredError
 from .sockets import is_listening
 
