@@ -91,11 +91,11 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
 
 def test_stand_in_backends_are_aborted_all_at_once(use: Use) -> None:
     """Each waits for the others, as NCCL's do: one after the other would never end."""
-    meeting = threading.Barrier(5)
+    all_started = threading.Barrier(5)
     happened: list[str] = []
 
     def meet() -> None:
-        meeting.wait(30)
+        all_started.wait(30)
         happened.append("aborted")
 
     shared = StandInBackend(meet)
@@ -627,7 +627,7 @@ def test_engine_that_is_not_installed() -> None:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Install a stand-in TransformerEngine; returns what is called."""
 
-    def install(fp8_room: str, error: Exception | None = None) -> list[str]:
+    def install(fp8_module: str, error: Exception | None = None) -> list[str]:
         called: list[str] = []
 
         def destroy_ub() -> None:
@@ -636,14 +636,14 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
                 raise error
 
         manager = types.SimpleNamespace(reset=lambda: called.append("reset"))
-        rooms: dict[str, dict[str, object]] = {
+        modules: dict[str, dict[str, object]] = {
             "transformer_engine": {},
             "transformer_engine.pytorch": {},
             "transformer_engine.pytorch.module": {},
             "transformer_engine.pytorch.module.base": {"destroy_ub": destroy_ub},
-            fp8_room: {"FP8GlobalStateManager": manager},
+            fp8_module: {"FP8GlobalStateManager": manager},
         }
-        for name, content in rooms.items():
+        for name, content in modules.items():
             module = types.ModuleType(name)
             module.__path__ = []  # type: ignore[attr-defined]
             module.__spec__ = importlib.machinery.ModuleSpec(name, None)
@@ -654,10 +654,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     return install
 
 
-@pytest.mark.parametrize("room", ["fp8", "quantization"])
-def test_stand_in_engine(engine: Callable[..., list[str]], room: str) -> None:
+@pytest.mark.parametrize("module", ["fp8", "quantization"])
+def test_stand_in_engine(engine: Callable[..., list[str]], module: str) -> None:
     """User buffers are destroyed and the FP8 state is reset, where older and newer versions are."""
-    called = engine(f"transformer_engine.pytorch.{room}")
+    called = engine(f"transformer_engine.pytorch.{module}")
     assert abort.AbortTransformerEngine()(STATE) is STATE
     assert called == ["destroy_ub", "reset"]
 

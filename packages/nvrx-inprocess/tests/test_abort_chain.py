@@ -75,7 +75,7 @@ class Nameless:
         return state
 
 
-def test_one_that_cannot_be_told() -> None:
+def test_one_that_cannot_be_notified() -> None:
     """Neither a member nor what it raises has to have a text; what is no abort is an error."""
     calls: list[str] = []
     one, two = Member("one", calls), Member("two", calls, Unspeakable())

@@ -286,7 +286,7 @@ def test_tree_in_a_chain_is_refused():
         Tree([Layer()])(RankAssignmentCtx(state, dist.HashStore(), set()))
 
 
-def test_stand_in_is_told_from_a_store():
+def test_stand_in_is_notified_from_a_store():
     """Only what has torch's operations is used as a store."""
     assert gather.can_gather(dist.HashStore())
     assert not gather.can_gather(object())
@@ -319,7 +319,7 @@ def test_record_says_what_the_list_says(seed):
 )  # fmt: skip
 def test_foreign_record_is_reported(text):
     """A record that no rank wrote is an error that names key and value."""
-    with pytest.raises(roll.ForeignRollError, match="'where' in the store"):
+    with pytest.raises(roll.ForeignKeysError, match="'where' in the store"):
         roll.read("where", text, [0, 1])
 
 
@@ -328,7 +328,7 @@ def test_foreign_record_is_reported(text):
 )
 def test_foreign_line_is_reported(line):
     """A line that no rank wrote is an error, not an entry."""
-    with pytest.raises(roll.ForeignRollError):
+    with pytest.raises(roll.ForeignKeysError):
         roll.parse("where", f"{line}\n")
 
 
@@ -348,11 +348,11 @@ def test_damaged_texts_give_an_error_or_a_result(seed):
         found = roll.parse("k", "".join(text))
         if found.keys() >= set(range(6)):
             roll.read("k", roll.compose("k", found, range(6)), range(6))
-    except roll.ForeignRollError:
+    except roll.ForeignKeysError:
         pass
     try:
         runs = roll.read("k", "".join(record), range(6))
-    except roll.ForeignRollError:
+    except roll.ForeignKeysError:
         return
     assert [rank for _, run in runs for rank in run] == list(range(6))
 
@@ -361,7 +361,7 @@ def test_foreign_bytes_are_reported():
     """Bytes that are no text are an error that names the key."""
     store = dist.HashStore()
     store.set("rank_assignment/0/0/entries", "\xff\xfe\n")
-    with pytest.raises(roll.ForeignRollError, match="rank_assignment/0/0/entries"):
+    with pytest.raises(roll.ForeignKeysError, match="rank_assignment/0/0/entries"):
         gather.gather(store, gather.Caller(0, 0, 0), ["a"], [0, 1], timedelta(seconds=0.05))
 
 

@@ -65,7 +65,7 @@ def test_whom_a_hang_is_blamed_on(
     assert text in (hang.text if hang else "")
 
 
-def test_the_decision_carries_what_its_arrivals_have_told() -> None:
+def test_the_decision_carries_what_its_arrivals_have_notified() -> None:
     """Texts of a program come back as they were, as one line; all ranks read the same verdict."""
     odd = Seen(Activity.WORKING, "a;b:c%,é.py:1 in <listcomp>", "runs; in: a,b 100%\nsecond line")
     told = [
@@ -98,7 +98,7 @@ def test_foreign_words_are_named(text: str) -> None:
 
 def test_what_the_main_thread_does_is_seen_from_another_one() -> None:
     """The place is the program's own line, though the main thread sits in the library's."""
-    found: list[watchdog.Doing] = []
+    found: list[watchdog.MainThreadActivity] = []
     thread = threading.Thread(target=lambda: found.append(watchdog.of_main_thread()))
     thread.start()
     thread.join()
@@ -146,7 +146,7 @@ def test_stacks_are_written_at_the_signal() -> None:
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
-def test_a_process_that_cannot_write_stacks_is_told_by_the_kernel() -> None:
+def test_a_process_that_cannot_write_stacks_is_notified_by_the_kernel() -> None:
     """Without a free signal there is no dump, and the kernel's view is all there is."""
     seen = seen_before_end(Kernel("T"), read_dump(-1))
     assert seen == Seen(Activity.STOPPED, "", "is stopped (SIGSTOP or a debugger)")

@@ -36,7 +36,7 @@ def test_whatever_is_heard_ends_the_silence() -> None:
     for step in range(1, 100):
         silence.missed(step * PATIENCE.interval_s)
         if step % 3 == 0:
-            silence.heard(step * PATIENCE.interval_s)
+            silence.received(step * PATIENCE.interval_s)
         assert not silence.is_over(is_stopped=True)
 
 

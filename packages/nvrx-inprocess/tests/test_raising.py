@@ -195,7 +195,7 @@ def test_many_unraisable() -> None:
                 spin(0.001)
 
 
-def test_swallowed_request_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_swallowed_request_is_notified(caplog: pytest.LogCaptureFixture) -> None:
     """On level DEBUG a line names the place where a request was swallowed."""
     caplog.set_level(logging.DEBUG, logger="nvrx")
     try:

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from nvidia_resiliency_ext.inprocess._call import rendezvous
-from nvidia_resiliency_ext.inprocess._call.rendezvous import require_place
+from nvidia_resiliency_ext.inprocess._call.rendezvous import require_valid_rank
 from nvidia_resiliency_ext.inprocess._call.settings import Settings, bounded, check_settings
 from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort
 from nvidia_resiliency_ext.inprocess.compose import Compose
@@ -264,10 +264,10 @@ def test_a_rank_without_a_place_waits_for_nobody(environ, said, monkeypatch) -> 
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=said):
-        require_place(State.from_env())
+        require_valid_rank(State.from_env())
 
 
-def test_ranks_that_do_not_come_together_are_told_why(monkeypatch) -> None:
+def test_ranks_that_do_not_come_together_are_notified_why(monkeypatch) -> None:
     """One rank too many or too few at the start says what it may come from."""
     store = dist.HashStore()
     monkeypatch.setattr(rendezvous, "_next_call", 0)

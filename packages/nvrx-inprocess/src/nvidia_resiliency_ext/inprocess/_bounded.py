@@ -29,6 +29,7 @@ def call_bounded(name: str, function: Callable[[], T], timeout: timedelta) -> T:
         exception.TimeoutError: It has not ended; its thread goes on, nobody waits for it.
         BaseException: What the function raised.
     """
+
     def run() -> T:
         # Users find the thread by this name, which has no prefix.
         threading.current_thread().name = name

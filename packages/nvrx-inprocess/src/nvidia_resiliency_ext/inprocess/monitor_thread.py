@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from ._call.interrupt import (
     AtomicLock,
-    MainThreadGate,
+    MainThreadInterrupter,
     Phases,
     RankShouldRestart,
-    is_shielded,
-    shielded,
+    deferred_section,
+    is_in_deferred_section,
     terminate,
 )
 from .attribution import format_interruption_records
@@ -113,7 +113,7 @@ def reraise_if_unraisable(exc_type: type[BaseException]) -> Iterator[None]:
     lock = threading.Lock()
     lost: list[type[BaseException]] = []
 
-    @shielded
+    @deferred_section
     def hook(unraisable: Any) -> None:
         try:
             previous(unraisable)
@@ -162,7 +162,7 @@ def _raise_outside(tid: int, exc_type: type[BaseException]) -> None:
 
 def _wait_until_outside(tid: int | None) -> None:
     elsewhere = threading.Event()
-    while tid is not None and is_shielded(sys._current_frames().get(tid)):  # noqa: SLF001 - the way
+    while tid is not None and is_in_deferred_section(sys._current_frames().get(tid)):  # noqa: SLF001 - the way
         elsewhere.wait(_PACE_S)
 
 
@@ -218,13 +218,13 @@ class MonitorThread(threading.Thread):
         self._soft_timeout = soft_timeout
         self._last_call_wait = last_call_wait
         self._lock = atomic_lock
-        self._gate = MainThreadGate()
+        self._interrupter = MainThreadInterrupter()
         self._should_end = threading.Event()
         self._is_interrupted = threading.Event()
 
     def start(self) -> None:
         """Begin; from here on the main thread can be interrupted."""
-        self._gate.enter()
+        self._interrupter.enter()
         super().start()
 
     def run(self) -> None:
@@ -239,7 +239,7 @@ class MonitorThread(threading.Thread):
         self.phases = terminate(
             self._abort,
             self._state,
-            self._gate,
+            self._interrupter,
             self._lock,
             self._watchdog,
             message,
@@ -255,7 +255,7 @@ class MonitorThread(threading.Thread):
         Raises:
             exception.TimeoutError: The thread has not ended.
         """
-        self._gate.leave()
+        self._interrupter.leave()
         if self._is_interrupted.is_set():
             self._join(timeout)
 
@@ -265,7 +265,7 @@ class MonitorThread(threading.Thread):
         Raises:
             exception.TimeoutError: The thread has not ended.
         """
-        self._gate.leave()
+        self._interrupter.leave()
         self._should_end.set()
         self._join(None)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key-value stores through which ranks agree, with barriers; the face of `_store`."""
+"""The key-value stores through which ranks agree, with barriers; the public API of `_store`."""
 
 from __future__ import annotations
 

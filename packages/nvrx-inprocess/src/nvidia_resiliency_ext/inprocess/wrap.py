@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import torch
 
 from . import _inputs
-from ._call.interrupt import AtomicLock, MainThreadGate, require_main_thread
+from ._call.interrupt import AtomicLock, MainThreadInterrupter, require_main_thread
 from ._call.loop import CallLoop, Parts
-from ._call.rendezvous import Meeting, check_store_kwargs, meet, require_place
+from ._call.rendezvous import Rendezvous, check_store_kwargs, hold_rendezvous, require_valid_rank
 from ._call.report import RestartRecord, RestartReport
 from ._call.settings import Settings, bounded, check_settings
-from ._call.watchdog import NewsBox, Watchdog
+from ._call.watchdog import EventQueue, Watchdog
 from ._inputs import check_callable
 from ._monitor.client import MonitorLink
 from ._monitor.page import ProgressPage, StackDump
@@ -238,43 +238,43 @@ class CallWrapper:
             # Last of all: what refers to each other would stay open until a garbage collection.
             stack.callback(self._let_go)
             state = State.from_env()
-            rank = require_place(state)
+            rank = require_valid_rank(state)
             page = ProgressPage.create()
             stack.callback(page.close)
-            meeting = meet(settings, state)
+            rendezvous = hold_rendezvous(settings, state)
             lock = AtomicLock()
-            # Before the gate, which takes a signal that nobody has: it sees that this one is lent.
+            # Before the interrupter, which takes an unused signal: it sees that this one is lent.
             dump = StackDump()
             stack.callback(dump.close)
-            gate = MainThreadGate()
+            interrupter = MainThreadInterrupter()
             watchdog = Watchdog(page, settings.progress_watchdog_interval.total_seconds())
-            box: NewsBox[Any] = NewsBox(
+            events: EventQueue[Any] = EventQueue(
                 time.monotonic,
                 settings.progress_watchdog_interval.total_seconds(),
                 page.stamp_auto,
             )
-            stack.callback(box.close)
-            link = MonitorLink(meeting.monitor_settings, page, self._hear, dump)
-            record = RestartRecord(meeting.call)
+            stack.callback(events.close)
+            link = MonitorLink(rendezvous.monitor_settings, page, self._on_event, dump)
+            record = RestartRecord(rendezvous.call)
             stack.callback(record.close)
             parts = Parts(
-                base_store=meeting.store,
+                base_store=rendezvous.store,
                 link=link,
                 page=page,
-                gate=gate,
+                interrupter=interrupter,
                 lock=lock,
                 watchdog=watchdog,
-                box=box,
+                events=events,
                 record=record,
                 inject=self._inject,
-                say_last_word=meeting.say_last_word,
+                send_departure_notice=rendezvous.send_departure_notice,
             )
             self._loop = CallLoop(settings, state, parts, wrapper.restart_health_check)
             stack.callback(link.close)
             try:
                 link.attach(rank, state.world_size)
             except InternalError:
-                meeting.say_last_word(rank, 0, frozenset(range(state.world_size)))
+                rendezvous.send_departure_notice(rank, 0, frozenset(range(state.world_size)))
                 raise
             stack.callback(self._loop.close)
             watchdog.start()
@@ -282,7 +282,7 @@ class CallWrapper:
             self._stack = stack.pop_all()
         self._page = page
         self._lock = lock
-        self._meeting: Meeting | None = meeting
+        self._rendezvous: Rendezvous | None = rendezvous
         # Without a frame of its own between the caller and the page.
         self.ping = page.stamp_manual  # type: ignore[method-assign]
 
@@ -330,7 +330,7 @@ class CallWrapper:
     @property
     def store(self) -> Any:
         """The job's store, without the prefix of an iteration; None when the call is over."""
-        return None if self._meeting is None else self._meeting.store
+        return None if self._rendezvous is None else self._rendezvous.store
 
     base_store = store
 
@@ -369,13 +369,13 @@ class CallWrapper:
     # Steps -----------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
-        self._meeting = None
+        self._rendezvous = None
         loop = getattr(self, "_loop", None)  # None when the call was never made
         if loop is not None:
             loop.let_go()
 
-    def _hear(self, news: Any) -> None:
-        self._loop.hear(news)
+    def _on_event(self, event: Any) -> None:
+        self._loop.receive(event)
 
     def _inject(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from nvidia_resiliency_ext.inprocess._unblock.aborts import run_abort
-from nvidia_resiliency_ext.inprocess._unblock.gloo import StuckCalls
+from nvidia_resiliency_ext.inprocess._unblock.gloo import BlockedCalls
 from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.inprocess.state import FrozenState
 
 
-class Nudge:
+class InterruptSignal:
     """The handler stands from `install` to `withdraw`, both called by the main thread.
 
     Attributes:
@@ -87,13 +87,13 @@ class Nudge:
 _codes: set[CodeType] = set()
 
 
-def shielded(function: F) -> F:
+def deferred_section(function: F) -> F:
     """Mark a function: nothing is raised in it, nor in what it calls."""
     _codes.add(function.__code__)
     return function
 
 
-def is_shielded(frame: FrameType | None) -> bool:
+def is_in_deferred_section(frame: FrameType | None) -> bool:
     """Say whether a marked function is running in this frame or around it."""
     while frame is not None:
         if frame.f_code in _codes:
@@ -115,15 +115,15 @@ class RankShouldRestart(BaseException):
 
     __module__ = "nvidia_resiliency_ext.inprocess.monitor_thread"
 
-    gate: object = None  # through which it came; None for one that the user's code raises
+    interrupter: object = None  # through which it came; None for one that the user's code raises
 
     def __del__(self) -> None:
         # At the end of the interpreter modules are already empty.
         if not sys.is_finalizing() and logger.isEnabledFor(logging.DEBUG):
-            _tell_where(sys._getframe(1), self.args)  # noqa: SLF001 - the one way to a frame
+            _log_where(sys._getframe(1), self.args)  # noqa: SLF001 - the one way to a frame
 
 
-def _tell_where(frame: FrameType | None, args: tuple[object, ...]) -> None:
+def _log_where(frame: FrameType | None, args: tuple[object, ...]) -> None:
     if frame is None or frame.f_code.co_filename.startswith(_OUR_FOLDER):
         return
     logger.debug(
@@ -139,7 +139,7 @@ def _tell_where(frame: FrameType | None, args: tuple[object, ...]) -> None:
 _FIRST_LOOK_S = 0.001
 
 # So often it may come too early, or meet a call that is about to end.
-_NUDGES = 4
+_FIRST_SIGNALS = 4
 _SHORTEST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 1.0
 _RAISED, _LOST, _LEFT = "raised", "lost", "left"
@@ -225,10 +225,10 @@ class _Entry:
         self.message: str | None = None
         self.is_armed = False
         # Its put may be called by a handler that has interrupted the same thread's put.
-        self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[str] = queue.SimpleQueue()
 
 
-class MainThreadGate:
+class MainThreadInterrupter:
     """Where the main thread can be interrupted: between `enter` and `leave`.
 
     Raises:
@@ -236,11 +236,11 @@ class MainThreadGate:
     """
 
     def __init__(self) -> None:
-        require_main_thread("MainThreadGate")
+        require_main_thread("MainThreadInterrupter")
         # Guards the requests: a message and a signal reach only an entry that is still there.
         self._lock = threading.Lock()
         self._entry: _Entry | None = None
-        self._nudge: Nudge | None = None
+        self._signal: InterruptSignal | None = None
         self._hook = self._on_unraisable
         self._previous_hook: Any = None
 
@@ -254,16 +254,16 @@ class MainThreadGate:
         return _Inside(self)
 
     def is_of_another(self, request: RankShouldRestart) -> bool:
-        """Say whether a request came through another gate, of a call around this one."""
-        return request.gate not in (None, self)
+        """Say whether a request came through another interrupter, of a call around this one."""
+        return request.interrupter not in (None, self)
 
     def request(self, message: str | None) -> RankShouldRestart:
         """Return the exception of an interruption here."""
         request = RankShouldRestart(message)
-        request.gate = self
+        request.interrupter = self
         return request
 
-    @shielded
+    @deferred_section
     def enter(self) -> None:
         """Begin to be interruptible.
 
@@ -273,9 +273,9 @@ class MainThreadGate:
         require_main_thread("the wrapped function")
         if self._entry is not None:
             raise RuntimeError("the main thread is already inside")
-        self._nudge = Nudge(self._on_nudge)
+        self._signal = InterruptSignal(self._on_signal)
         try:
-            self._nudge.install()
+            self._signal.install()
             self._previous_hook = sys.unraisablehook
             sys.unraisablehook = self._hook
             self._entry = _Entry()
@@ -283,7 +283,7 @@ class MainThreadGate:
             self._restore()
             raise
 
-    @shielded
+    @deferred_section
     def leave(self) -> str | None:
         """Stop being interruptible; from the first statement on nothing is raised any more.
 
@@ -295,7 +295,7 @@ class MainThreadGate:
             with self._lock:  # whoever is sending has sent
                 if entry is None:
                     return None
-                entry.news.put(_LEFT)
+                entry.events.put(_LEFT)
                 return entry.message
         finally:
             self._restore()
@@ -306,11 +306,11 @@ class MainThreadGate:
             if sys.unraisablehook is self._hook:
                 sys.unraisablehook = self._previous_hook
         finally:
-            nudge, self._nudge = self._nudge, None
-            if nudge is not None:
-                nudge.withdraw()
+            interrupt_signal, self._signal = self._signal, None
+            if interrupt_signal is not None:
+                interrupt_signal.withdraw()
 
-    def begin(self, message: str) -> Interruption | None:
+    def begin(self, message: str) -> InterruptRequest | None:
         """Raise in the main thread, and return when it has the exception or has left.
 
         The caller holds the atomic lock, and gives it back before it sees the main thread out.
@@ -323,44 +323,44 @@ class MainThreadGate:
             if entry is None:
                 return None
             entry.message = message
-        interruption = Interruption(self, entry)
+        interruption = InterruptRequest(self, entry)
         interruption.deliver()
         return interruption
 
-    def nudge(self, entry: _Entry) -> bool:
+    def send_signal(self, entry: _Entry) -> bool:
         """Have the armed entry's exception raised; `False` when the main thread has left it."""
         with self._lock:
-            if self._entry is not entry or self._nudge is None:
+            if self._entry is not entry or self._signal is None:
                 return False
-            self._nudge.send()
+            self._signal.send()
             return True
 
-    def _on_nudge(self, _number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, _number: int, frame: FrameType | None) -> None:
         entry = self._entry
-        if entry is None or not entry.is_armed or is_shielded(frame):
+        if entry is None or not entry.is_armed or is_in_deferred_section(frame):
             return  # too late, again, or not here: in the last case the helper asks again
         entry.is_armed = False
-        entry.news.put(_RAISED)
+        entry.events.put(_RAISED)
         raise self.request(entry.message)
 
-    @shielded
+    @deferred_section
     def _on_unraisable(self, unraisable: Any) -> None:
         entry = self._entry
         if entry is not None and issubclass(unraisable.exc_type, RankShouldRestart):
-            entry.news.put(_LOST)
+            entry.events.put(_LOST)
         self._previous_hook(unraisable)
 
 
-class Interruption:
+class InterruptRequest:
     """One request to leave, as the helper thread sees it.
 
     Args:
-        gate: Where.
+        interrupter: Where.
         entry: The stay that is to end.
     """
 
-    def __init__(self, gate: MainThreadGate, entry: _Entry) -> None:
-        self._gate = gate
+    def __init__(self, interrupter: MainThreadInterrupter, entry: _Entry) -> None:
+        self._interrupter = interrupter
         self._entry = entry
         self._start = time.monotonic()
         self._first_s: float | None = None
@@ -368,29 +368,29 @@ class Interruption:
         self._count = 0
         native_id = threading.main_thread().native_id
         assert native_id is not None
-        self._stuck = StuckCalls(native_id)
+        self._blocked_calls = BlockedCalls(native_id)
 
     def deliver(self) -> None:
         """Raise once; return when it is raised, or the main thread has left."""
         pause_s = _FIRST_LOOK_S
         self._entry.is_armed = True
-        nudges = 0
-        while self._left_s is None and self._gate.nudge(self._entry):
+        sent = 0
+        while self._left_s is None and self._interrupter.send_signal(self._entry):
             if self._next(pause_s) == _RAISED:
                 return
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            nudges += 1
-            if nudges >= _NUDGES:
+            sent += 1
+            if sent >= _FIRST_SIGNALS:
                 # It is in a call that no signal ends.
-                self._stuck.end()
+                self._blocked_calls.end()
 
     def see_out(self, quiet_s: float, lock: AtomicLock) -> Raised:
         """Wait until the main thread has left; raise again if it was lost or takes too long."""
         pause_s = _SHORTEST_PAUSE_S
         patience_s = quiet_s
         while self._left_s is None:
-            news = self._next(patience_s)
-            if news == _LOST:
+            event = self._next(patience_s)
+            if event == _LOST:
                 # In a destructor or a callback. A new one gets the whole time again.
                 self._next(pause_s)
                 patience_s = quiet_s
@@ -404,38 +404,38 @@ class Interruption:
 
     def _next(self, timeout_s: float) -> str | None:
         try:
-            news = self._entry.news.get(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
+            event = self._entry.events.get(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
         except queue.Empty:
             return None
         elapsed_s = time.monotonic() - self._start
-        if news == _LEFT:
+        if event == _LEFT:
             self._left_s = elapsed_s
-        if news == _RAISED:
+        if event == _RAISED:
             self._count += 1
             self._first_s = elapsed_s if self._first_s is None else self._first_s
-        return news
+        return event
 
 
 class _Inside:
-    def __init__(self, gate: MainThreadGate) -> None:
-        self._gate = gate
+    def __init__(self, interrupter: MainThreadInterrupter) -> None:
+        self._interrupter = interrupter
 
-    @shielded
+    @deferred_section
     def __enter__(self) -> None:
-        self._gate.enter()
+        self._interrupter.enter()
 
-    @shielded
+    @deferred_section
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        message = self._gate.leave()
+        message = self._interrupter.leave()
         if message is None or isinstance(error, RankShouldRestart):
             return
         if error is None or isinstance(error, Exception):
-            raise self._gate.request(message)
+            raise self._interrupter.request(message)
 
 
 # Of the 30 s between the default soft and hard timeouts. One member may use half of it, as much as
@@ -475,7 +475,7 @@ class Phases:
 def terminate(  # noqa: PLR0913 - one of each part
     abort: Abort | None,
     state: FrozenState,
-    gate: MainThreadGate,
+    interrupter: MainThreadInterrupter,
     lock: AtomicLock,
     watchdog: Pausable,
     message: str,
@@ -488,7 +488,7 @@ def terminate(  # noqa: PLR0913 - one of each part
     Args:
         abort: What unblocks it.
         state: Given to the abort.
-        gate: Where the main thread is.
+        interrupter: Where the main thread is.
         lock: Held by atomic blocks.
         watchdog: Paused before the exception is raised.
         message: Argument of the exception.
@@ -506,7 +506,7 @@ def terminate(  # noqa: PLR0913 - one of each part
             steps = ()
         aborted = time.monotonic()
         watchdog.pause()
-        interruption = gate.begin(message)
+        interruption = interrupter.begin(message)
     raised = None if interruption is None else interruption.see_out(quiet_s, lock)
     first_s = 0.0 if raised is None or raised.first_s is None else raised.first_s
     return Phases(

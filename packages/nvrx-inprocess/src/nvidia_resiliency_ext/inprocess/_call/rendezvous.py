@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a call come together: the store, its keeper, what stands before its keys."""
+"""Bring the ranks of a call together: find or serve the store, agree on the call's keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.inprocess._monitor import factory
 from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import CONNECT
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
-from nvidia_resiliency_ext.inprocess._protocol.iteration_store import Board
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
 from nvidia_resiliency_ext.inprocess._store.mixin import pass_barrier
 from nvidia_resiliency_ext.inprocess._store.names import (
@@ -36,7 +36,7 @@ from nvidia_resiliency_ext.inprocess._store.names import (
     job_name,
     parse_number,
 )
-from nvidia_resiliency_ext.inprocess._store_server.hosting import Keeper, keep_store
+from nvidia_resiliency_ext.inprocess._store_server.hosting import StoreServer, host_store
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.store import (
     BarrierOverflow,
@@ -56,7 +56,7 @@ logger = logging.getLogger("nvrx")
 _NONCE = "nonce"
 _LONGEST_NONCE = 64
 _HOSTED_LIMIT = timedelta(seconds=5)
-_LAST_WORD_LIMIT = timedelta(seconds=5)
+_DEPARTURE_LIMIT = timedelta(seconds=5)
 
 _LATEST_CALL = "latest_call"
 _LOOK = timedelta(seconds=1)
@@ -66,16 +66,16 @@ _next_call = 0
 # Endpoints that this process has seen served, so that later calls need not ask.
 _served: set[tuple[str, int]] = set()
 # Those of the environment of which it was said that they go before arguments.
-_told: set[Endpoint] = set()
+_logged: set[Endpoint] = set()
 # Those that this process has started; the last one is asked for stores at other ports, too.
-_keepers: list[Keeper] = []
+_store_servers: list[StoreServer] = []
 
 
 @atexit.register
-def _wake_keepers() -> None:
-    """Let keepers go on that somebody has stopped: they end when they see that nobody is left."""
-    for keeper in _keepers:
-        keeper.wake()
+def _resume_store_servers() -> None:
+    """Resume stopped store servers: they end when no client is left."""
+    for store_server in _store_servers:
+        store_server.wake()
 
 
 class CallStore(StoreMixin, TorchPrefixStore):
@@ -90,7 +90,7 @@ class CallStore(StoreMixin, TorchPrefixStore):
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """What a call meets in.
 
     Attributes:
@@ -105,7 +105,7 @@ class Meeting:
     below: Any
     call: int
 
-    def say_last_word(
+    def send_departure_notice(
         self, initial_rank: int, iteration: int, participants: frozenset[int]
     ) -> None:
         """Tell the others that this rank, for which no monitor speaks, goes on no more.
@@ -115,13 +115,13 @@ class Meeting:
         kind = Interruption.MONITOR_PROCESS_EXCEPTION
 
         def say() -> None:
-            board = Board(self.below, self.monitor_settings.prefix)
-            board.interrupt(iteration, [InterruptionRecord(initial_rank, kind)], participants)
+            store = IterationStore(self.below, self.monitor_settings.prefix)
+            store.interrupt(iteration, [InterruptionRecord(initial_rank, kind)], participants)
             arrival = Arrival(initial_rank, None, None, is_out=True)
-            board.arrive(iteration, arrival, participants, has_reported=True)
+            store.arrive(iteration, arrival, participants, has_reported=True)
 
         try:
-            call_bounded("nvrx-last-word", say, _LAST_WORD_LIMIT)
+            call_bounded("nvrx-departure-notice", say, _DEPARTURE_LIMIT)
         except Exception as error:  # noqa: BLE001 - what the rank leaves with is told, not this
             logger.warning("the others cannot be told that this rank ends: %s", error)
 
@@ -148,7 +148,7 @@ def check_store_kwargs(kwargs: Mapping[str, Any]) -> None:
         check_duration("store_kwargs['timeout']", timeout)
 
 
-def require_place(state: State) -> int:
+def require_valid_rank(state: State) -> int:
     """Return the rank, which has a place among those that are to come; else all would wait for it.
 
     Raises:
@@ -165,7 +165,9 @@ def require_place(state: State) -> int:
     return state.rank
 
 
-def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.environ) -> Meeting:
+def hold_rendezvous(
+    settings: Settings, state: State, environ: Mapping[str, str] = os.environ
+) -> Rendezvous:
     """Connect to the job's store and wait until all ranks have come.
 
     Raises:
@@ -193,7 +195,7 @@ def meet(settings: Settings, state: State, environ: Mapping[str, str] = os.envir
     prefix = f"{cycle_prefix(environ)}{number}"
     nonce = call_store.get(_NONCE).decode("ascii", "replace")[:_LONGEST_NONCE]
     own = f"{prefix}/{nonce}/"
-    return Meeting(call_store, _monitor_settings(settings, own, name, file, text), store, number)
+    return Rendezvous(call_store, _monitor_settings(settings, own, name, file, text), store, number)
 
 
 def _gather(store: Any, prefix: str, state: State, limit: timedelta) -> tuple[int, CallStore]:
@@ -272,8 +274,8 @@ def _number(key: str, text: str) -> int:
 
 def _say_what_is_unused(endpoint: Endpoint, kwargs: Mapping[str, Any]) -> None:
     unused = [f"{name}={kwargs[name]!r}" for name in ("host_name", "port") if name in kwargs]
-    if unused and endpoint not in _told:
-        _told.add(endpoint)
+    if unused and endpoint not in _logged:
+        _logged.add(endpoint)
         logger.info(
             "the store is at %s (%s): %s of store_kwargs is not used",
             endpoint,
@@ -284,7 +286,7 @@ def _say_what_is_unused(endpoint: Endpoint, kwargs: Mapping[str, Any]) -> None:
 
 def _connect(endpoint: Endpoint, limit: timedelta, environ: Mapping[str, str]) -> TCPStore:
     where = (endpoint.host, endpoint.port)
-    _wake_keepers()
+    _resume_store_servers()
     if not endpoint.is_served and _is_host(environ) and endpoint.is_here():
         if where in _served:
             # It is there from an earlier call, unless all were away for long.
@@ -293,21 +295,21 @@ def _connect(endpoint: Endpoint, limit: timedelta, environ: Mapping[str, str]) -
             except StoreLostError:
                 pass
         alone = environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "1")
-        keeper = keep_store(
+        store_server = host_store(
             endpoint,
             job_name(environ),
             TCPStore.connect,
             is_single_node=alone,
-            beside=_keepers[-1] if _keepers else None,
+            beside=_store_servers[-1] if _store_servers else None,
         )
-        if keeper.process is not None:
-            _keepers.append(keeper)
+        if store_server.process is not None:
+            _store_servers.append(store_server)
         _served.add(where)
     return TCPStore.connect(endpoint, limit)
 
 
 def _is_host(environ: Mapping[str, str]) -> bool:
-    """Return whether this is the rank of its node that sees to the store's keeper."""
+    """Return whether this is the rank of its node that starts the store server."""
     local_rank = environ.get("LOCAL_RANK") or environ.get("RANK") or "0"
     return local_rank == "0"
 

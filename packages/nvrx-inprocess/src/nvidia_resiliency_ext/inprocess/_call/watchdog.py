@@ -173,18 +173,18 @@ _GLOO = "gloo/transport/"
 
 
 @dataclass(frozen=True, slots=True)
-class Doing:
+class MainThreadActivity:
     """What the main thread was in: the words of `messages.Arrived`."""
 
     call: str = ""
     place: str = ""
 
 
-WAITS = Doing(WAITED)
+WAITS = MainThreadActivity(WAITED)
 """The function has returned, or has nothing to do: this rank waits for the others."""
 
 
-def of_main_thread() -> Doing:
+def of_main_thread() -> MainThreadActivity:
     """Return what the main thread does now; called by another thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
     frames: list[Frame] = []
@@ -192,15 +192,15 @@ def of_main_thread() -> Doing:
         frames.append(_of_frame(frame, frame.f_lineno))
         frame = frame.f_back
     stack = stack_of(frames)
-    return Doing(stack.call.value, stack.place)
+    return MainThreadActivity(stack.call.value, stack.place)
 
 
-def of_raised(error: BaseException) -> Doing:
+def of_raised(error: BaseException) -> MainThreadActivity:
     """Return what raised: a collective that failed, so that this rank waited, or anything else."""
     if not isinstance(error, torch.distributed.DistError) and _GLOO not in str(error):
-        return Doing()
+        return MainThreadActivity()
     frames = [_of_frame(*pair) for pair in traceback.walk_tb(error.__traceback__)]
-    return Doing(WAITED, stack_of(frames[: -_MOST_FRAMES - 1 : -1]).place)
+    return MainThreadActivity(WAITED, stack_of(frames[: -_MOST_FRAMES - 1 : -1]).place)
 
 
 def _of_frame(frame: FrameType, line: int | None) -> Frame:
@@ -210,7 +210,7 @@ def _of_frame(frame: FrameType, line: int | None) -> Frame:
 T = TypeVar("T")
 
 
-class NewsBox(Generic[T]):
+class EventQueue(Generic[T]):
     """A list that any thread adds to and the main thread waits on; closed by its owner.
 
     Args:
@@ -225,12 +225,12 @@ class NewsBox(Generic[T]):
         self._monotonic = monotonic
         self._slice_s = slice_s
         self._between = between
-        self._news: collections.deque[T] = collections.deque()
+        self._events: collections.deque[T] = collections.deque()
         self._wake_up = WakeUp()
 
-    def add(self, news: T) -> None:
+    def add(self, event: T) -> None:
         """Add to the list and wake who waits."""
-        self._news.append(news)
+        self._events.append(event)
         self.wake()
 
     def wake(self) -> None:
@@ -239,7 +239,7 @@ class NewsBox(Generic[T]):
 
     def find(self, wanted: Callable[[T], bool]) -> T | None:
         """Return the first that is wanted, or None."""
-        return next((news for news in tuple(self._news) if wanted(news)), None)
+        return next((event for event in tuple(self._events) if wanted(event)), None)
 
     def wait(self, look: Callable[[], T | None], limit_s: float | None) -> T | None:
         """Return what `look` finds, as soon as it finds something; None when the time is up."""
@@ -261,10 +261,10 @@ class NewsBox(Generic[T]):
 
     def forget(self, old: Callable[[T], bool]) -> None:
         """Drop what is old."""
-        for news in tuple(self._news):
-            if old(news):
+        for event in tuple(self._events):
+            if old(event):
                 with contextlib.suppress(ValueError):
-                    self._news.remove(news)
+                    self._events.remove(event)
 
     def close(self) -> None:
         """Let the descriptors go; nobody may wait any more."""

@@ -37,7 +37,7 @@ from nvidia_resiliency_ext.shared_utils.wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from nvidia_resiliency_ext.inprocess._monitor.messages import News
+    from nvidia_resiliency_ext.inprocess._monitor.messages import Event
     from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage, StackDump
     from nvidia_resiliency_ext.inprocess.attribution import Interruption
 
@@ -69,7 +69,7 @@ class MonitorLink:
     Args:
         settings: What the monitor must know about the call.
         page: The rank's stamps.
-        hear: Called with each piece of news, in the link's thread.
+        on_event: Called with each event, in the link's thread.
         dump: Where the rank writes its stacks when the monitor asks for them.
     """
 
@@ -77,13 +77,13 @@ class MonitorLink:
         self,
         settings: MonitorSettings,
         page: ProgressPage,
-        hear: Callable[[News], None],
+        on_event: Callable[[Event], None],
         dump: StackDump | None = None,
     ) -> None:
         self._settings = settings
         self._page = page
         self._dump = dump
-        self._hear = hear
+        self._on_event = on_event
         # Guards the connection and what was said.
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
@@ -91,7 +91,7 @@ class MonitorLink:
         self._initial_rank = self._world_size = -1
         self._iteration = 0
         self._closed = threading.Event()
-        self._leave_noted = threading.Event()
+        self._leave_acknowledged = threading.Event()
         self._parts: list[str] = []
         self._losses: list[float] = []
         self._thread: threading.Thread | None = None
@@ -164,7 +164,7 @@ class MonitorLink:
         if self._is_inherited:
             return False
         self._say(messages.Left(is_lost, is_discarded))
-        return self._leave_noted.wait(_LEAVE_LIMIT_S)
+        return self._leave_acknowledged.wait(_LEAVE_LIMIT_S)
 
     def close(self) -> None:
         """End the connection and the thread; harmless when repeated."""
@@ -239,25 +239,25 @@ class MonitorLink:
         while True:
             if not poll.poll(self._patience.interval_s * 1000):
                 silence.missed(time.monotonic())
-                self._mind_silence(handle, silence)
+                self._check_silence(handle, silence)
                 continue
             # Not by a timeout of the socket: whoever sends has one of its own.
             data = sock.recv(_READ_BYTES, socket.MSG_DONTWAIT)
             if not data:
                 raise PeerClosedError("it has ended")
-            silence.heard(time.monotonic())
+            silence.received(time.monotonic())
             for payload in reader.feed(data):
                 self._take(messages.TO_RANK.decode(payload))
 
     def _take(self, message: object) -> None:
-        if isinstance(message, messages.LeaveNoted):
-            self._leave_noted.set()
+        if isinstance(message, messages.LeaveAcknowledged):
+            self._leave_acknowledged.set()
         elif isinstance(message, messages.DecisionPart):
             self._collect(message)
         elif isinstance(message, (messages.Interrupted, messages.Completed, messages.StoreLost)):
             self._pass_on(message)
 
-    def _mind_silence(self, handle: PidHandle | None, silence: Silence) -> None:
+    def _check_silence(self, handle: PidHandle | None, silence: Silence) -> None:
         """Ask the monitor whether it is there, or end it when it has not answered for too long.
 
         One that is left alive would go on later, and take us for stuck.
@@ -282,11 +282,11 @@ class MonitorLink:
             self._parts = []
             self._pass_on(messages.Decided(part.iteration, decision))
 
-    def _pass_on(self, news: News) -> None:
+    def _pass_on(self, event: Event) -> None:
         try:
-            self._hear(news)
+            self._on_event(event)
         except Exception:
-            logger.exception("a piece of news could not be passed on")
+            logger.exception("an event could not be passed on")
 
     def _come_back(self) -> bool:
         """Find or start another monitor and say everything again; return whether that worked."""
@@ -294,7 +294,7 @@ class MonitorLink:
             if self._sock is not None:
                 self._sock.close()
                 self._sock = None
-        if self._leave_noted.is_set():
+        if self._leave_acknowledged.is_set():
             return False  # whoever comes next has nothing to do for us
         now = time.monotonic()
         self._losses = [*(at for at in self._losses if at > now - _STABLE_S), now]

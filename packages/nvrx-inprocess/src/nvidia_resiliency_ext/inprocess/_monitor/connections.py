@@ -125,7 +125,7 @@ class Connection:
         self._channel.send(message)
         if self._channel.is_over:
             self._loop.post(self._end)
-        self._mind_writing()
+        self._update_writing()
 
     def close(self) -> None:
         """End it without a call."""
@@ -139,9 +139,9 @@ class Connection:
         if self._channel.is_over:
             self._end()
         else:
-            self._mind_writing()
+            self._update_writing()
 
-    def _mind_writing(self) -> None:
+    def _update_writing(self) -> None:
         if self._channel.wants_to_write != self._is_writing and not self._channel.is_over:
             self._is_writing = self._channel.wants_to_write
             self._loop.watch(self._channel, self._ready, write=self._is_writing)

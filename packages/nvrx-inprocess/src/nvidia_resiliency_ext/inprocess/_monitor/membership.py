@@ -17,7 +17,7 @@ from nvidia_resiliency_ext.inprocess.attribution import Interruption, Interrupti
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from nvidia_resiliency_ext.inprocess._monitor.messages import News
+    from nvidia_resiliency_ext.inprocess._monitor.messages import Event
     from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, Seen
 
 
@@ -64,14 +64,14 @@ class CatchUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Send news to a rank."""
+class Notify:
+    """Send events to a rank."""
 
     initial_rank: int
-    news: News
+    event: Event
 
 
-Effect = Complete | Interrupt | Arrive | Follow | CatchUp | Tell
+Effect = Complete | Interrupt | Arrive | Follow | CatchUp | Notify
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class Member:
 
 
 @dataclass(slots=True)
-class _Fate:
+class _IterationOutcome:
     """What is known of an iteration."""
 
     is_interrupted: bool = False
@@ -116,7 +116,7 @@ class _Fate:
     decision: Decision | None = None
     is_completed: bool = False
 
-    def news(self, iteration: int) -> Iterator[News]:
+    def events(self, iteration: int) -> Iterator[Event]:
         if self.is_completed:
             yield Completed(iteration)
         if self.records is not None:
@@ -135,7 +135,7 @@ class _Said:
     ended: set[int] = field(default_factory=set)
 
 
-class Roster:
+class Membership:
     """The ranks of one call that this monitor serves, or speaks for.
 
     The *position* is the first iteration that is not decided as far as is known here. It is
@@ -154,7 +154,7 @@ class Roster:
         self.is_over = False
         self._lost: set[int] = set()
         self._participants = {0: frozenset(range(world_size))}
-        self._fates: dict[int, _Fate] = {}
+        self._outcomes: dict[int, _IterationOutcome] = {}
         self._said = _Said()
         self._followed = -1
 
@@ -175,11 +175,11 @@ class Roster:
             # Somebody decided what a monitor before us, or a slower thread, has yet to read.
             self._participants[iteration] = who
             effects += self._move_to(iteration)
-        elif iteration < self.position and iteration not in self._fates:
+        elif iteration < self.position and iteration not in self._outcomes:
             effects.append(CatchUp(iteration))
-        fate = self._fates.get(iteration)
-        if fate is not None:
-            effects += [Tell(initial_rank, news) for news in fate.news(iteration)]
+        outcome = self._outcomes.get(iteration)
+        if outcome is not None:
+            effects += [Notify(initial_rank, event) for event in outcome.events(iteration)]
         return effects + self._follow()
 
     def reported(self, initial_rank: int, iteration: int, kind: Interruption) -> list[Effect]:
@@ -246,32 +246,32 @@ class Roster:
     # --- what the store says ---
 
     def outcome(self, iteration: int, *, is_completed: bool) -> list[Effect]:
-        """The fate of an iteration is settled."""
-        fate = self._fates.setdefault(iteration, _Fate())
+        """The outcome of an iteration is settled."""
+        outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
         if not is_completed:
-            fate.is_interrupted = True
+            outcome.is_interrupted = True
             return []
-        fate.is_completed = self.is_over = True
+        outcome.is_completed = self.is_over = True
         for member in self.members.values():
             if member.ended is not None:
                 member.is_settled = True
-        return self._tell(iteration, Completed(iteration))
+        return self._notify(iteration, Completed(iteration))
 
     def last_call_over(
         self, iteration: int, records: tuple[InterruptionRecord, ...], waited_s: float = 0.0
     ) -> list[Effect]:
         """No more faults are waited for; how long they were."""
-        fate = self._fates.setdefault(iteration, _Fate())
-        fate.is_interrupted = True
-        fate.records, fate.waited_s = records, waited_s
-        return self._tell(iteration, Interrupted(iteration, records, waited_s))
+        outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
+        outcome.is_interrupted = True
+        outcome.records, outcome.waited_s = records, waited_s
+        return self._notify(iteration, Interrupted(iteration, records, waited_s))
 
     def decided(self, iteration: int, decision: Decision) -> list[Effect]:
         """It is settled who goes on."""
-        fate = self._fates.setdefault(iteration, _Fate())
-        fate.is_interrupted = True
-        fate.decision = decision
-        effects = self._tell(iteration, Decided(iteration, decision))
+        outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
+        outcome.is_interrupted = True
+        outcome.decision = decision
+        effects = self._notify(iteration, Decided(iteration, decision))
         if iteration >= self.position:
             self._participants[iteration + 1] = frozenset(decision.going_on)
             effects += self._move_to(iteration + 1)
@@ -286,8 +286,8 @@ class Roster:
 
     def is_interrupted(self, iteration: int) -> bool:
         """Whether an iteration is known to be interrupted."""
-        fate = self._fates.get(iteration)
-        return fate is not None and fate.is_interrupted
+        outcome = self._outcomes.get(iteration)
+        return outcome is not None and outcome.is_interrupted
 
     @property
     def is_anybody_inside(self) -> bool:
@@ -353,13 +353,13 @@ class Roster:
         self._said = _Said()
         for old in [key for key in self._participants if key < iteration]:
             del self._participants[old]
-        for old in [key for key in self._fates if key < iteration - 2]:
-            del self._fates[old]
+        for old in [key for key in self._outcomes if key < iteration - 2]:
+            del self._outcomes[old]
         gone = [rank for rank, member in self.members.items() if member.ended is not None]
         return [effect for rank in [*gone, *self._lost] for effect in self._speak_for(rank)]
 
     def _follow(self) -> list[Effect]:
-        """Wait for the fate of the position, as long as that matters to anybody here."""
+        """Wait for the outcome of the position, as long as that matters to anybody here."""
         if self._followed >= self.position or self.is_over:
             return []
         members = self.members.items()
@@ -368,9 +368,9 @@ class Roster:
         self._followed = self.position
         return [Follow(self.position, self.participants)]
 
-    def _tell(self, iteration: int, news: News) -> list[Effect]:
+    def _notify(self, iteration: int, event: Event) -> list[Effect]:
         return [
-            Tell(rank, news)
+            Notify(rank, event)
             for rank, member in self.members.items()
             if member.iteration == iteration and member.is_present
         ]

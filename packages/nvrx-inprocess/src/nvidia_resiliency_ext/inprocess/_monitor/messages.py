@@ -158,7 +158,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveNoted:
+class LeaveAcknowledged:
     """The monitor knows that the rank leaves, and speaks for it from now on."""
 
 
@@ -174,7 +174,7 @@ class DecisionPart:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """News: the iteration is interrupted, and the last call for faults, of so long, is over."""
+    """Event: the iteration is interrupted, and the last call for faults, of so long, is over."""
 
     iteration: int
     records: tuple[InterruptionRecord, ...]
@@ -183,27 +183,27 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """News: all ranks have completed; the call is over."""
+    """Event: all ranks have completed; the call is over."""
 
     iteration: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLost:
-    """News: nobody can agree on anything any more."""
+    """Event: nobody can agree on anything any more."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """News: who goes on."""
+    """Event: who goes on."""
 
     iteration: int
     decision: Decision
 
 
-News = Interrupted | Completed | Decided | StoreLost
+Event = Interrupted | Completed | Decided | StoreLost
 FROM_RANK = MessageSet(
     Hello, MonitorSettings, Begun, Reported, Interruption, Done, Arrived, Left, AreYouThere
 )
@@ -211,7 +211,7 @@ TO_RANK = MessageSet(
     Welcome,
     Refused,
     Here,
-    LeaveNoted,
+    LeaveAcknowledged,
     DecisionPart,
     Interrupted,
     InterruptionRecord,

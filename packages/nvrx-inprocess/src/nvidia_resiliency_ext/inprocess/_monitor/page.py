@@ -300,7 +300,7 @@ def _file_memory() -> int:
 logger = logging.getLogger("nvrx")
 _STACKS_NAME = "nvrx-stacks"
 _LONGEST_DUMP = 1 << 16
-_FRAMES_TOLD = 8
+_FRAMES_SHOWN = 8
 _WRAPPER = "/inprocess/_call/loop.py"
 
 
@@ -347,9 +347,9 @@ def seen_before_end(kernel: Kernel, dump: str) -> Seen:
     activity = classify(kernel, stack)
     words = in_words(activity, kernel, stack)
     # Up to the wrapper: who called that is of no interest.
-    told = [*itertools.takewhile(lambda frame: not frame[0].endswith(_WRAPPER), frames)]
-    if told:
-        words += f", stack: {' < '.join(map(_in_words, told[:_FRAMES_TOLD]))}"
+    named = [*itertools.takewhile(lambda frame: not frame[0].endswith(_WRAPPER), frames)]
+    if named:
+        words += f", stack: {' < '.join(map(_in_words, named[:_FRAMES_SHOWN]))}"
     return Seen(activity, stack.place, words)
 
 

@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.inprocess._monitor import messages
 from nvidia_resiliency_ext.inprocess._monitor.connections import Connection, Processes
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView
 from nvidia_resiliency_ext.inprocess._monitor.serving import Host, Serving
-from nvidia_resiliency_ext.inprocess._monitor.start import NodePlace
+from nvidia_resiliency_ext.inprocess._monitor.start import NodeDirectory
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import warm_up
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, NvrxError
@@ -119,7 +119,7 @@ def _open_regular(path: str) -> int:
 logger = logging.getLogger("nvrx")
 _HELLO_WITHIN_S = 10.0
 _WARM_UP_AFTER_S = 0.5
-_MOST_STRANGERS = 32
+_MOST_PENDING = 32
 _ASK_AGAIN_S = 0.1
 _LET_IN_AT_ONCE = 64
 _ENDS_WITH_ITS_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
@@ -141,7 +141,7 @@ def run(listener_fd: int, directory: str, starter: int, needs_torch: bool) -> in
     warming.daemon = True
     if needs_torch:
         warming.start()
-    monitor = Monitor(socket.socket(fileno=listener_fd), NodePlace(directory), starter)
+    monitor = Monitor(socket.socket(fileno=listener_fd), NodeDirectory(directory), starter)
     try:
         monitor.run()
     except Exception:
@@ -161,24 +161,24 @@ class Monitor:
         starter: A process for which it stays, though it may never say anything.
     """
 
-    def __init__(self, listener: socket.socket, place: NodePlace, starter: int) -> None:
+    def __init__(self, listener: socket.socket, directory: NodeDirectory, starter: int) -> None:
         self._listener = listener
         listener.setblocking(False)
         listener.set_inheritable(False)
-        self._place = place
-        self._socket_inode = place.socket_inode()
+        self._directory = directory
+        self._socket_inode = directory.socket_inode()
         self._loop = EventLoop()
         self._journal = Journal()
         self._processes = Processes(self._loop, self._process_ended)
-        self._host = Host(self._loop, self._processes, self._journal, place.path)
-        self._strangers: dict[Connection, float] = {}
+        self._host = Host(self._loop, self._processes, self._journal, directory.path)
+        self._pending: dict[Connection, float] = {}
         self._servings: dict[str, Serving] = {}
         with contextlib.suppress(ProcessLookupError, OSError):
             self._processes.hold(starter)
         self._loop.watch(listener.fileno(), self._let_in)
         with PidHandle(os.getpid()) as own:
-            place.name_monitor(own.pid, own.start_ticks)
-        place.remove_stale_siblings()
+            directory.name_monitor(own.pid, own.start_ticks)
+        directory.remove_stale_siblings()
 
     def run(self) -> None:
         """Serve until nobody is left."""
@@ -195,8 +195,8 @@ class Monitor:
         """Give everything back."""
         for serving in self._servings.values():
             serving.close()
-        for stranger in list(self._strangers):
-            stranger.close()
+        for pending in list(self._pending):
+            pending.close()
         self._processes.close()
         self._journal.close()
         self._listener.close()
@@ -219,22 +219,22 @@ class Monitor:
                 logger.warning("monitor_process: a connection is refused: %s", error)
                 sock.close()
                 continue
-            self._make_stranger(Connection(self._loop, sock, pid))
+            self._add_pending(Connection(self._loop, sock, pid))
 
-    def _make_stranger(self, connection: Connection) -> None:
-        self._strangers[connection] = time.monotonic() + _HELLO_WITHIN_S
-        connection.on_message = lambda message: self._meet(connection, message)
-        connection.on_over = lambda: self._forget_stranger(connection)
-        while len(self._strangers) > _MOST_STRANGERS:
-            oldest = next(iter(self._strangers))
-            self._forget_stranger(oldest)
+    def _add_pending(self, connection: Connection) -> None:
+        self._pending[connection] = time.monotonic() + _HELLO_WITHIN_S
+        connection.on_message = lambda message: self._on_first_message(connection, message)
+        connection.on_over = lambda: self._remove_pending(connection)
+        while len(self._pending) > _MOST_PENDING:
+            oldest = next(iter(self._pending))
+            self._remove_pending(oldest)
             oldest.close()
 
-    def _forget_stranger(self, connection: Connection) -> None:
-        self._strangers.pop(connection, None)
+    def _remove_pending(self, connection: Connection) -> None:
+        self._pending.pop(connection, None)
 
-    def _meet(self, connection: Connection, message: object) -> None:
-        self._forget_stranger(connection)
+    def _on_first_message(self, connection: Connection, message: object) -> None:
+        self._remove_pending(connection)
         connection.on_over = lambda: None
         problem = self._take_in(connection, message)
         if problem is not None:
@@ -269,11 +269,11 @@ class Monitor:
     # --- time ---
 
     def _tick(self, now: float) -> float:
-        for stranger, until_s in list(self._strangers.items()):
+        for pending, until_s in list(self._pending.items()):
             if now >= until_s:
-                self._forget_stranger(stranger)
-                stranger.close()
-        due_s = min(self._strangers.values(), default=math.inf)
+                self._remove_pending(pending)
+                pending.close()
+        due_s = min(self._pending.values(), default=math.inf)
         for prefix, serving in list(self._servings.items()):
             due_s = min(due_s, serving.tick(now))
             if serving.is_over(now):
@@ -286,27 +286,27 @@ class Monitor:
         return due_s
 
     def _is_idle(self) -> bool:
-        return not (self._servings or len(self._processes) or self._strangers)
+        return not (self._servings or len(self._processes) or self._pending)
 
     def _end(self) -> bool:
         """End, unless somebody is just coming; return whether."""
         if not self._is_at_home():
             return True  # our directory was removed: nobody can come, and no lock must be made
         try:
-            with self._place.locked(0.0):
+            with self._directory.locked(0.0):
                 self._let_in()
-                if self._strangers:
+                if self._pending:
                     return False
                 if self._is_at_home():
-                    self._place.remove()
+                    self._directory.remove()
         except DeadlineExceededError:
             # Whoever holds the lock is about to connect to us.
             return False
         except (OSError, NvrxError) as error:
             # Somebody has made the directory unfit: nobody can come, and it stays.
-            logger.warning("monitor_process: %s is left behind: %s", self._place.path, error)
+            logger.warning("monitor_process: %s is left behind: %s", self._directory.path, error)
         return True
 
     def _is_at_home(self) -> bool:
-        inode = self._place.socket_inode()
+        inode = self._directory.socket_inode()
         return inode is not None and inode == self._socket_inode

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
-    from nvidia_resiliency_ext.inprocess._monitor.store_threads import Desk
-    from nvidia_resiliency_ext.inprocess._protocol.iteration_store import Board
+    from nvidia_resiliency_ext.inprocess._monitor.store_threads import StoreWorker
+    from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 
 
 logger = logging.getLogger("nvrx")
 _MAX_BYTES = 1 << 20
 
 
-class RollFile:
+class StateFile:
     """The file of one call.
 
     Args:
@@ -45,7 +45,7 @@ class RollFile:
 
     def __init__(self, directory: str, prefix: str) -> None:
         name = hashlib.sha256(prefix.encode()).hexdigest()[:16]
-        self._path = os.path.join(directory, f"roll-{name}.json")
+        self._path = os.path.join(directory, f"ranks-{name}.json")
 
     def read(self) -> dict[int, tuple[int, int]]:
         """Return process number and start of each initial rank; empty if there is no such file."""
@@ -73,8 +73,7 @@ class RollFile:
             logger.debug("monitor_process: %s stays: %s", self._path, error)
 
 
-# One look at the neighbour in so many is left out: it makes room for the wait for the outcome, and
-# for what is asked when that was in vain.
+# One look at the neighbour in so many is left out, as an outcome costs operations as well.
 _LEFT_OUT = 4
 
 
@@ -108,8 +107,8 @@ class Registration:
 
     Args:
         settings: Times.
-        directory: Where the roll lies.
-        desk: Runs what is done at the store.
+        directory: Folder of the state file.
+        store_worker: Runs what is done at the store.
         lost: Called with the initial ranks of a lost node.
     """
 
@@ -117,10 +116,10 @@ class Registration:
         self,
         settings: MonitorSettings,
         directory: str,
-        desk: Desk,
+        store_worker: StoreWorker,
         lost: Callable[[Iterable[int]], None],
     ) -> None:
-        self._desk = desk
+        self._store_worker = store_worker
         self._lost = lost
         self._interval_s = settings.heartbeat_interval_s
         self._ring = Ring(
@@ -130,10 +129,10 @@ class Registration:
             settings.heartbeat_timeout_s + START_LIMIT_S,
         )
         self._participants: Collection[int] = ()
-        self._roll = RollFile(directory, settings.prefix)
+        self._state_file = StateFile(directory, settings.prefix)
         self._ranks: dict[int, tuple[int, int | None]] = {}
-        self._rolled = self._roll.read()
-        self._is_rolled = bool(self._rolled)
+        self._recorded = self._state_file.read()
+        self._was_recorded = bool(self._recorded)
         self._node_id: int | None = None
         self._is_asking = False
         self._is_writing = False
@@ -160,18 +159,20 @@ class Registration:
         if self._ranks.get(rank) == (pid, start_ticks):
             return
         self._ranks[rank] = (pid, start_ticks)
-        self._rolled[rank] = (pid, start_ticks)
-        self._roll.write(self._rolled)
+        self._recorded[rank] = (pid, start_ticks)
+        self._state_file.write(self._recorded)
         if self._node_id is not None:
             self._register()
         elif not self._is_asking:
             self._is_asking = True
-            self._desk.submit(lambda board: board.nodes(), lambda nodes: self._asked(nodes, adopt))
+            self._store_worker.submit(
+                lambda store: store.nodes(), lambda nodes: self._asked(nodes, adopt)
+            )
 
     def left(self, rank: int) -> None:
         """A rank of this node has left the call: whoever follows us must not look after it."""
-        if self._rolled.pop(rank, None) is not None and self._rolled:
-            self._roll.write(self._rolled)
+        if self._recorded.pop(rank, None) is not None and self._recorded:
+            self._state_file.write(self._recorded)
 
     def tick(self, now: float, participants: Collection[int]) -> float:
         """Renew the lease and look at the next one, when it is time; return when that is next."""
@@ -185,12 +186,14 @@ class Registration:
             node_id = self._node_id
             must_ask = not self._ring.covers(participants)
             wanted = self._ring.to_read(node_id, participants) if self._beats % _LEFT_OUT else []
-            self._desk.submit(lambda board: _beat(board, node_id, wanted, must_ask), self._beaten)
+            self._store_worker.submit(
+                lambda store: _beat(store, node_id, wanted, must_ask), self._beaten
+            )
         return self._beat_s
 
     def close(self) -> None:
         """Forget the ranks of this node."""
-        self._roll.remove()
+        self._state_file.remove()
 
     def _asked(self, nodes: Iterable[NodeEntry], adopt: Callable[[Adopted], None]) -> None:
         nodes = tuple(nodes)
@@ -200,10 +203,10 @@ class Registration:
         if own is not None:
             for rank, pid in zip(own.ranks, own.pids, strict=True):
                 if rank not in self._ranks:
-                    known_pid, ticks = self._rolled.get(rank, (None, None))
+                    known_pid, ticks = self._recorded.get(rank, (None, None))
                     ticks = ticks if known_pid == pid else None
                     self._ranks[rank] = (pid, ticks)
-                    has_left = self._is_rolled and rank not in self._rolled
+                    has_left = self._was_recorded and rank not in self._recorded
                     adopt(Adopted(rank, pid, ticks, has_left))
         self._register()
 
@@ -217,7 +220,9 @@ class Registration:
         ranks = tuple(sorted(self._ranks))
         pids = tuple(self._ranks[rank][0] for rank in ranks)
         node = NodeEntry(self._node_id, ranks, pids, os.uname().nodename)
-        self._desk.submit(lambda board: board.register_node(node), lambda _: self._registered())
+        self._store_worker.submit(
+            lambda store: store.register_node(node), lambda _: self._registered()
+        )
 
     def _registered(self) -> None:
         self._is_writing = False
@@ -237,9 +242,9 @@ class Registration:
                 self._lost(lost)
 
 
-def _beat(board: Board, node_id: int, wanted: list[int], must_ask: bool) -> _Look:
-    board.renew_lease(node_id)
+def _beat(store: IterationStore, node_id: int, wanted: list[int], must_ask: bool) -> _Look:
+    store.renew_lease(node_id)
     return _Look(
-        nodes=tuple(board.nodes()) if must_ask else None,
-        leases=board.leases(wanted) if wanted else None,
+        nodes=tuple(store.nodes()) if must_ask else None,
+        leases=store.leases(wanted) if wanted else None,
     )

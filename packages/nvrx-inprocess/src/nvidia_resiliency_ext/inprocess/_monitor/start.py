@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "START_LIMIT_S",
-    "NodePlace",
+    "NodeDirectory",
     "connect_or_start",
     "end_if_stopped",
     "ensure_started",
@@ -65,7 +65,7 @@ _LAUNCHER_SOCKET = "FT_LAUNCHER_IPC_SOCKET"
 _GONE = (FileNotFoundError, NotADirectoryError)
 
 
-class NodePlace:
+class NodeDirectory:
     """One such directory.
 
     Attributes:
@@ -77,7 +77,7 @@ class NodePlace:
         self.path = path
 
     @classmethod
-    def find(cls, environ: Mapping[str, str] = os.environ) -> NodePlace:
+    def find(cls, environ: Mapping[str, str] = os.environ) -> NodeDirectory:
         """Return the directory of this job on this node, and make it if it is not there.
 
         Raises:
@@ -89,13 +89,13 @@ class NodePlace:
             path = os.path.join(parent, name)
             if len(os.fsencode(os.path.join(path, _SOCKET))) > MAX_SOCKET_PATH_BYTES:
                 continue
-            place = cls(path)
+            directory = cls(path)
             try:
-                os.close(place._open_lock())
+                os.close(directory._open_lock())
             except OSError as error:
                 last_error = error
                 continue
-            return place
+            return directory
         message = "no place where ranks and monitor can meet: set TMPDIR to a short path"
         if last_error is not None:
             message += f" that can be written (the last one tried: {last_error})"
@@ -207,7 +207,7 @@ class NodePlace:
             for name in os.listdir(parent):
                 path = os.path.join(parent, name)
                 if name.startswith(_PREFIX) and path != self.path:
-                    NodePlace(path).remove_if_stale()
+                    NodeDirectory(path).remove_if_stale()
 
     def remove_if_stale(self) -> None:
         """Remove the directory if it is ours and no monitor lives in it."""
@@ -346,14 +346,14 @@ def connect_or_start(
         InternalError: It cannot be started.
     """
     try:
-        place = NodePlace.find(environ)
-        sock = place.connect()
+        directory = NodeDirectory.find(environ)
+        sock = directory.connect()
         if sock is None:
-            with place.locked(deadline.remaining()):
-                sock = place.connect()
+            with directory.locked(deadline.remaining()):
+                sock = directory.connect()
                 if sock is None:
-                    _start(place, needs_torch=needs_torch)
-                    sock = place.connect()
+                    _start(directory, needs_torch=needs_torch)
+                    sock = directory.connect()
         if sock is None:
             raise InternalError("the monitor of this node ended as soon as it was started")
     except (OSError, NvrxError) as error:
@@ -379,7 +379,7 @@ def end_if_stopped(environ: Mapping[str, str] = os.environ) -> bool:
 
     It must not go on later, beside the one that takes its place.
     """
-    handle = NodePlace.find(environ).find_monitor()
+    handle = NodeDirectory.find(environ).find_monitor()
     if handle is None:
         return False
     with handle:
@@ -419,11 +419,11 @@ def run_detached(order: Mapping[str, object], pass_fds: tuple[int, ...] = ()) ->
         os.close(reader)
 
 
-def _start(place: NodePlace, *, needs_torch: bool) -> None:
-    with place.listen() as listener:
+def _start(directory: NodeDirectory, *, needs_torch: bool) -> None:
+    with directory.listen() as listener:
         fd = listener.fileno()
         order = {
-            "directory": place.path,
+            "directory": directory.path,
             "listener": fd,
             "starter": os.getpid(),
             "needs_torch": needs_torch,

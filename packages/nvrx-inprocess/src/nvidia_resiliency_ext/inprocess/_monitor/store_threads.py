@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
     from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
-    from nvidia_resiliency_ext.inprocess._protocol.iteration_store import Board
+    from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
     from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
 
 
@@ -35,14 +35,14 @@ CONNECT = f"{__name__}:connect_store"
 _CONNECT_LIMIT = timedelta(seconds=60)
 
 
-def open_board(settings: MonitorSettings) -> Board:
+def open_iteration_store(settings: MonitorSettings) -> IterationStore:
     """Connect to the store of a call; called in the thread that will use it."""
     if settings.store_factory != CONNECT:
         warm_up()
-    from nvidia_resiliency_ext.inprocess._protocol.iteration_store import Board
+    from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 
     make = factory.load_named(settings.store_factory, settings.store_file)
-    return Board(make(**factory.load_kwargs(settings.store_kwargs)), settings.prefix)
+    return IterationStore(make(**factory.load_kwargs(settings.store_kwargs)), settings.prefix)
 
 
 def connect_store(host: str, port: int) -> Any:
@@ -80,11 +80,11 @@ def warm_up() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    run: Callable[[Board], Any]
+    run: Callable[[IterationStore], Any]
     done: Callable[[Any], None] | None
 
 
-class Desk:
+class StoreWorker:
     """Owns one thread with one store connection, and the operations that wait for it.
 
     Args:
@@ -106,14 +106,14 @@ class Desk:
         self._started_s: float | None = time.monotonic()
         self._pending = 0  # operations not done; written by the loop's thread only
         self._has_failed = False
-        self._board: Board | None = None
+        self._store: IterationStore | None = None
         self._thread = threading.Thread(target=self._run, name="nvrx-store", daemon=True)
         self._thread.start()
 
     @property
     def is_open(self) -> bool:
         """Whether it has been connected."""
-        return self._board is not None
+        return self._store is not None
 
     @property
     def pending(self) -> int:
@@ -126,7 +126,7 @@ class Desk:
         return 0.0 if started_s is None else now - started_s
 
     def submit(
-        self, run: Callable[[Board], Any], done: Callable[[Any], None] | None = None
+        self, run: Callable[[IterationStore], Any], done: Callable[[Any], None] | None = None
     ) -> None:
         """Have an operation done after those that wait.
 
@@ -144,7 +144,7 @@ class Desk:
     def _run(self) -> None:
         lost = ""
         try:
-            self._board = open_board(self._settings)
+            self._store = open_iteration_store(self._settings)
             self._started_s = None
             while (operation := self._waiting.get()) is not None:
                 self._started_s = time.monotonic()
@@ -157,20 +157,20 @@ class Desk:
             self._has_failed = True
         finally:
             self._started_s = None
-            self._board = None
+            self._store = None
         # Not before: by then the connections are closed, which the error's frames held.
         if lost:
             self._post(lambda: self._lost(lost))
 
     def _perform(self, operation: _Operation) -> Any:
-        assert self._board is not None
+        assert self._store is not None
         try:
-            return operation.run(self._board)
+            return operation.run(self._store)
         except Exception as error:  # noqa: BLE001 - stores raise all sorts
             # A connection may break without the store being lost; all operations may be repeated.
             logger.info("monitor_process: the store is connected to again: %s", error)
-            self._board = open_board(self._settings)
-            return operation.run(self._board)
+            self._store = open_iteration_store(self._settings)
+            return operation.run(self._store)
 
     def _finish(self, operation: _Operation, result: Any) -> None:
         self._pending -= 1
@@ -182,7 +182,7 @@ _LONGEST_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Hearer:
+class OutcomeListener:
     """Who is told, always in the loop's thread."""
 
     outcome: Callable[[int, bool], None]
@@ -191,7 +191,7 @@ class Hearer:
     lost: Callable[[str], None]
 
 
-class NewsReader:
+class OutcomeReader:
     """Owns one thread with one store connection that follows iterations in turn.
 
     Args:
@@ -204,16 +204,16 @@ class NewsReader:
         self,
         settings: MonitorSettings,
         post: Callable[[Callable[[], None]], None],
-        hearer: Hearer,
+        listener: OutcomeListener,
     ) -> None:
         self._settings = settings
         self._post = post
-        self._hearer = hearer
+        self._listener = listener
         self._closed = threading.Event()
         self._broken_s: float | None = None
         self._spared = -1
         self._to_follow: queue.SimpleQueue[tuple[int, frozenset[int]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="nvrx-news", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="nvrx-outcomes", daemon=True)
         self._thread.start()
 
     def broken_s(self, now: float) -> float:
@@ -236,71 +236,73 @@ class NewsReader:
 
     def _run(self) -> None:
         try:
-            board = open_board(self._settings)
+            store = open_iteration_store(self._settings)
             while (order := self._to_follow.get()) is not None and not self._closed.is_set():
                 try:
-                    self._follow(board, *order)
+                    self._follow(store, *order)
                 except Exception as error:  # noqa: BLE001 - stores raise all sorts
                     if self._closed.is_set():
                         break
                     # A connection may break without the store being lost.
                     logger.info("monitor_process: the store is connected to again: %s", error)
                     self._broken_s = time.monotonic()
-                    board = open_board(self._settings)
+                    store = open_iteration_store(self._settings)
                     self._broken_s = None
-                    self._follow(board, *order)
+                    self._follow(store, *order)
         except Exception as error:
             if not self._closed.is_set():
                 logger.debug("monitor_process: the store is lost", exc_info=True)
                 text = f"{type(error).__name__}: {error}"
-                self._post(lambda: self._hearer.lost(text))
+                self._post(lambda: self._listener.lost(text))
 
-    def _follow(self, board: Board, iteration: int, participants: frozenset[int]) -> None:
+    def _follow(self, store: IterationStore, iteration: int, participants: frozenset[int]) -> None:
         outcome = None
         while outcome is None:
             if self._closed.is_set():
                 return
-            outcome = board.outcome(iteration, _LONGEST_WAIT_S)
+            outcome = store.outcome(iteration, _LONGEST_WAIT_S)
         since_s = time.monotonic()
         is_completed = outcome.name == "COMPLETED"
-        self._post(lambda: self._hearer.outcome(iteration, is_completed))
+        self._post(lambda: self._listener.outcome(iteration, is_completed))
         if is_completed:
             return
         left_s = self._settings.last_call_wait_s - (time.monotonic() - since_s)
-        has_all = left_s > 0 and board.wait_all_reported(iteration, left_s)
+        has_all = left_s > 0 and store.wait_all_reported(iteration, left_s)
         # What has all was read with them; else they would have to be read, and the decision will
         # bring them, too.
         is_spared = self._spared == iteration and not has_all
-        read = board.first_records if is_spared else board.records
+        read = store.first_records if is_spared else store.records
         records = tuple(read(iteration))
         waited_s = time.monotonic() - since_s
-        self._post(lambda: self._hearer.last_call_over(iteration, records, waited_s))
+        self._post(lambda: self._listener.last_call_over(iteration, records, waited_s))
         decision = None
         while decision is None:
             if self._closed.is_set():
                 return
-            decision = board.decision(iteration, self._settings.heartbeat_interval_s)
+            decision = store.decision(iteration, self._settings.heartbeat_interval_s)
             if decision is None:
                 # Whoever counted last may have died before it decided.
-                board.look(iteration, participants)
+                store.look(iteration, participants)
         found = decision
-        self._post(lambda: self._hearer.decided(iteration, found))
+        self._post(lambda: self._listener.decided(iteration, found))
 
 
-def read_fate(board: Board, iteration: int, hearer: Hearer) -> Callable[[], None]:
+def read_outcome(
+    store: IterationStore, iteration: int, listener: OutcomeListener
+) -> Callable[[], None]:
     """Read what became of an iteration, without waiting, and return the calls that tell it."""
-    outcome = board.outcome(iteration, 0.0)
+    outcome = store.outcome(iteration, 0.0)
     if outcome is None:
         return lambda: None
     if outcome.name == "COMPLETED":
-        return lambda: hearer.outcome(iteration, True)
-    records = tuple(board.records(iteration))
-    decision = board.decision(iteration, 0.0)
+        return lambda: listener.outcome(iteration, True)
+    records = tuple(store.records(iteration))
+    decision = store.decision(iteration, 0.0)
 
-    def tell() -> None:
-        hearer.outcome(iteration, False)
-        hearer.last_call_over(iteration, records, 0.0)
+    def notify() -> None:
+        listener.outcome(iteration, False)
+        listener.last_call_over(iteration, records, 0.0)
         if decision is not None:
-            hearer.decided(iteration, decision)
+            listener.decided(iteration, decision)
 
-    return tell
+    return notify

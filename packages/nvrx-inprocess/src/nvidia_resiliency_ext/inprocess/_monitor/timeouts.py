@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide from stamps, leases and silence which rank, node or monitor is lost. Pure.
 
-`judge` takes what is remembered of a rank, its page and the time, and returns what to remember,
+`evaluate` takes what is remembered of a rank, its page and the time, and returns what to remember,
 what to do and when to look again. A lease is a counter: only its change between the observer's own
 looks counts, never its value or another host's clock. Time in which the observer could not look
 counts against nobody. A monitor that ended closes its connections; one that is stopped or stuck
@@ -60,7 +60,7 @@ class Watch:
         looked_s: When the last look was.
         calm_s: Stamps from before this moment count as made at it.
         interrupted_s: When the iteration was interrupted.
-        is_soft_told: The soft timeout of this epoch was told.
+        is_soft_notified: The soft timeout of this epoch was told.
         is_pardoned: We were held up, and no fresh stamp was seen since.
         asked_s: When the rank was asked for its stacks, which it may stamp after.
         step: How far killing has gone.
@@ -71,7 +71,7 @@ class Watch:
     looked_s: float = -math.inf
     calm_s: float = -math.inf
     interrupted_s: float | None = None
-    is_soft_told: bool = False
+    is_soft_notified: bool = False
     is_pardoned: bool = False
     asked_s: float | None = None
     step: _Step = _Step.NONE
@@ -116,7 +116,7 @@ _KILL = SendSignals((signal.SIGCONT, signal.SIGTERM, signal.SIGKILL))
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Evaluation:
     """The result of one look.
 
     Attributes:
@@ -130,7 +130,7 @@ class Verdict:
     due_s: float = math.inf
 
 
-def judge(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Verdict:
+def evaluate(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Evaluation:
     """Judge one rank by one look at its page.
 
     Args:
@@ -145,7 +145,7 @@ def judge(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Verdict:
     if stamps.epoch != watch.epoch:
         watch = Watch(epoch=stamps.epoch, looked_s=now, calm_s=now)
     if not stamps.is_protected or stamps.phase is Phase.IDLE:
-        return Verdict(replace(watch, looked_s=now, calm_s=now, is_soft_told=False))
+        return Evaluation(replace(watch, looked_s=now, calm_s=now, is_soft_notified=False))
     watch = _pardon(watch, stamps, limits, now)
     base_s = _last_sign(watch, stamps)
     is_interrupted = watch.interrupted_s is not None
@@ -153,23 +153,23 @@ def judge(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Verdict:
         # At the barrier, too: who waits there makes stamps, and the others wait for who does not.
         return _hard_timeout(watch, limits, now)
     watch = replace(watch, asked_s=None)
-    if is_interrupted or watch.is_soft_told:
-        return Verdict(watch, due_s=base_s + limits.hard_s)
+    if is_interrupted or watch.is_soft_notified:
+        return Evaluation(watch, due_s=base_s + limits.hard_s)
     if now >= base_s + limits.soft_s:
-        watch = replace(watch, is_soft_told=True)
-        return Verdict(watch, (SoftTimeout(),), base_s + limits.hard_s)
-    return Verdict(watch, due_s=base_s + limits.soft_s)
+        watch = replace(watch, is_soft_notified=True)
+        return Evaluation(watch, (SoftTimeout(),), base_s + limits.hard_s)
+    return Evaluation(watch, due_s=base_s + limits.soft_s)
 
 
-def _hard_timeout(watch: Watch, limits: Limits, now: float) -> Verdict:
+def _hard_timeout(watch: Watch, limits: Limits, now: float) -> Evaluation:
     """Have the rank write its stacks; end it when it has had time for that and made no stamp."""
     if watch.asked_s is None:
-        return Verdict(replace(watch, asked_s=now), (AskForStacks(),), now + _STACKS_S)
+        return Evaluation(replace(watch, asked_s=now), (AskForStacks(),), now + _STACKS_S)
     due_s = watch.asked_s + _STACKS_S
     if now < due_s:
-        return Verdict(watch, due_s=due_s)
+        return Evaluation(watch, due_s=due_s)
     watch = replace(watch, step=_Step.TERMINATED, step_s=now)
-    return Verdict(watch, (HardTimeout(), _TERM), now + _grace(limits))
+    return Evaluation(watch, (HardTimeout(), _TERM), now + _grace(limits))
 
 
 def _pardon(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Watch:
@@ -193,17 +193,19 @@ def _last_sign(watch: Watch, stamps: Stamps) -> float:
     return min(base_s, max(stamps.manual_s, watch.calm_s, interrupted_s))
 
 
-def _go_on_killing(watch: Watch, limits: Limits, now: float) -> Verdict:
+def _go_on_killing(watch: Watch, limits: Limits, now: float) -> Evaluation:
     if watch.step is _Step.TERMINATED:
         due_s = watch.step_s + _grace(limits)
         if now < due_s:
-            return Verdict(watch, due_s=due_s)
-        return Verdict(replace(watch, step=_Step.KILLED, step_s=now), (_KILL,), now + _KILL_AGAIN_S)
+            return Evaluation(watch, due_s=due_s)
+        return Evaluation(
+            replace(watch, step=_Step.KILLED, step_s=now), (_KILL,), now + _KILL_AGAIN_S
+        )
     due_s = watch.step_s + _KILL_AGAIN_S
     if now < due_s:
-        return Verdict(watch, due_s=due_s)
+        return Evaluation(watch, due_s=due_s)
     effects = (_KILL,) if watch.step is _Step.GIVEN_UP else (_KILL, GiveUp())
-    return Verdict(replace(watch, step=_Step.GIVEN_UP, step_s=now), effects, now + _KILL_AGAIN_S)
+    return Evaluation(replace(watch, step=_Step.GIVEN_UP, step_s=now), effects, now + _KILL_AGAIN_S)
 
 
 def _grace(limits: Limits) -> float:
@@ -347,7 +349,7 @@ class Silence:
         self._looked_s = now
         self.seconds = 0.0
 
-    def heard(self, now: float) -> None:
+    def received(self, now: float) -> None:
         """It has said something."""
         self._looked_s = now
         self.seconds = 0.0

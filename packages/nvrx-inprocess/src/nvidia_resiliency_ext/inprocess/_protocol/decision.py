@@ -20,7 +20,7 @@ from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
 
 LONGEST_TEXT = 4096
 _LONGEST_PART = 600
-_MOST_TOLD = 4
+_MOST_NAMED = 4
 _TIMEOUTS = frozenset({Interruption.SOFT_TIMEOUT, Interruption.HARD_TIMEOUT})
 
 # A rank that is gone breaks the connections of the others: it is the cause.
@@ -110,8 +110,8 @@ def find_hang(
     culprits = tuple(state.rank for state in finding.culprits)
     texts = [describe(finding)] if culprits else []
     killed = {r.rank for r in records if r.interruption is Interruption.HARD_TIMEOUT}
-    told = sorted(killed.intersection(seen).difference(culprits))[:_MOST_TOLD]
-    texts += [f"rank {rank} {seen[rank].words}" for rank in told if seen[rank].words]
+    named = sorted(killed.intersection(seen).difference(culprits))[:_MOST_NAMED]
+    texts += [f"rank {rank} {seen[rank].words}" for rank in named if seen[rank].words]
     return Hang("; ".join(texts)[:LONGEST_TEXT], culprits) if texts else None
 
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _LEASE_WAIT_S = 1.0
-KEPT_FATES = 8
+KEPT_OUTCOMES = 8
 """Of so many iterations the outcome and the decision are kept."""
 
 
@@ -63,7 +63,7 @@ class Outcome(enum.Enum):
 _INTERRUPTED = Outcome.INTERRUPTED.value + ";"
 
 
-class Board:
+class IterationStore:
     """What the participants of a call tell each other through a store.
 
     Args:
@@ -242,9 +242,9 @@ class Board:
         """
         if iteration > 0:
             self.forget(iteration - 1)
-        if iteration >= KEPT_FATES:
-            self._access.set(oldest_key(self._prefix), str(iteration - KEPT_FATES + 1))
-            old = self._keys(iteration - KEPT_FATES)
+        if iteration >= KEPT_OUTCOMES:
+            self._access.set(oldest_key(self._prefix), str(iteration - KEPT_OUTCOMES + 1))
+            old = self._keys(iteration - KEPT_OUTCOMES)
             self._access.delete(old.outcome)
             self._access.delete(old.decision)
 

@@ -126,8 +126,8 @@ def have_all_reported(
         silent: Who has nothing to report: arrived, completed, or a reserve.
         participants: All.
     """
-    heard = {record.rank for record in records}
-    return participants <= heard.union(entry.initial_rank for entry in silent)
+    reported = {record.rank for record in records}
+    return participants <= reported.union(entry.initial_rank for entry in silent)
 
 
 def decide(

@@ -35,7 +35,7 @@ _MAX_DIGITS = 9
 _ENTRY = re.compile(rf"([0-9]{{1,{_MAX_DIGITS}}}) (\[.*\])", re.ASCII)
 
 
-class ForeignRollError(RestartError):
+class ForeignKeysError(RestartError):
     """A value in the store is not what a rank of this job wrote.
 
     Args:
@@ -71,13 +71,13 @@ def parse(where: str, text: str) -> dict[int, str]:
     """Return by rank what the list says of its keys, still as JSON; the first entry counts.
 
     Raises:
-        ForeignRollError: A line is no entry.
+        ForeignKeysError: A line is no entry.
     """
     found: dict[int, str] = {}
     for line in text.split("\n")[:-1]:
         match = _ENTRY.fullmatch(line)
         if match is None or len(line) >= MAX_ENTRY_BYTES:
-            raise ForeignRollError(where, line)
+            raise ForeignKeysError(where, line)
         found.setdefault(int(match[1]), match[2])
     return found
 
@@ -86,7 +86,7 @@ def compose(where: str, found: Mapping[int, str], ranks: Iterable[int]) -> str:
     """Return the record of these ranks, which must all be found.
 
     Raises:
-        ForeignRollError: Somebody's keys are not a list of strings.
+        ForeignKeysError: Somebody's keys are not a list of strings.
     """
     indices: dict[str, int] = {}
     runs: list[list[int]] = []
@@ -105,7 +105,7 @@ def read(where: str, text: str, ranks: Sequence[int]) -> Runs:
     """Return keys and the ranks that have them, ascending, from a record of exactly these ranks.
 
     Raises:
-        ForeignRollError: It is no such record.
+        ForeignKeysError: It is no such record.
     """
     record = _loads(where, text)
     try:
@@ -115,14 +115,14 @@ def read(where: str, text: str, ranks: Sequence[int]) -> Runs:
             for start, count, index in record["runs"]
         ]
     except (TypeError, ValueError, KeyError, IndexError):
-        raise ForeignRollError(where, text) from None
+        raise ForeignKeysError(where, text) from None
     if not all(type(key) is str for key in chain.from_iterable(keys)):
-        raise ForeignRollError(where, text)
+        raise ForeignKeysError(where, text)
     # Sizes first: a record that claims more ranks than there are is not expanded.
     if sum(len(run) for _, run in runs) != len(ranks):
-        raise ForeignRollError(where, text)
+        raise ForeignKeysError(where, text)
     if list(chain.from_iterable(run for _, run in runs)) != list(ranks):
-        raise ForeignRollError(where, text)
+        raise ForeignKeysError(where, text)
     return runs
 
 
@@ -135,7 +135,7 @@ def _natural(value: Any) -> int:
 def _keys(where: str, text: str) -> list[str]:
     keys = _loads(where, text)
     if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise ForeignRollError(where, text)
+        raise ForeignKeysError(where, text)
     return keys
 
 
@@ -143,7 +143,7 @@ def _loads(where: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise ForeignRollError(where, text) from None
+        raise ForeignKeysError(where, text) from None
 
 
 _LOOK_EVERY_S = 5.0
@@ -215,7 +215,7 @@ def gather(
 
     Raises:
         exception.TimeoutError: Some have not called in time; the message names them.
-        ForeignRollError: Something in the store was not written by this.
+        ForeignKeysError: Something in the store was not written by this.
         ValueError: The keys are too long.
     """
     line = entry(caller.rank, keys)
@@ -282,7 +282,7 @@ class _Gathering:
         try:
             return value.decode("ascii")
         except UnicodeDecodeError:
-            raise ForeignRollError(key, repr(value[:100])) from None
+            raise ForeignKeysError(key, repr(value[:100])) from None
 
 
 def _keys_of(name: str) -> tuple[str, str, str]:

@@ -289,7 +289,7 @@ class Plan(Protocol):
 
     layout: Layout
 
-    def is_reserve(self, place: int) -> bool:
+    def is_reserve(self, position: int) -> bool:
         """Tell whether the rank lives and is not active."""
         ...
 
@@ -320,12 +320,14 @@ def _pair(plan: Plan, gone: Branch, idle: Branch, pending: Container[int]) -> li
     served = {lost for lost, _ in pairs}
     taken = {reserve for _, reserve in pairs}
     lost_left = [
-        place for place in range(gone.start, gone.stop) if place in pending and place not in served
+        position
+        for position in range(gone.start, gone.stop)
+        if position in pending and position not in served
     ]
     idle_left = [
-        place
-        for place in range(idle.start, idle.stop)
-        if plan.is_reserve(place) and place not in taken
+        position
+        for position in range(idle.start, idle.stop)
+        if plan.is_reserve(position) and position not in taken
     ]
     pairs.extend(zip(lost_left, idle_left, strict=False))
     return pairs
@@ -340,7 +342,9 @@ def _same_positions(
             for lost_child, idle_child in zip(gone.children, idle.children, strict=False)
             for pair in _same_positions(plan, lost_child, idle_child, pending)
         ]
-    places = zip(range(gone.start, gone.stop), range(idle.start, idle.stop), strict=False)
+    positions = zip(range(gone.start, gone.stop), range(idle.start, idle.stop), strict=False)
     return [
-        (lost, reserve) for lost, reserve in places if lost in pending and plan.is_reserve(reserve)
+        (lost, reserve)
+        for lost, reserve in positions
+        if lost in pending and plan.is_reserve(reserve)
     ]

@@ -42,7 +42,7 @@ class BarrierOverflow(BarrierError):  # noqa: N818 - the name is given
     """More ranks arrived than belong there."""
 
 
-class _Place:
+class _BarrierKeys:
     """The keys of one barrier."""
 
     def __init__(self, kind: str, group_name: str) -> None:
@@ -67,16 +67,16 @@ def pass_barrier(  # noqa: PLR0913 - as the mixin has them
 
     `look` is called once per slice of the wait; True ends it, as if all had arrived.
     """
-    place = _Place("barrier", group_name)
-    count = access.add(place.arrived, len(ranks))
+    keys = _BarrierKeys("barrier", group_name)
+    count = access.add(keys.arrived, len(ranks))
     if count > rendezvous_count:
         raise _overflow(group_name, count, rendezvous_count)
     if count == rendezvous_count:
-        access.set(place.done, _DONE)
+        access.set(keys.done, _DONE)
     elif _is_no_wait(timeout):
         raise _too_late(group_name, count, rendezvous_count, timeout)
-    elif not _wait(access, place, timeout, timeout_chunk, look):
-        raise _too_late(group_name, access.add(place.arrived, 0), rendezvous_count, timeout)
+    elif not _wait(access, keys, timeout, timeout_chunk, look):
+        raise _too_late(group_name, access.add(keys.arrived, 0), rendezvous_count, timeout)
 
 
 def pass_reentrant_barrier(
@@ -88,31 +88,31 @@ def pass_reentrant_barrier(
     timeout_chunk: timedelta | None,
 ) -> None:
     """Arrive for `ranks`, perhaps not for the first time, and wait until all have arrived."""
-    place = _Place("reentrant_barrier", group_name)
+    keys = _BarrierKeys("reentrant_barrier", group_name)
 
     def look() -> bool:
-        arrived = len(_arrived(access, place))
+        arrived = len(_arrived(access, keys))
         if arrived > rendezvous_count:
             raise _overflow(group_name, arrived, rendezvous_count)
         if arrived == rendezvous_count:
-            access.set(place.done, _DONE)
+            access.set(keys.done, _DONE)
         return arrived == rendezvous_count
 
-    access.append(place.arrived, "".join(f"{rank}," for rank in ranks))
-    arrivals = access.add(place.count, len(ranks))
+    access.append(keys.arrived, "".join(f"{rank}," for rank in ranks))
+    arrivals = access.add(keys.count, len(ranks))
     if arrivals >= rendezvous_count and look():
         return
     # Who only arrives, for another rank say, asks the store nothing more.
     if _is_no_wait(timeout):
         raise BarrierTimeout(f"{group_name}: not all of {rendezvous_count} ranks have arrived")
-    if not _wait(access, place, timeout, timeout_chunk, look):
-        arrived = len(_arrived(access, place))
+    if not _wait(access, keys, timeout, timeout_chunk, look):
+        arrived = len(_arrived(access, keys))
         raise _too_late(group_name, arrived, rendezvous_count, timeout)
 
 
 def is_rank_at_reentrant_barrier(access: StoreAccess, rank: int, group_name: str) -> bool:
     """Return whether a rank, or somebody for it, has arrived."""
-    return rank in _arrived(access, _Place("reentrant_barrier", group_name))
+    return rank in _arrived(access, _BarrierKeys("reentrant_barrier", group_name))
 
 
 def parse_ranks(text: str, key: str) -> set[int]:
@@ -130,13 +130,13 @@ def parse_ranks(text: str, key: str) -> set[int]:
     return ranks
 
 
-def _arrived(access: StoreAccess, place: _Place) -> set[int]:
-    return parse_ranks(access.peek(place.arrived) or "", place.arrived)
+def _arrived(access: StoreAccess, keys: _BarrierKeys) -> set[int]:
+    return parse_ranks(access.peek(keys.arrived) or "", keys.arrived)
 
 
 def _wait(
     access: StoreAccess,
-    place: _Place,
+    keys: _BarrierKeys,
     timeout: timedelta | None,
     timeout_chunk: timedelta | None,
     look: Callable[[], bool],
@@ -147,9 +147,9 @@ def _wait(
         slice_s = min(slice_s, timeout_chunk.total_seconds())
     deadline = time.monotonic() + limit_s
     while (left_s := deadline - time.monotonic()) > 0:
-        if access.wait(place.done, min(left_s, slice_s)) or look():
+        if access.wait(keys.done, min(left_s, slice_s)) or look():
             return True
-    return access.check(place.done)
+    return access.check(keys.done)
 
 
 def _is_no_wait(timeout: timedelta | None) -> bool:

@@ -97,10 +97,10 @@ def job_name(environ: Mapping[str, str]) -> str:
     """Return a name of the job that is the same on all its nodes and in all its cycles."""
     elastic = environ.get("TORCHELASTIC_RUN_ID", "")
     slurm = environ.get("SLURM_JOB_ID", "")
-    # Where nobody has named the job its meeting point does; ports may change with the cycle.
-    meeting = f"{environ.get('MASTER_ADDR', '')}-{environ.get('MASTER_PORT', '')}"
+    # A job without a name is named after its rendezvous address; ports may change with the cycle.
+    address = f"{environ.get('MASTER_ADDR', '')}-{environ.get('MASTER_PORT', '')}"
     return next((_plain(name) for name in (elastic, slurm) if name not in _NAMELESS), None) or (
-        _plain(meeting)
+        _plain(address)
     )
 
 

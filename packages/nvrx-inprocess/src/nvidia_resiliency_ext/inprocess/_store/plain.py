@@ -10,7 +10,7 @@ A client of torch's TCPStore without torch, for the monitor.
 Importing torch takes seconds on a busy host, which is when a monitor has to be replaced, and 155 MB
 of private memory; the operations of a store take a socket. What is written to it: a byte for the
 operation, numbers in 8 bytes of this machine's order, texts after their length. Before anything
-else the server must answer a greeting, or it is not taken for one of torch's.
+else the server must answer a handshake, or it is not taken for one of torch's.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _VALIDATE, _COMPARE_SET = b"\0", b"\2"
 _MAGIC = struct.pack("=I", 0x3C85F7CE)
 _LENGTH = struct.Struct("=q")
 _WORD_BYTES = 16
-_KEY = b"/nvrx/greeting/"  # torch puts a slash before all keys
+_KEY = b"/nvrx/handshake/"  # torch puts a slash before all keys
 
 
-def greet(connection: socket.socket) -> bool:
+def handshake(connection: socket.socket) -> bool:
     """Begin as torch's clients do; return whether a store of torch's is at the other end.
 
     Raises:
@@ -111,7 +111,7 @@ class PlainStore:
         self.timeout = timeout
         self._sock = _connect(host, port, timeout.total_seconds())
         try:
-            self._greet()
+            self._handshake()
         except BaseException:
             self.close()
             raise
@@ -196,10 +196,10 @@ class PlainStore:
         """End the connection."""
         self._sock.close()
 
-    def _greet(self) -> None:
+    def _handshake(self) -> None:
         self._sock.settimeout(ANSWER_TIMEOUT_S)
         try:
-            is_known = greet(self._sock)
+            is_known = handshake(self._sock)
         except TimeoutError:
             raise StoreLostError(
                 f"no store answers at {self.host}:{self.port}: who listens there has said nothing"
@@ -208,7 +208,9 @@ class PlainStore:
         except OSError:
             is_known = False
         if not is_known:
-            raise StrangeStoreError(f"{self.host}:{self.port} does not greet as a TCPStore does")
+            raise StrangeStoreError(
+                f"{self.host}:{self.port} does not answer a handshake as a TCPStore does"
+            )
 
     def _send(self, query: _Query, *parts: bytes) -> None:
         self._sock.settimeout(ANSWER_TIMEOUT_S)

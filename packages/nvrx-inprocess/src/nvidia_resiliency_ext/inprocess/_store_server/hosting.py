@@ -67,19 +67,19 @@ def owner_of(text: str) -> str:
 
 
 logger = logging.getLogger("nvrx")
-PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keeper_program.py")
+PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "store_program.py")
 """What the process runs."""
 _STOPPED = "T"
 
 
-def wake_keepers(job: str) -> int:
+def resume_store_servers(job: str) -> int:
     """Continue the processes on this host that host stores of a job and are stopped.
 
     Returns:
         How many there were.
     """
     woken = 0
-    for pid in _keepers(job):
+    for pid in _store_servers(job):
         stat = procfs.read_stat(pid)
         if stat is None or stat.state != _STOPPED:
             continue
@@ -91,7 +91,7 @@ def wake_keepers(job: str) -> int:
     return woken
 
 
-def _keepers(job: str) -> Iterator[int]:
+def _store_servers(job: str) -> Iterator[int]:
     name, wanted = os.path.basename(PROGRAM).encode(), f"--job={job}".encode()
     for pid in procfs.pids():
         with contextlib.suppress(OSError):
@@ -110,13 +110,13 @@ _LONGEST_REPORT = 1 << 14
 Connect = Callable[[Endpoint, timedelta], Any]
 
 
-class KeeperStartError(StoreLostError):
+class StoreServerStartError(StoreLostError):
     """The process that is to host the store did not start."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeeperTimes:
-    """How long a keeper may take and stay, in seconds.
+class StoreServerTimes:
+    """How long a store server may take to start and stay idle, in seconds.
 
     Attributes:
         start_s: Its start; most of it is the import of torch.
@@ -128,7 +128,7 @@ class KeeperTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeper:
+class StoreServer:
     """A store that is hosted here.
 
     Attributes:
@@ -148,7 +148,7 @@ class Keeper:
             return None  # a forked child's orders would be mixed with its parent's
         try:
             self.channel.sendall(json.dumps(order).encode() + b"\n")
-            return _hear(self.channel.fileno(), timeout_s) or None
+            return _read_report(self.channel.fileno(), timeout_s) or None
         except OSError:
             return None
 
@@ -168,18 +168,18 @@ class Keeper:
             _wait_for_end(self.process, timeout_s)
 
 
-def keep_store(
+def host_store(
     endpoint: Endpoint,
     job: str,
     connect: Connect,
     *,
     is_single_node: bool = False,
-    times: KeeperTimes = KeeperTimes(),
-    beside: Keeper | None = None,
-) -> Keeper:
+    times: StoreServerTimes = StoreServerTimes(),
+    beside: StoreServer | None = None,
+) -> StoreServer:
     """See to it that a store of this job listens at an endpoint of this host.
 
-    It may listen already: a keeper outlives its starter.
+    It may listen already: a store server outlives its starter.
 
     Args:
         endpoint: Where; an address of this host.
@@ -191,7 +191,7 @@ def keep_store(
 
     Raises:
         StoreInUseError: the port belongs to another job, or to a program that is no store.
-        KeeperStartError: it did not start.
+        StoreServerStartError: it did not start.
     """
     address = endpoint.host
     if not is_single_node and not is_reachable_from_elsewhere(address):
@@ -201,7 +201,7 @@ def keep_store(
         )
         address = ""
     order = {"address": address, "port": endpoint.port, "job": job}
-    started = Keeper(endpoint)
+    started = StoreServer(endpoint)
     report = None if beside is None else beside.ask(order, times.start_s)
     if report is None:
         started, report = _start(order, times)
@@ -214,9 +214,9 @@ def keep_store(
         started.channel.close()
         _wait_for_end(started.process, _END_S)
     if report.get("errno") != errno.EADDRINUSE:
-        raise KeeperStartError(f"no store can be hosted at {endpoint}: {report.get('error')}")
+        raise StoreServerStartError(f"no store can be hosted at {endpoint}: {report.get('error')}")
     _join(endpoint, job, connect)
-    return Keeper(Endpoint(endpoint.host, endpoint.port, is_served=True))
+    return StoreServer(Endpoint(endpoint.host, endpoint.port, is_served=True))
 
 
 def _join(endpoint: Endpoint, job: str, connect: Connect) -> None:
@@ -225,7 +225,7 @@ def _join(endpoint: Endpoint, job: str, connect: Connect) -> None:
         try:
             claim(connect(endpoint, timedelta(seconds=_PROBE_S)), job)
         except StoreLostError:
-            if not wake_keepers(job):
+            if not resume_store_servers(job):
                 raise
             claim(connect(endpoint, timedelta(seconds=_PROBE_S)), job)
     except StoreInUseError as error:
@@ -241,7 +241,9 @@ def _join(endpoint: Endpoint, job: str, connect: Connect) -> None:
         ) from None
 
 
-def _start(order: dict[str, Any], times: KeeperTimes, *flags: str) -> tuple[Keeper, dict[str, Any]]:
+def _start(
+    order: dict[str, Any], times: StoreServerTimes, *flags: str
+) -> tuple[StoreServer, dict[str, Any]]:
     ours, theirs = socket.socketpair()
     with theirs:
         options = {
@@ -263,21 +265,21 @@ def _start(order: dict[str, Any], times: KeeperTimes, *flags: str) -> tuple[Keep
             )
         except OSError as error:
             ours.close()
-            raise KeeperStartError(f"the store's process does not start: {error}") from None
-    keeper = Keeper(Endpoint("", 0, is_served=False), process, ours)
+            raise StoreServerStartError(f"the store's process does not start: {error}") from None
+    store_server = StoreServer(Endpoint("", 0, is_served=False), process, ours)
     try:
-        report = _hear(ours.fileno(), times.start_s)
+        report = _read_report(ours.fileno(), times.start_s)
     except OSError as error:
         process.kill()
-        return keeper, {"error": f"its report cannot be read: {error}"}
+        return store_server, {"error": f"its report cannot be read: {error}"}
     if report is None:
         process.kill()
-        return keeper, {"error": f"nothing was heard of it within {times.start_s:g} s"}
+        return store_server, {"error": f"nothing was heard of it within {times.start_s:g} s"}
     if not report:
         ours.close()
         code = _wait_for_end(process, _END_S)
-        return keeper, {"error": f"it ended with exit code {code}", "exit_code": code}
-    return keeper, report
+        return store_server, {"error": f"it ended with exit code {code}", "exit_code": code}
+    return store_server, report
 
 
 def _wait_for_end(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
@@ -294,8 +296,8 @@ def _wait_for_end(process: subprocess.Popen[bytes], timeout_s: float) -> int | N
     return None
 
 
-def _hear(descriptor: int, timeout_s: float) -> dict[str, Any] | None:
-    """Return what a keeper says in a line; None if nothing in time, an empty one if it ends."""
+def _read_report(descriptor: int, timeout_s: float) -> dict[str, Any] | None:
+    """Return a store server's report of one line; None if it is late, an empty one if it ends."""
     deadline, text = time.monotonic() + timeout_s, b""
     while not text.endswith(b"\n") and len(text) < _LONGEST_REPORT:
         left_s = max(0.0, deadline - time.monotonic())

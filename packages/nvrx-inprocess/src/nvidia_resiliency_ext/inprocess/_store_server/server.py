@@ -97,7 +97,7 @@ _ORDER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Duty:
-    """What a keeper is told.
+    """What a store server is told.
 
     Attributes:
         address: Where it listens; empty for all addresses.

@@ -148,7 +148,7 @@ _ENGINE = "transformer_engine"
 _USER_BUFFERS = "transformer_engine.pytorch.module.base"
 
 # The second is where newer versions keep it.
-_FP8_ROOMS = ("transformer_engine.pytorch.fp8", "transformer_engine.pytorch.quantization")
+_FP8_MODULES = ("transformer_engine.pytorch.fp8", "transformer_engine.pytorch.quantization")
 
 
 class AbortTransformerEngine(Abort):
@@ -195,7 +195,7 @@ class AbortPersistentCheckpointProcesses(Abort):
 
 
 def _fp8_manager() -> Any:
-    for name in _FP8_ROOMS:
+    for name in _FP8_MODULES:
         manager = getattr(_import(name), "FP8GlobalStateManager", None)
         if manager is not None:
             return manager

@@ -155,7 +155,7 @@ def let_go_of_gloo_connections() -> None:
     _ended.let_go()
 
 
-def end_gloo_meetings(world_size: int) -> int:
+def end_gloo_rendezvous(world_size: int) -> int:
     """Let nobody in this process wait any more for another rank to connect to it.
 
     A group that is being made waits, for minutes and without any socket to shut down, for ranks
@@ -316,7 +316,7 @@ def _read(path: str) -> str:
         return ""
 
 
-class StuckCalls:
+class BlockedCalls:
     """Ends waits at torch's stores, and what gloo waits for.
 
     That is ranks that do not come any more, and collectives: the abort is over, but a main thread
@@ -336,4 +336,4 @@ class StuckCalls:
             # A process that has no descriptor left may have one the next time.
             with contextlib.suppress(OSError):
                 end_gloo_connections()
-                end_gloo_meetings(_inputs.active_world_size())
+                end_gloo_rendezvous(_inputs.active_world_size())

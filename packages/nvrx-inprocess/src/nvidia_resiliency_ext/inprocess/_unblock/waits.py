@@ -27,7 +27,7 @@ from datetime import timedelta
 from typing import Any
 
 from nvidia_resiliency_ext.inprocess._store.names import StoreLostError
-from nvidia_resiliency_ext.inprocess._store.plain import greet
+from nvidia_resiliency_ext.inprocess._store.plain import handshake
 from nvidia_resiliency_ext.inprocess._store.sockets import make_within, wait_until_listening
 from nvidia_resiliency_ext.shared_utils.store_sockets import tcp_socket
 
@@ -161,7 +161,7 @@ class StoreWaits:
         if asked_s is not None and now - asked_s < _ANSWERED_WITHIN_S:
             return False
         peer = _peer_of(connection) if asked_s is None else _Peer.DEAD
-        if peer is _Peer.STRANGER:
+        if peer is _Peer.OTHER:
             return False
         self._cancelled[name] = now
         if peer is _Peer.STORE:
@@ -185,7 +185,7 @@ class StoreWaits:
 
 class _Peer(enum.Enum):
     STORE = enum.auto()
-    STRANGER = enum.auto()
+    OTHER = enum.auto()
     DEAD = enum.auto()
 
 
@@ -202,11 +202,11 @@ def _peer_of(connection: socket.socket) -> _Peer:
 def _ask(probe: socket.socket) -> _Peer:
     """See whether a store answers."""
     try:
-        return _Peer.STORE if greet(probe) else _Peer.STRANGER
+        return _Peer.STORE if handshake(probe) else _Peer.OTHER
     except TimeoutError:
         return _Peer.DEAD
     except OSError:
-        return _Peer.STRANGER
+        return _Peer.OTHER
 
 
 _NAME = "TCPStore"

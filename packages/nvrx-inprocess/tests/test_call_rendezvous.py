@@ -13,7 +13,7 @@ from nvidia_resiliency_ext.inprocess.store import FileStore, TCPStore
 
 
 @pytest.mark.parametrize("is_launchers", [True, False])
-def test_store_waits_as_long_as_it_is_told(
+def test_store_waits_as_long_as_it_is_notified(
     is_launchers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The timeout in `store_kwargs` is that of `call.store`, in a later call, too.
@@ -32,10 +32,10 @@ def test_store_waits_as_long_as_it_is_told(
         rank_assignment=ShiftRanks(),
         store_kwargs={"port": server.port, "timeout": told},
     )
-    assert rendezvous.meet(settings, State(0, 1), environ).store.timeout == told
+    assert rendezvous.hold_rendezvous(settings, State(0, 1), environ).store.timeout == told
 
 
-def test_a_port_that_the_environment_overrules_is_told(
+def test_a_port_that_the_environment_overrules_is_notified(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a store in the environment one line at INFO says that the given port is not used."""
@@ -48,7 +48,7 @@ def test_a_port_that_the_environment_overrules_is_told(
     )
     caplog.set_level("INFO", "nvrx")
     for _ in range(2):
-        rendezvous.meet(settings, State(0, 1), {"NVRX_INPROCESS_STORE": address})
+        rendezvous.hold_rendezvous(settings, State(0, 1), {"NVRX_INPROCESS_STORE": address})
     told = [each for each in caplog.records if "port=29555" in each.message]
     assert [each.levelname for each in told] == ["INFO"]
     assert address in told[0].message
@@ -63,4 +63,4 @@ def test_what_a_factory_raises_comes_first() -> None:
 
     settings = Settings(store_factory=Broken, rank_assignment=ShiftRanks())
     with pytest.raises(ZeroDivisionError, match="mine"):
-        rendezvous.meet(settings, State(0, 1), {})
+        rendezvous.hold_rendezvous(settings, State(0, 1), {})

@@ -10,14 +10,14 @@ import pytest
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase, Stamps
 from nvidia_resiliency_ext.inprocess._monitor.timeouts import (
     AskForStacks,
+    Evaluation,
     GiveUp,
     HardTimeout,
     Limits,
     SendSignals,
     SoftTimeout,
-    Verdict,
     Watch,
-    judge,
+    evaluate,
 )
 
 LIMITS = Limits(soft_s=60.0, hard_s=90.0, grace_s=5.0, interval_s=1.0)
@@ -39,8 +39,8 @@ class Rank:
         self.watch = Watch()
         self.effects: list[tuple[float, object]] = []
 
-    def look(self, seen: Stamps) -> Verdict:
-        verdict = judge(self.watch, seen, self.limits, self.now)
+    def look(self, seen: Stamps) -> Evaluation:
+        verdict = evaluate(self.watch, seen, self.limits, self.now)
         self.watch = verdict.watch
         self.effects += [(self.now, effect) for effect in verdict.effects]
         return verdict

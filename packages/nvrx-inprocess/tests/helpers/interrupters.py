@@ -3,15 +3,19 @@
 
 import time
 
-from nvidia_resiliency_ext.inprocess._call.interrupt import AtomicLock, MainThreadGate, Raised
+from nvidia_resiliency_ext.inprocess._call.interrupt import (
+    AtomicLock,
+    MainThreadInterrupter,
+    Raised,
+)
 
 
-def interrupt_gate(
-    gate: MainThreadGate, message: str, quiet_s: float, lock: AtomicLock
+def interrupt_main_thread(
+    interrupter: MainThreadInterrupter, message: str, quiet_s: float, lock: AtomicLock
 ) -> Raised | None:
     """Raise in the main thread and wait until it has left; `None` if it was not inside."""
     with lock:
-        interruption = gate.begin(message)
+        interruption = interrupter.begin(message)
     return None if interruption is None else interruption.see_out(quiet_s, lock)
 
 

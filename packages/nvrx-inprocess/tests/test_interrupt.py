@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: PT012 - an exception that comes from outside may meet any statement
-"""The gate: the main thread leaves exactly when it was interrupted, and nothing comes after."""
+"""The main thread leaves exactly when it was interrupted, and nothing is raised after."""
 
 import _thread
 import collections
@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from gates import await_waiter, interrupt_gate, is_held_by_others
+from interrupters import await_waiter, interrupt_main_thread, is_held_by_others
 
 from nvidia_resiliency_ext.inprocess._call.interrupt import (
     AtomicLock,
-    MainThreadGate,
-    Nudge,
+    InterruptSignal,
+    MainThreadInterrupter,
     Raised,
     RankShouldRestart,
     require_main_thread,
@@ -40,8 +40,8 @@ LATEST_S = 0.002
 class Helper:
     """A thread that interrupts when it is told to."""
 
-    def __init__(self, gate: MainThreadGate, lock: AtomicLock) -> None:
-        self._gate, self._lock = gate, lock
+    def __init__(self, interrupter: MainThreadInterrupter, lock: AtomicLock) -> None:
+        self._interrupter, self._lock = interrupter, lock
         self._orders: queue.SimpleQueue[tuple[float, float] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Raised | None] = queue.SimpleQueue()
         self._never = threading.Event()
@@ -65,7 +65,9 @@ class Helper:
             delay_s, quiet_s = order
             self._never.wait(delay_s)
             self.is_coming = True
-            self._results.put(interrupt_gate(self._gate, "because", quiet_s, self._lock))
+            self._results.put(
+                interrupt_main_thread(self._interrupter, "because", quiet_s, self._lock)
+            )
 
 
 @pytest.fixture
@@ -74,13 +76,13 @@ def lock() -> AtomicLock:
 
 
 @pytest.fixture
-def gate() -> MainThreadGate:
-    return MainThreadGate()
+def interrupter() -> MainThreadInterrupter:
+    return MainThreadInterrupter()
 
 
 @pytest.fixture
-def helper(gate: MainThreadGate, lock: AtomicLock) -> Iterator[Helper]:
-    made = Helper(gate, lock)
+def helper(interrupter: MainThreadInterrupter, lock: AtomicLock) -> Iterator[Helper]:
+    made = Helper(interrupter, lock)
     yield made
     made.close()
 
@@ -158,7 +160,7 @@ PLACES = [name for name in vars(Places) if not name.startswith("_")]
 
 @pytest.mark.parametrize("place", PLACES)
 def test_random_interruptions(
-    gate: MainThreadGate,
+    interrupter: MainThreadInterrupter,
     lock: AtomicLock,
     helper: Helper,
     unraisable: list[type[BaseException]],
@@ -179,7 +181,7 @@ def test_random_interruptions(
             helper.interrupt(draw.uniform(0.0, LATEST_S))
             raised: tuple[object, ...] | None = None
             try:
-                with gate.inside():
+                with interrupter.inside():
                     function()
             except RankShouldRestart as error:
                 raised = error.args
@@ -263,10 +265,12 @@ BLOCKING = {
 
 
 @pytest.mark.parametrize("call", BLOCKING)
-def test_blocking_calls_are_left(gate: MainThreadGate, helper: Helper, call: str) -> None:
+def test_blocking_calls_are_left(
+    interrupter: MainThreadInterrupter, helper: Helper, call: str
+) -> None:
     """A main thread that waits in the kernel is out within a fraction of a second."""
     with contextlib.contextmanager(BLOCKING[call])() as function:
-        with pytest.raises(RankShouldRestart, match="because"), gate.inside():
+        with pytest.raises(RankShouldRestart, match="because"), interrupter.inside():
             helper.interrupt(0.01)
             function()
         result = helper.result()
@@ -275,9 +279,11 @@ def test_blocking_calls_are_left(gate: MainThreadGate, helper: Helper, call: str
     assert result.left_s < 25.0
 
 
-def test_a_thread_that_blocks_signals_is_left(gate: MainThreadGate, helper: Helper) -> None:
+def test_a_thread_that_blocks_signals_is_left(
+    interrupter: MainThreadInterrupter, helper: Helper
+) -> None:
     """Even when the function has blocked all signals, its bytecode is interrupted."""
-    with pytest.raises(RankShouldRestart), gate.inside():
+    with pytest.raises(RankShouldRestart), interrupter.inside():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         start = time.perf_counter()
         try:
@@ -290,13 +296,13 @@ def test_a_thread_that_blocks_signals_is_left(gate: MainThreadGate, helper: Help
     assert helper.result() is not None
 
 
-def test_signals_blocked_at_the_entry(gate: MainThreadGate, helper: Helper) -> None:
+def test_signals_blocked_at_the_entry(interrupter: MainThreadInterrupter, helper: Helper) -> None:
     """A program that has blocked all signals is interrupted in a call, and they stay blocked."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         start = time.perf_counter()
-        with pytest.raises(RankShouldRestart), gate.inside():
+        with pytest.raises(RankShouldRestart), interrupter.inside():
             helper.interrupt(0.01)
             time.sleep(30)
         assert time.perf_counter() - start < 25
@@ -306,10 +312,12 @@ def test_signals_blocked_at_the_entry(gate: MainThreadGate, helper: Helper) -> N
     assert helper.result() is not None
 
 
-def test_function_that_swallows_is_raised_in_again(gate: MainThreadGate, helper: Helper) -> None:
+def test_function_that_swallows_is_raised_in_again(
+    interrupter: MainThreadInterrupter, helper: Helper
+) -> None:
     """It is raised again after the quiet time, then with pauses that grow from 10 ms."""
     seen: list[float] = []
-    with pytest.raises(RankShouldRestart), gate.inside():
+    with pytest.raises(RankShouldRestart), interrupter.inside():
         helper.interrupt(quiet_s=0.05)
         while len(seen) < 5:
             try:
@@ -326,16 +334,18 @@ def test_function_that_swallows_is_raised_in_again(gate: MainThreadGate, helper:
     )
 
 
-def test_first_unwinding_is_left_in_peace(gate: MainThreadGate, helper: Helper) -> None:
+def test_first_unwinding_is_left_in_peace(
+    interrupter: MainThreadInterrupter, helper: Helper
+) -> None:
     """What the function does in its clean-up is not interrupted within the quiet time."""
     cleaned_up = False
-    with pytest.raises(RankShouldRestart), gate.inside():
+    with pytest.raises(RankShouldRestart), interrupter.inside():
         try:
             helper.interrupt()
             spin(30)
         finally:
             # One that comes by itself, as one that was sent twice, does nothing.
-            gate._nudge.send()
+            interrupter._signal.send()
             spin(0.1)
             cleaned_up = True
     result = helper.result()
@@ -345,7 +355,7 @@ def test_first_unwinding_is_left_in_peace(gate: MainThreadGate, helper: Helper) 
 
 
 def test_lost_in_a_destructor(
-    gate: MainThreadGate, helper: Helper, unraisable: list[type[BaseException]]
+    interrupter: MainThreadInterrupter, helper: Helper, unraisable: list[type[BaseException]]
 ) -> None:
     """What Python could only report is raised again at once, not after the quiet time."""
 
@@ -355,7 +365,7 @@ def test_lost_in_a_destructor(
             spin(30)
 
     start = time.perf_counter()
-    with pytest.raises(RankShouldRestart), gate.inside():
+    with pytest.raises(RankShouldRestart), interrupter.inside():
         try:
             Stuck()
             spin(30)
@@ -368,13 +378,13 @@ def test_lost_in_a_destructor(
     assert time.perf_counter() - start < 25
 
 
-def test_interruption_takes_the_place_of_an_exception(gate: MainThreadGate) -> None:
+def test_interruption_takes_the_place_of_an_exception(interrupter: MainThreadInterrupter) -> None:
     """An exception that the abort has brought about does not hide the interruption."""
-    with pytest.raises(RankShouldRestart) as caught, gate.inside():
+    with pytest.raises(RankShouldRestart) as caught, interrupter.inside():
         interrupted = threading.Event()
 
         def interrupt() -> None:
-            gate._entry.message = "because"  # as if the main thread had not been reached yet
+            interrupter._entry.message = "because"  # as if the main thread had not been reached yet
             interrupted.set()
 
         thread = threading.Thread(target=interrupt)
@@ -386,29 +396,29 @@ def test_interruption_takes_the_place_of_an_exception(gate: MainThreadGate) -> N
 
 @pytest.mark.parametrize("leaving", [SystemExit, KeyboardInterrupt])
 def test_leaving_goes_before_the_interruption(
-    gate: MainThreadGate, leaving: type[BaseException]
+    interrupter: MainThreadInterrupter, leaving: type[BaseException]
 ) -> None:
     """What ends the wrapper on this rank is not turned into a restart."""
-    with pytest.raises(leaving), gate.inside():
-        gate._entry.message = "because"
+    with pytest.raises(leaving), interrupter.inside():
+        interrupter._entry.message = "because"
         raise leaving
 
 
-def test_nobody_inside(gate: MainThreadGate, lock: AtomicLock) -> None:
+def test_nobody_inside(interrupter: MainThreadInterrupter, lock: AtomicLock) -> None:
     """Who interrupts when nobody is inside is told so, and nothing is raised then or later."""
-    assert interrupt_gate(gate, "because", QUIET_S, lock) is None
-    with gate.inside():
+    assert interrupt_main_thread(interrupter, "because", QUIET_S, lock) is None
+    with interrupter.inside():
         pass
-    assert interrupt_gate(gate, "because", QUIET_S, lock) is None
-    with gate.inside():
+    assert interrupt_main_thread(interrupter, "because", QUIET_S, lock) is None
+    with interrupter.inside():
         spin(0.001)
 
 
 def test_atomic_block_is_not_interrupted(
-    gate: MainThreadGate, lock: AtomicLock, helper: Helper
+    interrupter: MainThreadInterrupter, lock: AtomicLock, helper: Helper
 ) -> None:
     """The interruption waits for the end of the block, and then comes."""
-    with pytest.raises(RankShouldRestart), gate.inside():
+    with pytest.raises(RankShouldRestart), interrupter.inside():
         with lock, lock:
             helper.interrupt()
             spin(0.05)
@@ -419,7 +429,7 @@ def test_atomic_block_is_not_interrupted(
 
 
 def test_atomic_block_is_not_interrupted_later_either(
-    gate: MainThreadGate, lock: AtomicLock
+    interrupter: MainThreadInterrupter, lock: AtomicLock
 ) -> None:
     """A function that has swallowed the exception can still finish its block."""
     is_in_block = threading.Event()
@@ -427,13 +437,13 @@ def test_atomic_block_is_not_interrupted_later_either(
 
     def interrupt() -> None:
         with lock:
-            interruption = gate.begin("because")
+            interruption = interrupter.begin("because")
         assert interruption is not None
         assert is_in_block.wait(30)
         results.append(interruption.see_out(0.02, lock))
 
     thread = threading.Thread(target=interrupt)
-    with pytest.raises(RankShouldRestart), gate.inside():
+    with pytest.raises(RankShouldRestart), interrupter.inside():
         try:
             thread.start()
             spin(30)
@@ -470,7 +480,7 @@ def test_who_waits_for_the_lock_comes_next(lock: AtomicLock) -> None:
 
 
 def test_main_thread_waits_for_the_lock(
-    gate: MainThreadGate, lock: AtomicLock, helper: Helper
+    interrupter: MainThreadInterrupter, lock: AtomicLock, helper: Helper
 ) -> None:
     """A block cannot be entered while somebody interrupts, and its entry can be interrupted."""
     is_held, go_on = threading.Event(), threading.Event()
@@ -479,13 +489,13 @@ def test_main_thread_waits_for_the_lock(
         with lock:
             is_held.set()
             assert not is_held_by_others(lock)
-            interruption = gate.begin("because")
+            interruption = interrupter.begin("because")
             go_on.wait(30)
         assert interruption is not None
         interruption.see_out(QUIET_S, lock)
 
     thread = threading.Thread(target=hold)
-    with pytest.raises(RankShouldRestart), gate.inside():
+    with pytest.raises(RankShouldRestart), interrupter.inside():
         thread.start()
         is_held.wait()
         with lock:
@@ -500,12 +510,12 @@ def test_no_signal_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every real-time signal is taken, that is said, and nothing is changed."""
     monkeypatch.setattr("nvidia_resiliency_ext.shared_utils.unused_signal._taken", lambda: ~0)
     hook = sys.unraisablehook
-    gate = MainThreadGate()
-    with pytest.raises(RuntimeError, match="real-time signal"), gate.inside():
+    interrupter = MainThreadInterrupter()
+    with pytest.raises(RuntimeError, match="real-time signal"), interrupter.inside():
         pytest.fail("entered without a signal")
     assert sys.unraisablehook is hook
     monkeypatch.undo()
-    with gate.inside():
+    with interrupter.inside():
         pass
 
 
@@ -513,17 +523,17 @@ def test_signal_that_comes_late_ends_nothing() -> None:
     """A signal still on its way when the handler is taken down does not kill the process."""
     calls: list[int] = []
     for _ in range(200):
-        nudge = Nudge(lambda number, _frame: calls.append(number))
-        nudge.install()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {nudge.number})
-        nudge.send()
-        nudge.withdraw()
+        interrupt_signal = InterruptSignal(lambda number, _frame: calls.append(number))
+        interrupt_signal.install()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {interrupt_signal.number})
+        interrupt_signal.send()
+        interrupt_signal.withdraw()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        assert signal.getsignal(nudge.number) is signal.SIG_DFL
+        assert signal.getsignal(interrupt_signal.number) is signal.SIG_DFL
     assert len(calls) <= 400
 
 
-def test_what_the_function_put_there_stays(gate: MainThreadGate) -> None:
+def test_what_the_function_put_there_stays(interrupter: MainThreadInterrupter) -> None:
     """A hook or handler that the function has set itself is not taken away from it."""
     number = unused_realtime_signal()
     before = sys.unraisablehook
@@ -532,8 +542,8 @@ def test_what_the_function_put_there_stays(gate: MainThreadGate) -> None:
         """Do nothing."""
 
     try:
-        with gate.inside():
-            assert signal.getsignal(number) == gate._on_nudge
+        with interrupter.inside():
+            assert signal.getsignal(number) == interrupter._on_signal
             signal.signal(number, its_own)
             sys.unraisablehook = its_own
         assert signal.getsignal(number) is its_own
@@ -544,18 +554,20 @@ def test_what_the_function_put_there_stays(gate: MainThreadGate) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, RankShouldRestart])
-def test_restored_on_every_way_out(gate: MainThreadGate, error: type[BaseException]) -> None:
-    """Hook and handler are back, whatever leaves the block, and the gate can be entered again."""
+def test_restored_on_every_way_out(
+    interrupter: MainThreadInterrupter, error: type[BaseException]
+) -> None:
+    """Hook and handler are back, whatever leaves the block, which can be entered again."""
     hook, number = sys.unraisablehook, unused_realtime_signal()
     for _ in range(3):
-        with pytest.raises(error), gate.inside():
+        with pytest.raises(error), interrupter.inside():
             raise error("out")
         assert sys.unraisablehook is hook
         assert unused_realtime_signal() == number
 
 
-def test_exit_that_a_handler_prevents(gate: MainThreadGate) -> None:
-    """A signal's handler that raises where the exit begins leaves a gate that can still be left."""
+def test_exit_that_a_handler_prevents(interrupter: MainThreadInterrupter) -> None:
+    """A handler that raises where the exit begins leaves a block that can still be left."""
 
     def fail(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
@@ -563,11 +575,11 @@ def test_exit_that_a_handler_prevents(gate: MainThreadGate) -> None:
     before = signal.signal(signal.SIGUSR1, fail)
     try:
         # One call that has a signal sent and then fails: Python sees to signals only after it.
-        with pytest.raises(KeyboardInterrupt), gate.inside():
+        with pytest.raises(KeyboardInterrupt), interrupter.inside():
             list(map(_thread.interrupt_main, (signal.SIGUSR1, "no number")))  # type: ignore[arg-type]
-        assert gate._entry is not None
-        gate.leave()
-        assert gate._entry is None
+        assert interrupter._entry is not None
+        interrupter.leave()
+        assert interrupter._entry is None
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -577,7 +589,7 @@ def test_other_threads_are_refused() -> None:
     errors: list[BaseException] = []
 
     def run() -> None:
-        for call in (lambda: require_main_thread("Wrapper"), MainThreadGate):
+        for call in (lambda: require_main_thread("Wrapper"), MainThreadInterrupter):
             try:
                 call()
             except RuntimeError as error:
@@ -590,16 +602,18 @@ def test_other_threads_are_refused() -> None:
     assert "'other'" in str(errors[1])
 
 
-def test_entered_twice(gate: MainThreadGate) -> None:
+def test_entered_twice(interrupter: MainThreadInterrupter) -> None:
     """A second entry is refused and the first one is not harmed."""
-    with gate.inside():
+    with interrupter.inside():
         with pytest.raises(RuntimeError, match="already inside"):
-            gate.enter()
-        assert gate._entry is not None
+            interrupter.enter()
+        assert interrupter._entry is not None
 
 
-def test_nothing_is_kept_of_the_exception(gate: MainThreadGate, helper: Helper) -> None:
-    """The gate keeps neither exception nor frames, so that groups and models can be freed."""
+def test_nothing_is_kept_of_the_exception(
+    interrupter: MainThreadInterrupter, helper: Helper
+) -> None:
+    """It keeps neither exception nor frames, so that groups and models can be freed."""
 
     class Model:
         alive = 0
@@ -616,16 +630,16 @@ def test_nothing_is_kept_of_the_exception(gate: MainThreadGate, helper: Helper) 
         spin(30)
         del model
 
-    with contextlib.suppress(RankShouldRestart), gate.inside():
+    with contextlib.suppress(RankShouldRestart), interrupter.inside():
         function()
     helper.result()
     gc.collect()
     assert Model.alive == 0
 
 
-def test_requests_are_told_apart() -> None:
-    """A gate inside another one knows which of both a request came through."""
-    outer, inner, lock = MainThreadGate(), MainThreadGate(), AtomicLock()
+def test_requests_are_notified_apart() -> None:
+    """An interrupter inside another one knows which of both a request came through."""
+    outer, inner, lock = MainThreadInterrupter(), MainThreadInterrupter(), AtomicLock()
     helper = Helper(outer, lock)
     try:
         with pytest.raises(RankShouldRestart) as caught, outer.inside(), inner.inside():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First file of the keeper's program, run by its path: leaves all of torch out that it can."""
+"""First file of the store server, run by its path; imports as little of torch as it can."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BOOT = os.path.join(os.path.dirname(_HERE), "_monitor", "boot.py")
 
 
 def run() -> int:
-    """Import the keeper below an empty shell of the package, which itself imports torch; run it."""
+    """Run the store server below an empty shell of the package, which itself would import torch."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
     runpy.run_path(_BOOT)["make_shell"]()
     from nvidia_resiliency_ext.inprocess._store_server import server

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import pytest
 
 from nvidia_resiliency_ext.inprocess._store.names import job_of
-from nvidia_resiliency_ext.inprocess._store_server.hosting import PROGRAM, wake_keepers
+from nvidia_resiliency_ext.inprocess._store_server.hosting import PROGRAM, resume_store_servers
 
 JOB = f"stopped-{os.getpid()}"
 
 
 @pytest.fixture
 def stopped() -> Iterator[list[int]]:
-    """Yield two stopped processes that look like keepers, the second one of another job."""
+    """Yield two stopped processes that look like store servers, the second one of another job."""
     names = [f"--job={JOB}", f"--job={JOB}-2"]
     command = [sys.executable, "-c", "input()", PROGRAM]
     made = [subprocess.Popen([*command, name], stdin=subprocess.PIPE) for name in names]
@@ -32,11 +32,11 @@ def stopped() -> Iterator[list[int]]:
 
 def test_only_stopped_processes_of_the_job_go_on(stopped: list[int]) -> None:
     """The job's own process goes on; another job's does not, and one that runs is left alone."""
-    assert wake_keepers("no-such-job") == 0
-    assert wake_keepers(JOB) == 1
+    assert resume_store_servers("no-such-job") == 0
+    assert resume_store_servers(JOB) == 1
     os.waitid(os.P_PID, stopped[0], os.WCONTINUED)
-    assert wake_keepers(JOB) == 0
-    assert wake_keepers(f"{JOB}-2") == 1
+    assert resume_store_servers(JOB) == 0
+    assert resume_store_servers(f"{JOB}-2") == 1
 
 
 def test_the_job_stands_before_all_keys() -> None:

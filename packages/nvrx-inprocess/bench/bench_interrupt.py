@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what the main thread pays for being interruptible, and how soon it is interrupted.
 
-One JSON line per figure: an atomic block (us), entering and leaving the gate (us), from the request
-until the main thread is out of a Python loop, `time.sleep` and `queue.get` (ms, median and worst),
-and the CPU time of a watchdog (percent of a core) that stamps once per second. These are rooms of
-this package, so there is nothing to compare with; `--python` chooses the install.
+One JSON line per figure: an atomic block (us), entering and leaving the interrupter (us), from the
+request until the main thread is out of a Python loop, `time.sleep` and `queue.get` (ms, median and
+worst), and the CPU time of a watchdog (percent of a core) that stamps once per second. All are
+parts of this package, so there is nothing to compare with; `--python` chooses the install.
 
-    python bench_gate.py [--python PY] [--repeats 5] [--watchdog-seconds 10]
+    python bench_interrupt.py [--python PY] [--repeats 5] [--watchdog-seconds 10]
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 
 PROGRAM = r"""
 import json, queue, statistics, sys, threading, time, timeit
-from nvidia_resiliency_ext.inprocess._call.interrupt import AtomicLock, MainThreadGate
+from nvidia_resiliency_ext.inprocess._call.interrupt import AtomicLock, MainThreadInterrupter
 from nvidia_resiliency_ext.inprocess._call.interrupt import RankShouldRestart
 from nvidia_resiliency_ext.inprocess._call.watchdog import Watchdog
 
-gate, lock = MainThreadGate(), AtomicLock()
+interrupter, lock = MainThreadInterrupter(), AtomicLock()
 number = 200_000
 empty = min(timeit.repeat("pass", number=number, repeat=3))
 block = min(timeit.repeat("with atomic(): pass", number=number, repeat=3,
@@ -33,7 +33,7 @@ block = min(timeit.repeat("with atomic(): pass", number=number, repeat=3,
 print(json.dumps({"case": "atomic block", "us": (block - empty) / number * 1e6}))
 
 def stay():
-    with gate.inside():
+    with interrupter.inside():
         pass
 
 stays = min(timeit.repeat(stay, number=500)) / 500
@@ -53,12 +53,12 @@ for name, function in cases.items():
             threading.Event().wait(0.02)
             begun.append(time.perf_counter())
             with lock:
-                interruption = gate.begin("")
+                interruption = interrupter.begin("")
             interruption.see_out(60, lock)
         thread = threading.Thread(target=interrupt)
         thread.start()
         try:
-            with gate.inside():
+            with interrupter.inside():
                 function()
         except RankShouldRestart:
             taken.append(time.perf_counter() - begun[0])
@@ -107,7 +107,7 @@ def main() -> None:
         medians = {
             name: round(statistics.median(run[name] for run in figures), 4) for name in figures[0]
         }
-        print(json.dumps({"bench": "gate", "case": case, **medians}), flush=True)
+        print(json.dumps({"bench": "interrupt", "case": case, **medians}), flush=True)
 
 
 def _run(python: str, *arguments: str) -> list[str]:
