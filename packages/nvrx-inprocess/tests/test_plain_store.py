@@ -217,7 +217,7 @@ def test_any_answer_ends(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_that_hangs_is_lost_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is silent after the handshake is a lost store, for a wait and for a question alike."""
+    """A server that is silent after the handshake is a lost store, for a wait and a question."""
 
     def fall_silent(connection: socket.socket) -> None:
         handshake(connection)

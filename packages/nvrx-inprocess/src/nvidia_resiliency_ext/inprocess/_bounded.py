@@ -20,11 +20,6 @@ T = TypeVar("T")
 def call_bounded(name: str, function: Callable[[], T], timeout: timedelta) -> T:
     """Call a function in a daemon thread and return what it returns.
 
-    Args:
-        name: The thread's name, also in messages.
-        function: Called once.
-        timeout: How long it may take.
-
     Raises:
         exception.TimeoutError: It has not ended; its thread goes on, nobody waits for it.
         BaseException: What the function raised.

@@ -42,9 +42,6 @@ class InterruptSignal:
     Attributes:
         number: The signal.
 
-    Args:
-        handler: Called in the main thread some time after each `send`; several may be one.
-
     Raises:
         RuntimeError: Every real-time signal is in use.
     """
@@ -147,9 +144,6 @@ _RAISED, _LOST, _LEFT = "raised", "lost", "left"
 
 def require_main_thread(what: str) -> None:
     """Refuse any thread but the main one.
-
-    Args:
-        what: What needs it, for the message.
 
     Raises:
         RuntimeError: The calling thread is another one.
@@ -352,12 +346,7 @@ class MainThreadInterrupter:
 
 
 class InterruptRequest:
-    """One request to leave, as the helper thread sees it.
-
-    Args:
-        interrupter: Where.
-        entry: The stay that is to end.
-    """
+    """One request to leave, as the helper thread sees it."""
 
     def __init__(self, interrupter: MainThreadInterrupter, entry: _Entry) -> None:
         self._interrupter = interrupter

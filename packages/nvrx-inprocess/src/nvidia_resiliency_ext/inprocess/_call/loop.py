@@ -99,14 +99,7 @@ class Parts:
 
 
 class CallLoop:
-    """One wrapped call in its rank. All methods are called by the main thread unless they say so.
-
-    Args:
-        settings: The wrapper's parameters.
-        state: This rank, before ranks were assigned; it is changed as the call goes on.
-        parts: What the loop works with.
-        restart_health_check: Checks this rank before it goes on, or None.
-    """
+    """One wrapped call in its rank. Methods run in the main thread unless they say otherwise."""
 
     def __init__(
         self,

@@ -90,11 +90,7 @@ class RestartReport:
 
 
 class Stopwatch:
-    """Collects the phases of the restart that goes on; they may overlap only by being nested.
-
-    Args:
-        monotonic: Returns seconds.
-    """
+    """Collects the phases of the restart that goes on; they may overlap only by being nested."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
@@ -137,11 +133,6 @@ def _limits(settings: Settings) -> dict[Interruption, timedelta]:
 def describe_interruption(decision: Decision, lost: Iterable[int], settings: Settings) -> str:
     """Return in words what happened to which ranks, and who takes no further part.
 
-    Args:
-        decision: What was reported, and whom a hang is blamed on.
-        lost: Initial ranks that do not go on.
-        settings: The limits that were passed.
-
     Examples: `rank 1: process was killed or crashed; rank 1 is lost`, and, of a hang, `rank 1 runs
     in train.py:41 in load; rank 0 waited for it (rank 0: no progress for 60 s (soft_timeout), or
     waited for a rank that made none)`.
@@ -174,11 +165,7 @@ def recent_reports() -> collections.deque[RestartReport]:
 
 
 class RestartRecord:
-    """The record of one call; it writes nothing where no launcher keeps one.
-
-    Args:
-        call: The call's number in its launch cycle.
-    """
+    """The record of one call; it writes nothing where no launcher keeps one."""
 
     def __init__(self, call: int) -> None:
         self._call = call

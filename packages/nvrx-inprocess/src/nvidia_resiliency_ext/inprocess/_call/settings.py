@@ -93,10 +93,6 @@ _ORDERS = (
 def check_settings(settings: Settings, *, is_distributed_available: bool) -> None:
     """Check all arguments.
 
-    Args:
-        settings: The arguments.
-        is_distributed_available: What `torch.distributed.is_available()` says.
-
     Raises:
         TypeError: An argument has the wrong type; the message begins with its name.
         ValueError: Arguments do not fit together; the message has the relation and the values.

@@ -52,12 +52,7 @@ class Stamped(Protocol):
 
 
 class Watchdog:
-    """A thread that has the main thread show, once per interval, that it makes progress.
-
-    Args:
-        target: Gets the stamps, from this thread, and from the one that pauses or stops it.
-        interval_s: Seconds between two stamps.
-    """
+    """A thread that has the main thread show, once per interval, that it makes progress."""
 
     def __init__(self, target: Stamped, interval_s: float) -> None:
         self._target = target

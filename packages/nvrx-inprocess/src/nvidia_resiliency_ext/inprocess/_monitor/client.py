@@ -65,12 +65,6 @@ class MonitorLink:
     Attributes:
         monitor_pid: Process of the monitor that serves us.
         is_abandoned: There is none any more, and there will be none.
-
-    Args:
-        settings: What the monitor must know about the call.
-        page: The rank's stamps.
-        on_event: Called with each event, in the link's thread.
-        dump: Where the rank writes its stacks when the monitor asks for them.
     """
 
     def __init__(

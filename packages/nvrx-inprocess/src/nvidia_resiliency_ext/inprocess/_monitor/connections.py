@@ -21,12 +21,7 @@ logger = logging.getLogger("nvrx")
 
 
 class Processes:
-    """Holds each process once, until it ends.
-
-    Args:
-        loop: Where ends are seen, at once with pidfds, else whenever `look` is called.
-        ended: Called with the number of a process that has ended.
-    """
+    """Holds each process once, until it ends."""
 
     def __init__(self, loop: EventLoop, ended: Callable[[int], None]) -> None:
         self._loop = loop

@@ -126,14 +126,7 @@ _ENDS_WITH_ITS_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 def run(listener_fd: int, directory: str, starter: int, needs_torch: bool) -> int:
-    """Be the monitor; return the exit code.
-
-    Args:
-        listener_fd: The socket that ranks connect to.
-        directory: The node's private directory.
-        starter: The process that started us: while it lives, somebody may still come.
-        needs_torch: Somebody may be about to ask for a store that needs torch.
-    """
+    """Be the monitor; return the exit code."""
     for number in _ENDS_WITH_ITS_RANKS:
         signal.signal(number, signal.SIG_IGN)
     # Not at once: the import keeps the interpreter busy, and somebody may be about to come.
@@ -153,13 +146,7 @@ def run(listener_fd: int, directory: str, starter: int, needs_torch: bool) -> in
 
 
 class Monitor:
-    """All that one monitor process is.
-
-    Args:
-        listener: Where ranks come.
-        place: The directory to remove in the end.
-        starter: A process for which it stays, though it may never say anything.
-    """
+    """All that one monitor process is."""
 
     def __init__(self, listener: socket.socket, directory: NodeDirectory, starter: int) -> None:
         self._listener = listener

@@ -36,12 +36,7 @@ _MAX_BYTES = 1 << 20
 
 
 class StateFile:
-    """The file of one call.
-
-    Args:
-        directory: The node's private directory.
-        prefix: The call.
-    """
+    """The file of one call."""
 
     def __init__(self, directory: str, prefix: str) -> None:
         name = hashlib.sha256(prefix.encode()).hexdigest()[:16]
@@ -103,14 +98,7 @@ class _Look:
 
 
 class Registration:
-    """Keeps the node known, and notices when another node is not heard of.
-
-    Args:
-        settings: Times.
-        directory: Folder of the state file.
-        store_worker: Runs what is done at the store.
-        lost: Called with the initial ranks of a lost node.
-    """
+    """Keeps the node known, and notices when another node is not heard of."""
 
     def __init__(
         self,
@@ -148,14 +136,7 @@ class Registration:
         start_ticks: int,
         adopt: Callable[[Adopted], None],
     ) -> None:
-        """A rank of this node has come.
-
-        Args:
-            rank: Its initial rank.
-            pid: Its process.
-            start_ticks: When that was started.
-            adopt: Called with each of those that a monitor before us served.
-        """
+        """A rank of this node has come."""
         if self._ranks.get(rank) == (pid, start_ticks):
             return
         self._ranks[rank] = (pid, start_ticks)

@@ -101,13 +101,7 @@ class _RankSession:
 
 
 class Serving:
-    """Everything about one call on this node.
-
-    Args:
-        host: Loop, processes and journal of the program.
-        settings: Of the first rank that came.
-        world_size: How many ranks the call has.
-    """
+    """Everything about one call on this node."""
 
     def __init__(self, host: Host, settings: MonitorSettings, world_size: int) -> None:
         self._host = host

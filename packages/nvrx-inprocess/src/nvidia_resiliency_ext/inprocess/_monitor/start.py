@@ -319,10 +319,6 @@ _PIPE_BYTES = 65536
 def ensure_started(environ: Mapping[str, str] = os.environ, *, needs_torch: bool = False) -> None:
     """Start the monitor of this node, unless it runs, and do not wait until it is ready.
 
-    Args:
-        environ: Says where.
-        needs_torch: It will have to make a store for which it needs torch, and may import it now.
-
     Raises:
         InternalError: It cannot be started.
     """
@@ -336,11 +332,6 @@ def connect_or_start(
     """Return a connection to the monitor of this node; of all who come, one starts it.
 
     It listens from the moment it is started, and answers as soon as it can.
-
-    Args:
-        deadline: For all of it.
-        environ: Says where.
-        needs_torch: As in `ensure_started`.
 
     Raises:
         InternalError: It cannot be started.
@@ -393,10 +384,6 @@ def end_if_stopped(environ: Mapping[str, str] = os.environ) -> bool:
 def run_detached(order: Mapping[str, object], pass_fds: tuple[int, ...] = ()) -> None:
     """Run our program as nobody's child; `boot` says what an order may be.
 
-    Args:
-        order: What it is to do; plain values, and not too long.
-        pass_fds: Descriptors that it gets, and no others.
-
     Raises:
         InternalError: It cannot be started.
         OSError: No descriptors are left.
@@ -432,9 +419,9 @@ def _start(directory: NodeDirectory, *, needs_torch: bool) -> None:
 
 
 def _spawn(order_fd: int, pass_fds: tuple[int, ...]) -> None:
-    detach, boot = (os.path.join(_HERE, name) for name in ("detach.py", "boot.py"))
+    boot = os.path.join(_HERE, "boot.py")
     with start_child(
-        [sys.executable, "-I", "-S", detach, sys.executable, boot, str(order_fd)],
+        [sys.executable, "-I", "-S", boot, "--detach", sys.executable, boot, str(order_fd)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -85,13 +85,7 @@ class _Operation:
 
 
 class StoreWorker:
-    """Owns one thread with one store connection, and the operations that wait for it.
-
-    Args:
-        settings: Which store.
-        post: Has something called in the loop's thread.
-        lost: Called there, once, with a text when the store cannot be used any more.
-    """
+    """Owns one thread with one store connection, and the operations that wait for it."""
 
     def __init__(
         self,
@@ -192,13 +186,7 @@ class OutcomeListener:
 
 
 class OutcomeReader:
-    """Owns one thread with one store connection that follows iterations in turn.
-
-    Args:
-        settings: Which store, and how long to wait for the last call.
-        post: Has something called in the loop's thread.
-        hearer: What is called there.
-    """
+    """Owns one thread with one store connection that follows iterations in turn."""
 
     def __init__(
         self,

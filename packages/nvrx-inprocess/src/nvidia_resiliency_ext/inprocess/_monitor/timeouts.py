@@ -219,13 +219,7 @@ class _Lease:
 
 
 class Ring:
-    """The nodes of a call, each of which watches the next.
-
-    Args:
-        interval_s: How often leases are looked at.
-        timeout_s: How long one may stay unchanged.
-        unknown_s: How long a participant may be on no node that is known.
-    """
+    """The nodes of a call, each of which watches the next."""
 
     def __init__(self, interval_s: float, timeout_s: float, unknown_s: float = math.inf) -> None:
         self._interval_s = interval_s
@@ -337,12 +331,7 @@ class Patience:
 
 
 class Silence:
-    """How long one monitor has said nothing.
-
-    Args:
-        patience: How long it may.
-        now: Seconds of the monotonic clock.
-    """
+    """How long one monitor has said nothing."""
 
     def __init__(self, patience: Patience, now: float) -> None:
         self._patience = patience

@@ -64,12 +64,7 @@ _INTERRUPTED = Outcome.INTERRUPTED.value + ";"
 
 
 class IterationStore:
-    """What the participants of a call tell each other through a store.
-
-    Args:
-        store: Any torch Store; nobody else uses it.
-        prefix: Before all keys of the call.
-    """
+    """What the participants of a call tell each other through a store."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._access = StoreAccess(store)

@@ -119,13 +119,7 @@ def have_all_reported(
     silent: Iterable[Arrival],
     participants: frozenset[int],
 ) -> bool:
-    """Return whether nobody is left of whom a record may still come.
-
-    Args:
-        records: Those that came.
-        silent: Who has nothing to report: arrived, completed, or a reserve.
-        participants: All.
-    """
+    """Return whether nobody is left of whom a record may still come."""
     reported = {record.rank for record in records}
     return participants <= reported.union(entry.initial_rank for entry in silent)
 

@@ -36,12 +36,7 @@ _ENTRY = re.compile(rf"([0-9]{{1,{_MAX_DIGITS}}}) (\[.*\])", re.ASCII)
 
 
 class ForeignKeysError(RestartError):
-    """A value in the store is not what a rank of this job wrote.
-
-    Args:
-        key: Where it stands.
-        value: What stands there.
-    """
+    """A value in the store is not what a rank of this job wrote."""
 
     def __init__(self, key: str, value: str) -> None:
         super().__init__(key, value)
@@ -205,13 +200,6 @@ def gather(
     store: Any, caller: Caller, keys: Sequence[str], ranks: Sequence[int], timeout: timedelta
 ) -> Runs:
     """Return the keys of all ranks, and which ranks have them, ascending by rank.
-
-    Args:
-        store: Of the call; without barriers of its own.
-        caller: Who calls.
-        keys: What the caller tells.
-        ranks: All who call this, ascending.
-        timeout: How long the others may take.
 
     Raises:
         exception.TimeoutError: Some have not called in time; the message names them.

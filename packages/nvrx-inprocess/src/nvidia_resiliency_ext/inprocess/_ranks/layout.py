@@ -95,8 +95,8 @@ class Branch:
         key: Its key in that layer.
         parent: The branch above; `None` for the root.
         children: The branches below, none on the last layer.
-        start: Its first place.
-        stop: The place after its last one.
+        start: Its first position.
+        stop: The position after its last one.
         living: How many of its ranks live.
         active: How many of its ranks are active.
         reserves: Places of inactive ranks, the one to take first last; also some that were.
@@ -125,16 +125,12 @@ class Branch:
 
 
 class Layout:
-    """Branches and places of all ranks.
+    """Branches and positions of all ranks.
 
     Attributes:
         levels: The branches of each layer in depth-first order.
-        ranks: By place, the rank at the call.
-        bottom: By place, the branch on the last layer.
-
-    Args:
-        depth: Number of layers.
-        runs: Keys, one per layer, and ranks that have them; ranks ascending over all runs.
+        ranks: By position, the rank at the call.
+        bottom: By position, the branch on the last layer.
 
     Raises:
         ValueError: Somebody has another number of keys.
@@ -209,25 +205,13 @@ def _grow(members: Members) -> tuple[Branch, dict[Branch, list[Iterable[int]]]]:
 
 
 def clamp_active(world_size: int, active_world_size: int | None, maximum: int | None) -> int:
-    """Return how many ranks are active when at most `maximum` may be.
-
-    Args:
-        world_size: How many ranks live; never more than these are active.
-        active_world_size: How many an earlier step left active; `None` means all.
-        maximum: The limit; `None` means none.
-    """
+    """Return how many ranks are active when at most `maximum` may be."""
     active = world_size if active_world_size is None else min(active_world_size, world_size)
     return active if maximum is None else min(active, maximum)
 
 
 def round_down(world_size: int, active_world_size: int | None, divisor: int) -> int:
-    """Return how many ranks are active when their number must be a multiple of `divisor`.
-
-    Args:
-        world_size: How many ranks live; never more than these are active.
-        active_world_size: How many an earlier step left active; `None` means all.
-        divisor: At least 1.
-    """
+    """Return how many ranks are active when their number must be a multiple of `divisor`."""
     active = clamp_active(world_size, active_world_size, None)
     return active - active % divisor
 
@@ -235,12 +219,7 @@ def round_down(world_size: int, active_world_size: int | None, divisor: int) -> 
 def failing(
     runs: Iterable[tuple[Sequence[str], range]], condition: Callable[[int], bool]
 ) -> set[int]:
-    """Return the ranks of all groups whose size does not fulfil the condition.
-
-    Args:
-        runs: Keys, and ranks that have them; keys may come several times.
-        condition: Is asked once per size.
-    """
+    """Return the ranks of all groups whose size does not fulfil the condition."""
     members: dict[tuple[str, ...], list[range]] = {}
     for key, ranks in runs:
         members.setdefault(tuple(key), []).append(ranks)
@@ -297,15 +276,7 @@ class Plan(Protocol):
 def moves(
     plan: Plan, lost: int, giver: Branch, reserve: int, pending: Container[int]
 ) -> list[tuple[int, int]]:
-    """Return pairs of lost places and the reserves for them, at least one.
-
-    Args:
-        plan: Who lives and who is active.
-        lost: The lost place to be served next.
-        giver: The branch above `lost` that gives a reserve.
-        reserve: The reserve below `giver` that is next.
-        pending: All lost places that nobody has taken over.
-    """
+    """Return pairs of lost positions and the reserves for them, at least one."""
     bottom = plan.layout.bottom
     for depth in range(giver.depth + 1, bottom[lost].depth + 1):
         gone = above(bottom[lost], depth)

@@ -27,15 +27,11 @@ class TreePlan:
     """The numbers of all ranks, as losses change them.
 
     Attributes:
-        layout: Branches and places.
-        order: By rank, its place; from the first assignment on in depth-first order.
-        alive: By place, whether the rank lives.
-        numbers: By place, the active rank, or `INACTIVE`.
-        holders: By active rank, its place.
-
-    Args:
-        layers: What the user says about each layer.
-        layout: The ranks at the call.
+        layout: Branches and positions.
+        order: By rank, its position; from the first assignment on in depth-first order.
+        alive: By position, whether the rank lives.
+        numbers: By position, the active rank, or `INACTIVE`.
+        holders: By active rank, its position.
     """
 
     def __init__(self, layers: Sequence[Layer], layout: Layout) -> None:
@@ -94,7 +90,7 @@ class TreePlan:
         return depth
 
     def _activate(self, branch: Branch, limit: int) -> list[range]:
-        """Count the active ranks below a branch; return their places in spans, ascending."""
+        """Count the active ranks below a branch; return their positions in spans, ascending."""
         maximum = self._layers[branch.depth].max_ranks
         limit = limit if maximum is None else min(limit, maximum)
         if not branch.children:
@@ -120,7 +116,7 @@ class TreePlan:
                 branch = branch.parent
 
     def _end(self, positions: Iterable[int]) -> dict[int, int]:
-        """End ranks, and branches with too few others; return lost numbers by place, ascending."""
+        """End ranks, and branches with too few others; return lost numbers by ascending position."""
         levels = self.layout.levels
         touched = [set(level) if self._is_first else set() for level in levels]
         self._is_first = False
@@ -150,7 +146,7 @@ class TreePlan:
         return dict(sorted(losses.items()))
 
     def _call_reserves(self, losses: dict[int, int]) -> dict[int, int]:
-        """Let reserves take over lost numbers, one place after the other; return what is left."""
+        """Let reserves take over lost numbers, position by position; return what is left."""
         pending, left = dict(losses), {}
         for position in losses:
             while position in pending:
@@ -239,13 +235,7 @@ class TreePlan:
 
 
 class TreeView:
-    """A tree, and the state of the rank that looks at it.
-
-    Args:
-        layers: What the user says about each layer.
-        plan: The numbers of all ranks.
-        initial_ranks: By rank at the first assignment, the initial rank.
-    """
+    """A tree, and the state of the rank that looks at it."""
 
     def __init__(
         self, layers: Sequence[Layer], plan: TreePlan, initial_ranks: Sequence[int]
@@ -257,7 +247,7 @@ class TreeView:
         self.iteration = 0
 
     def state(self, position: int) -> State:
-        """Return where the rank of a place stands; a lost one has no rank."""
+        """Return where the rank of a position stands; a lost one has no rank."""
         plan = self.plan
         is_alive, number = bool(plan.alive[position]), plan.numbers[position]
         mode = Mode.ACTIVE if number >= 0 else Mode.INACTIVE
@@ -368,12 +358,7 @@ class Node:
 
 
 class LeafMap(Mapping[int, Leaf]):
-    """Leaves by number; read only.
-
-    Args:
-        picture: The tree.
-        places: Places by number.
-    """
+    """Leaves by number; read only."""
 
     def __init__(self, view: TreeView, positions: Mapping[int, int] | Sequence[int]) -> None:
         self._view = view

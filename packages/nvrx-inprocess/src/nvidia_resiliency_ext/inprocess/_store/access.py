@@ -41,9 +41,6 @@ class StoreAccess:
 
     After a `StoreLostError` it asks the store nothing more: an answer that comes late would be
     taken for that of the next question.
-
-    Args:
-        store: Any torch Store.
     """
 
     def __init__(self, store: Store) -> None:

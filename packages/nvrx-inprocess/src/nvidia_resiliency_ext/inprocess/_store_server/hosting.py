@@ -67,7 +67,8 @@ def owner_of(text: str) -> str:
 
 
 logger = logging.getLogger("nvrx")
-PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "store_program.py")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PROGRAM = os.path.join(_PACKAGE, "_monitor", "boot.py")
 """What the process runs."""
 _STOPPED = "T"
 
@@ -254,7 +255,13 @@ def _start(
         }
         try:
             process = subprocess.Popen(
-                [sys.executable, PROGRAM, *(f"{k}={v}" for k, v in options.items()), *flags],
+                [
+                    sys.executable,
+                    PROGRAM,
+                    "--store",
+                    *(f"{k}={v}" for k, v in options.items()),
+                    *flags,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -51,9 +51,6 @@ class PartialImportError(ImportError):
 def tcp_store_class(*, whole: bool = False) -> Any:
     """Return torch's TCPStore.
 
-    Args:
-        whole: Import all of torch.
-
     Raises:
         PartialImportError: It cannot be had without the rest; the process may not go on with torch.
         ImportError: There is no torch.

@@ -43,9 +43,6 @@ class UnreadConnections:
     Of the descriptors that this process may have, the last quarter is left to others; a connection
     for which there is no other is ended for both sides at once, and so it is where no thread can
     be started that would do that later.
-
-    Args:
-        linger_s: How long, if nobody calls `let_go` before, in seconds.
     """
 
     def __init__(self, linger_s: float) -> None:
@@ -56,10 +53,6 @@ class UnreadConnections:
 
     def add(self, name: str, connection: socket.socket) -> None:
         """Let a connection's reader come to its end, after all that has arrived.
-
-        Args:
-            name: The kernel's, which stays the same for each of its descriptors.
-            connection: A descriptor of its own; it is closed here.
 
         Raises:
             OSError: It is no connection any more.
@@ -161,9 +154,6 @@ def end_gloo_rendezvous(world_size: int) -> int:
     A group that is being made waits, for minutes and without any socket to shut down, for ranks
     that are to connect to its device. Each says in 8 bytes which one it is; here all of them do,
     and hang up.
-
-    Args:
-        world_size: How many ranks may be waited for.
 
     Returns:
         How many devices there were.
@@ -321,9 +311,6 @@ class BlockedCalls:
 
     That is ranks that do not come any more, and collectives: the abort is over, but a main thread
     that was making a group meanwhile may have gone on into a collective of that group.
-
-    Args:
-        native_id: The main thread, by the kernel's number.
     """
 
     def __init__(self, native_id: int) -> None:

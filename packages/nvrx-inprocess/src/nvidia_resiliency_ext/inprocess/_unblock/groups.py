@@ -158,9 +158,6 @@ class DestroyedGroups:
         Where they are not idle in time, or cannot be told from other threads, the groups of the
         last restarts stay until the next call.
 
-        Args:
-            within_s: How long to wait for the workers, in seconds.
-
         Returns:
             Whether nothing is held any more.
         """
@@ -255,9 +252,6 @@ def are_gloo_workers_idle(within_s: float) -> bool | None:
 
     An idle worker waits in a condition variable without a limit; one that waits for a peer, or for
     the interpreter's lock, has a limit.
-
-    Args:
-        within_s: How long to wait, in seconds.
 
     Returns:
         Whether they were idle in time; None where there is no thread of that name: no gloo, or a

@@ -133,11 +133,7 @@ _ANSWERED_WITHIN_S = 1.0
 
 
 class StoreWaits:
-    """Ends waits of one thread, each once.
-
-    Args:
-        native_id: The thread, by the kernel's number.
-    """
+    """Ends waits of one thread, each once."""
 
     def __init__(self, native_id: int) -> None:
         self._native_id = native_id
