@@ -116,7 +116,7 @@ class TreePlan:
                 branch = branch.parent
 
     def _end(self, positions: Iterable[int]) -> dict[int, int]:
-        """End ranks, and branches with too few others; return lost numbers by ascending position."""
+        """End ranks, and branches with too few others; return lost numbers by position."""
         levels = self.layout.levels
         touched = [set(level) if self._is_first else set() for level in levels]
         self._is_first = False
