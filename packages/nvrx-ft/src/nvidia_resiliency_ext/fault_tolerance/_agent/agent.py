@@ -423,7 +423,7 @@ class NodeAgent:
         if self._others_until is None:
             errors = [self._error_of(rank, status) for rank, status, _ in self._exits]
             may_fail = self._start_failures.counts(
-                [error and error.message for error in errors],
+                [None if error is None else error.message for error in errors],
                 self._lived_s(),
                 stepped=self._has_stepped(),
             )
@@ -440,7 +440,7 @@ class NodeAgent:
 
     def _is_hopeless(self, failures: list[Failure]) -> bool:
         return not self._node.policy.many_nodes and self._start_failures.is_hopeless(
-            [failure.error and failure.error.message for failure in failures],
+            [None if f.error is None else f.error.message for f in failures],
             len(self._workers.started),
             self._lived_s(),
             stepped=self._has_stepped(),
