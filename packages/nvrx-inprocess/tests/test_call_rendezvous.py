@@ -40,7 +40,7 @@ def test_a_port_that_the_environment_overrules_is_notified(
 ) -> None:
     """With a store in the environment one line at INFO says that the given port is not used."""
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(rendezvous, "_told", set())
+    monkeypatch.setattr(rendezvous, "_logged", set())
     server = TCPStore("127.0.0.1", 0, 1, wait_for_workers=False)
     address = f"127.0.0.1:{server.port}"
     settings = Settings(

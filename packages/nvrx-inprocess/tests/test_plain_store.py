@@ -27,7 +27,7 @@ from nvidia_resiliency_ext.inprocess._store.plain import (
 
 LONG = timedelta(seconds=20)
 # The handshake ends with two texts of 32 bytes after their lengths; the answer is one of them.
-HANDSHAKE_BYTES = 5 + 1 + (8 + 47) + 2 * (8 + 32)
+HANDSHAKE_BYTES = 5 + 1 + (8 + 48) + 2 * (8 + 32)
 HANDSHAKE_ANSWER_BYTES = 8 + 32
 
 

@@ -123,7 +123,7 @@ class Job:
             self.start_monitor(node)
 
     def start_monitor(self, node: Node) -> None:
-        for name, work in (("commands", self.commands), ("news", self.outcomes)):
+        for name, work in (("commands", self.commands), ("news", self.read_outcomes)):
             rng = random.Random(f"{self.seed} {name} {node.number} {node.generation}")
             actor = Actor(f"{name} {node.number}.{node.generation}", node, node.generation, rng)
             self.runtime.start(
@@ -243,7 +243,7 @@ class Job:
         iteration_store.interrupt(k, rank.record(Interruption.UNRESPONSIVE), self.participants[k])
         iteration_store.arrive(k, out(rank.initial, left=False), self.participants[k])
 
-    def outcomes(self, actor: Actor, iteration_store: IterationStore) -> None:
+    def read_outcomes(self, actor: Actor, iteration_store: IterationStore) -> None:
         node = actor.node
         while not node.over:
             k = node.iteration
