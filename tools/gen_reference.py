@@ -171,13 +171,15 @@ def exit_codes() -> str:
 
 def events() -> str:
     """Return a section for each kind of event, with a table of its fields."""
-    kinds: dict[str, type] = importlib.import_module(f"{SHARED}._events.kinds").KINDS
+    kinds: dict[str, Any] = importlib.import_module(f"{SHARED}._events.kinds").KINDS
     parts = []
     for kind, each in kinds.items():
         summary, entries = documented(each)
         types: dict[str, str] = {}
         for base in reversed(each.__mro__):
             types.update(vars(base).get("__annotations__", {}))
+        if set(entries) != set(each.field_names()):
+            raise DriftError(f"{each.__name__}: `Args:` and fields differ: {', '.join(entries)}")
         rows = [(f"`{name}`", type_in_words(types[name]), text) for name, text in entries.items()]
         parts.append(f"### `{kind}`\n\n{summary}\n\n" + table(("field", "type", "meaning"), rows))
     return "\n".join(parts)
