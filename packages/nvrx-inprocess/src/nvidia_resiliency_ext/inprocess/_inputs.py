@@ -48,7 +48,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int | None:
-    """Return this rank's number on its node, `None` where the environment does not say it."""
+    """Return `LOCAL_RANK`, `None` where it is not set to a number."""
     text = os.environ.get("LOCAL_RANK", "")
     return int(text) if _is_number(text) else None
 
@@ -85,7 +85,7 @@ def launch_cycle() -> int | None:
 
 
 def active_world_size() -> int:
-    """Return how many ranks run the function, 0 where the environment does not say it."""
+    """Return `WORLD_SIZE`, 0 where it is not set to a number."""
     text = os.environ.get("WORLD_SIZE", "")
     return int(text) if _is_number(text) else 0
 

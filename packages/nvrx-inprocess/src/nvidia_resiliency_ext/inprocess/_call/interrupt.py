@@ -156,7 +156,7 @@ def require_main_thread(what: str) -> None:
 
 
 class AtomicLock:
-    """Held by a block that must not be interrupted, and by whoever interrupts.
+    """Lock held by a block that must not be interrupted, and by an interrupting thread.
 
     Re-entrant. Who waits comes next, even if another thread takes it over and over. A main thread
     that waits for it can be interrupted.

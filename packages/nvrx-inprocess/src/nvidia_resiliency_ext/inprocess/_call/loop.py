@@ -162,7 +162,7 @@ class CallLoop:
         return done[0]
 
     def close(self) -> None:
-        """Tell the others that they have to do without this rank, if it was never run."""
+        """Report this rank as lost if the call was never run."""
         if not self._is_run:
             self._is_run = True
             self._parts.link.leave(is_lost=True)
@@ -182,7 +182,7 @@ class CallLoop:
 
     @property
     def _is_child(self) -> bool:
-        """Whether this process was forked in the function: it is no rank, and takes no part."""
+        """Whether this process was forked in the function, so that it is no rank."""
         return os.getpid() != self._pid
 
     # One iteration ---------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class CallLoop:
     # What has been said ----------------------------------------------------------------------
 
     def receive(self, event: Any) -> None:
-        """Take what the monitor says; called in the link's thread."""
+        """Queue an event of the monitor; called in the link's thread."""
         self._parts.events.add(event)
         with self._stopping:
             self._stop_if_interrupted()
@@ -499,7 +499,7 @@ class CallLoop:
     # Leaving ---------------------------------------------------------------------------------
 
     def _leave(self, error: BaseException) -> None:
-        """Tell the others that this rank ends, and let the user clean up."""
+        """Report that this rank ends, and run the user's `terminate`."""
         # Where the exception was raised during another one that only served the restart, the
         # user sees its own causes alone.
         error.__suppress_context__ = True

@@ -108,7 +108,7 @@ class Rendezvous:
     def send_departure_notice(
         self, initial_rank: int, iteration: int, participants: frozenset[int]
     ) -> None:
-        """Tell the others that this rank, for which no monitor speaks, goes on no more.
+        """Record in the store that this rank, which has no monitor, does not continue.
 
         Best effort: an error is logged.
         """

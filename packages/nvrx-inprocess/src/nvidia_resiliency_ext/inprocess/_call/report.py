@@ -90,7 +90,7 @@ class RestartReport:
 
 
 class Stopwatch:
-    """Collects the phases of the restart that goes on; they may overlap only by being nested."""
+    """Measure the phases of the current restart; they may overlap only by being nested."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
@@ -131,7 +131,7 @@ def _limits(settings: Settings) -> dict[Interruption, timedelta]:
 
 
 def describe_interruption(decision: Decision, lost: Iterable[int], settings: Settings) -> str:
-    """Return in words what happened to which ranks, and who takes no further part.
+    """Return in words what happened to which ranks, and which ranks are lost.
 
     Examples: `rank 1: process was killed or crashed; rank 1 is lost`, and, of a hang, `rank 1 runs
     in train.py:41 in load; rank 0 waited for it (rank 0: no progress for 60 s (soft_timeout), or

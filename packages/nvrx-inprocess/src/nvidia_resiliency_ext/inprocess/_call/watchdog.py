@@ -224,12 +224,12 @@ class EventQueue(Generic[T]):
         self._wake_up = WakeUp()
 
     def add(self, event: T) -> None:
-        """Add to the list and wake who waits."""
+        """Append an event and wake the waiting main thread."""
         self._events.append(event)
         self.wake()
 
     def wake(self) -> None:
-        """Let who waits look again."""
+        """Wake the waiting main thread."""
         self._wake_up.set()
 
     def find(self, wanted: Callable[[T], bool]) -> T | None:
@@ -262,5 +262,5 @@ class EventQueue(Generic[T]):
                     self._events.remove(event)
 
     def close(self) -> None:
-        """Let the descriptors go; nobody may wait any more."""
+        """Close the descriptor; no thread may wait any more."""
         self._wake_up.close()

@@ -97,7 +97,7 @@ class MonitorLink:
 
     @property
     def _is_inherited(self) -> bool:
-        """Whether a child that was forked in the function holds this: it speaks for nobody."""
+        """Whether this process is a child forked in the function: it sends nothing."""
         return os.getpid() != self._pid
 
     def attach(self, initial_rank: int, world_size: int) -> None:
@@ -218,7 +218,7 @@ class MonitorLink:
                 return
 
     def _listen(self) -> None:
-        """Take what the monitor says until it is gone.
+        """Receive messages until the monitor's connection ends.
 
         Raises:
             OSError: Its connection has ended.
@@ -283,7 +283,7 @@ class MonitorLink:
             logger.exception("an event could not be passed on")
 
     def _come_back(self) -> bool:
-        """Find or start another monitor and say everything again; return whether that worked."""
+        """Connect to another monitor and send all messages again; return whether that worked."""
         with self._lock:
             if self._sock is not None:
                 self._sock.close()

@@ -38,7 +38,7 @@ class Processes:
 
     @property
     def must_be_looked_at(self) -> bool:
-        """Whether the kernel does not tell us when one ends."""
+        """Whether a process is held without a pidfd, so that `look` must be called."""
         return any(handle.fileno() is None for handle in self._held.values())
 
     def hold(self, pid: int, start_ticks: int | None = None) -> int:
@@ -58,7 +58,7 @@ class Processes:
         return handle.start_ticks
 
     def look(self) -> None:
-        """See who has ended, where the kernel does not tell."""
+        """Find processes that have ended, where there is no pidfd."""
         for pid, handle in list(self._held.items()):
             if handle.fileno() is None and not handle.alive():
                 self._drop(pid)

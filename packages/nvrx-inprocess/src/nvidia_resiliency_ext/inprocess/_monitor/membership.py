@@ -267,7 +267,7 @@ class Membership:
         return self._notify(iteration, Interrupted(iteration, records, waited_s))
 
     def decided(self, iteration: int, decision: Decision) -> list[Effect]:
-        """It is settled who goes on."""
+        """Take the decision of an iteration."""
         outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
         outcome.is_interrupted = True
         outcome.decision = decision
@@ -281,7 +281,7 @@ class Membership:
 
     @property
     def participants(self) -> frozenset[int]:
-        """Who takes part in the iteration at the position."""
+        """The participants of the iteration at the position."""
         return self._participants[self.position]
 
     def is_interrupted(self, iteration: int) -> bool:

@@ -81,7 +81,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank comes, or comes back, to say what it began last; its page is attached.
+    """A rank connects, for the first time or again, with its last `Begun` and its page.
 
     With a `dump_signal`, at which it writes its stacks, the file for them is attached, too.
     """
@@ -190,14 +190,14 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class StoreLost:
-    """Event: nobody can agree on anything any more."""
+    """Event: the store is lost, so that no iteration can be decided."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Event: who goes on."""
+    """Event: the decision, with the ranks that continue."""
 
     iteration: int
     decision: Decision

@@ -42,7 +42,7 @@ _OPEN = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK |
 
 
 class Journal:
-    """What the monitor says, and where it says that it lives.
+    """The monitor's log files and pid files.
 
     Without a log file, and without a directory for node-local logs, it is silent. A file that
     cannot be written costs its lines and nothing else.
@@ -168,7 +168,7 @@ class Monitor:
         directory.remove_stale_siblings()
 
     def run(self) -> None:
-        """Serve until nobody is left."""
+        """Serve until no rank is left."""
         due_s = time.monotonic()
         while True:
             self._loop.run_once(until=due_s)
@@ -276,7 +276,7 @@ class Monitor:
         return not (self._servings or len(self._processes) or self._pending)
 
     def _end(self) -> bool:
-        """End, unless somebody is just coming; return whether."""
+        """Remove the directory, unless a rank is connecting; return whether to end."""
         if not self._is_at_home():
             return True  # our directory was removed: nobody can come, and no lock must be made
         try:

@@ -151,7 +151,7 @@ class Registration:
             )
 
     def left(self, rank: int) -> None:
-        """A rank of this node has left the call: whoever follows us must not look after it."""
+        """Remove a rank that left the call, so that a later monitor does not watch it."""
         if self._recorded.pop(rank, None) is not None and self._recorded:
             self._state_file.write(self._recorded)
 

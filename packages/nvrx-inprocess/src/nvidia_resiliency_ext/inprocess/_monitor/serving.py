@@ -191,7 +191,7 @@ class Serving:
         return min(self._look_s, self._registration.tick(now, self._membership.participants))
 
     def is_over(self, now: float) -> bool:
-        """Return whether nobody needs this call any more."""
+        """Return whether no rank needs this call any more."""
         if self._has_present:
             self._nobody_since_s = None
             return False
@@ -422,7 +422,7 @@ class Serving:
             self._store_lost(f"it has not answered for {limit_s:g} s ({name})")
 
     def _resume_store_server(self) -> None:
-        """Let the store's process go on, if it is on this node and somebody has stopped it."""
+        """Resume the store server if it is on this node and stopped."""
         resume_store_servers(job_of(self._settings.prefix))
 
     def _do_lost(self, ranks: Iterable[int]) -> None:

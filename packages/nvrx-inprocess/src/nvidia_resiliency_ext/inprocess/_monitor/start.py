@@ -118,10 +118,7 @@ class NodeDirectory:
         return sock
 
     def is_served(self) -> bool:
-        """Return whether a monitor listens, without coming to it.
-
-        Whoever comes is waited for: two monitors that came to each other would never end.
-        """
+        """Probe without connecting; a connection would keep the other monitor alive."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect(os.path.join(self.path, _SOCKET))
@@ -329,7 +326,7 @@ def ensure_started(environ: Mapping[str, str] = os.environ, *, needs_torch: bool
 def connect_or_start(
     deadline: Deadline, environ: Mapping[str, str] = os.environ, *, needs_torch: bool = False
 ) -> socket.socket:
-    """Return a connection to the monitor of this node; of all who come, one starts it.
+    """Return a connection to the monitor of this node; one of its ranks starts it.
 
     It listens from the moment it is started, and answers as soon as it can.
 
@@ -360,7 +357,7 @@ def connect_or_start(
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether the kernel lets a process do nothing until somebody continues it."""
+    """Return whether a process is stopped, as by SIGSTOP."""
     stat = procfs.read_stat(pid)
     return stat is not None and stat.state in _STOPPED
 
@@ -382,7 +379,7 @@ def end_if_stopped(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def run_detached(order: Mapping[str, object], pass_fds: tuple[int, ...] = ()) -> None:
-    """Run our program as nobody's child; `boot` says what an order may be.
+    """Run `boot.py` in a process without a parent; its `main` lists the orders.
 
     Raises:
         InternalError: It cannot be started.

@@ -177,7 +177,7 @@ _LONGEST_WAIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class OutcomeListener:
-    """Who is told, always in the loop's thread."""
+    """Callbacks for an iteration's outcome; called in the loop's thread."""
 
     outcome: Callable[[int, bool], None]
     last_call_over: Callable[[int, tuple[InterruptionRecord, ...], float], None]
@@ -214,7 +214,7 @@ class OutcomeReader:
         self._to_follow.put((iteration, participants))
 
     def spare_records(self, iteration: int) -> None:
-        """Do without the records of an iteration: nobody here would be told them."""
+        """Skip reading the records of an iteration that no rank of this node waits for."""
         self._spared = iteration
 
     def close(self) -> None:
@@ -278,7 +278,7 @@ class OutcomeReader:
 def read_outcome(
     store: IterationStore, iteration: int, listener: OutcomeListener
 ) -> Callable[[], None]:
-    """Read what became of an iteration, without waiting, and return the calls that tell it."""
+    """Read an iteration's outcome without waiting; return a call that reports it."""
     outcome = store.outcome(iteration, 0.0)
     if outcome is None:
         return lambda: None

@@ -306,7 +306,7 @@ _QUESTIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a monitor may say nothing, in seconds.
+    """Limits for a monitor that sends nothing, in seconds.
 
     Attributes:
         stopped_s: One that the kernel says is stopped.

@@ -62,7 +62,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """Whom a hang is blamed on, as one sentence; and the initial ranks, none if nobody is."""
+    """The cause of a hang in one sentence, and the initial ranks at fault, if any."""
 
     text: str
     culprits: tuple[int, ...] = ()
@@ -148,7 +148,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Decision:
-    """Who goes on, who has ended, and what was reported.
+    """The ranks that continue, those that ended, and the records.
 
     Attributes:
         participants: How each participant has arrived, by initial rank.
@@ -169,11 +169,11 @@ class Decision:
 
     @cached_property
     def world_size(self) -> int:
-        """How many numbers this iteration had, 0 if nobody goes on."""
+        """World size of this iteration, 0 if no rank continues."""
         return len(self._ranks) + len(self.terminated)
 
     def rank_of(self, initial_rank: int) -> int | None:
-        """Return the number that a rank has in this iteration, None unless it goes on."""
+        """Return a rank's number in this iteration, None unless it continues."""
         return self._ranks.get(initial_rank)
 
     @cached_property
@@ -204,7 +204,7 @@ def encode_decision(decision: Decision) -> str:
 
 
 def decode_decision(text: str, key: str = "decision") -> Decision:
-    """Return the decision that a text says.
+    """Decode a decision.
 
     Raises:
         ForeignValueError: it is the text of none.
@@ -239,7 +239,7 @@ def encode_records(records: Iterable[InterruptionRecord]) -> str:
 
 
 def decode_records(text: str, key: str = "records") -> tuple[InterruptionRecord, ...]:
-    """Return the records that a text says.
+    """Decode records.
 
     Raises:
         ForeignValueError: it is no such text.

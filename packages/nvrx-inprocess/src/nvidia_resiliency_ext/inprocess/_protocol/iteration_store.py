@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations of an iteration's protocol on a store; who says what, and when, is not its matter.
+"""Operations of the iteration protocol on a store; callers decide when to use which.
 
 An object belongs to one thread, with a connection of its own. Errors: `StoreLostError` when the
 store does not answer, `ForeignValueError` when a key holds what none of us writes.
@@ -64,7 +64,7 @@ _INTERRUPTED = Outcome.INTERRUPTED.value + ";"
 
 
 class IterationStore:
-    """What the participants of a call tell each other through a store."""
+    """The protocol's keys of one call, in a store."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._access = StoreAccess(store)

@@ -119,7 +119,7 @@ def have_all_reported(
     silent: Iterable[Arrival],
     participants: frozenset[int],
 ) -> bool:
-    """Return whether nobody is left of whom a record may still come."""
+    """Return whether every participant has reported or has nothing to report."""
     reported = {record.rank for record in records}
     return participants <= reported.union(entry.initial_rank for entry in silent)
 

@@ -63,7 +63,7 @@ def entry(rank: int, keys: Sequence[str]) -> str:
 
 
 def parse(where: str, text: str) -> dict[int, str]:
-    """Return by rank what the list says of its keys, still as JSON; the first entry counts.
+    """Return each rank's keys in the list, as JSON; the first entry of a rank counts.
 
     Raises:
         ForeignKeysError: A line is no entry.
@@ -159,7 +159,7 @@ class _Pass:
     former: list[str] = field(default_factory=list)
 
     def begin(self, iteration: int) -> tuple[str, list[str]]:
-        """Return the name of the next gathering, and the names that nobody reads any more."""
+        """Return the next exchange's name, and names that no rank reads any more."""
         former: list[str] = []
         if iteration != self.iteration:
             # Everybody was through the last restart's gatherings before this restart began.
@@ -235,7 +235,7 @@ class _Gathering:
         self.entries, self.counter, self._record = _keys_of(name)
 
     def conclude(self) -> bool:
-        """Write the record if everybody has told; tell whether that is so."""
+        """Write the record if all ranks have entries; return whether they have."""
         found = self._found()
         if not all(rank in found for rank in self._ranks):
             return False
@@ -248,7 +248,7 @@ class _Gathering:
         return set(self._ranks) - self._found().keys()
 
     def wait(self, deadline: float) -> bool:
-        """Wait for the record, though not for long; tell whether it is there."""
+        """Wait some seconds for the record; return whether it is there."""
         seconds = max(0.001, min(_LOOK_EVERY_S, deadline - time.monotonic()))
         try:
             self._store.wait([self._record], timedelta(seconds=seconds))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class LayerFlag(enum.Flag):
-    """Who takes over the number of a lost active rank.
+    """The rank that takes over the number of a lost active rank.
 
     Attributes:
         RESERVE: An inactive rank below the same branch of this layer.

@@ -186,7 +186,7 @@ class TreePlan:
             branch = branch.parent
 
     def _backfill(self, losses: dict[int, int]) -> list[int]:
-        """Let the last active ranks take over lost numbers; return the numbers that nobody has."""
+        """Give lost numbers to the last active ranks; return the numbers that stay free."""
         if self._domain_depth == len(self._layers):
             return list(losses.values())
         domains: dict[Branch, list[int]] = {}
@@ -316,7 +316,7 @@ class Node:
 
     @property
     def layer(self) -> Layer:
-        """What the user says about branches like this one."""
+        """The user's settings of this branch's layer."""
         return self._view.layers[self._branch.depth]
 
     @property

@@ -172,7 +172,7 @@ class StoreAccess:
             raise ForeignValueError(key, repr(raw[:200])) from None
 
     def _explain_counter(self, key: str) -> None:
-        """TCPStore ends the connection of whoever adds to what is no number: find out."""
+        """Find out whether `add` failed as the value is no number: TCPStore then disconnects."""
         if not is_listening(self._store):
             return
         try:
@@ -206,7 +206,7 @@ class StoreAccess:
 
 
 def is_expiry(error: BaseException, elapsed_s: float, limit_s: float) -> bool:
-    """Return whether an error of a store says that the given time is over.
+    """Return whether a store's error means that a wait expired.
 
     The network's own timeouts use the same words, but come at other times.
     """

@@ -85,7 +85,7 @@ def named_endpoint(
 
 
 def port_is_held(port: int) -> str:
-    """Return what is wrong with a port that is in use though nobody listens there."""
+    """Describe a port that is in use although no server listens there."""
     return (
         f"port {port} is taken all the same (EADDRINUSE), as by a connection that another program"
         " has made: give another port, or keep it free of those"
@@ -215,7 +215,7 @@ class StoreLostError(NvrxError):
 
 
 class NobodyListensError(StoreLostError):
-    """There is no store: nobody listens at its port."""
+    """No server listens at the store's port."""
 
 
 class ForeignValueError(NvrxError):

@@ -74,7 +74,7 @@ class WaitExpiredError(TimeoutError):
 
 
 class StrangeStoreError(StoreLostError):
-    """Who listens there does not speak as torch's TCPStore does, as far as we know it."""
+    """The server does not answer as torch's TCPStore does."""
 
 
 class _Query(enum.IntEnum):
@@ -91,7 +91,7 @@ class _Query(enum.IntEnum):
 
 
 class PlainStore:
-    """One connection to a TCPStore that somebody serves; belongs to one thread.
+    """One connection to a running TCPStore; belongs to one thread.
 
     Its methods are those of torch's stores, as far as `StoreAccess` uses them.
 

@@ -36,7 +36,7 @@ _KEY = "nvrx/owner"
 
 
 class StoreInUseError(NvrxError):
-    """The port belongs to another job, or to a program that is no store."""
+    """The port belongs to another job or to another kind of program."""
 
 
 def claim(store: Any, job: str) -> None:
@@ -154,7 +154,7 @@ class StoreServer:
             return None
 
     def wake(self) -> None:
-        """Let the process go on, if this object's maker started it and somebody has stopped it."""
+        """Resume the process if this process started it and it is stopped."""
         if self.process is not None and self._maker == os.getpid():
             with contextlib.suppress(OSError):
                 self.process.send_signal(signal.SIGCONT)
@@ -290,7 +290,7 @@ def _start(
 
 
 def _wait_for_end(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    """Wait for a process that is about to end, and return its exit code; who is late is killed.
+    """Wait for an ending process, kill it if it is late, and return its exit code.
 
     One that sits in the kernel ends by itself later, and then has no exit code for us.
     """

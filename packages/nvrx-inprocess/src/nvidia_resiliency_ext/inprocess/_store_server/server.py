@@ -116,7 +116,7 @@ class Duty:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Host a store until told to end or nobody needs it."""
+    """Serve a store until SIGTERM or until no client is left."""
     duty = _parse(arguments)
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _threads_without(number: signal.Signals) -> Iterator[None]:
-    """Begin threads that never take a signal: taken there it would wake nobody.
+    """Start threads with a signal blocked: they could not wake the main thread.
 
     The system gives it to the main thread, but not after it came to a process that was stopped.
     """
@@ -158,7 +158,7 @@ def _threads_without(number: signal.Signals) -> Iterator[None]:
 def _host(
     address: str, port: int, job: str, *, whole: bool
 ) -> tuple[dict[int, Any], dict[str, Any]]:
-    """Host a store; return it by its port, or none, and what is said of it."""
+    """Serve a store; return it by its port, or none, and the report."""
     try:
         listener = listen(address or "0.0.0.0", port)  # noqa: S104 - asked for by name
         port = listener.getsockname()[1]

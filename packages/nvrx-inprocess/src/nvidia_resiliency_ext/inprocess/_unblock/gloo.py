@@ -52,7 +52,7 @@ class UnreadConnections:
         self._timer: threading.Timer | None = None
 
     def add(self, name: str, connection: socket.socket) -> None:
-        """Let a connection's reader come to its end, after all that has arrived.
+        """Shut down the read side; keep accepting peer writes until released.
 
         Raises:
             OSError: It is no connection any more.
@@ -149,7 +149,7 @@ def let_go_of_gloo_connections() -> None:
 
 
 def end_gloo_rendezvous(world_size: int) -> int:
-    """Let nobody in this process wait any more for another rank to connect to it.
+    """End waits of this process for other ranks to connect to its gloo devices.
 
     A group that is being made waits, for minutes and without any socket to shut down, for ranks
     that are to connect to its device. Each says in 8 bytes which one it is; here all of them do,

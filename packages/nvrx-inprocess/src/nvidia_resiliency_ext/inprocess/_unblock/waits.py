@@ -67,7 +67,7 @@ def system_call(native_id: int | str) -> tuple[int, ...]:
 
 
 def parse_call(line: str) -> tuple[int, ...]:
-    """Return what the kernel's line says: see `system_call`."""
+    """Parse the kernel's line: see `system_call`."""
     fields = line.split()
     if len(fields) < _FIELDS or not fields[0].isdecimal():
         return ()
@@ -186,7 +186,7 @@ class _Peer(enum.Enum):
 
 
 def _peer_of(connection: socket.socket) -> _Peer:
-    """Say who listens where a connection leads; who says nothing is as good as dead."""
+    """Classify a connection's server; a silent one counts as dead."""
     host, port = connection.getpeername()[:2]
     try:
         with socket.create_connection((host, port), _PROBE_S) as probe:
@@ -224,7 +224,7 @@ _GRACE_S = 1.0
 
 
 class RendezvousError(StoreLostError, RuntimeError):
-    """There is no store for a group; as torch's own error a RuntimeError."""
+    """No store answers for a process group; a RuntimeError, like torch's own error."""
 
 
 @contextlib.contextmanager
