@@ -203,7 +203,7 @@ def test_swallowed_request_is_notified(caplog: pytest.LogCaptureFixture) -> None
     except RankShouldRestart:
         line = sys._getframe().f_lineno
     # The end of the block, where the interpreter lets go of it.
-    place = rf"test_raising\.py:({line}|{line + 1}) in test_swallowed_request_is_told"
+    place = rf"test_raising\.py:({line}|{line + 1}) in test_swallowed_request_is_notified"
     assert re.search(place, caplog.text)
     assert "why" in caplog.text
     caplog.clear()
