@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,10 +22,6 @@ from nvidia_resiliency_ext.attribution.api_keys import (
 )
 from nvidia_resiliency_ext.attribution.coalescing.coalescer import RequestCoalescer
 from nvidia_resiliency_ext.attribution.orchestration.config import DEFAULT_COMPUTE_TIMEOUT_SECONDS
-from nvidia_resiliency_ext.attribution.orchestration.progressive import (
-    ANALYSIS_INTENT_PROGRESSIVE,
-    ANALYSIS_INTENT_TRACK_ONLY,
-)
 from nvidia_resiliency_ext.attribution.orchestration.types import (
     AttributionRecommendation,
     LogAnalysisCycleResult,
@@ -210,7 +206,7 @@ class AttributionController:
             journal=None
             if state is None
             else SubmissionJournal(os.path.join(state, "journal.jsonl")),
-            max_growing=config.analysis.max_growing,
+            max_growing=config.analysis.max_growing if config.progressive != "off" else 0,
             policy=None if agent is None else agent.policy,
             on_complete=self._completed,
         )
@@ -222,29 +218,9 @@ class AttributionController:
         if count:
             logger.info("%d submissions of the journal are taken up", count)
 
-    async def submit_log(  # noqa: PLR0913 - the fields of a submission
-        self,
-        log_path: str,
-        *,
-        user: str = "unknown",
-        job_id: str | None = None,
-        cycle_id: int | None = None,
-        analysis_intent: str | None = None,
-        log_complete: bool = False,
-        evidence: Sequence[str] = (),
-    ) -> LogAnalyzerSubmitResult:
-        """Accept a log; see `Analyzer.submit`."""
-        if self.config.progressive == "off" and analysis_intent == ANALYSIS_INTENT_PROGRESSIVE:
-            analysis_intent = ANALYSIS_INTENT_TRACK_ONLY
-        return await self.analyzer.submit(
-            log_path,
-            user,
-            job_id,
-            cycle_id,
-            analysis_intent,
-            log_complete=log_complete,
-            evidence=evidence,
-        )
+    async def submit_log(self, log_path: str, **fields: Any) -> LogAnalyzerSubmitResult:
+        """Accept a log; the fields and errors are those of `Analyzer.submit`."""
+        return await self.analyzer.submit(log_path, **fields)
 
     async def analyze_log(
         self,

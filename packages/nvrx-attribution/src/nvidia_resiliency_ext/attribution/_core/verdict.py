@@ -124,7 +124,7 @@ class Verdict:
         elapsed_s: Seconds of analysis.
         job_id: As given.
         cycle_id: As given.
-        explanation: Why this action, in one line.
+        explanation: Why this action, in one line; the code is not repeated in it.
     """
 
     action: str
@@ -150,6 +150,11 @@ class Verdict:
     job_id: str | None = None
     cycle_id: int | None = None
     explanation: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Code and explanation in one line."""
+        return f"{self.reason_code}: {self.explanation}"
 
     def with_changes(self, **changes: Any) -> Verdict:
         """Return a copy with other values."""
@@ -201,9 +206,9 @@ class Verdict:
         secondary = list(dict.fromkeys(code for code in others if code != "unknown"))
         head = _HEADS[self.action]
         issues = ", ".join([*primary, *secondary]) or "none"
-        raw = "\n".join((head, self.explanation, where, f"checkpoint saved: {saved}", issues))
+        raw = "\n".join((head, self.reason, where, f"checkpoint saved: {saved}", issues))
         return RawAnalysisResultItem(
-            *(raw, head, self.explanation, where, saved, self.action, primary, secondary)
+            *(raw, head, self.reason, where, saved, self.action, primary, secondary)
         )
 
     def to_restart_agent_response(self) -> dict[str, Any]:
@@ -253,13 +258,13 @@ class Verdict:
                     + hashlib.sha256(self.entity["id"].encode()).hexdigest(),
                 },
             },
-            "root_cause_assessment": {"text": self.explanation, "confidence": self.confidence},
+            "root_cause_assessment": {"text": self.reason, "confidence": self.confidence},
             "model_recovery_assessment": None,
             "secondary_failures": self._events({"root", "either", "recovered"}),
             "cascades": self._events({"cascade", "teardown"}),
             "evidence_coverage": dict(self.coverage),
             "evidence": list(self.evidence),
-            "justification": self.explanation,
+            "justification": self.reason,
         }
 
     def _basis(self) -> str:
