@@ -7,8 +7,6 @@ import hashlib
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from nvidia_resiliency_ext.attribution._core.results import RawAnalysisResultItem
-
 __all__ = ["FirstFault", "ReportedEvent", "RetryState", "Verdict", "VerdictProgress"]
 
 _SCHEMA = "nvrx_attribution.v1"
@@ -29,6 +27,58 @@ _HEADS = {
     "CONTINUE": "ERRORS NOT FOUND",
     "UNKNOWN": "NO LOGS",
 }
+
+
+_ITEM_KEYS = (
+    "raw_text",
+    "auto_resume",
+    "auto_resume_explanation",
+    "attribution_text",
+    "checkpoint_saved_flag",
+    "action",
+    "primary_issues",
+    "secondary_issues",
+)
+
+
+@dataclass(frozen=True)
+class RawAnalysisResultItem:
+    """One analysed log, as older callers know it.
+
+    Attributes:
+        raw_text: Five lines: head, explanation, attribution, checkpoint flag, issues.
+        auto_resume: Head such as `RESTART IMMEDIATE`.
+        auto_resume_explanation: Why, in one line.
+        attribution_text: What failed and where.
+        checkpoint_saved_flag: 1 when a checkpoint was saved.
+        action: STOP, RESTART, CONTINUE or UNKNOWN.
+        primary_issues: Code of the first fault.
+        secondary_issues: Codes of the others.
+    """
+
+    raw_text: str
+    auto_resume: str
+    auto_resume_explanation: str
+    attribution_text: str
+    checkpoint_saved_flag: int
+    action: str
+    primary_issues: list[str] = field(default_factory=list)
+    secondary_issues: list[str] = field(default_factory=list)
+
+    @classmethod
+    def from_payload(cls, payload: Any) -> RawAnalysisResultItem:
+        """Return the item in a decoded JSON object.
+
+        Raises:
+            TypeError: It is no object with all eight keys.
+        """
+        if not isinstance(payload, dict) or any(key not in payload for key in _ITEM_KEYS):
+            raise TypeError(f"a result item is an object with {', '.join(_ITEM_KEYS)}")
+        return cls(**{key: payload[key] for key in _ITEM_KEYS})
+
+    def to_payload(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

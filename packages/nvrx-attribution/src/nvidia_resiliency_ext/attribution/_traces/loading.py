@@ -19,11 +19,9 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.attribution._core.confined import open_confined
 from nvidia_resiliency_ext.attribution._core.errors import NoTraceError
-from nvidia_resiliency_ext.attribution._traces.dumps import Dump, decode_dump
-from nvidia_resiliency_ext.attribution._traces.exchange import DumpReader
-from nvidia_resiliency_ext.attribution._traces.pickles import load_plain
+from nvidia_resiliency_ext.attribution._traces.dumps import Dump
+from nvidia_resiliency_ext.attribution._traces.reading import DumpReader
 from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, PathOutsideRootsError
@@ -40,7 +38,6 @@ __all__ = [
     "collector_paused",
     "find_dump_files",
     "load_traces",
-    "read_dump",
 ]
 
 DEFAULT_PATTERN = "_dump_*"
@@ -55,7 +52,7 @@ _READ_BYTES = 1 << 20
 # The worker finds this package where its caller does, whatever the environment says.
 _WORKER = (
     "import sys; sys.path[:] = sys.argv[1:];"
-    " from nvidia_resiliency_ext.attribution._traces.load_worker import main; main()"
+    " from nvidia_resiliency_ext.attribution._traces.reading import main; main()"
 )
 _RANK = re.compile(r"(\d{1,7})(?:\.(?:json|pkl|pickle))?$")
 
@@ -164,28 +161,6 @@ def load_traces(
         reasons = "; ".join(f"{finding.file}: {finding.text}" for finding in loaded.findings[:3])
         raise NoTraceError(path, f"none of {len(files)} files is a readable dump ({reasons})")
     return loaded
-
-
-def read_dump(file: str, rank: int, limit_bytes: int, allowed_root: str | None) -> Dump:
-    """Read one file, JSON or pickle; only for a process with limited memory and CPU time.
-
-    Raises:
-        UnsafePickleError: The pickle names more than plain containers.
-        PathOutsideRootsError: The file leads outside of the root.
-        ValueError: It is no dump.
-        OSError: It cannot be read.
-    """
-    with open(open_confined(file, allowed_root), "rb") as opened:
-        data = opened.read(limit_bytes + 1)
-    if len(data) > limit_bytes:
-        raise ValueError(f"larger than {limit_bytes} bytes")
-    name = os.path.basename(file)
-    if data[:64].lstrip()[:1] in (b"{", b"["):
-        try:
-            return decode_dump(json.loads(data), rank, name)
-        except (RecursionError, UnicodeDecodeError) as error:
-            raise ValueError(f"not JSON: {error}") from None
-    return decode_dump(load_plain(data), rank, name)
 
 
 def _jobs(

@@ -67,27 +67,21 @@ class LogAnalysisCoalesced:
 
 
 @dataclass(frozen=True)
-class CacheResult:
+class _Keys:
+    count: int
+    keys: list[str]
+
+
+class CacheResult(_Keys):
     """Keys of the kept results."""
 
-    count: int
-    keys: list[str]
 
-
-@dataclass(frozen=True)
-class InflightResult:
+class InflightResult(_Keys):
     """Keys of what is computed now."""
 
-    count: int
-    keys: list[str]
 
-
-@dataclass(frozen=True)
-class SubmittedResult:
+class SubmittedResult(_Keys):
     """Keys that were submitted and have no result."""
-
-    count: int
-    keys: list[str]
 
 
 @dataclass(frozen=True)

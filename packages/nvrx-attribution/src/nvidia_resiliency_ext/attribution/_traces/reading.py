@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON form in which a worker process hands dumps back: tables of what repeats, and rows.
+"""Program of a worker process that reads dumps, and the JSON in which it hands them over.
+
+The files are named on stdin, and one line answers for each. Memory of the process and CPU time per
+file are limited: a small pickle can ask for any amount of either. A file that takes too long ends
+the process, which the caller notices.
 
 The ranks of a job call the same operations in the same groups. What they repeat, such as the
 members of the world group, is written once per worker and named by its number from then on.
@@ -7,14 +11,78 @@ members of the world group, is written once per worker and named by its number f
 
 from __future__ import annotations
 
+import gc
+import json
+import os
+import resource
+import signal
+import sys
 from itertools import islice
 from typing import Any
 
-from nvidia_resiliency_ext.attribution._traces.dumps import Dump, Group, Op, Status
+from nvidia_resiliency_ext.attribution._core.confined import open_confined
+from nvidia_resiliency_ext.attribution._traces.dumps import Dump, Group, Op, Status, decode_dump
+from nvidia_resiliency_ext.attribution._traces.pickles import UnsafePickleError, load_plain
+from nvidia_resiliency_ext.shared_utils.errors import PathOutsideRootsError
 
-__all__ = ["DumpReader", "DumpWriter"]
+__all__ = ["DumpReader", "DumpWriter", "main", "read_dump"]
 
+_MEMORY_BYTES = 2 << 30
 _TABLE_LIMIT = 100_000
+
+
+def main() -> None:
+    """Answer each order with a dump or a finding, in the order of the list."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Its default action ends the process, in the middle of any operation.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    # A dump is a tree: counting references frees it, and looking for cycles doubles the time.
+    gc.disable()
+    orders = json.load(sys.stdin)
+    writer = DumpWriter()
+    _write({"ready": True})
+    for file, rank in orders["jobs"]:
+        signal.setitimer(signal.ITIMER_PROF, orders["cpu_s"])
+        _write(_answer(file, rank, orders, writer))
+
+
+def _answer(file: str, rank: int, orders: dict[str, Any], writer: DumpWriter) -> dict[str, Any]:
+    for is_last in (False, True):
+        try:
+            dump = read_dump(file, rank, orders["limit_bytes"], orders["allowed_root"])
+            return writer.row(dump)
+        except UnsafePickleError as error:
+            return {"finding": "unsafe_pickle", "text": str(error)}
+        except PathOutsideRootsError as error:
+            return {"finding": "outside_root", "text": str(error)}
+        except (OSError, ValueError, MemoryError) as error:
+            if is_last:
+                return {"finding": "unreadable", "text": str(error) or "too large"}
+        gc.collect()  # a hostile file before this one may have kept the memory, by cycles
+    raise AssertionError
+
+
+def read_dump(file: str, rank: int, limit_bytes: int, allowed_root: str | None) -> Dump:
+    """Read one file, JSON or pickle; only for a process with limited memory and CPU time.
+
+    Raises:
+        UnsafePickleError: The pickle names more than plain containers.
+        PathOutsideRootsError: The file leads outside of the root.
+        ValueError: It is no dump.
+        OSError: It cannot be read.
+    """
+    with open(open_confined(file, allowed_root), "rb") as opened:
+        data = opened.read(limit_bytes + 1)
+    if len(data) > limit_bytes:
+        raise ValueError(f"larger than {limit_bytes} bytes")
+    name = os.path.basename(file)
+    if data[:64].lstrip()[:1] in (b"{", b"["):
+        try:
+            return decode_dump(json.loads(data), rank, name)
+        except (RecursionError, UnicodeDecodeError) as error:
+            raise ValueError(f"not JSON: {error}") from None
+    return decode_dump(load_plain(data), rank, name)
 
 
 class DumpWriter:
@@ -101,6 +169,11 @@ class DumpReader:
                 )
             )
         return dump
+
+
+def _write(answer: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
 
 
 def _newest(table: dict[Any, int], count: int) -> list[Any]:
