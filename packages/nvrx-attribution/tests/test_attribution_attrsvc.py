@@ -71,7 +71,13 @@ def test_evidence_follows_the_log(service):
     """What launcher or scheduler say about the end counts as the log's last lines."""
     ended = {"analysis_intent": "terminal", "log_complete": True}
     for number, (said, code) in enumerate(
-        [("rank 1: killed by SIGSEGV", "host.segfault"), ("State=NODE_FAIL", "sched.node_fail")]
+        [
+            ("rank 1: killed by SIGSEGV", "host.segfault"),
+            ("State=NODE_FAIL", "sched.node_fail"),
+            ("State=FAILED ExitCode=0:11 NodeList=n1", "host.segfault"),
+            ("State=FAILED ExitCode=0:9 NodeList=n1", "host.sigkill"),
+            ("State=FAILED ExitCode=3:0 NodeList=n1", "host.exit_nonzero"),
+        ]
     ):
         log = service.root / f"evidence{number}.log"
         log.write_text("0: step: 1 loss: 0.5\n1: step: 1 loss: 0.5")
