@@ -207,7 +207,11 @@ class Verdict:
         return f"{self.reason_code}: {self.explanation}"
 
     def with_changes(self, **changes: Any) -> Verdict:
-        """Return a copy with other values."""
+        """Return a copy with other values.
+
+        Args:
+            changes: New values by name of the field.
+        """
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
