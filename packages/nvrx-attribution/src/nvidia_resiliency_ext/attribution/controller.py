@@ -222,47 +222,18 @@ class AttributionController:
         if count:
             logger.info("%d submissions of the journal are taken up", count)
 
-<<<<<<< HEAD
     async def submit_log(self, log_path: str, **fields: Any) -> LogAnalyzerSubmitResult:
-        """Accept a log; the fields and errors are those of `Analyzer.submit`."""
-        return await self.analyzer.submit(log_path, **fields)
-=======
-    async def submit_log(  # noqa: PLR0913 - the fields of a submission
-        self,
-        log_path: str,
-        *,
-        user: str = "unknown",
-        job_id: str | None = None,
-        cycle_id: int | None = None,
-        analysis_intent: str | None = None,
-        log_complete: bool = False,
-        evidence: Sequence[str] = (),
-    ) -> LogAnalyzerSubmitResult:
-        """Accept a log; errors as for `Analyzer.submit`.
+        """Accept a log.
 
         Args:
             log_path: Absolute path; the file may come later, its directory must exist.
-            user: The job's owner. Default "unknown".
-            job_id: The job; None if unknown.
-            cycle_id: Number of the start of the workers, from 0; None if unknown.
-            analysis_intent: "track_only" (default), "progressive" or "terminal". With progressive
-                analysis switched off, "progressive" means "track_only".
-            log_complete: Nothing more will be written to the log. Default False.
-            evidence: Lines about the end of the job that are not in the log; they are read after
-                its last.
+            fields: The other arguments of `Analyzer.submit`, by name. With progressive analysis
+                switched off a log is read when its job has ended, whatever the intent.
+
+        Raises:
+            LogAnalyzerError: See `Analyzer.submit`.
         """
-        if self.config.progressive == "off" and analysis_intent == ANALYSIS_INTENT_PROGRESSIVE:
-            analysis_intent = ANALYSIS_INTENT_TRACK_ONLY
-        return await self.analyzer.submit(
-            log_path,
-            user,
-            job_id,
-            cycle_id,
-            analysis_intent,
-            log_complete=log_complete,
-            evidence=evidence,
-        )
->>>>>>> main
+        return await self.analyzer.submit(log_path, **fields)
 
     async def analyze_log(
         self,

@@ -87,15 +87,6 @@ class LogAnalysisCoalesced:
 
 
 @dataclass(frozen=True)
-<<<<<<< HEAD
-class _Keys:
-    count: int
-    keys: list[str]
-
-
-class CacheResult(_Keys):
-    """Keys of the kept results."""
-=======
 class CacheResult:
     """Keys of the kept results.
 
@@ -103,13 +94,10 @@ class CacheResult:
         count: How many there are.
         keys: The keys: paths of logs.
     """
->>>>>>> main
 
+    count: int
+    keys: list[str]
 
-<<<<<<< HEAD
-class InflightResult(_Keys):
-    """Keys of what is computed now."""
-=======
 
 @dataclass(frozen=True)
 class InflightResult:
@@ -119,13 +107,10 @@ class InflightResult:
         count: How many there are.
         keys: The keys: paths of logs.
     """
->>>>>>> main
 
+    count: int
+    keys: list[str]
 
-<<<<<<< HEAD
-class SubmittedResult(_Keys):
-    """Keys that were submitted and have no result."""
-=======
 
 @dataclass(frozen=True)
 class SubmittedResult:
@@ -135,7 +120,9 @@ class SubmittedResult:
         count: How many there are.
         keys: The keys: paths of logs.
     """
->>>>>>> main
+
+    count: int
+    keys: list[str]
 
 
 @dataclass(frozen=True)
