@@ -74,6 +74,10 @@ def test_evidence_follows_the_log(service):
         [
             ("rank 1: killed by SIGSEGV", "host.segfault"),
             ("State=NODE_FAIL", "sched.node_fail"),
+            ("State=CANCELLED ExitCode=0:15 NodeList=n1", "sched.cancelled"),
+            ("State=TIMEOUT ExitCode=0:0 NodeList=n1", "sched.time_limit"),
+            ("State=PREEMPTED ExitCode=0:0 NodeList=n1", "sched.preempted"),
+            ("State=OUT_OF_MEMORY ExitCode=0:125 NodeList=n1", "host.oom"),
             ("State=FAILED ExitCode=0:11 NodeList=n1", "host.segfault"),
             ("State=FAILED ExitCode=0:9 NodeList=n1", "host.sigkill"),
             ("State=FAILED ExitCode=3:0 NodeList=n1", "host.exit_nonzero"),
