@@ -456,7 +456,7 @@ def test_histories_of_programs_at_once(tmp_path):
         assert len(load_history(path, f"job{number}", None)) == 8
     with open(f"{path}.lock", "rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(OSError, match="another program"):
+        with pytest.raises(OSError, match="another process"):
             save_attempt(path, Attempt("job", 0, "f"), timeout_s=0.1)
 
 
