@@ -63,7 +63,7 @@ class MonitorSettings:
     termination_grace_s: float = 5.0
 
 
-VERSION = 4
+VERSION = 5
 WAITED = "waited"
 """In `Arrived`: the rank waited for its peers, or a collective that failed sent it here."""
 _PART_CHARACTERS = 400_000
