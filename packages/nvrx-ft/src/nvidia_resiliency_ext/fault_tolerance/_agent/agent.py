@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine, preemption
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.cause import RDZV_SHUTDOWN_REASON_FAILURE, Cause
+from nvidia_resiliency_ext.fault_tolerance._core.exceptions import read_error_file
 from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
@@ -26,14 +27,10 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Phase,
     Policy,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
-    RDZV_SHUTDOWN_REASON_FAILURE,
-)
 from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import limit_in_words, states_of
 from nvidia_resiliency_ext.fault_tolerance._monitor.messages import WorkersChanged
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
-from nvidia_resiliency_ext.fault_tolerance._process.exceptions import read_error_file
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import RefillingBudget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import RefillingBudget
 from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
 from nvidia_resiliency_ext.fault_tolerance._report.failures import (
     Failure,

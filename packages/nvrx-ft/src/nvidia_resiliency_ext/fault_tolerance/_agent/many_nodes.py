@@ -19,6 +19,7 @@ from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     default_replacement_group_size,
+    own_domain,
     replacement_group_id,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
@@ -33,8 +34,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
     is_elastic,
     settings_of,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     DEFAULT_PORT,
     Probing,
@@ -47,7 +46,11 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
     PlacementRules,
     validate,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import BlameRules, Exclusions
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import (
+    BlameRules,
+    Budget,
+    Exclusions,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     CALL_TIMEOUT_S,
     JobStore,
@@ -62,7 +65,7 @@ from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
-from .cycle_records import CycleRecords, StoreHost
+from .run_files import CycleRecords, StoreHost
 from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address
 
 if TYPE_CHECKING:

@@ -23,8 +23,6 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SAVE_ASKED
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-__all__ = ["PreemptionDesk", "SaveLink"]
-
 logger = logging.getLogger("nvrx")
 
 DeskEvent = Preempted | RanksHeld | GraceOver

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts workers from standbys where it can, from fresh interpreters where it must.
 
-Wires the pool's decisions (`_prewarm.pool`) to standby processes and to the loop. When and why is
-decided there and in `_prewarm.conditions`; here it is done. One thread, the launcher's main one:
+Wires the pool's decisions (`_workers.pool`) to standby processes and to the loop. When and why is
+decided there and in `_workers.conditions`; here it is done. One thread, the launcher's main one:
 the kernel ties the lives of standbys to it.
 """
 
@@ -13,17 +13,19 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 
+from nvidia_resiliency_ext.fault_tolerance._core.local_world import IdleMeter, available_bytes
 from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
-from nvidia_resiliency_ext.fault_tolerance._core.resources import IdleMeter, available_bytes
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
-from nvidia_resiliency_ext.fault_tolerance._prewarm import pool as pools
-from nvidia_resiliency_ext.fault_tolerance._prewarm.conditions import (
+from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
+from nvidia_resiliency_ext.fault_tolerance._workers import pool as pools
+from nvidia_resiliency_ext.fault_tolerance._workers.conditions import (
     cold_reason,
     go_reason,
+    should_hold_first_cycle,
     wants_standbys,
 )
-from nvidia_resiliency_ext.fault_tolerance._prewarm.imports import should_hold_first_cycle
-from nvidia_resiliency_ext.fault_tolerance._prewarm.standby import (
+from nvidia_resiliency_ext.fault_tolerance._workers.output import worker_output
+from nvidia_resiliency_ext.fault_tolerance._workers.standby import (
     PIPED,
     Begun,
     Failed,
@@ -33,8 +35,6 @@ from nvidia_resiliency_ext.fault_tolerance._prewarm.standby import (
     StandbyError,
     Stdio,
 )
-from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
-from nvidia_resiliency_ext.fault_tolerance._workers.output import worker_output
 from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
     STILL_IMPORTING,
     ColdStarter,

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public exceptions of the launcher, the rank's side and the timeout calculation."""
+"""The exceptions of launcher, rank and timeouts; a wrong configuration with all its problems."""
 
 from __future__ import annotations
 
-from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from typing import TYPE_CHECKING
 
-__all__ = ["RankMonitorClientError", "TimeoutsCalcError"]
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class UnhealthyNodeException(Exception):  # noqa: N818  # the name is public
@@ -37,3 +40,34 @@ class RankMonitorClientError(NvrxError):
 
 class TimeoutsCalcError(Exception):
     """Timeouts cannot be calculated, or a section event does not fit the ones before it."""
+
+
+class FaultToleranceConfigError(ConfigError):
+    """One or more settings are wrong.
+
+    Args:
+        problems: One sentence each: where, which key, which value, what is allowed.
+    """
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "; ".join(self.problems)
+
+
+class SectionMissingError(FaultToleranceConfigError):
+    """A file has no `fault_tolerance` section, or an empty one."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean X?` for the known name most like `name`, or an empty text."""
+    return "".join(f"; did you mean {match}?" for match in similar(name, known))
+
+
+def similar(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known name most like `name`, or nothing."""
+    import difflib
+
+    return difflib.get_close_matches(name[:100], list(known), n=1, cutoff=0.6)

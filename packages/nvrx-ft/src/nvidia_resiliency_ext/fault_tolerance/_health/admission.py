@@ -30,7 +30,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_adapters, has_gpu_driver
 from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
-from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
+from nvidia_resiliency_ext.fault_tolerance._core.slow_thread import SlowThread
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
 from .memory import GpuMemory, MemoryRules, wait_for_memory
@@ -40,22 +40,6 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
     from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
     from nvidia_resiliency_ext.shared_utils.health_check import Check, HealthResult, NodeHealthCheck
-
-__all__ = [
-    "FIRST_DELAY_S",
-    "SHORT_CYCLE_S",
-    "GateSettings",
-    "NodeChecks",
-    "NodeGate",
-    "crashes_after",
-    "delay_s",
-    "ensure_node_is_healthy",
-    "get_node_health_check",
-    "init_node_health_check",
-    "injected_failure",
-    "make_gate",
-    "unfit",
-]
 
 
 SHORT_CYCLE_S = 10.0

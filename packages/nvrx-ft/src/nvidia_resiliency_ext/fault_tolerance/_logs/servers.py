@@ -23,7 +23,6 @@ from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
 
-__all__ = ["LogServerError", "LogServers", "ServerPlan", "endpoint_of", "server_commands"]
 
 logger = logging.getLogger("nvrx")
 

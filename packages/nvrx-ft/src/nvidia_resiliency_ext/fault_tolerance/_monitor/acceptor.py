@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
-from nvidia_resiliency_ext.fault_tolerance._ipc.sockets import listen
+from nvidia_resiliency_ext.fault_tolerance._core.sockets import listen
 from nvidia_resiliency_ext.shared_utils.errors import PeerRefusedError
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 
@@ -24,7 +24,6 @@ from .messages import RANK_MESSAGES, Hello
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Connection", "Doorway", "HasFileno", "Watcher"]
 
 HELLO_LIMIT_S = 5.0
 MAX_PENDING = 8

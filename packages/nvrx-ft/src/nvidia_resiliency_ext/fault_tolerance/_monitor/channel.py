@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.shared_utils.wire import MessageSet
 
-__all__ = ["Channel"]
 
 MAX_WAITING = 256
 _READ_BYTES = 65536

@@ -12,7 +12,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
+from nvidia_resiliency_ext.fault_tolerance._core.slow_thread import SlowThread
 
 from . import messages
 from .channel import Channel
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from .acceptor import HasFileno
     from .timeout_rules import Verdict
 
-__all__ = ["MonitorServer"]
 
 logger = logging.getLogger("nvrx")
 

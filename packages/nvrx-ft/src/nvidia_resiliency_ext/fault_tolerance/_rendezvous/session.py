@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import RDZV_NO_RESTART_REASONS
+from nvidia_resiliency_ext.fault_tolerance._core.cause import RDZV_NO_RESTART_REASONS, Cause
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 from . import keys

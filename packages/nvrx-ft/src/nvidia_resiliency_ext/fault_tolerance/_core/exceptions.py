@@ -12,15 +12,6 @@ from types import TracebackType
 
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
-__all__ = [
-    "MAX_ERROR_FILE_BYTES",
-    "ErrorFile",
-    "get_rank",
-    "install_exception_handler",
-    "read_error_file",
-]
-
-
 MAX_ERROR_FILE_BYTES = 1 << 20
 LATEST_TIMESTAMP = float(1 << 32)
 
