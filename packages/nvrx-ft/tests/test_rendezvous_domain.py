@@ -7,7 +7,10 @@ import time
 import pytest
 from monitored_ranks import wait_until
 
-from nvidia_resiliency_ext.fault_tolerance._core.infra import NvlinkDomainError, nvlink_domain
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import (
+    NvlinkDomainError,
+    nvlink_domain,
+)
 from nvidia_resiliency_ext.shared_utils.procfs import running_in_groups
 
 DOMAIN = "9c6f5af3-53bf-49b5-a436-b66766c413c3"

@@ -17,10 +17,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import (
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_SHUTDOWN_REASON_FAILURE,
     RDZV_SHUTDOWN_REASON_GRACEFUL,
-    Cause,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import News, Opened, Over, Placed

@@ -25,7 +25,7 @@ from nvidia_resiliency_ext.shared_utils.console import write_err, write_out
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-__all__ = ["PROGRAM", "USAGE_ERROR_EXIT_CODE", "get_args_parser", "parse_args", "usage_error"]
+__all__ = ["get_args_parser", "parse_args"]
 
 PROGRAM = "ft_launcher"
 USAGE_ERROR_EXIT_CODE = 2

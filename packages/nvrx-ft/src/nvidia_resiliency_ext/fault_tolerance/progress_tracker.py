@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 
-__all__ = ["IterationFile", "TrainingProgressTracker"]
+__all__ = ["TrainingProgressTracker"]
 
 logger = logging.getLogger("nvrx")
 _READ_LIMIT_BYTES = 4096

@@ -28,15 +28,7 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 
-__all__ = [
-    "LEAVE_SIGNALS",
-    "MonitorProcess",
-    "RankMonitorLogger",
-    "RankMonitorServer",
-    "configure_logging",
-    "leave_at_signals",
-    "main",
-]
+__all__ = ["RankMonitorLogger", "RankMonitorServer"]
 
 _START_LIMIT_S = 10.0
 _OTHERS_SIGNALS = (

@@ -19,7 +19,7 @@ from nvidia_resiliency_ext.fault_tolerance.data import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TimeoutsCalc", "TimeoutsCalcError", "max_over_ranks", "reduction_device_type"]
+__all__ = ["TimeoutsCalc", "TimeoutsCalcError"]
 
 _NO_DATA = -1.0
 

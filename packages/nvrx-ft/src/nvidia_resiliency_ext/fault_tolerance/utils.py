@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small public helpers under one path; the code is in `_infra`, `_ipc` and `_process`."""
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import (
+from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     DEFAULT_NO_RESTART_EXIT_CODE,
     RDZV_NO_RESTART_REASONS,
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine, preemption
-from nvidia_resiliency_ext.fault_tolerance._core.cause import RDZV_SHUTDOWN_REASON_FAILURE, Cause
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_FAILURE
 from nvidia_resiliency_ext.fault_tolerance._core.exceptions import read_error_file
 from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (

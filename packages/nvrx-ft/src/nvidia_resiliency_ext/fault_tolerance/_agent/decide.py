@@ -49,13 +49,12 @@ from __future__ import annotations
 import dataclasses
 import signal
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import (
-    ATTRIBUTION,
+from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
+from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
     RDZV_SHUTDOWN_REASON_FAILURE,
     RDZV_SHUTDOWN_REASON_GRACEFUL,
     RDZV_SHUTDOWN_REASON_NO_PROGRESS,
-    Cause,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     EXIT_FAILURE,

@@ -16,11 +16,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance import _env
-from nvidia_resiliency_ext.fault_tolerance._core.cause import (
-    ATTRIBUTION,
-    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
-    Cause,
-)
+from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
+from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
 from nvidia_resiliency_ext.fault_tolerance._core.infra import infrastructure_rank
 from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, SignalInbox, Timer
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (

@@ -19,7 +19,6 @@ from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     default_replacement_group_size,
-    own_domain,
     replacement_group_id,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
@@ -34,6 +33,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
     is_elastic,
     settings_of,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     DEFAULT_PORT,
     Probing,

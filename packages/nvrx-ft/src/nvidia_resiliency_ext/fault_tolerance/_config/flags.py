@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import DEFAULT_NO_RESTART_EXIT_CODE
+from nvidia_resiliency_ext.fault_tolerance._core.errors import DEFAULT_NO_RESTART_EXIT_CODE
 
 from . import syntax, table
 from . import values as v

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import DEFAULT_NO_RESTART_EXIT_CODE
+from nvidia_resiliency_ext.fault_tolerance._core.errors import DEFAULT_NO_RESTART_EXIT_CODE
 
 from .syntax import parse_min_max_nnodes
 

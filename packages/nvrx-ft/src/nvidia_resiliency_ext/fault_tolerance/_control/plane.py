@@ -12,11 +12,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import (
-    ATTRIBUTION,
-    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
-    Cause,
-)
+from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
+from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
 from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, SignalInbox
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     HostPlace,

@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exceptions of launcher, rank and timeouts; a wrong configuration with all its problems."""
+"""Exceptions of launcher, rank and timeouts, and the reasons for which a job is ended."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+DEFAULT_NO_RESTART_EXIT_CODE: Final = 93
+RDZV_SHUTDOWN_REASON_GRACEFUL: Final = "graceful"
+RDZV_SHUTDOWN_REASON_FAILURE: Final = "failure"
+RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP: Final = "attribution_stop"
+RDZV_SHUTDOWN_REASON_NO_PROGRESS: Final = "no_progress"
+RDZV_NO_RESTART_REASONS: Final = frozenset(
+    {RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP, RDZV_SHUTDOWN_REASON_NO_PROGRESS}
+)
 
 
 class UnhealthyNodeException(Exception):  # noqa: N818  # the name is public

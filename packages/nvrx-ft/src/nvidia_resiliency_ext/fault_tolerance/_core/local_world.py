@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 
@@ -156,7 +155,7 @@ def _group_bytes(paths: tuple[str, str]) -> int | None:
     return max(0, limit - used)
 
 
-_STAT = Path("/proc/stat")
+_STAT = "/proc/stat"
 
 # Columns of a processor's line after its name: user nice system idle iowait ...
 _IDLE_COLUMNS = slice(3, 5)
@@ -171,7 +170,9 @@ class IdleMeter:
         stat: Where the kernel's counters are read.
     """
 
-    def __init__(self, cores: frozenset[int] | None = None, stat: Path = _STAT) -> None:
+    def __init__(
+        self, cores: frozenset[int] | None = None, stat: str | os.PathLike[str] = _STAT
+    ) -> None:
         self._cores = frozenset(os.sched_getaffinity(0)) if cores is None else cores
         self._stat = stat
         self._last = self._counters()
@@ -189,7 +190,8 @@ class IdleMeter:
     def _counters(self) -> dict[int, tuple[int, int]]:
         """Return idle and all ticks by processor."""
         try:
-            lines = self._stat.read_text(encoding="ascii").splitlines()
+            with open(self._stat, encoding="ascii") as file:
+                lines = file.read().splitlines()
         except (OSError, ValueError):
             return {}
         found: dict[int, tuple[int, int]] = {}

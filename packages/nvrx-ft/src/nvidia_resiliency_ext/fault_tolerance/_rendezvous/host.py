@@ -24,10 +24,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import (
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_SHUTDOWN_REASON_FAILURE,
     RDZV_SHUTDOWN_REASON_GRACEFUL,
-    Cause,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import agreed_call
 from nvidia_resiliency_ext.shared_utils.hang_culprit import (

@@ -28,13 +28,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance._core.cause import (
+from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_NO_RESTART_REASONS,
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
     RDZV_SHUTDOWN_REASON_GRACEFUL,
     RDZV_SHUTDOWN_REASON_NO_PROGRESS,
-)
-from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     NoRestartRequested,
     TerminalWorkerGroupFailure,
 )

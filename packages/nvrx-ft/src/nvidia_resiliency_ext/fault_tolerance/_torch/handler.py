@@ -23,14 +23,14 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance._core.cause import (
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_NO_RESTART_REASONS,
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
     RDZV_SHUTDOWN_REASON_FAILURE,
     RDZV_SHUTDOWN_REASON_GRACEFUL,
-    Cause,
+    UnhealthyNodeException,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
 from nvidia_resiliency_ext.fault_tolerance._core.machine import Request, request_event
 from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks, unfit
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys

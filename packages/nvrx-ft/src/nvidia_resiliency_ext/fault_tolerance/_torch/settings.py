@@ -15,11 +15,11 @@ from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import node_i
 from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     default_replacement_group_size,
     infrastructure_rank,
-    own_domain,
     replacement_group_id,
 )
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import settings_of
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import read_token
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, validate

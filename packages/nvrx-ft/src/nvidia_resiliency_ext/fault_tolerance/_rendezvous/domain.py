@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The NVLink domain of this node, asked of `nvidia-smi`; only jobs with segments need it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import select
+import subprocess
+from typing import Final
+
+from nvidia_resiliency_ext.shared_utils.children import Child, start_child
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
+
+_COMMAND: Final = ("nvidia-smi", "-q")
+# A node of eight GPUs prints about 0.2 MB.
+_MOST_BYTES: Final = 16 << 20
+_LINE: Final = re.compile(r"^\s*ClusterUUID\s*:\s*(\S+)\s*$", re.MULTILINE)
+_UUID: Final = re.compile(r"[0-9A-Fa-f][0-9A-Fa-f-]{0,63}")
+_REMEDY: Final = "check the fabric with `nvidia-smi -q`, or start without --ft-segment"
+
+
+class NvlinkDomainError(NvrxError, RuntimeError):
+    """This node's NVLink domain cannot be had; the message says why and what to do."""
+
+
+def nvlink_domain(timeout_s: float = 60.0) -> str:
+    """Return the domain that this node's GPUs belong to.
+
+    Args:
+        timeout_s: How long `nvidia-smi` may take; with the driver not loaded yet it is slow.
+
+    Raises:
+        NvlinkDomainError: There is none, or `nvidia-smi` is missing, fails or does not end.
+    """
+    try:
+        child = start_child(
+            _COMMAND,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+    except ChildStartError as error:
+        raise NvlinkDomainError(
+            f"segments need this node's NVLink domain, but nvidia-smi cannot be run: {error};"
+            " install the driver's tools, or start without --ft-segment"
+        ) from error
+    with child:
+        deadline = Deadline.after(timeout_s)
+        output = _read_all(child, deadline)
+        status = child.wait(deadline.timeout()) if output is not None else None
+    if output is None or status is None:
+        raise NvlinkDomainError(f"nvidia-smi -q came to no end within {timeout_s:g} s: {_REMEDY}")
+    if status.code != 0:
+        raise NvlinkDomainError(f"nvidia-smi -q ended with {status.describe()}: {_REMEDY}")
+    return parse_domain(output.decode(errors="replace"))
+
+
+@functools.cache
+def own_domain() -> str:
+    """Return this node's domain, which does not change; see `nvlink_domain`."""
+    return nvlink_domain()
+
+
+def parse_domain(report: str) -> str:
+    """Return the one ClusterUUID in the output of `nvidia-smi -q`.
+
+    GPUs outside any fabric show `N/A`, or zeros, which all such nodes of a cluster have in common:
+    neither is a domain.
+
+    Raises:
+        NvlinkDomainError: There is none, or several.
+    """
+    found: list[str] = _LINE.findall(report)
+    domains = sorted({text.lower() for text in found if _UUID.fullmatch(text) and text.strip("0-")})
+    if not domains:
+        seen = ", ".join(sorted(set(found))[:4])[:200]
+        raise NvlinkDomainError(
+            "nvidia-smi -q shows no ClusterUUID of an NVLink domain"
+            + (f" (only {seen})" if seen else "")
+            + f": {_REMEDY}"
+        )
+    if len(domains) > 1:
+        raise NvlinkDomainError(
+            f"the GPUs of this node are in several NVLink domains ({', '.join(domains[:4])}):"
+            f" {_REMEDY}"
+        )
+    return domains[0]
+
+
+def _read_all(child: Child, deadline: Deadline) -> bytes | None:
+    """Return all that it writes; None when it does not come to an end."""
+    assert child.stdout is not None
+    descriptor = child.stdout.fileno()
+    os.set_blocking(descriptor, False)
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    output = bytearray()
+    while len(output) <= _MOST_BYTES:
+        if not poller.poll(deadline.remaining() * 1000):
+            return None
+        try:
+            part = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            continue
+        if not part:
+            return bytes(output)
+        output += part
+    return None
