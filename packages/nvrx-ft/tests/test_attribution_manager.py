@@ -13,7 +13,6 @@ import pytest
 from attribution_service import LIMIT_S, NOBODY, attribution_service
 
 from nvidia_resiliency_ext.fault_tolerance._config import attribution as endpoint
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._hosting import attribution
 from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import AttributionWatch
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
@@ -30,6 +29,7 @@ from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.shared_utils import attribution_client
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 
 def plan(*words):

@@ -16,7 +16,6 @@ import pytest
 from nvidia_resiliency_ext.fault_tolerance._agent import job
 from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import LocalRendezvous
 from nvidia_resiliency_ext.fault_tolerance._core.exceptions import ErrorFile, read_error_file
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, SignalInbox
 from nvidia_resiliency_ext.fault_tolerance._core.machine import RoundClosed
 from nvidia_resiliency_ext.fault_tolerance._report import failures as faults
 from nvidia_resiliency_ext.fault_tolerance._report import failures as records
@@ -26,6 +25,7 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import PortInUseErro
 from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalInbox
 
 
 @pytest.fixture

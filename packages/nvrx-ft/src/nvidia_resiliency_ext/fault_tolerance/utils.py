@@ -38,7 +38,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.processes import (
     wait_for_mp_events,
     wait_until_process_terminated,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.sockets import set_ipc_socket_timeouts
+from nvidia_resiliency_ext.shared_utils.unix_sockets import set_ipc_socket_timeouts
 
 __all__ = [
     "DEFAULT_NO_RESTART_EXIT_CODE",

@@ -8,10 +8,11 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
+
 from . import nic_ports
 from .check import PeriodicCheck
 from .devices import PynvmlMixin, resolve_device
-from .left_behind import DeadlineCaller, StuckError
 from .nic_judge import WINDOW_S, grown, rebased, too_fast
 from .nic_match import match_nics
 from .nvml_errors import NvmlError

@@ -14,8 +14,9 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
+
 from . import settings
-from .left_behind import DeadlineCaller, StuckError
 from .nvml_errors import DriverHungError
 from .nvml_queries import NvmlQueries, load_binding
 

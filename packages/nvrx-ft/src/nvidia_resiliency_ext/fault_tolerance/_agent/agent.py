@@ -19,7 +19,6 @@ from nvidia_resiliency_ext.fault_tolerance._core import machine, preemption
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_FAILURE
 from nvidia_resiliency_ext.fault_tolerance._core.exceptions import read_error_file
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
     Effect,
@@ -49,6 +48,7 @@ from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 
 from . import decide
 from .preemption import PreemptionDesk

@@ -19,7 +19,6 @@ from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
 from nvidia_resiliency_ext.fault_tolerance._core.infra import infrastructure_rank
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, SignalInbox, Timer
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
     Policy,
@@ -67,6 +66,7 @@ from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.console import write_err
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalInbox, Timer
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Parts, Result

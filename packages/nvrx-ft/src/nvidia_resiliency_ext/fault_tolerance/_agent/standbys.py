@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts workers from standbys where it can, from fresh interpreters where it must.
 
-Wires the pool's decisions (`_workers.pool`) to standby processes and to the loop. When and why is
-decided there and in `_workers.conditions`; here it is done. One thread, the launcher's main one:
+Wires the pool's decisions (`_prewarm.pool`) to standby processes and to the loop. When and why is
+decided there and in `_prewarm.conditions`; here it is done. One thread, the launcher's main one:
 the kernel ties the lives of standbys to it.
 """
 
@@ -14,7 +14,6 @@ import signal
 from collections.abc import Callable, Mapping
 
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import IdleMeter, available_bytes
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
 from nvidia_resiliency_ext.fault_tolerance._workers import pool as pools
@@ -43,6 +42,7 @@ from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
 )
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, ConfigError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 
 logger = logging.getLogger("nvrx")
 

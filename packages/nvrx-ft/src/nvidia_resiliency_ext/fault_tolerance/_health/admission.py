@@ -29,9 +29,9 @@ from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_adapters, has_gpu_driver
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
-from nvidia_resiliency_ext.fault_tolerance._core.slow_thread import SlowThread
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
+from nvidia_resiliency_ext.shared_utils.worker_thread import WorkerThread
 
 from .memory import GpuMemory, MemoryRules, wait_for_memory
 
@@ -310,8 +310,8 @@ class NodeGate:
         self._pause: Timer | None = None
         self._stopped = threading.Event()
         # A check that hangs must not hold up what the other thread does.
-        self._check_thread = SlowThread("nvrx-health")
-        self._memory_thread = SlowThread("nvrx-reclaim")
+        self._check_thread = WorkerThread("nvrx-health")
+        self._memory_thread = WorkerThread("nvrx-reclaim")
         for thread in (self._check_thread, self._memory_thread):
             loop.watch(thread.fileno(), thread.collect)
 

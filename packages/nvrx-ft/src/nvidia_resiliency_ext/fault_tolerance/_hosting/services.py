@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
     from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import AttributionWatch
-    from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers, Loop
+    from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
     from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import Member
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Candidate, Placement
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         CycleInfoReporter,
         CycleInfoRoundSnapshot,
     )
+    from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 
 # Said in place of a token, which is hexadecimal.
@@ -183,7 +184,7 @@ class HostServices:
         plan: HostPlan,
         environ: Mapping[str, str],
         place: HostPlace,
-        loop: Loop,
+        loop: EventLoop,
         clock: Clock,
         *,
         is_shared: bool,

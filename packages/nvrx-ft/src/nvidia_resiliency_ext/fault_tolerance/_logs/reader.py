@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.shared_utils.event_loop import WakeUp
+
 if TYPE_CHECKING:
     from .lines import LineAssembler
     from .outlet import Outlet, Target
@@ -109,13 +111,11 @@ class MultiplexingReaderThread(threading.Thread):
         self._lock = threading.Lock()  # guards the two fields below
         self._orders: collections.deque[Callable[[], None]] = collections.deque()
         self._is_over = False
-        self._read_wake, self._write_wake = os.pipe()
-        os.set_blocking(self._read_wake, False)
-        os.set_blocking(self._write_wake, False)
+        self._wake_up = WakeUp()
         self._epoll = select.epoll()
-        self._epoll.register(self._read_wake, select.EPOLLIN)
+        self._epoll.register(self._wake_up, select.EPOLLIN)
         self._pause = select.poll()
-        self._pause.register(self._read_wake, select.POLLIN)
+        self._pause.register(self._wake_up, select.POLLIN)
         self._pipes: dict[int, _Pipe] = {}
         self._logs: dict[Target, _Log] = {}
         self._stops_at: float | None = None
@@ -150,8 +150,7 @@ class MultiplexingReaderThread(threading.Thread):
             if self._is_over:
                 return False
             self._orders.append(order)
-            with contextlib.suppress(BlockingIOError):  # It is awake already.
-                os.write(self._write_wake, b"\0")
+            self._wake_up.set()
         return True
 
     def _add(self, fd: int, pipe: _Pipe) -> None:
@@ -195,14 +194,13 @@ class MultiplexingReaderThread(threading.Thread):
             for fd in list(self._pipes):
                 self._finish(fd)
             self._epoll.close()
-            os.close(self._read_wake)
-            os.close(self._write_wake)
+            self._wake_up.close()
 
     def _round(self) -> int:
         """Read once from each pipe that has something; return how much came."""
         count = 0
         for fd, _ in self._epoll.poll(self._wait_s()):
-            if fd == self._read_wake:
+            if fd == self._wake_up.fileno():
                 self._obey()
             elif fd in self._pipes:
                 count += self._read(fd)
@@ -210,8 +208,7 @@ class MultiplexingReaderThread(threading.Thread):
         return count
 
     def _obey(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._read_wake, 4096)
+        self._wake_up.clear()
         while self._orders:
             self._orders.popleft()()
 

@@ -10,6 +10,8 @@ import struct
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError
 from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES
 
+__all__ = ["connect", "listen", "set_ipc_socket_timeouts"]
+
 _TIMEVAL = struct.Struct("@ll")
 
 
