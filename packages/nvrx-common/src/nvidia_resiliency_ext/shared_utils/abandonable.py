@@ -41,6 +41,8 @@ class StuckError(DeadlineExceededError):
 class AbandonableCall(Generic[T]):
     """Run a function in a daemon thread that nobody has to wait for.
 
+    `function` takes no argument; its result or exception is kept.
+
     Attributes:
         name: Name of the call and, after `nvrx-`, of its thread.
         pid: Process in which it runs.
@@ -117,10 +119,15 @@ class DeadlineCaller:
         self._turn = threading.Lock()
 
     def run(self, what: str, call: Callable[[], Any], timeout_s: float) -> Any:
-        """Return what the call returns, or raise what it raises.
+        """Return what a call returns, or raise what it raises.
+
+        Args:
+            what: Name of the call, for errors.
+            call: The function; it takes no argument.
+            timeout_s: Seconds to wait for it and for an earlier call.
 
         Raises:
-            StuckError: It, or one before it, does not return in time.
+            StuckError: This call, or an earlier one, does not return in time.
         """
         if not self._turn.acquire(timeout=timeout_s):
             raise StuckError(what, timeout_s)

@@ -78,7 +78,13 @@ class WakeUp:
 
 
 class Timer:
-    """A call at a time of the clock; `cancel` makes it never happen."""
+    """A call at a time of the clock; after `cancel` it never happens.
+
+    Args:
+        at: The time, in seconds of the loop's clock.
+        callback: The function to call.
+        on_cancel: Called when the timer is cancelled before its time.
+    """
 
     __slots__ = ("_callback", "_on_cancel", "at")
 
@@ -156,7 +162,11 @@ class EventLoop:
             self._selector.register(fileobj, events, callback)
 
     def unwatch(self, fileobj: HasFileno | int) -> None:
-        """Stop watching a descriptor; unknown and closed ones are ignored."""
+        """Stop watching a descriptor; unknown and closed ones are ignored.
+
+        Args:
+            fileobj: The descriptor, or an object with `fileno`.
+        """
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(fileobj)
 
@@ -231,7 +241,11 @@ def _ignore(_signum: int, _frame: FrameType | None) -> None:
 
 
 def ignore(signum: signal.Signals) -> None:
-    """Let a signal do nothing; in another thread than the main one it stays as it is."""
+    """Let a signal do nothing; in a thread other than the main one nothing is changed.
+
+    Args:
+        signum: The signal.
+    """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signum, signal.SIG_IGN)
 
@@ -241,6 +255,8 @@ class SignalInbox:
 
     Only the main thread may install handlers; in another thread (a launcher used as a library)
     the inbox stays silent and the program keeps its own handlers.
+
+    `signums` are the signals that it collects.
     """
 
     def __init__(self, signums: Iterable[signal.Signals]) -> None:

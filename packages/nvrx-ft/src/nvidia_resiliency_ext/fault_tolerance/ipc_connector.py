@@ -99,6 +99,10 @@ class IpcConnector:
     def send(self, message: object, timeout_s: float | None = None) -> None:
         """Send a message and wait until the receiver has it.
 
+        Args:
+            message: A message of the closed set in `data`.
+            timeout_s: Seconds to wait for the acknowledgement; None: `SEND_TIMEOUT_S`.
+
         Raises:
             FileNotFoundError: there is no receiver: no socket at the path.
             ConnectionRefusedError: there is no receiver: nobody listens on the socket.

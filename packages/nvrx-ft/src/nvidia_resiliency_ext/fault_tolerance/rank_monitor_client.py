@@ -143,6 +143,9 @@ class RankMonitorClient(ClientTimeouts):
     def send_workload_control_request(self, req: WorkloadControlRequest) -> None:
         """Ask the launcher to exclude this node or to end the job, before the next rendezvous.
 
+        Args:
+            req: What is asked for, and why.
+
         Raises:
             RuntimeError: The environment names no launcher.
             TypeError: It is no request.

@@ -33,7 +33,10 @@ _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def setup(environ: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings of the environment, and set the log up.
+    """Return the settings of the environment, and configure logging.
+
+    Args:
+        environ: The environment; None: that of the process.
 
     Raises:
         ConfigError: A setting is wrong.
@@ -47,6 +50,9 @@ def setup(environ: Mapping[str, str] | None = None) -> Settings:
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT.
+
+    Args:
+        argv: The arguments without the program's name; None: those of the process.
 
     Returns:
         0 at the end, 2 when a setting is wrong or the address cannot be used.

@@ -47,6 +47,15 @@ class Option(NamedTuple):
         return self.flag_aliases[0] if self.flag_aliases else self.plain_flag
 
     @property
+    def default_text(self) -> str:
+        """The default as one writes it in YAML."""
+        if self.default is None or self.default == "":
+            return "none" if self.default is None else '""'
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        return getattr(self.default, "name", None) or str(self.default)
+
+    @property
     def plain_flag(self) -> str:
         """The flag that the rule gives, without the leading dashes."""
         return "ft-" + self.field.replace("_", "-")

@@ -21,7 +21,11 @@ RDZV_NO_RESTART_REASONS: Final = frozenset(
 
 
 class UnhealthyNodeException(Exception):  # noqa: N818  # the name is public
-    """A node failed its health check and leaves the job."""
+    """A node failed its health check and leaves the job.
+
+    Args:
+        message: Text of the error.
+    """
 
     def __init__(self, message: str = "A node in the cluster is unhealthy") -> None:
         super().__init__(message)
@@ -33,6 +37,10 @@ class TerminalWorkerGroupFailure(Exception):  # noqa: N818  # the name is public
 
 class NoRestartRequested(Exception):  # noqa: N818  # the name is public
     """The job must not be restarted and not be queued again.
+
+    Args:
+        reason: `attribution_stop` or `no_progress`.
+        message: Text of the error; None: made from the reason.
 
     Attributes:
         reason: Why, such as `no_progress`.

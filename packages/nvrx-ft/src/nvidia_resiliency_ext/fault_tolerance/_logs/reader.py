@@ -102,7 +102,11 @@ class _Pipe:
 
 
 class MultiplexingReaderThread(threading.Thread):
-    """Reads pipes until they end; the methods that give orders may be called from any thread."""
+    """Reads pipes until they end; the methods that give orders may be called from any thread.
+
+    A pipe belongs to a log, its `target`; `outlet` is the object that writes lines, `config` has
+    times and sizes.
+    """
 
     def __init__(self, outlet: Outlet, config: ReaderConfig | None = None) -> None:
         super().__init__(name="nvrx-log-reader", daemon=True)
@@ -124,21 +128,39 @@ class MultiplexingReaderThread(threading.Thread):
     # Orders ----------------------------------------------------------------------------------
 
     def add(self, fd: int, lines: LineAssembler, target: Target) -> None:
-        """Read a pipe from now on and close it at its end; it must never wait."""
+        """Read a pipe from now on and close it at its end.
+
+        Args:
+            fd: The pipe's read end, non-blocking; the thread owns it.
+            lines: Assembles whole lines.
+            target: The log.
+        """
         if not self._order(lambda: self._add(fd, _Pipe(target, lines))):
             os.close(fd)
 
     def end(self, target: Target) -> None:
-        """No pipe will be added for a log: it is over when its pipes are, and soon in any case."""
+        """Finish a log when its pipes are closed, at the latest after `config.drain_s` seconds.
+
+        Args:
+            target: The log.
+        """
         at = time.monotonic() + self._config.drain_s
         self._order(lambda: self._end(target, at))
 
     def leave(self, target: Target) -> None:
-        """Read what the pipes of a log hold now and close them, whoever may write to them yet."""
+        """Read what the pipes of a log hold now, and close them even if a process has them open.
+
+        Args:
+            target: The log.
+        """
         self._order(lambda: self._leave(target))
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Read every pipe to its end, for a time, and end the thread."""
+        """Read every pipe to its end, within a limit, and end the thread.
+
+        Args:
+            timeout_s: The limit in seconds; None: `config.drain_s`.
+        """
         limit_s = self._config.drain_s if timeout_s is None else timeout_s
         at = time.monotonic() + limit_s
         self._order(lambda: self._stop_by(at))

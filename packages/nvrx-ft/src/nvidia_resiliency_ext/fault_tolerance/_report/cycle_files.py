@@ -121,6 +121,11 @@ class CycleInfoWriter:
     with the next file and every 30 s; the newest 64 files wait. All methods but `shutdown` return
     at once.
 
+    Its methods take the fields of the file: `job_id`; `attempt_index`, how often the scheduler
+    started the job before; `cycle_number`, from 0; `cycle_start_time` and `cycle_end_time` in ISO
+    8601, UTC; `cycle_log_file`, an absolute path; `active_nodes` and `standby_nodes` as Slurm node
+    lists; `active_ranks` as ranges (`0-3,6`).
+
     Args:
         cycle_info_dir: The directory; it is made when needed.
 
@@ -149,7 +154,11 @@ class CycleInfoWriter:
         return self._directory
 
     def get_current_cycle_info_path(self, job_id: str) -> str:
-        """Return the path of the link to the present cycle's file."""
+        """Return the path of the link to the current cycle's file.
+
+        Args:
+            job_id: The job.
+        """
         return os.path.join(self._directory, current_name(job_id))
 
     def write_cycle_start(  # noqa: PLR0913, PLR0917 - the fields of the file
@@ -215,14 +224,14 @@ class CycleInfoWriter:
     def update_cycle_end(
         self, job_id: str, attempt_index: int, cycle_number: int, cycle_end_time: str
     ) -> bool:
-        """Write into a cycle's file when it ended; see `write_cycle_start` for the answer."""
+        """Write the end of a cycle into its file; returns as `write_cycle_start`."""
         name = file_name(job_id, attempt_index, cycle_number)
         return self._hand_over(lambda: self._end(name, cycle_end_time))
 
     def end_cycle_once(
         self, job_id: str, attempt_index: int, cycle_number: int, cycle_end_time: str
     ) -> bool:
-        """Write into a cycle's file when it ended, unless it says so or there is none."""
+        """Write the end of a cycle into its file, unless the file is missing or has an end."""
         name = file_name(job_id, attempt_index, cycle_number)
         return self._hand_over(lambda: self._end_once(name, cycle_end_time))
 
@@ -440,7 +449,12 @@ class CycleInfoReporter:
 
     @staticmethod
     def current_cycle_info_path(cycle_info_dir: str, job_id: str) -> str:
-        """Return the path of the link to the present cycle's file."""
+        """Return the path of the link to the current cycle's file.
+
+        Args:
+            cycle_info_dir: Directory of the files.
+            job_id: The job.
+        """
         return os.path.join(os.path.abspath(cycle_info_dir), current_name(job_id))
 
     @property
@@ -449,15 +463,20 @@ class CycleInfoReporter:
         return self._job_id
 
     def report_cycle_start(self, snapshot: CycleInfoRoundSnapshot) -> bool:
-        """Report that a cycle begins; say whether it will be written."""
+        """Report that a cycle begins; return whether its file will be written.
+
+        Args:
+            snapshot: The cycle, its nodes and its log.
+        """
         with self._lock:
             self._open_cycle = snapshot.cycle_number
         return self._writer.write_cycle_start(*self._fields(snapshot))
 
     def report_cycle_goes_on(self, snapshot: CycleInfoRoundSnapshot) -> bool:
-        """Report that a cycle goes on that another reporter has begun.
+        """Report that this reporter continues a cycle that another one began.
 
-        Its file stays as it is; where there is none, one is written.
+        Args:
+            snapshot: The cycle, its nodes and its log.
         """
         with self._lock:
             self._open_cycle = snapshot.cycle_number
@@ -492,14 +511,23 @@ class CycleInfoReporter:
         )
 
     def report_end_of(self, cycle: int) -> bool:
-        """Report that a cycle is over, whoever reported its start; one that has ended stays so."""
+        """Report the end of a cycle, whichever reporter began it; a second end changes nothing.
+
+        Args:
+            cycle: Number of the cycle.
+        """
         with self._lock:
             if self._open_cycle == cycle:
                 self._open_cycle = None
         return self._writer.end_cycle_once(self._job_id, self._attempt_index, cycle, utc_iso_now())
 
     def shutdown(self, *, ends_cycle: bool = True) -> None:
-        """Write what waits, for 2 s at most; a cycle that is open ends, unless it goes on."""
+        """Write what is queued, for 2 s at most.
+
+        Args:
+            ends_cycle: Also end the open cycle. Default True; False if another reporter continues
+                it.
+        """
         with self._lock:
             self._open_cycle = None
         if ends_cycle:

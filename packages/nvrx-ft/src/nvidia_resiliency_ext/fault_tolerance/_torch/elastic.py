@@ -344,6 +344,9 @@ def config_from_args(
 def run(args: argparse.Namespace) -> None:
     """Run the job of a parsed command line, as `torch.distributed.run.run` does.
 
+    Args:
+        args: What `parse_args` returned.
+
     Raises:
         ValueError: The command line is wrong.
         ChildFailedError: Workers failed and no restart was left (torch's class).
@@ -381,6 +384,11 @@ def launch_agent(
     """Run this node's part of a job and return what each of its ranks returned, by global rank.
 
     A node that stood by to the end returns nothing: an empty dictionary.
+
+    Args:
+        config: The job's configuration.
+        entrypoint: A function, or a program.
+        args: Its arguments.
 
     Raises:
         ValueError: The configuration asks for what this version does not offer.
