@@ -98,6 +98,7 @@ class FaultToleranceConfig:
     preempt_deadline: str | None = None
     preempt_grace: float = 120.0
     segment_health_check_dir: str | None = None
+    start_failure_limit: int = 2
 
     def __post_init__(self) -> None:
         problems = []

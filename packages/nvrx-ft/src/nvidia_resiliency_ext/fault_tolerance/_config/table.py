@@ -435,6 +435,15 @@ OPTIONS: tuple[Option, ...] = (
         HEALTH,
         "Directory of files by which the scheduler excludes array tasks or jobs before a round.",
     ),
+    Option(
+        "start_failure_limit",
+        v.COUNT,
+        2,
+        FAULT_TOLERANCE,
+        "A job on one node ends when all ranks fail before any step with the same error of the "
+        "program (ImportError, SyntaxError, NameError, AttributeError, TypeError) in so many "
+        "cycles in a row; 0: such cycles are restarted like others.",
+    ),
 )
 
 # What is said of the flag and of the key that used to ask for it.

@@ -356,14 +356,6 @@ class NodeGate:
         self._crashes = crashes_after(self._crashes, cause, lived_s, has_stepped=has_stepped)
         pause_s = delay_s(self._crashes, self._settings.backoff_limit_s)
         self._not_before = self._clock.monotonic() + pause_s
-        if pause_s > 0:
-            logger.warning(
-                "%d cycles in a row failed within %g s and without a step: "
-                "the next one waits %g s before it starts",
-                self._crashes,
-                SHORT_CYCLE_S,
-                pause_s,
-            )
 
     def workers_gone(self) -> None:
         """Begin to wait for the GPU memory of workers that were stopped."""
@@ -395,10 +387,20 @@ class NodeGate:
     def _let_start(self) -> None:
         if self._starting is None or self._reclaiming:
             return
-        if self._clock.monotonic() < self._not_before:
+        wait_s = self._not_before - self._clock.monotonic()
+        if wait_s > 0:
+            if self._pause is None:
+                logger.warning(
+                    "%d cycles in a row failed within %g s and without a step: "
+                    "the next one waits %.2g s before it starts",
+                    self._crashes,
+                    SHORT_CYCLE_S,
+                    wait_s,
+                )
             self._cancel_pause()
             self._pause = self._loop.call_at(self._not_before, self._let_start)
             return
+        self._pause = None
         begin, self._starting = self._starting, None
         begin()
 

@@ -454,7 +454,7 @@ def _raise(plan: LaunchPlan, result: Result) -> None:
             local_rank=failure.local_rank,
             pid=failure.pid,
             exitcode=failure.status.returncode,
-            error_file=failure.error.path if failure.error else "<N/A>",
+            error_file=(failure.error.path if failure.error else "") or "<N/A>",
         )
         for failure in result.failures
     }
