@@ -16,7 +16,7 @@ from nvidia_resiliency_ext.fault_tolerance._config.attribution import Attributio
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-from nvidia_resiliency_ext.shared_utils.job_metadata import job_id_from_env
+from nvidia_resiliency_ext.shared_utils.job_metadata import task_id_from_env
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ class HostServices:
             state_dir,
         )
 
-        job_id = plan.cycle_info_job_id or job_id_from_env() or plan.job_name
+        job_id = plan.cycle_info_job_id or task_id_from_env() or plan.job_name
         manager = AttributionManager(
             plan.attribution,
             is_store_host=True,
