@@ -9,21 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import DEFAULT_NO_RESTART_EXIT_CODE
+from nvidia_resiliency_ext.fault_tolerance._core.errors import DEFAULT_NO_RESTART_EXIT_CODE
 
 from . import syntax, table
 from . import values as v
-
-__all__ = [
-    "BACKENDS",
-    "DEPRECATED",
-    "FLAGS",
-    "GROUPS",
-    "OLD_SPELLINGS",
-    "OTHER_SPELLINGS",
-    "TORCHRUN",
-    "Flag",
-]
 
 TORCHRUN = "torchrun"
 BACKENDS = ("c10d", "static")

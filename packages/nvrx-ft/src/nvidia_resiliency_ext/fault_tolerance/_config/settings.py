@@ -15,25 +15,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nvidia_resiliency_ext.fault_tolerance._core.errors import (
+    FaultToleranceConfigError,
+    SectionMissingError,
+    nearest,
+)
+
 from . import values
-from .errors import FaultToleranceConfigError, SectionMissingError, nearest
 from .table import DEPRECATED_KEYS, DEPRECATED_OF_KEY, OPTION_OF_KEY, OPTIONS
 from .yaml_file import Entry, read_section
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable
-
-__all__ = [
-    "FaultToleranceConfig",
-    "Given",
-    "Layers",
-    "layers_from_args",
-    "layers_from_old",
-    "merge_attribution_address",
-    "merge_entries",
-    "merge_file",
-]
 
 
 @dataclass

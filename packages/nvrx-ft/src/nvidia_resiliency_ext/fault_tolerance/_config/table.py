@@ -11,18 +11,6 @@ from typing import NamedTuple
 
 from . import values as v
 
-__all__ = [
-    "DEPRECATED_KEYS",
-    "DEPRECATED_OF_KEY",
-    "GROUPS",
-    "INFRA_RANKS",
-    "OPTIONS",
-    "OPTION_OF_KEY",
-    "RESTART_POLICY",
-    "DeprecatedKey",
-    "Option",
-]
-
 FAULT_TOLERANCE = "fault tolerance"
 HEALTH = "health"
 LOGGING = "logging"

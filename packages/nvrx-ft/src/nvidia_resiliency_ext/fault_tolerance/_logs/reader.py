@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from .lines import LineAssembler
     from .outlet import Outlet, Target
 
-__all__ = ["SMALLEST_BYTES", "MultiplexingReaderThread", "ReaderConfig", "open_pipe", "pipe_bytes"]
-
 
 LARGEST_BYTES = 1 << 20
 SMALLEST_BYTES = 1 << 16

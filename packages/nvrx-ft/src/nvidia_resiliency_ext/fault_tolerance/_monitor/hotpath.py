@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
 
-__all__ = ["HotPath", "training_iteration"]
 
 logger = logging.getLogger("nvrx")
 
@@ -225,7 +224,7 @@ class HotPath:
         if section in self._unwatched or not self._index or len(self._unwatched) >= _MAX_UNWATCHED:
             return
         self._unwatched.add(section)
-        from nvidia_resiliency_ext.fault_tolerance._config.errors import nearest
+        from nvidia_resiliency_ext.fault_tolerance._core.errors import nearest
 
         hint = nearest(section, self._index)
         level = logging.WARNING if hint else logging.INFO

@@ -27,8 +27,6 @@ from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["PipeBasedLogsSpecs", "PipeSubprocessHandler"]
-
 
 class PipeSubprocessHandler:
     """Starts a command whose stdout and stderr lead into one pipe.

@@ -30,16 +30,6 @@ from nvidia_resiliency_ext.shared_utils.wire import MAX_FRAME_BYTES, MessageSet
 if TYPE_CHECKING:
     from asyncio import StreamReader, StreamWriter
 
-__all__ = [
-    "MESSAGES",
-    "FtMessageSet",
-    "read_obj_from_ipc_socket",
-    "read_obj_from_ipc_stream",
-    "recv_all",
-    "write_obj_to_ipc_stream",
-    "write_object_to_ipc_socket",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class OkAttributes:
