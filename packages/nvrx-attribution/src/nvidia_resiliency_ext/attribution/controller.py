@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,10 +22,6 @@ from nvidia_resiliency_ext.attribution.api_keys import (
 )
 from nvidia_resiliency_ext.attribution.coalescing.coalescer import RequestCoalescer
 from nvidia_resiliency_ext.attribution.orchestration.config import DEFAULT_COMPUTE_TIMEOUT_SECONDS
-from nvidia_resiliency_ext.attribution.orchestration.progressive import (
-    ANALYSIS_INTENT_PROGRESSIVE,
-    ANALYSIS_INTENT_TRACK_ONLY,
-)
 from nvidia_resiliency_ext.attribution.orchestration.types import (
     AttributionRecommendation,
     LogAnalysisCycleResult,
@@ -139,7 +135,11 @@ class AttributionPostprocessingConfig:
 
 @dataclass(frozen=True)
 class AttributionCredentialsConfig:
-    """Whether to refuse to start without a key of a model endpoint."""
+    """Requirements on the credentials of a model endpoint.
+
+    Args:
+        require_llm_api_key: Refuse to start without a key. Default False.
+    """
 
     require_llm_api_key: bool = False
 
@@ -210,7 +210,7 @@ class AttributionController:
             journal=None
             if state is None
             else SubmissionJournal(os.path.join(state, "journal.jsonl")),
-            max_growing=config.analysis.max_growing,
+            max_growing=config.analysis.max_growing if config.progressive != "off" else 0,
             policy=None if agent is None else agent.policy,
             on_complete=self._completed,
         )
@@ -222,29 +222,18 @@ class AttributionController:
         if count:
             logger.info("%d submissions of the journal are taken up", count)
 
-    async def submit_log(  # noqa: PLR0913 - the fields of a submission
-        self,
-        log_path: str,
-        *,
-        user: str = "unknown",
-        job_id: str | None = None,
-        cycle_id: int | None = None,
-        analysis_intent: str | None = None,
-        log_complete: bool = False,
-        evidence: Sequence[str] = (),
-    ) -> LogAnalyzerSubmitResult:
-        """Accept a log; see `Analyzer.submit`."""
-        if self.config.progressive == "off" and analysis_intent == ANALYSIS_INTENT_PROGRESSIVE:
-            analysis_intent = ANALYSIS_INTENT_TRACK_ONLY
-        return await self.analyzer.submit(
-            log_path,
-            user,
-            job_id,
-            cycle_id,
-            analysis_intent,
-            log_complete=log_complete,
-            evidence=evidence,
-        )
+    async def submit_log(self, log_path: str, **fields: Any) -> LogAnalyzerSubmitResult:
+        """Accept a log.
+
+        Args:
+            log_path: Absolute path; the file may come later, its directory must exist.
+            fields: The other arguments of `Analyzer.submit`, by name. With progressive analysis
+                switched off a log is read when its job has ended, whatever the intent.
+
+        Raises:
+            LogAnalyzerError: See `Analyzer.submit`.
+        """
+        return await self.analyzer.submit(log_path, **fields)
 
     async def analyze_log(
         self,
@@ -254,11 +243,22 @@ class AttributionController:
         wl_restart: int | None = None,
         wait: bool = True,
     ) -> LogAnalysisCycleResult | LogAnalysisSplitlogResult:
-        """Return what is known of a log; see `Analyzer.analyze`."""
+        """Return what is known of a submitted log; errors as for `Analyzer.analyze`.
+
+        Args:
+            log_path: The path as it was submitted.
+            file: Name of one file of a split log.
+            wl_restart: Index of the file, from 0; None: the newest.
+            wait: Return only when the analysis has ended. Default True.
+        """
         return await self.analyzer.analyze(log_path, file, wl_restart, wait)
 
     def read_file_preview(self, log_path: str) -> LogAnalyzerFilePreview:
-        """Return the beginning of a log; see `Analyzer.read_file_preview`."""
+        """Return the first 4 KiB of a log; errors as for `Analyzer.read_file_preview`.
+
+        Args:
+            log_path: Absolute path of the log, below the allowed root.
+        """
         return self.analyzer.read_file_preview(log_path)
 
     def get_stats(self) -> dict[str, Any]:

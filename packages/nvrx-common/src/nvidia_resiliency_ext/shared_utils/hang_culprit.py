@@ -90,7 +90,7 @@ class Finding:
 
 
 def find_culprit(ranks: Sequence[RankState], world_size: int = 0) -> Finding:
-    """Return whom a hang is blamed on.
+    """Return the ranks that are blamed for a hang, and the evidence.
 
     Args:
         ranks: All ranks that could be looked at.
@@ -208,9 +208,12 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def describe(finding: Finding) -> str:
-    """Say in one sentence whom a hang is blamed on, and who waited.
+    """Return one sentence that names the culprit of a hang and the ranks that waited.
 
     Example: `rank 2 on host a is stopped; ranks 0, 1 and 3 waited for it`.
+
+    Args:
+        finding: The finding.
     """
     waited = ranks_in_words(r.rank for r in finding.waiting) if finding.waiting else ""
     if finding.culprits:

@@ -34,7 +34,11 @@ _KILL_TIMES = 30
 
 
 def is_process_active(process: psutil.Process) -> bool:
-    """Return whether a process runs and is more than a zombie."""
+    """Return whether a process runs and is more than a zombie.
+
+    Args:
+        process: The process.
+    """
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -75,7 +79,7 @@ def daemonize_fn(
     fn_args: Sequence[object] = (),
     fn_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Call a function in a new process that is nobody's child, and do not wait for it.
+    """Call a function in a detached process, and do not wait for it.
 
     The process has a session of its own, `/` as its directory, the null device as its streams,
     and nothing of ours but the environment.
@@ -168,13 +172,19 @@ class MonitorProcess:
         self._link.attach(self._rank, self._world_size)
 
     def start_iteration(self, rank: int, world_size: int, iteration: int) -> None:
-        """Begin an iteration with fresh stamps."""
+        """Begin an iteration with fresh stamps.
+
+        Args:
+            rank: Number of this rank in the iteration.
+            world_size: Number of ranks in the iteration.
+            iteration: The iteration, from 0.
+        """
         self._page.rearm()
         self._page.phase = Phase.GUARDED
         self._link.begin(iteration, rank, world_size, self._participants)
 
     def send_timestamp(self, timestamp: Timestamp | None = None) -> None:
-        """Say that there is progress, as a `ProgressWatchdog` does.
+        """Report progress, as a `ProgressWatchdog` does.
 
         Args:
             timestamp: When; now by default.
@@ -185,7 +195,11 @@ class MonitorProcess:
             self._page.stamp(timestamp.auto, timestamp.manual)
 
     def record_interrupted(self, records: Iterable[InterruptionRecord]) -> None:
-        """Report what went wrong on this rank."""
+        """Report what went wrong on this rank.
+
+        Args:
+            records: What went wrong on this rank.
+        """
         for record in records:
             self._link.report(record.interruption)
 

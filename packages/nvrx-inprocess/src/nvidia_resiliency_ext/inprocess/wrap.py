@@ -89,8 +89,8 @@ class Wrapper:
         enabled: False returns the function itself.
         completion: Called once when all ranks have completed.
         terminate: Called once when this rank leaves with an exception.
-        rank_filter: Older form of the last part of `rank_assignment`: says, after it, which ranks
-            work. Of `rank_filter`, or a filter of `rank_assignment`.
+        rank_filter: Older form of the last part of `rank_assignment`: chooses, after it, the ranks
+            that run the function. Give it only if `rank_assignment` has no filter.
 
     Attributes:
         restart_health_check: What is checked before this rank goes on after a fault: the members of
@@ -99,6 +99,23 @@ class Wrapper:
     Raises:
         TypeError: an argument is of another type.
         ValueError: two times do not fit together, a path is not absolute, or a port is none.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> import torch.distributed as dist
+        >>> import nvidia_resiliency_ext.inprocess as inprocess
+        >>> retry = inprocess.initialize.RetryController(max_iterations=10)
+        >>> limits = {"soft_timeout": timedelta(seconds=30), "hard_timeout": timedelta(seconds=60)}
+        >>> @inprocess.Wrapper(store_kwargs={"port": 29501}, initialize=retry, **limits)
+        ... def train(call: inprocess.CallWrapper | None = None) -> None:
+        ...     store = dist.PrefixStore(str(call.iteration), call.store)
+        ...     dist.init_process_group(
+        ...         "gloo", store=store, rank=call.state.active_rank,
+        ...         world_size=call.state.active_world_size)
+        ...     for step in range(100):
+        ...         train_one_step(step)
+        ...         call.ping()
+        >>> train()  # doctest: +SKIP
     """
 
     def __init__(  # noqa: PLR0913 - the signature is given
@@ -146,6 +163,10 @@ class Wrapper:
     def __call__(self, fn: F) -> F:
         """Return `fn` wrapped, or itself where the wrapper is not enabled.
 
+        Args:
+            fn: The function. A parameter annotated with `CallWrapper` gets the object of the
+                running call.
+
         Raises:
             TypeError: `fn` cannot be called, or its call only makes what is to be run later.
         """
@@ -184,7 +205,7 @@ def _flat(check: Any) -> Iterator[Any]:
 
 
 class CallWrapper:
-    """One call of a wrapped function: what the function may ask of the wrapper.
+    """One call of a wrapped function, with the methods that the function may use.
 
     A parameter of the function that is annotated with this class gets it. Use it as a context
     manager: it holds a connection to the node's monitor and to the job's store.
@@ -196,6 +217,15 @@ class CallWrapper:
         RuntimeError: this is not the main thread.
         ValueError: torch.distributed is initialized already, or `RANK` does not fit `WORLD_SIZE`.
         BarrierTimeout: not all ranks have called within `barrier_timeout`.
+
+    Example:
+        >>> def train(call: CallWrapper | None = None) -> None:
+        ...     with call.disable_hang_protection():
+        ...         compile_model()
+        ...     while step():
+        ...         call.ping()
+        ...         with call.atomic():
+        ...             save_checkpoint()
     """
 
     def __init__(self, wrapper: Wrapper) -> None:
@@ -275,6 +305,14 @@ class CallWrapper:
     ) -> Any:
         """Call `fn(*args, **kwargs)`, again after each fault; return its value.
 
+        Args:
+            fn: The function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The return value of the function.
+
         Raises:
             BaseException: what this rank leaves with.
         """
@@ -305,7 +343,7 @@ class CallWrapper:
         return tuple(self._loop.reports)
 
     def ping(self) -> None:
-        """Say that there is progress; from the first time in an iteration on it is expected."""
+        """Report progress; from the first call in an iteration on, reports are expected."""
         self._page.stamp_manual()
 
     def atomic(self) -> AtomicLock:

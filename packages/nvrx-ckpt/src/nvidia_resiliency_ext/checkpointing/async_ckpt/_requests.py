@@ -20,7 +20,7 @@ PAYLOAD_INDEX = 1
 
 
 class AsyncRequest(NamedTuple):
-    """A save to be done outside of the trainer, and what the trainer does after it.
+    """A function to run outside of the trainer, and the functions that the trainer runs after it.
 
     Args:
         async_fn: Work to do; None for nothing.
@@ -42,6 +42,9 @@ class AsyncRequest(NamedTuple):
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Add a function to call once every rank is done.
+
+        Args:
+            fn: The function; it takes no argument and runs on every rank, in the order of addition.
 
         Raises:
             RuntimeError: The request is frozen.

@@ -50,6 +50,12 @@ import dataclasses
 import signal
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
+from nvidia_resiliency_ext.fault_tolerance._core.errors import (
+    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
+    RDZV_SHUTDOWN_REASON_FAILURE,
+    RDZV_SHUTDOWN_REASON_GRACEFUL,
+    RDZV_SHUTDOWN_REASON_NO_PROGRESS,
+)
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     EXIT_FAILURE,
     EXIT_OK,
@@ -100,12 +106,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
     SaveAgreed,
     StartGrace,
     TellPreempted,
-)
-from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
-    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
-    RDZV_SHUTDOWN_REASON_FAILURE,
-    RDZV_SHUTDOWN_REASON_GRACEFUL,
-    RDZV_SHUTDOWN_REASON_NO_PROGRESS,
 )
 
 Decision = tuple[Node, tuple[Effect, ...]]
@@ -372,6 +372,9 @@ def _exited(node: Node, event: WorkerExited) -> Decision:
         return node, (ReportFault(event.cause, Outcome.SIGNALLED, 0), *stop)
     if event.cause is not None and node.policy.min_healthy and node.group_world_size > 1:
         return _tolerated(node, event.cause)
+    if event.cause is not None and event.is_hopeless:
+        node, stop = _stop(node, event.cause, Outcome.FAIL)
+        return node, (ReportFault(event.cause, Outcome.FAIL, restarts_left(node)), *stop)
     if event.cause is not None:
         return _fault(node, event.cause, no_progress=event.no_progress, opens=True)
     if node.running:

@@ -15,8 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nvidia_resiliency_ext.fault_tolerance._core.errors import (
+    FaultToleranceConfigError,
+    SectionMissingError,
+    nearest,
+)
+
 from . import values
-from .errors import FaultToleranceConfigError, SectionMissingError, nearest
 from .table import DEPRECATED_KEYS, DEPRECATED_OF_KEY, OPTION_OF_KEY, OPTIONS
 from .yaml_file import Entry, read_section
 
@@ -24,33 +29,22 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable
 
-__all__ = [
-    "FaultToleranceConfig",
-    "Given",
-    "Layers",
-    "layers_from_args",
-    "layers_from_old",
-    "merge_attribution_address",
-    "merge_entries",
-    "merge_file",
-]
-
 
 @dataclass
 class FaultToleranceConfig:
-    """What the launcher, the monitor and the ranks of a job agree on.
+    """Configuration of fault tolerance, shared by the launcher, the monitor and the ranks of a job.
 
     A plain value: two are equal when all options are, and one may be pickled or sent as the dict
     of `to_dict`. Everything is checked when it is made, and all mistakes are reported at once. It
     is not locked against later assignment, which is not checked.
 
+    Raises:
+        ValueError: A value is not allowed; the message names the field, the value and the rule.
+
     Example:
         >>> config = FaultToleranceConfig(rank_section_timeouts={"step": 60}, log_level="DEBUG")
         >>> config.rank_section_timeouts, config.log_level
         ({'step': 60.0}, 10)
-
-    Raises:
-        ValueError: A value is not allowed; the message names the field, the value and the rule.
     """
 
     workload_check_interval: float = 5.0
@@ -104,6 +98,7 @@ class FaultToleranceConfig:
     preempt_deadline: str | None = None
     preempt_grace: float = 120.0
     segment_health_check_dir: str | None = None
+    start_failure_limit: int = 2
 
     def __post_init__(self) -> None:
         problems = []
@@ -136,7 +131,10 @@ class FaultToleranceConfig:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> FaultToleranceConfig:
-        """Return the config that `to_dict` described; options left out have their defaults.
+        """Return the config of a dict that `to_dict` made; options left out have their defaults.
+
+        Args:
+            plain: Option names and values.
 
         Raises:
             ValueError: A key is unknown or a value is not allowed.
@@ -209,12 +207,31 @@ class FaultToleranceConfig:
         return layers.config()
 
     def to_yaml_file(self, cfg_path: str | os.PathLike[str]) -> None:
-        """Write a file that `from_yaml_file` reads back as an equal config."""
+        """Write a file that `from_yaml_file` reads back as an equal config.
+
+        Args:
+            cfg_path: The file; an existing one is overwritten.
+        """
         import yaml
 
         text = yaml.safe_dump({"fault_tolerance": self.to_dict()}, sort_keys=False)
         with open(cfg_path, "w", encoding="utf-8") as stream:
             stream.write(text)
+
+
+def _option_texts() -> str:
+    """Return what the table says about each option, as a section of a docstring."""
+    lines = [
+        f"        {option.field}: {option.help} Value: {option.kind.expects};"
+        f" default {option.default_text}."
+        for option in OPTIONS
+    ]
+    return "\n".join(["", "    Attributes:", *lines, "    "])
+
+
+FaultToleranceConfig.__doc__ = (
+    (FaultToleranceConfig.__doc__ or "").rstrip() + "\n" + _option_texts()
+)
 
 
 def _warn(texts: list[str]) -> None:

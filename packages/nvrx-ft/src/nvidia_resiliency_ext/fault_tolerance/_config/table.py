@@ -11,18 +11,6 @@ from typing import NamedTuple
 
 from . import values as v
 
-__all__ = [
-    "DEPRECATED_KEYS",
-    "DEPRECATED_OF_KEY",
-    "GROUPS",
-    "INFRA_RANKS",
-    "OPTIONS",
-    "OPTION_OF_KEY",
-    "RESTART_POLICY",
-    "DeprecatedKey",
-    "Option",
-]
-
 FAULT_TOLERANCE = "fault tolerance"
 HEALTH = "health"
 LOGGING = "logging"
@@ -57,6 +45,15 @@ class Option(NamedTuple):
     def flag(self) -> str:
         """The flag, without the leading dashes."""
         return self.flag_aliases[0] if self.flag_aliases else self.plain_flag
+
+    @property
+    def default_text(self) -> str:
+        """The default as one writes it in YAML."""
+        if self.default is None or self.default == "":
+            return "none" if self.default is None else '""'
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        return getattr(self.default, "name", None) or str(self.default)
 
     @property
     def plain_flag(self) -> str:
@@ -415,7 +412,7 @@ OPTIONS: tuple[Option, ...] = (
         v.or_none(v.COMMAND),
         None,
         HEALTH,
-        "Command that is told of a bad node, as JSON on its standard input; no shell runs it.",
+        "Command that runs for a bad node, with JSON on its standard input; no shell is used.",
     ),
     Option(
         "preempt_deadline",
@@ -437,6 +434,15 @@ OPTIONS: tuple[Option, ...] = (
         None,
         HEALTH,
         "Directory of files by which the scheduler excludes array tasks or jobs before a round.",
+    ),
+    Option(
+        "start_failure_limit",
+        v.COUNT,
+        2,
+        FAULT_TOLERANCE,
+        "A job on one node ends when all ranks fail before any step with the same error of the "
+        "program (ImportError, SyntaxError, NameError, AttributeError, TypeError) in so many "
+        "cycles in a row; 0: such cycles are restarted like others.",
     ),
 )
 

@@ -29,9 +29,9 @@ from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_adapters, has_gpu_driver
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
-from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
+from nvidia_resiliency_ext.shared_utils.worker_thread import WorkerThread
 
 from .memory import GpuMemory, MemoryRules, wait_for_memory
 
@@ -40,22 +40,6 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
     from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
     from nvidia_resiliency_ext.shared_utils.health_check import Check, HealthResult, NodeHealthCheck
-
-__all__ = [
-    "FIRST_DELAY_S",
-    "SHORT_CYCLE_S",
-    "GateSettings",
-    "NodeChecks",
-    "NodeGate",
-    "crashes_after",
-    "delay_s",
-    "ensure_node_is_healthy",
-    "get_node_health_check",
-    "init_node_health_check",
-    "injected_failure",
-    "make_gate",
-    "unfit",
-]
 
 
 SHORT_CYCLE_S = 10.0
@@ -326,8 +310,8 @@ class NodeGate:
         self._pause: Timer | None = None
         self._stopped = threading.Event()
         # A check that hangs must not hold up what the other thread does.
-        self._check_thread = SlowThread("nvrx-health")
-        self._memory_thread = SlowThread("nvrx-reclaim")
+        self._check_thread = WorkerThread("nvrx-health")
+        self._memory_thread = WorkerThread("nvrx-reclaim")
         for thread in (self._check_thread, self._memory_thread):
             loop.watch(thread.fileno(), thread.collect)
 
@@ -372,14 +356,6 @@ class NodeGate:
         self._crashes = crashes_after(self._crashes, cause, lived_s, has_stepped=has_stepped)
         pause_s = delay_s(self._crashes, self._settings.backoff_limit_s)
         self._not_before = self._clock.monotonic() + pause_s
-        if pause_s > 0:
-            logger.warning(
-                "%d cycles in a row failed within %g s and without a step: "
-                "the next one waits %g s before it starts",
-                self._crashes,
-                SHORT_CYCLE_S,
-                pause_s,
-            )
 
     def workers_gone(self) -> None:
         """Begin to wait for the GPU memory of workers that were stopped."""
@@ -411,10 +387,20 @@ class NodeGate:
     def _let_start(self) -> None:
         if self._starting is None or self._reclaiming:
             return
-        if self._clock.monotonic() < self._not_before:
+        wait_s = self._not_before - self._clock.monotonic()
+        if wait_s > 0:
+            if self._pause is None:
+                logger.warning(
+                    "%d cycles in a row failed within %g s and without a step: "
+                    "the next one waits %.2g s before it starts",
+                    self._crashes,
+                    SHORT_CYCLE_S,
+                    wait_s,
+                )
             self._cancel_pause()
             self._pause = self._loop.call_at(self._not_before, self._let_start)
             return
+        self._pause = None
         begin, self._starting = self._starting, None
         begin()
 

@@ -17,18 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._env import RUN_ID
 from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.channel import Channel
 from nvidia_resiliency_ext.shared_utils.children import Child, PidHandle, start_child
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from .channel import Channel
 from .messages import LAUNCHER_MESSAGES, Leave, LogLine, Ready, SlotReplaced, Start
 from .slot import SlotError, SlotLayout, SlotMemory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
-
-__all__ = ["SWEEP_LIMIT_S", "MonitorHandle", "MonitorStartError", "sweep"]
 
 
 SWEEP_LIMIT_S = 1.5
@@ -121,7 +119,7 @@ _BOOT = (
     "  b+=c\n"
     " return b\n"
     "sys.path[:]=r(int.from_bytes(r(4),'big')).decode('utf-8','surrogateescape').split('\\0')\n"
-    "from nvidia_resiliency_ext.fault_tolerance._monitor.boot import main\n"
+    "from nvidia_resiliency_ext.fault_tolerance.rank_monitor_server import main\n"
     "main(f)\n"
 )
 DEFAULT_READY_LIMIT_S = 30.0

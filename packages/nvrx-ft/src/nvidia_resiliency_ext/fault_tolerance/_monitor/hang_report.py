@@ -2,7 +2,7 @@
 """What is learned of a hung process before it is killed, and the words that report it.
 
 It decides nothing. Whatever may block for long (a record directory on a dead file system, memory
-figures of a stuck process) runs in a `SlowThread`, so that judging and killing never wait for it.
+figures of a stuck process) runs in a `WorkerThread`, so that judging and killing never wait for it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,6 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils.hang_culprit import Finding
 
     from .timeout_rules import Verdict
-
-__all__ = [
-    "HEALTH_RULES",
-    "Evidence",
-    "cause_kind",
-    "describe",
-    "describe_evidence",
-    "fault_fields",
-    "found_in_words",
-    "hang_report",
-    "inspect_process",
-    "limit_in_words",
-    "plain_states",
-    "save_evidence",
-    "states_of",
-]
 
 
 logger = logging.getLogger("nvrx")

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nvidia_resiliency_ext.fault_tolerance._process.exceptions import read_error_file
+from nvidia_resiliency_ext.fault_tolerance._core.exceptions import read_error_file
 from nvidia_resiliency_ext.shared_utils.hang_culprit import (
     Confidence,
     Finding,
@@ -35,12 +35,11 @@ from .session import SAVE_LIMIT_S
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
+    from nvidia_resiliency_ext.shared_utils.worker_thread import WorkerThread
 
     from .port import RankPort, Testimony
     from .timeout_rules import Verdict
 
-__all__ = ["Inquiries", "Workers"]
 
 logger = logging.getLogger("nvrx")
 
@@ -70,7 +69,7 @@ class Node(Protocol):
 
     cycle: int
     host: str
-    slow: SlowThread
+    slow: WorkerThread
     ports: list[RankPort]
     workers: Workers
 

@@ -27,8 +27,6 @@ from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["PipeBasedLogsSpecs", "PipeSubprocessHandler"]
-
 
 class PipeSubprocessHandler:
     """Starts a command whose stdout and stderr lead into one pipe.
@@ -78,12 +76,16 @@ class PipeSubprocessHandler:
             os.close(writing)
 
     def take_pipe(self) -> int | None:
-        """Return the pipe's reading end; whoever takes it owns it."""
+        """Return the pipe's reading end; the caller owns it."""
         fd, self.pipe_fd = self.pipe_fd, None
         return fd
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Signal the process's group; the pipe stays until it is read to its end."""
+        """Signal the process's group; the pipe stays until it is read to its end.
+
+        Args:
+            death_sig: The signal; None: SIGTERM.
+        """
         os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
 
 
@@ -150,7 +152,11 @@ class PipeBasedLogsSpecs(LogsSpecs):
         return cycle_log_file(self._base_log_file, cycle)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Begin the cycle that the workers' variables name; return their error files."""
+        """Begin the cycle that the workers' variables name; return the paths of their error files.
+
+        Args:
+            envs: Local rank to the environment of the worker.
+        """
         one: Mapping[str, str] = next(iter(envs.values()), {})
         cycle = int(one.get("TORCHELASTIC_RESTART_COUNT", 0))
         self._open().begin_cycle(cycle, int(one.get("WORLD_SIZE", len(envs))))
@@ -164,7 +170,11 @@ class PipeBasedLogsSpecs(LogsSpecs):
         return destination
 
     def update_reader_for_cycle(self, handlers: Mapping[int, PipeSubprocessHandler]) -> None:
-        """Read the pipes of workers that were just started, by local rank."""
+        """Read the pipes of workers that were just started.
+
+        Args:
+            handlers: Local rank to the handler of the worker.
+        """
         logs = self._open()
         for handler in handlers.values():
             fd = handler.take_pipe()
@@ -172,7 +182,7 @@ class PipeBasedLogsSpecs(LogsSpecs):
                 logs.read(fd, handler.rank)
 
     def clear_all_pipes_from_reader(self) -> None:
-        """Say that the workers are gone: their pipes are read to the ends, for 2 s at most."""
+        """Record that the workers are gone: their pipes are read to the ends, for 2 s at most."""
         if self._logs is not None:
             self._logs.end_cycle()
 

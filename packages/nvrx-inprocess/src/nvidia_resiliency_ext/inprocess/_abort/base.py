@@ -11,9 +11,16 @@ __all__ = ["Abort"]
 
 
 class Abort(abc.ABC):
-    """Called on a helper thread after an interruption; it must let the main thread go on."""
+    """Called on a helper thread after an interruption; it must unblock the main thread."""
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Do it, and return the state."""
+        """Unblock the main thread of this rank; subclasses implement it.
+
+        Args:
+            state: The rank's state when the fault was seen.
+
+        Returns:
+            The state, unchanged.
+        """
         raise NotImplementedError
