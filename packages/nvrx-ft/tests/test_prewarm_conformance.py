@@ -74,7 +74,7 @@ CONTROLS = {
         "before.environ.NVRX_TEST_WITHDRAWN",
     ),
     "temporary folder": (('["tempdir"] = None', '["tempdir"] = "/"'), "before.python.tempdir"),
-    "umask": (('os.umask(go["umask"])', "os.umask(0o7)"), "before.process.Umask"),
+    "umask": (("time.tzset()", "time.tzset(); os.umask(0o7)"), "before.process.Umask"),
     "scheduling": (
         ("os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))", "pass"),
         "before.process.policy",

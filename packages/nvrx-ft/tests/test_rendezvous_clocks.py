@@ -168,7 +168,6 @@ def announced_after(make: Callable[[ManualClock, EventLoop], PreemptionDesk]) ->
             told.append(clock.monotonic())
 
         desk.open(post, None, list)  # type: ignore[arg-type]
-        desk.clock_is_off(MINUTES_S)
         began = clock.monotonic()
         for _ in range(3600):
             # Something is always due, so the loop never waits for the machine's time.
@@ -180,14 +179,11 @@ def announced_after(make: Callable[[ManualClock, EventLoop], PreemptionDesk]) ->
     return None
 
 
-@pytest.mark.parametrize(("is_told", "after_s"), [(True, 880.0), (False, 700.0)])
-def test_a_deadline_does_not_go_by_a_clock_that_is_off(is_told: bool, after_s: float) -> None:
-    """A time that the scheduler named is read by the clocks that agree; `+SECONDS` by none."""
+def test_a_deadline_is_announced_the_grace_time_before() -> None:
+    """Ranks get the whole grace time: 820 s are left, of which 120 s are theirs."""
 
     def make(clock: ManualClock, loop: EventLoop) -> PreemptionDesk:
         end = clock.wall() + 820.0
-        return PreemptionDesk(
-            loop, clock, host="a", signum=None, grace_s=120.0, end=end, end_is_told=is_told
-        )
+        return PreemptionDesk(loop, clock, host="a", signum=None, grace_s=120.0, end=end)
 
-    assert announced_after(make) == pytest.approx(after_s, abs=2.0)
+    assert announced_after(make) == pytest.approx(700.0, abs=2.0)

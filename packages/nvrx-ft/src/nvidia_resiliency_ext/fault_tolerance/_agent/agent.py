@@ -547,7 +547,6 @@ class NodeAgent:
             now = self._clock.monotonic()
             self._budget.round_begins(assignment.cycle, assignment.restart_ages_s, now)
             self._tell_budget()
-        self._desk.clock_is_off(assignment.clock_off_s)
         self._chronicle.round_joined(assignment)
         self._failures = []
         self._ranks_in_hang = []

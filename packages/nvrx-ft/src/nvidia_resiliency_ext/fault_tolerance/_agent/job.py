@@ -27,7 +27,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     request_event,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
-from nvidia_resiliency_ext.fault_tolerance._core.preemption import end_of_job, is_told
+from nvidia_resiliency_ext.fault_tolerance._core.preemption import end_of_job
 from nvidia_resiliency_ext.fault_tolerance._health.admission import make_gate
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CycleNodes,
@@ -347,7 +347,6 @@ class Job:
             signum=config.preempt_signal,
             grace_s=config.preempt_grace,
             end=end_of_job(config.preempt_deadline, self._environ, self._clock.wall()),
-            end_is_told=is_told(config.preempt_deadline),
         )
 
     def _build_monitor(self) -> SharedMonitor | MonitorPerRank | NoMonitor:

@@ -101,19 +101,13 @@ class GoOrder:
 
     Attributes:
         env: The worker's whole environment.
-        cwd: Its working directory; None keeps the launcher's.
-        umask: Its umask; None keeps the launcher's.
         stdio_fds: Its three streams; None keeps the one that the standby has. They stay the
             caller's.
-        cores: The processors it may use; None keeps the launcher's.
         not_before: Monotonic seconds before which it must not run the script; None: at once.
     """
 
     env: Mapping[str, str]
-    cwd: str | None = None
-    umask: int | None = None
     stdio_fds: tuple[int | None, int | None, int | None] = (None, None, None)
-    cores: frozenset[int] | None = None
     not_before: float | None = None
 
 
@@ -266,10 +260,7 @@ class Standby:
         message = {
             "set": {k: v for k, v in order.env.items() if self.env.get(k) != v},
             "unset": [k for k in self.env if k not in order.env],
-            "cwd": order.cwd,
-            "umask": order.umask,
             "streams": streams,
-            "cores": None if order.cores is None else sorted(order.cores),
             "not_before": order.not_before,
         }
         _send(self._door, message, [fd for fd in order.stdio_fds if fd is not None])

@@ -571,7 +571,7 @@ def _warm(door: _Door, order: Mapping[str, Any], held: _Held) -> bool:
 
 
 def _apply(go: Mapping[str, Any], fds: Sequence[int]) -> None:
-    """Make this process what "go" says: streams, environment, folder, umask, cores."""
+    """Make this process what "go" says: streams and environment."""
     import time
 
     for target, fd in zip(go["streams"], fds, strict=True):
@@ -580,13 +580,6 @@ def _apply(go: Mapping[str, Any], fds: Sequence[int]) -> None:
     for name in go["unset"]:
         os.environ.pop(name, None)
     os.environ.update(go["set"])
-    if go["cwd"] is not None:
-        os.chdir(go["cwd"])
-    if go["umask"] is not None:
-        os.umask(go["umask"])
-    if go["cores"] is not None:
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), go["cores"])
     time.tzset()
     if "tempfile" in sys.modules:
         sys.modules["tempfile"].__dict__["tempdir"] = None
