@@ -87,7 +87,10 @@ CONTROLS = {
         ("\nsys.modules.pop(__name__, None)\n__import__(__name__)", "\n"),
         "before.main.sitecustomize",
     ),
-    "socket": (("door.close()", "globals().update(kept=door)"), "before.process.fds"),
+    "socket": (
+        ("control_socket.close()", "globals().update(kept=control_socket)"),
+        "before.process.fds",
+    ),
     "shared random state": (
         ("gc.collect()", "gc.collect(); __import__('random').seed(7)"),
         "before.python.random",

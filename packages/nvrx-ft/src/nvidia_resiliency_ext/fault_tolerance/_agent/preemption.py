@@ -25,7 +25,7 @@ from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 logger = logging.getLogger("nvrx")
 
-DeskEvent = Preempted | RanksHeld | GraceOver
+PreemptionEvent = Preempted | RanksHeld | GraceOver
 
 # What a rank stored in a call is seen by others within nanoseconds, or at a switch of context.
 SETTLE_S = 0.02
@@ -34,7 +34,7 @@ SAME_SIGNAL_S = 1.0
 
 
 class SaveLink(Protocol):
-    """What the desk needs of the rank monitor."""
+    """What the controller needs of the rank monitor."""
 
     def save(self, word: int) -> None:
         """Put the word for `should_checkpoint` into the slots; `known` is called then."""
@@ -47,7 +47,7 @@ class SaveLink(Protocol):
         """Return how often each local rank has called `should_checkpoint` in this cycle."""
 
 
-class PreemptionDesk:
+class PreemptionController:
     """Announced preemption on one node. The loop's thread only.
 
     Args:
@@ -75,7 +75,7 @@ class PreemptionDesk:
         self._signum = signum
         self._grace_s = grace_s
         self._end = end
-        self._post: Callable[[DeskEvent], None] = lambda _: None
+        self._post: Callable[[PreemptionEvent], None] = lambda _: None
         self._monitor: SaveLink | None = None
         self._running_pids: Callable[[], Collection[int]] = list
         self._is_asked = False
@@ -87,7 +87,7 @@ class PreemptionDesk:
 
     def open(
         self,
-        post: Callable[[DeskEvent], None],
+        post: Callable[[PreemptionEvent], None],
         monitor: SaveLink,
         running_pids: Callable[[], Collection[int]],
     ) -> None:

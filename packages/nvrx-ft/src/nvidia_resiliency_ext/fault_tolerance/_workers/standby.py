@@ -142,13 +142,13 @@ class Standby:
         slot: int,
         env: Mapping[str, str],
         child: Child,
-        door: socket.socket,
+        control_socket: socket.socket,
         outputs: tuple[int, ...] = (),
     ) -> None:
         self.slot = slot
         self.env = dict(env)
         self.child = child
-        self._door = door
+        self._control_socket = control_socket
         self._outputs = outputs
         self._files: tuple[FileStamp, ...] = (file_stamp(os.path.realpath(child.argv[0])),)
         self._is_told = False
@@ -165,7 +165,7 @@ class Standby:
         imports: Sequence[str] = DEFAULT_IMPORTS,
         hook_folder: str = HOOK_FOLDER,
     ) -> Standby:
-        """Start the command of a worker, held at the door.
+        """Start the command of a worker, held until a cycle needs it.
 
         Args:
             command: The worker's command.
@@ -223,17 +223,17 @@ class Standby:
 
     def fileno(self) -> int:
         """Return the socket, readable when `receive` has something to say."""
-        return self._door.fileno()
+        return self._control_socket.fileno()
 
     def receive(self) -> Ready | Begun | Failed | None:
         """Return the next news without waiting, or None. `Begun` and `Failed` are the last."""
         try:
             try:
-                data = self._door.recv(_LARGEST_REPLY_BYTES)
+                data = self._control_socket.recv(_LARGEST_REPLY_BYTES)
             except ConnectionResetError:
                 # It left with our "go" unread. The kernel reports that once, and only then hands
                 # out its last words.
-                data = self._door.recv(_LARGEST_REPLY_BYTES)
+                data = self._control_socket.recv(_LARGEST_REPLY_BYTES)
         except BlockingIOError:
             return None
         except OSError as error:
@@ -263,7 +263,7 @@ class Standby:
             "streams": streams,
             "not_before": order.not_before,
         }
-        _send(self._door, message, [fd for fd in order.stdio_fds if fd is not None])
+        _send(self._control_socket, message, [fd for fd in order.stdio_fds if fd is not None])
         self._is_told = True
         # Whoever stopped it while it waited did not mean the worker that it is now.
         self.child.signal(signal.SIGCONT)
@@ -286,7 +286,7 @@ class Standby:
         self.child.close()
 
     def _close(self) -> None:
-        self._door.close()
+        self._control_socket.close()
         outputs, self._outputs = self._outputs, ()
         for fd in outputs:
             os.close(fd)
@@ -375,13 +375,15 @@ def _read_start(fd: int) -> bytes:
     return os.pread(fd, _LARGEST_OUTPUT_BYTES, 0)
 
 
-def _send(door: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+def _send(
+    control_socket: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()
+) -> None:
     data = json.dumps(message, separators=(",", ":")).encode()
     if len(data) > _LARGEST_MESSAGE_BYTES:
         raise StandbyError(f"the order is too large ({len(data)} bytes)")
     control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
-        door.sendmsg([data], control)
+        control_socket.sendmsg([data], control)
     except OSError as error:
         raise StandbyError(f"it does not listen: {error.strerror}") from error
 
