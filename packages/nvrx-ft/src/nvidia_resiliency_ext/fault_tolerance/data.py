@@ -152,7 +152,7 @@ class SectionAction(Enum):
 
 
 class WorkloadAction(Enum):
-    """What a rank may ask its launcher to do."""
+    """Requests that a rank may send to its launcher."""
 
     Continue = 0
     ExcludeThisNode = 1

@@ -57,7 +57,7 @@ class RendezvousTimeout(Timeouts):
 
 @dataclass(frozen=True)
 class RendezvousSettings:
-    """What a job's rendezvous goes by; the same on all nodes.
+    """A job's rendezvous settings; the same on all nodes.
 
     Args:
         run_id: The job's name.

@@ -49,7 +49,7 @@ DUMP_SIGNAL = signal.SIGRTMIN + 5
 
 
 class RankMonitorClient(ClientTimeouts):
-    """What a training script holds of its monitor.
+    """A training script's connection to its rank monitor.
 
     Heartbeats and sections are stores into shared memory; the monitor reads them when a limit is
     due. If the monitor dies, training goes on and a new monitor at the same path is found in the

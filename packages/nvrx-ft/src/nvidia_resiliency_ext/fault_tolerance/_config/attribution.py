@@ -104,7 +104,7 @@ class AttributionEndpoint:
 
 @dataclass(frozen=True)
 class AttributionConfig:
-    """What a launcher was told about attribution.
+    """A launcher's settings for attribution.
 
     Args:
         endpoint: `localhost`: the store host runs the service; else its address; None: off.
@@ -168,7 +168,7 @@ class AttributionConfig:
 
     @property
     def client_endpoint(self) -> AttributionEndpoint | None:
-        """Who is asked, and whether its word STOP ends the job; None where attribution is off."""
+        """The service, and whether its STOP ends the job; None if attribution is off."""
         if self.endpoint is None:
             return None
         return AttributionEndpoint(client_endpoint(self.endpoint), self.enforce_stop)
@@ -180,7 +180,7 @@ class AttributionConfig:
         base_log_file: str | None,
         ft_cfg: FaultToleranceConfig,
     ) -> AttributionConfig:
-        """Return what a parsed command line and a configuration ask for; the former wins.
+        """Return the settings of a command line and a configuration; the command line wins.
 
         Args:
             args: What `parse_args` returned.

@@ -151,7 +151,7 @@ _TORCHRUN_FLAGS = (
         "master-port",
         v.integer_in(0, 65535),
         29500,
-        "Port of rank 0, or of the meeting at --master-addr; not given, each cycle has its own.",
+        "Port of rank 0, or of the rendezvous at --master-addr; not given, each cycle has its own.",
     ),
     _torchrun("local-addr", v.TEXT, None, "Address of this node."),
     _torchrun(
@@ -165,7 +165,7 @@ _TORCHRUN_FLAGS = (
         "event-log-handler",
         v.TEXT,
         "null",
-        "Handler of torch that is told of starts and ends as torchrun does.",
+        "Handler of torch that gets starts and ends, as under torchrun.",
     ),
     _torchrun(
         "duplicate-stdout-filters",

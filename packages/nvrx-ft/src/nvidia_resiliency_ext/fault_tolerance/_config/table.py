@@ -412,7 +412,7 @@ OPTIONS: tuple[Option, ...] = (
         v.or_none(v.COMMAND),
         None,
         HEALTH,
-        "Command that is told of a bad node, as JSON on its standard input; no shell runs it.",
+        "Command that runs for a bad node, with JSON on its standard input; no shell is used.",
     ),
     Option(
         "preempt_deadline",

@@ -168,7 +168,7 @@ async def read_obj_from_ipc_stream(reader: StreamReader) -> object:
 
 
 async def write_obj_to_ipc_stream(obj: object, writer: StreamWriter) -> None:
-    """Send one object over a stream and wait until the stream has room again.
+    """Send one object over a stream and wait until the stream's buffer has drained.
 
     Args:
         obj: A message of the closed set in `data`.

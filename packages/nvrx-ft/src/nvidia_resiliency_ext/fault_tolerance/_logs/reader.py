@@ -199,7 +199,7 @@ class MultiplexingReaderThread(threading.Thread):
     # The thread ------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Read until told to stop."""
+        """Read until `stop` is called."""
         try:
             while self._stops_at is None or self._pipes:
                 count = self._round()

@@ -86,7 +86,7 @@ class HotPath:
         self._reset_figures(0)
 
     def send_heartbeat(self) -> None:
-        """Say that this rank is alive.
+        """Send a heartbeat of this rank.
 
         Raises:
             RankMonitorClientError: Not initialised; or the monitor is lost and that counts.
@@ -187,7 +187,7 @@ class HotPath:
             self._ask()
 
     def should_checkpoint(self) -> bool:
-        """Say whether to save a checkpoint now and leave: this job, or this node, is about to go.
+        """Return whether to save a checkpoint now and leave: the job or this node ends soon.
 
         All ranks get True at the same call, counted from the session's start, without a collective:
         every rank calls it at the same places of the program, such as once at the end of each

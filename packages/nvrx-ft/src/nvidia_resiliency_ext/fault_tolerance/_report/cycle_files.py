@@ -472,6 +472,8 @@ class CycleInfoReporter:
     def report_cycle_goes_on(self, snapshot: CycleInfoRoundSnapshot) -> bool:
         """Report that this reporter continues a cycle that another one began.
 
+        An existing file of the cycle stays as it is; a missing one is written.
+
         Args:
             snapshot: The cycle, its nodes and its log.
         """

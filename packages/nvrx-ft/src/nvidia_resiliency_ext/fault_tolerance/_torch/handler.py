@@ -146,7 +146,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers meet in the agent's store: they do not."""
+        """Whether workers use the agent's store as theirs: False."""
         return False
 
     def next_rendezvous(self) -> Any:
@@ -215,7 +215,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         return self._member.is_next_round_open
 
     def shutdown(self, reason: str = RDZV_SHUTDOWN_REASON_GRACEFUL) -> bool:
-        """End the job for everybody and let go of everything; False when nobody could be told.
+        """End the job on all nodes and release all resources.
+
+        Returns False if no node could be notified.
 
         The first reason stays. A node that has left, such as an unhealthy one, goes alone. The
         store host waits here for the others, 3 s at most.
