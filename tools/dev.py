@@ -79,9 +79,10 @@ def tasks_of(command: str, args: list[str]) -> list[Task]:
             ("types-tools",),
             ("proto:check",),
             ("reference", "--check"),
+            ("docstrings",),
         ],
         "proto": [("proto:write",)],
-        "docs": [("docs",), ("examples",)],
+        "docs": [("docs",), ("examples",), ("docstrings", "--examples")],
         "fix": [("lint:fix",)],
     }
     if command in fixed:

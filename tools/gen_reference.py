@@ -86,23 +86,17 @@ def options() -> str:
             (
                 f"`{option.field}`",
                 f"`--{option.flag}`",
-                f"`{shown_default(option.default)}`",
+                option.kind.expects,
+                f"`{option.default_text}`",
                 option.help,
             )
             for option in option_table.OPTIONS
             if option.group == group
         ]
-        parts.append(f"## {group}\n\n" + table(("key", "flag", "default", "meaning"), rows))
+        parts.append(
+            f"## {group}\n\n" + table(("key", "flag", "value", "default", "meaning"), rows)
+        )
     return "\n".join(parts)
-
-
-def shown_default(value: object) -> str:
-    """Return a default as one writes it in YAML."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return getattr(value, "name", None) or str(value)
 
 
 def arguments(parser_name: str) -> str:

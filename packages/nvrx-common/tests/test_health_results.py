@@ -13,7 +13,6 @@ from nvidia_resiliency_ext.shared_utils import health_check
 from nvidia_resiliency_ext.shared_utils._health import check as check_room
 from nvidia_resiliency_ext.shared_utils._health import run as run_room
 from nvidia_resiliency_ext.shared_utils._health.check import PeriodicCheck
-from nvidia_resiliency_ext.shared_utils._health.left_behind import DeadlineCaller, StuckError
 from nvidia_resiliency_ext.shared_utils._health.result import (
     Finding,
     HealthResult,
@@ -22,6 +21,7 @@ from nvidia_resiliency_ext.shared_utils._health.result import (
     unhealthy,
 )
 from nvidia_resiliency_ext.shared_utils._health.run import run_checks
+from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock
 
 

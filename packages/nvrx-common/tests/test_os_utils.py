@@ -501,3 +501,25 @@ def test_what_is_no_regular_file_is_refused_and_closed(tmp_path: Path, kind: str
     with pytest.raises(OSError, match="not a regular file"):
         os_utils.read_regular_file(str(path), 10)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_lock_is_waited_for_until_a_deadline(tmp_path: Path) -> None:
+    """A lock that is given back in time is taken; one that is kept is a BlockingIOError."""
+    path = tmp_path / "lock"
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    holder, waiter, third = (os.open(path, flags, 0o600) for _ in range(3))
+    os_utils.lock_file(holder)
+    with pytest.raises(BlockingIOError):
+        os_utils.lock_file(waiter)
+    with pytest.raises(BlockingIOError):
+        os_utils.lock_file(waiter, 0.05)
+    releaser = threading.Timer(0.2, os.close, [holder])
+    releaser.start()
+    # The thread of the wait that was given up may get the lock first, and gives it back at once.
+    os_utils.lock_file(third, 60.0)
+    releaser.join()
+    with pytest.raises(BlockingIOError):
+        os_utils.lock_file(waiter)
+    os.close(third)
+    os_utils.lock_file(waiter, 60.0)
+    os.close(waiter)

@@ -15,7 +15,6 @@ from attribution_service import LIMIT_S, NOBODY, attribution_service
 from nvidia_resiliency_ext.fault_tolerance._attribution import endpoint, service
 from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
 from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
 from nvidia_resiliency_ext.fault_tolerance.attribution_manager import (
     ATTRIBUTION_STOP_ACTIONS,
@@ -29,6 +28,7 @@ from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.shared_utils import attribution_client
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 
 def plan(*words):

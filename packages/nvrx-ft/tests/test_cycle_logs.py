@@ -25,7 +25,6 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import per_cycle_logs
 from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._logs import outlet as outlets
 from nvidia_resiliency_ext.fault_tolerance._logs import sinks
 from nvidia_resiliency_ext.fault_tolerance._logs.backlog import Backlog, Spill
@@ -42,6 +41,7 @@ from nvidia_resiliency_ext.fault_tolerance._logs.servers import (
 )
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 DEADLINE_S = 60.0
 Logs = Callable[..., CycleLogs]

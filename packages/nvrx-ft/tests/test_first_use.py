@@ -16,7 +16,6 @@ from nvidia_resiliency_ext.fault_tolerance._agent.monitor_link import (
 from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args
 from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment, Outcome
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
@@ -27,6 +26,7 @@ from nvidia_resiliency_ext.fault_tolerance._workers.env import PortReservation
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.events import NULL_EVENTS
 
 

@@ -21,7 +21,6 @@ from nvidia_resiliency_ext.fault_tolerance._agent.cycle_records import (
     StoreHost,
     cycle_info_environment,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._hosting import plan as log_token
 from nvidia_resiliency_ext.fault_tolerance._hosting.plan import (
     CycleNodes,
@@ -33,6 +32,7 @@ from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_fr
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import Member
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Candidate
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 NODES = CycleNodes(["n1", "n2"], [0, 1], ["n3"])
 

@@ -15,7 +15,6 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent import job
 from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import LocalRendezvous
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, SignalInbox
 from nvidia_resiliency_ext.fault_tolerance._core.machine import RoundClosed
 from nvidia_resiliency_ext.fault_tolerance._process.exceptions import ErrorFile, read_error_file
 from nvidia_resiliency_ext.fault_tolerance._report import failures as faults
@@ -26,6 +25,7 @@ from nvidia_resiliency_ext.fault_tolerance._workers.env import PortInUseError, P
 from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalInbox
 
 
 @pytest.fixture
@@ -400,10 +400,34 @@ def test_what_a_console_never_takes_holds_no_files_open(tmp_path, monkeypatch, c
         tee.end_cycle()
     opened = [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
     assert [os.readlink(f"/proc/self/fd/{fd}") for fd in opened].count(str(path)) == 1
-    assert caplog.text.count("the console did not take all lines") == 2
+    assert caplog.text.count("the console is slower than the workers") == 2
     os.close(reader)
     tee.close()
     sys.stdout.close()
+
+
+def test_lines_that_a_console_lacks_are_counted_once(tmp_path, monkeypatch, caplog):
+    """Workers that write faster than the console reads: one line says how much is missing."""
+    monkeypatch.setattr(output, "LAST_WORDS_S", 0.0)
+    shown = []
+
+    def take_slowly(_name, data, _wait_s):
+        shown.append(min(len(data), 1000))
+        return shown[-1]
+
+    monkeypatch.setattr(output, "offer", take_slowly)
+    tee = output.Tee()
+    paths = [tmp_path / "0.log", tmp_path / "1.log"]
+    for path in paths:
+        path.write_bytes(b"x" * 99 + b"\n")
+        tee.follow(str(path), "", output.Stream.STDOUT)
+        with path.open("ab") as file:
+            file.write((b"x" * 99 + b"\n") * 30_000)
+    tee.close()
+    lacks = 2 * 30_001 * 100 - sum(shown)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"it lacks {lacks / 1e6:.1f} MB of what they wrote" in line
+    assert all(str(path) in line for path in paths)
 
 
 def test_timers_that_are_cancelled_do_not_stay_until_their_time(loop):

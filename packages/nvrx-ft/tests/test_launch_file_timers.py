@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
 from nvidia_resiliency_ext.fault_tolerance._workers.file_timers import (
     LONGEST_LINE,
@@ -23,6 +22,7 @@ from nvidia_resiliency_ext.fault_tolerance._workers.file_timers import (
     parse_request,
 )
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 DEADLINE_S = 60.0
 GOOD = {"version": 1, "pid": 77, "scope_id": "step", "expiration_time": 5.5, "signal": 9}

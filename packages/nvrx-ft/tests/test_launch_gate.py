@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._health.admission import GateSettings, NodeGate
 from nvidia_resiliency_ext.fault_tolerance._health.memory import MemoryRules
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
 
 LIMIT_S = 60.0

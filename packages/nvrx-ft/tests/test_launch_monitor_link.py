@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent.monitor_link import SharedMonitor
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 
 class _Child:

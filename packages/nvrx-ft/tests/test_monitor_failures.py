@@ -25,19 +25,19 @@ from nvidia_resiliency_ext.fault_tolerance._monitor import messages as control
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages as rank_messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.acceptor import Doorway
 from nvidia_resiliency_ext.fault_tolerance._monitor.boot import LineHandler
-from nvidia_resiliency_ext.fault_tolerance._monitor.channel import Channel
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, MonitorStartError
 from nvidia_resiliency_ext.fault_tolerance._monitor.link import LinkError, RankLink
 from nvidia_resiliency_ext.fault_tolerance._monitor.server import MonitorServer, _Order
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout, SlotMemory, read_slot
-from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
 from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.channel import Channel
 from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.wire import (
     receive_message,
     send_message,
     send_with_fds,
 )
+from nvidia_resiliency_ext.shared_utils.worker_thread import WorkerThread
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ def stray():
 class BrokenServer(MonitorServer):
     """A server with a defect in its loop."""
 
-    def _pause(self):
+    def _next_wake(self):
         raise ZeroDivisionError("a defect")
 
 
@@ -163,7 +163,7 @@ def test_a_sweep_without_descriptors_left_goes_on(stray, monkeypatch):
 
 def test_a_thread_that_cannot_start_is_tried_again(monkeypatch):
     """At the limit of threads a job waits, and runs when a later one gets a thread."""
-    slow, results = SlowThread(), []
+    slow, results = WorkerThread(), []
     start = threading.Thread.start
     refusals = [RuntimeError("can't start new thread")]
 
@@ -243,7 +243,7 @@ def test_a_reused_descriptor_number_gets_no_event_of_its_predecessor():
 
 def test_waking_a_closed_thread_writes_nowhere():
     """After `close`, `wake` does not write into whoever has the descriptor's number now."""
-    slow = SlowThread()
+    slow = WorkerThread()
     slow.close()
     read_fd, write_fd = os.pipe()
     others = [os.pipe() for _ in range(2)]

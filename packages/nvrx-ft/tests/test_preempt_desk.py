@@ -8,9 +8,9 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent.preemption import PreemptionDesk
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import GraceOver, Preempted, RanksHeld
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 USR1 = signal.SIGUSR1
 

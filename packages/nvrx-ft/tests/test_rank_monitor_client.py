@@ -102,6 +102,18 @@ def test_a_monitor_that_is_not_there_is_an_error(clean_environment, tmp_path):
     assert not it.is_initialized
 
 
+def test_a_second_client_of_the_process_is_told_of_the_first(client):
+    """It is no other process that has the session; after the first one's end it may have it."""
+    second = RankMonitorClient()
+    with pytest.raises(RankMonitorClientError, match="another client of this process"):
+        second.init_workload_monitoring()
+    with pytest.raises(TypeError, match="num_warmup_iters is a number of iterations, not 'x'"):
+        second.init_workload_monitoring("x")
+    client.shutdown_workload_monitoring()
+    second.init_workload_monitoring()
+    second.shutdown_workload_monitoring()
+
+
 def test_a_session_gives_configuration_and_timeouts(client):
     """After init the server's configuration and timeouts are there, and init again is refused."""
     assert (client.is_initialized, client.rank_info.global_rank) == (True, 5)

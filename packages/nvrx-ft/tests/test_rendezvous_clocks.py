@@ -15,12 +15,12 @@ from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import (
     NodeSettings,
     StoreRendezvous,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._core.machine import RoundReady
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import Preempted
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import clocks
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.clocks import Reading, off_by, read
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock, SystemClock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 LIMIT_S = 60.0
 MINUTES_S = 180.0

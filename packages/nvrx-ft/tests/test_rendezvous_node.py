@@ -17,7 +17,6 @@ from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import (
     NodeSettings,
     StoreRendezvous,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._core.machine import StoreLost
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys, threads
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import write_settings
@@ -36,6 +35,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, St
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import LeaseExpiredError, NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 pytestmark = pytest.mark.slow
 

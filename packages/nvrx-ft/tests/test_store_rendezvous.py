@@ -18,7 +18,6 @@ from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import (
     StoreRendezvous,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     NextRoundOpened,
     RoundReady,
@@ -33,6 +32,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, connect, serve
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 NODE = "10.0.0.1_1_1"
 SECRET = b"a secret"

@@ -20,7 +20,6 @@ from nvidia_resiliency_ext.inprocess import monitor_process, sibling_monitor
 from nvidia_resiliency_ext.inprocess._monitor import factory, messages
 from nvidia_resiliency_ext.inprocess._monitor import page as page_module
 from nvidia_resiliency_ext.inprocess._monitor import place as place_module
-from nvidia_resiliency_ext.inprocess._monitor.channel import Channel
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView, Phase, ProgressPage
 from nvidia_resiliency_ext.inprocess._monitor.place import NodePlace
 from nvidia_resiliency_ext.inprocess._monitor.registration import Registration
@@ -28,6 +27,7 @@ from nvidia_resiliency_ext.inprocess._monitor.roll import RollFile
 from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
+from nvidia_resiliency_ext.shared_utils.channel import Channel
 from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, UnsafePathError
 
@@ -283,7 +283,7 @@ def test_all_tries_for_a_lock_share_one_deadline(environ, monkeypatch) -> None:
     place = NodePlace.find(environ)
     left_s: list[float] = []
     is_current = iter([False, False, True])
-    monkeypatch.setattr(place_module, "_flock", lambda _fd, left, _all: left_s.append(left))
+    monkeypatch.setattr(place_module, "lock_file", lambda _fd, left: left_s.append(left))
     monkeypatch.setattr(NodePlace, "_is_current", lambda *_: next(is_current))
     os.close(place._lock(10.0))
     assert 10.0 >= left_s[0] > left_s[1] > left_s[2] > 0.0

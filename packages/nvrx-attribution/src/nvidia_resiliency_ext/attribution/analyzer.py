@@ -268,6 +268,9 @@ class Analyzer:
     def read_file_preview(self, path: str) -> LogAnalyzerFilePreview:
         """Return the first 4 KiB of a log as text without control characters.
 
+        Args:
+            path: Absolute path of the log, below the allowed root.
+
         Raises:
             LogAnalyzerError: The path is refused.
         """

@@ -91,13 +91,21 @@ def current_attribution_run_args() -> dict[str, Any]:
 
 
 def effective_run_or_init_config(init: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the active run's arguments, else a copy of those of the construction."""
+    """Return the active run's arguments; without a run, a copy of the construction's.
+
+    Args:
+        init: The arguments of the construction.
+    """
     found = _run_args.get()
     return dict(init) if found is None else found
 
 
 def merged_attribution_config(init: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the construction, overridden by the active run's."""
+    """Return the arguments of the construction, overridden by the active run's.
+
+    Args:
+        init: The arguments of the construction.
+    """
     return {**init, **(_run_args.get() or {})}
 
 
@@ -143,7 +151,16 @@ class NVRxAttribution(Generic[T, R]):
         )
 
     def register_attr_pipeline(self, attr_pipeline: Mapping[str, Callable[..., Any]]) -> None:
-        """Replace the three steps, after the same checks as at construction."""
+        """Replace the three steps, after the same checks as at construction.
+
+        Args:
+            attr_pipeline: `preprocess_input`, `attribution` and `output_handler`: functions or
+                coroutines.
+
+        Raises:
+            ValueError: A step is missing, or the annotations of two steps do not fit.
+            TypeError: `preprocess_input` takes more than one parameter.
+        """
         missing = [name for name in _STEPS if name not in attr_pipeline]
         if missing:
             raise ValueError(f"the pipeline lacks {', '.join(missing)}")
@@ -154,6 +171,9 @@ class NVRxAttribution(Generic[T, R]):
 
     def inspect_type_consistency(self, attr_pipeline: Mapping[str, Callable[..., Any]]) -> None:
         """Compare what each step is annotated to return with what the next one takes.
+
+        Args:
+            attr_pipeline: The three steps by name.
 
         Raises:
             ValueError: They differ; steps without annotations fit anything.
@@ -173,7 +193,11 @@ class NVRxAttribution(Generic[T, R]):
                 raise ValueError(f"{first} returns {returned}, but {second} takes {taken}")
 
     async def run(self, args: Any) -> tuple[R, AttributionState]:
-        """Run the three steps and return (result, state)."""
+        """Run the three steps and return (result, state).
+
+        Args:
+            args: The run's arguments: a mapping or an object with attributes.
+        """
         token = _run_args.set(normalize_attribution_args(args))
         try:
             step = self._steps["preprocess_input"]
@@ -187,6 +211,9 @@ class NVRxAttribution(Generic[T, R]):
 
     def run_sync(self, args: Any) -> tuple[R, AttributionState]:
         """Run the three steps from code that has no event loop.
+
+        Args:
+            args: The run's arguments: a mapping or an object with attributes.
 
         Raises:
             RuntimeError: An event loop runs in this thread already; await `run` there.
@@ -202,11 +229,19 @@ class NVRxAttribution(Generic[T, R]):
         return self.get_shared_loop().run_until_complete(self.run(args))
 
     async def do_attribution(self, data: T) -> Any:
-        """Run the middle step."""
+        """Run the middle step.
+
+        Args:
+            data: The result of the first step.
+        """
         return await self._call(self._steps["attribution"], data)
 
     async def output_handler(self, result: Any) -> Any:
-        """Run the last step."""
+        """Run the last step.
+
+        Args:
+            result: The result of the middle step.
+        """
         return await self._call(self._steps["output_handler"], result)
 
     @classmethod

@@ -87,6 +87,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the program.
 
+    Args:
+        argv: The arguments without the program's name; None: those of the process.
+
     Returns:
         0 with a result, 2 for a wrong command line or rule file, 3 for input that cannot be read.
     """

@@ -139,7 +139,11 @@ class AttributionPostprocessingConfig:
 
 @dataclass(frozen=True)
 class AttributionCredentialsConfig:
-    """Whether to refuse to start without a key of a model endpoint."""
+    """Requirements on the credentials of a model endpoint.
+
+    Args:
+        require_llm_api_key: Refuse to start without a key. Default False.
+    """
 
     require_llm_api_key: bool = False
 
@@ -233,7 +237,19 @@ class AttributionController:
         log_complete: bool = False,
         evidence: Sequence[str] = (),
     ) -> LogAnalyzerSubmitResult:
-        """Accept a log; see `Analyzer.submit`."""
+        """Accept a log; errors as for `Analyzer.submit`.
+
+        Args:
+            log_path: Absolute path; the file may come later, its directory must exist.
+            user: The job's owner. Default "unknown".
+            job_id: The job; None if unknown.
+            cycle_id: Number of the start of the workers, from 0; None if unknown.
+            analysis_intent: "track_only" (default), "progressive" or "terminal". With progressive
+                analysis switched off, "progressive" means "track_only".
+            log_complete: Nothing more will be written to the log. Default False.
+            evidence: Lines about the end of the job that are not in the log; they are read after
+                its last.
+        """
         if self.config.progressive == "off" and analysis_intent == ANALYSIS_INTENT_PROGRESSIVE:
             analysis_intent = ANALYSIS_INTENT_TRACK_ONLY
         return await self.analyzer.submit(
@@ -254,11 +270,22 @@ class AttributionController:
         wl_restart: int | None = None,
         wait: bool = True,
     ) -> LogAnalysisCycleResult | LogAnalysisSplitlogResult:
-        """Return what is known of a log; see `Analyzer.analyze`."""
+        """Return what is known of a submitted log; errors as for `Analyzer.analyze`.
+
+        Args:
+            log_path: The path as it was submitted.
+            file: Name of one file of a split log.
+            wl_restart: Index of the file, from 0; None: the newest.
+            wait: Return only when the analysis has ended. Default True.
+        """
         return await self.analyzer.analyze(log_path, file, wl_restart, wait)
 
     def read_file_preview(self, log_path: str) -> LogAnalyzerFilePreview:
-        """Return the beginning of a log; see `Analyzer.read_file_preview`."""
+        """Return the first 4 KiB of a log; errors as for `Analyzer.read_file_preview`.
+
+        Args:
+            log_path: Absolute path of the log, below the allowed root.
+        """
         return self.analyzer.read_file_preview(log_path)
 
     def get_stats(self) -> dict[str, Any]:

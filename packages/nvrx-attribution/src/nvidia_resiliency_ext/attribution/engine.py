@@ -107,7 +107,11 @@ class LogScanner:
         self.fr_report = fr_report
 
     def feed(self, data: bytes) -> None:
-        """Scan more bytes of the log."""
+        """Scan more bytes of the log.
+
+        Args:
+            data: The next bytes; they may end in the middle of a line.
+        """
         self._scanner.feed(data)
 
     def set_history(self, history: History) -> None:

@@ -150,13 +150,19 @@ def model_settings_from_environ(
 
 
 def service_model_settings(environ: Mapping[str, str]) -> ModelSettings | None:
-    """Return the model that a service asks about each verdict; None: it asks none.
+    """Return the model that a service asks about each verdict; None: no model is asked.
 
     NVRX_ATTRSVC_RESTART_AGENT_ENRICHMENT_ENABLED says whether it asks; without that it does when
     both an address and a key are there.
 
+    `NVRX_ATTRSVC_RESTART_AGENT_ENRICHMENT_ENABLED` (1 or 0) decides; without it, a model is asked
+    if both an address and a key are set.
+
+    Args:
+        environ: The environment.
+
     Raises:
-        ConfigError: A value is wrong, or it is to ask and there is no address.
+        ConfigError: A value is wrong, or asking is switched on without an address.
     """
     text = environ.get(_SERVICE_SWITCH, "").strip().lower()
     if text and text not in _YES | _NO:
@@ -265,7 +271,14 @@ class _RetryableError(Exception):
 
 
 def excerpt_of(verdict: engine.Verdict) -> list[tuple[int, str]]:
-    """Return (line number, text) of what a verdict rests on: evidence, then other events."""
+    """Return the lines behind a verdict: evidence first, then other events.
+
+    Args:
+        verdict: The verdict.
+
+    Returns:
+        Pairs of line number and text.
+    """
     lines = {item["line"]: item["quote"] for item in verdict.evidence}
     if verdict.first_fault is not None:
         lines.setdefault(verdict.first_fault.line, verdict.first_fault.text)

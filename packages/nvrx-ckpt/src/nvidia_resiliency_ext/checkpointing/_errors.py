@@ -49,7 +49,14 @@ class CheckpointWriteError(NvrxError, OSError):
     def from_os(
         cls, error: OSError, path: str, written_bytes: int, action: str
     ) -> CheckpointWriteError:
-        """Return the error for what the system said about a file."""
+        """Return the error for an `OSError` that a file operation raised.
+
+        Args:
+            error: What the operation raised; its `errno` and text are taken over.
+            path: The file, under its final name.
+            written_bytes: How many bytes of the file had been written.
+            action: The operation: "create", "write", "fsync", "close" or "rename".
+        """
         reason = error.strerror or str(error)
         return cls(error.errno or 0, reason, path, written_bytes, action)
 

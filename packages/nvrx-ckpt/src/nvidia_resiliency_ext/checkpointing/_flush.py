@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import os
 import secrets
 import shutil
 import threading
 import time
 from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.os_utils import lock_file
 
 from ._durable import CHUNK_BYTES, FileSaver, SaveCancelledError, publish_files, temporary_name
 from ._errors import CheckpointWriteError
@@ -28,6 +29,7 @@ __all__ = ["LocalCopy"]
 
 
 _PREFIX = "nvrx-ckpt-"
+_LOCK_WAIT_S = 60.0  # others look whether a directory is left over, for moments
 _YOUNG_S = 60.0  # such a directory may belong to a worker that is about to lock it
 
 
@@ -68,7 +70,7 @@ class LocalCopy:
         try:
             os.makedirs(self._folder, mode=0o700)
             self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            lock_file(self._lock, _LOCK_WAIT_S)
             _remove_leftovers(os.path.dirname(self._folder))
         except OSError as error:
             self.remove()
@@ -144,7 +146,7 @@ def _remove_leftovers(staging_dir: str) -> None:
         with contextlib.suppress(OSError):  # another worker was faster, or it is another user's
             folder = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(folder)
                 is_empty = not os.listdir(folder)
                 if not is_empty or time.time() - os.fstat(folder).st_mtime > _YOUNG_S:
                     shutil.rmtree(entry.path, ignore_errors=True)

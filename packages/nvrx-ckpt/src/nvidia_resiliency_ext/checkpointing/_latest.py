@@ -68,7 +68,14 @@ def publish_latest(tracker: str | os.PathLike[str], name: str, *, link: bool = F
 
 
 def read_latest(tracker: str | os.PathLike[str]) -> str | None:
-    """Return what a tracker file or link names; None where there is none."""
+    """Return the name that a tracker file or link holds; None if there is no tracker.
+
+    Args:
+        tracker: Path of the tracker: a symbolic link, or a file with a name of at most 4096 bytes.
+
+    Raises:
+        OSError: The tracker exists and cannot be read.
+    """
     try:
         return os.readlink(tracker)
     except FileNotFoundError:

@@ -86,7 +86,11 @@ def debug_time(
 
 
 def debug_msg(msg: str) -> None:
-    """Log a message at DEBUG under the names of `logger_stack`."""
+    """Log a message at DEBUG under the names of `logger_stack`.
+
+    Args:
+        msg: The message.
+    """
     with logger_stack() as (stacked_name, last_logger):
         last_logger.debug("%s %s", stacked_name, msg)
 
@@ -143,7 +147,12 @@ def wrap_for_async(fn: Callable[..., _R]) -> Callable[..., _R]:
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Return nested dicts and lists rebuilt with `f` applied to everything else in them."""
+    """Return nested dicts and lists rebuilt with a function applied to each leaf.
+
+    Args:
+        f: Takes a leaf and returns its replacement.
+        x: The structure; anything that is no dict or list is a leaf.
+    """
     if isinstance(x, dict):
         return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
     if isinstance(x, list):

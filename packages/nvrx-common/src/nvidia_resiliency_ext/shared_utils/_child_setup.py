@@ -47,7 +47,10 @@ def child_setup(*, death_signal: int | None) -> Callable[[], None] | None:
 
 
 def end_with_parent(signum: int = signals.SIGTERM) -> None:
-    """Have the kernel send this process a signal when its parent dies.
+    """Let the kernel send this process a signal when its parent dies.
+
+    Args:
+        signum: The signal. Default SIGTERM.
 
     Raises:
         OSError: The kernel refuses.

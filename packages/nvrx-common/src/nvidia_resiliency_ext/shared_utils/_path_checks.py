@@ -19,6 +19,9 @@ __all__ = ["resolve_under_allowed_roots", "validate_directory", "validate_filepa
 def validate_directory(dir_path: str | os.PathLike[str]) -> None:
     """Check that a directory, if it exists, can be trusted and read.
 
+    Args:
+        dir_path: The directory; it need not exist.
+
     Raises:
         UnsafePathError: It is no directory, it or a parent is a symbolic link, it cannot be read,
             everybody may write to it without the sticky bit, or a group may write to it and it
@@ -45,6 +48,9 @@ def validate_directory(dir_path: str | os.PathLike[str]) -> None:
 def validate_filepath(file_path: str | os.PathLike[str]) -> None:
     """Check that a file, if it exists, is a regular file in a directory that can be trusted.
 
+    Args:
+        file_path: The file; it need not exist.
+
     Raises:
         UnsafePathError: It is no regular file, it or a parent is a symbolic link, dangling or
             not, or `validate_directory` refuses its directory. Every cause is an `OSError`.
@@ -63,8 +69,12 @@ def resolve_under_allowed_roots(
 ) -> str:
     """Return the real path of `path` when it is one of the roots or lies under one.
 
+    Args:
+        path: The path.
+        allowed_roots: Directories below which it may lie.
+
     Raises:
-        PathOutsideRootsError: It leads outside of all roots; this is a `ValueError`.
+        PathOutsideRootsError: The path leads outside of all roots; this is a `ValueError`.
     """
     path = os.fspath(path)
     if "\0" in path:

@@ -63,7 +63,11 @@ class PidHandle:
         return stat is not None and stat.running and stat.start_ticks == self.start_ticks
 
     def signal(self, sig: int) -> bool:
-        """Send it a signal; return whether it was still there to get it."""
+        """Send a signal; return whether the process still existed.
+
+        Args:
+            sig: Number of the signal.
+        """
         try:
             if self._descriptor is not None:
                 signals.pidfd_send_signal(self._descriptor, sig)
@@ -79,6 +83,9 @@ class PidHandle:
         """Wait until the process has ended; return whether it has.
 
         Without pidfd this looks at /proc ten times a second: the kernel tells nobody but a parent.
+
+        Args:
+            timeout_s: Seconds to wait at most.
         """
         deadline = Deadline.after(timeout_s)
         while self.alive() and not deadline.expired():

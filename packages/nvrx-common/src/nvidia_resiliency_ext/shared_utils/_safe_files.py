@@ -144,7 +144,12 @@ def _require_replaceable(name: str, directory: int) -> None:
 def read_regular_file(
     path: str | os.PathLike[str], max_bytes: int, *, follows_symlink: bool = False
 ) -> bytes:
-    """Return at most `max_bytes` of a file that somebody else wrote.
+    """Return the beginning of a file that another user may have written.
+
+    Args:
+        path: The file.
+        max_bytes: How many bytes to read at most.
+        follows_symlink: Accept a symbolic link. Default False.
 
     Raises:
         OSError: It is absent, unreadable, a symlink that must not be followed, or no regular file:
@@ -165,6 +170,9 @@ def private_dir(path: str | os.PathLike[str]) -> str:
 
     Missing parents are created likewise. An existing directory of ours that others could only
     read is closed to them.
+
+    Args:
+        path: The directory.
 
     Returns:
         The path.

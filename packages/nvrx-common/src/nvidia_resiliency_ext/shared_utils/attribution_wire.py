@@ -115,7 +115,13 @@ class LogQuery:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """What the service would do: `action` is one of the `ACTION_` names."""
+    """A service's advice.
+
+    Args:
+        action: One of the `ACTION_` names.
+        reason: One sentence.
+        source: Name of the analysis.
+    """
 
     action: str = ACTION_UNKNOWN
     reason: str = ""
@@ -145,7 +151,11 @@ class LogReply:
 
 
 def parse_log_reply(payload: object) -> LogReply:
-    """Return the reply in a decoded JSON value, whatever that is."""
+    """Return the reply in a decoded JSON value; unknown forms give an empty reply.
+
+    Args:
+        payload: The decoded value.
+    """
     if not isinstance(payload, dict):
         return LogReply()
     return LogReply(

@@ -294,7 +294,11 @@ def _scripts(paths: Sequence[str]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return 1 when a line needs a look, 2 when a file cannot be read."""
+    """Run the program; return 1 when a line needs a look, 2 when a file cannot be read.
+
+    Args:
+        argv: The arguments without the program's name; None: those of the process.
+    """
     from argparse import ArgumentParser
 
     parser = ArgumentParser(

@@ -77,7 +77,11 @@ class ExitStatus:
 
     @classmethod
     def from_wait_status(cls, status: int) -> ExitStatus:
-        """Return the meaning of the number that `os.waitpid` gives."""
+        """Return the exit status that a wait status means.
+
+        Args:
+            status: The number that `os.waitpid` returned.
+        """
         code = os.waitstatus_to_exitcode(status)
         return cls(None, -code) if code < 0 else cls(code)
 
@@ -89,14 +93,17 @@ class Child:
     The exit status is read once and kept. Nothing is ever signalled after the process was reaped,
     so a recycled process number is safe. All methods may be called from several threads.
 
-    Example:
-        >>> with start_child(["/bin/sh", "-c", "exit 3"]) as child:
-        ...     child.wait(timeout_s=10.0).describe()
-        'exit code 3'
+    `process` is the running process, `argv` its command, `new_session` whether it leads a session
+    and process group of its own.
 
     Attributes:
         pid: Its number.
         argv: The command that was started.
+
+    Example:
+        >>> with start_child(["/bin/sh", "-c", "exit 3"]) as child:
+        ...     child.wait(timeout_s=10.0).describe()
+        'exit code 3'
     """
 
     def __init__(
@@ -138,7 +145,11 @@ class Child:
             return self._reap()
 
     def wait(self, timeout_s: float | None = None) -> ExitStatus | None:
-        """Wait until the process ends; return `None` when the time is up first."""
+        """Wait until the process ends; return None if the time is over first.
+
+        Args:
+            timeout_s: Seconds to wait at most; None: no limit.
+        """
         deadline = Deadline.after(timeout_s)
         status = self.poll()
         while status is None and not deadline.expired():
@@ -147,15 +158,19 @@ class Child:
         return status
 
     def signal(self, sig: int) -> bool:
-        """Send a signal to the process alone; return whether it was still there to get it."""
+        """Send a signal to the process alone; return whether the process still existed.
+
+        Args:
+            sig: Number of the signal.
+        """
         with self._lock:
             return self._reap() is None and self._send(sig)
 
     def signal_group(self, sig: int) -> bool:
-        """Send a signal to its whole process group; return whether anybody was there to get it.
+        """Send a signal to the whole process group; return whether the group still had a process.
 
-        The group may outlive the process. It is then signalled only while /proc shows members of
-        the session that the process made and nobody new under its number.
+        Args:
+            sig: Number of the signal.
 
         Raises:
             ValueError: The process was started without a session of its own, so that its group

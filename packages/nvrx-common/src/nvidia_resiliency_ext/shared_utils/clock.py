@@ -40,6 +40,8 @@ class SystemClock:
 class ManualClock:
     """A clock that moves only when it is told to; for tests and simulations.
 
+    `monotonic_s` and `wall_s` are the first readings of both clocks, in seconds.
+
     Example:
         >>> clock = ManualClock()
         >>> deadline = Deadline.after(5.0, clock)

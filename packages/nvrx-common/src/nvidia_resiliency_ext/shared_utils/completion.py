@@ -112,7 +112,11 @@ def _words_of(action: argparse.Action) -> list[str]:
 
 
 class PrintCompletion(argparse.Action):
-    """Prints what makes a shell complete the parser's command line, and leaves."""
+    """Prints what makes a shell complete the parser's command line, and leaves.
+
+    Its arguments (`option_strings`, `dest`, `more`, `parser`, `values`) are those of
+    `argparse.Action`.
+    """
 
     def __init__(self, option_strings: list[str], dest: str, **more: Any) -> None:
         more |= {"choices": SHELLS, "metavar": "{" + ",".join(SHELLS) + "}"}

@@ -16,7 +16,11 @@ _STANDARD_DESCRIPTORS = (0, 1, 2)
 
 
 def plain(text: str) -> str:
-    """Return text as one line without anything on which a terminal would act."""
+    """Return text as one line without anything on which a terminal would act.
+
+    Args:
+        text: The text; each character that is not printable becomes `?`.
+    """
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
@@ -24,6 +28,9 @@ def write_out(text: str) -> bool:
     """Write a program's result to stdout, if it has one.
 
     A reader that has seen enough (``head``) is no error, and neither is a closed stdout.
+
+    Args:
+        text: The text, with its line ends.
 
     Returns:
         False when the reader has left just now; what is written later goes nowhere.
@@ -42,7 +49,11 @@ def write_out(text: str) -> bool:
 
 
 def write_err(text: str) -> None:
-    """Write to stderr, if there is one and it takes it: there is no place to complain about it."""
+    """Write to stderr; do nothing if there is no stderr or it fails.
+
+    Args:
+        text: The text, with its line ends.
+    """
     try:
         _write(sys.stderr, text)
     except OSError:

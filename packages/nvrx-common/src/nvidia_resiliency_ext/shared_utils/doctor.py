@@ -37,7 +37,11 @@ def package_versions() -> list[Finding]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code: 1 when a person must act, else 0."""
+    """Run the program and return its exit code: 1 when a person must act, else 0.
+
+    Args:
+        argv: The arguments without the program's name; None: those of the process.
+    """
     from argparse import ArgumentParser
 
     parser = ArgumentParser(

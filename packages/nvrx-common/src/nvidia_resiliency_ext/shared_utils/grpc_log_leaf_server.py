@@ -60,7 +60,11 @@ def serve(  # noqa: PLR0913 - the signature is given
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the server as the command line says; return the exit code."""
+    """Run the leaf server; return the exit code.
+
+    Args:
+        arguments: The arguments without the program's name; None: those of the process.
+    """
     from nvidia_resiliency_ext.shared_utils._funnel import command, leaf
 
     return command.run_program(

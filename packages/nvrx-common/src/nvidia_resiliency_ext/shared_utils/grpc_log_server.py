@@ -62,7 +62,11 @@ def serve(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the server as the command line says; return the exit code."""
+    """Run the root server; return the exit code.
+
+    Args:
+        arguments: The arguments without the program's name; None: those of the process.
+    """
     from nvidia_resiliency_ext.shared_utils._funnel import command, root
 
     return command.run_program(

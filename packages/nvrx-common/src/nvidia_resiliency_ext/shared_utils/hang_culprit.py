@@ -208,9 +208,10 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def describe(finding: Finding) -> str:
-    """Say in one sentence whom a hang is blamed on, and who waited.
+    """Return one sentence that names the culprit of a hang and the ranks that waited.
 
-    Example: `rank 2 on host a is stopped; ranks 0, 1 and 3 waited for it`.
+    Args:
+        finding: The finding.
     """
     waited = ranks_in_words(r.rank for r in finding.waiting) if finding.waiting else ""
     if finding.culprits:

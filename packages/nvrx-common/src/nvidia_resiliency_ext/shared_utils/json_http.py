@@ -42,7 +42,11 @@ class Endpoint:
 
 
 def parse_endpoint(text: str) -> Endpoint | None:
-    """Return the endpoint that a URL names; `None` when it is none that we can ask."""
+    """Return the endpoint that a URL names; None if it has another form.
+
+    Args:
+        text: `http://HOST[:PORT]`, `https://HOST[:PORT]` or `unix:///PATH`.
+    """
     try:
         parts = urlsplit(text.strip())
         port = parts.port
@@ -93,14 +97,29 @@ class JsonConnection:
     def post(self, route: str, payload: Mapping[str, Any]) -> tuple[int, object]:
         """Send a JSON object.
 
+        Args:
+            route: Path of the request, such as `/logs`.
+            payload: The object.
+
+        Returns:
+            Status and decoded reply.
+
         Raises:
             OSError: The service cannot be reached, or does not answer in time.
-            http.client.HTTPException: It does not speak HTTP, or its answer is too large.
+            http.client.HTTPException: The reply is no HTTP, or too large.
         """
         return self._request("POST", route, json.dumps(payload).encode())
 
     def get(self, route: str, params: Mapping[str, str]) -> tuple[int, object]:
-        """Ask; see `post`."""
+        """Send a GET request; errors as for `post`.
+
+        Args:
+            route: Path of the request.
+            params: Query parameters.
+
+        Returns:
+            Status and decoded reply.
+        """
         return self._request("GET", f"{route}?{urlencode(params)}", None)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from .console import write_err
+from .event_loop import WakeUp
 from .log_manager import LogConfig
 from .log_node_local_tmp import NodeLogAggregator
 
@@ -58,7 +59,7 @@ class _Signals:
     """Makes SIGTERM and SIGINT something to wait for, and puts things back at the end."""
 
     def __init__(self) -> None:
-        self._ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._wake_up = WakeUp()
         self._before = {
             number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
         }
@@ -67,21 +68,17 @@ class _Signals:
         """Put the handlers back."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        for descriptor in self._ends:
-            os.close(descriptor)
+        self._wake_up.close()
 
     def wait(self, wait_file: str | None, check_interval_s: float) -> None:
         """Return at a signal, or when the file exists."""
         timeout_s = max(0.05, check_interval_s) if wait_file else None
         while not (wait_file and os.path.exists(wait_file)):
-            if select.select([self._ends[0]], [], [], timeout_s)[0]:
+            if select.select([self._wake_up], [], [], timeout_s)[0]:
                 return
 
     def _note(self, *_: object) -> None:
-        try:
-            os.write(self._ends[1], b"x")
-        except BlockingIOError:
-            return  # full: whoever waits has been told often enough
+        self._wake_up.set()
 
 
 def _parse() -> Namespace:

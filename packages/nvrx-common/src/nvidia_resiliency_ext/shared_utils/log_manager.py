@@ -48,12 +48,20 @@ class LogConfig:
 
     @classmethod
     def get_node_local_tmp_dir(cls, node_local_tmp_dir: str | None = None) -> str | None:
-        """Return the directory of the per-node log files, None for none."""
+        """Return the directory of the per-node log files; None: no such files.
+
+        Args:
+            node_local_tmp_dir: The directory; None: that of `NVRX_NODE_LOCAL_TMPDIR`.
+        """
         return node_local_tmp_dir or settings.text("NVRX_NODE_LOCAL_TMPDIR")
 
     @classmethod
     def get_max_file_size(cls, file_size_kb: int | None = None) -> int:
-        """Return the size in bytes at which a per-node log file is followed by the next."""
+        """Return the size in bytes at which a per-node log file is followed by the next.
+
+        Args:
+            file_size_kb: The size in KiB; None: `NVRX_LOG_MAX_FILE_SIZE_KB` or its default.
+        """
         if file_size_kb is None:
             default = settings.DEFAULT_MAX_FILE_SIZE_KB
             file_size_kb = settings.integer("NVRX_LOG_MAX_FILE_SIZE_KB", _warn_once, default)
@@ -87,12 +95,20 @@ class LogConfig:
 
     @classmethod
     def get_log_level(cls, environ: Mapping[str, str] = os.environ) -> int:
-        """Return ``logging.DEBUG`` where it was asked for, else ``logging.INFO``."""
+        """Return `logging.DEBUG` if `NVRX_LOG_DEBUG` is set, else `logging.INFO`.
+
+        Args:
+            environ: The environment.
+        """
         return logging.DEBUG if settings.flag("NVRX_LOG_DEBUG", environ) else logging.INFO
 
     @classmethod
     def get_process_name(cls, proc_name: str | None = None) -> str:
-        """Return the name of this process in the names of its log files."""
+        """Return the name of this process in the names of its log files.
+
+        Args:
+            proc_name: The name; None: the process number.
+        """
         return proc_name or str(os.getpid())
 
     @classmethod

@@ -33,6 +33,8 @@ class ParkedAtExit(threading.Thread):
     """A daemon thread that holds nothing that others need while it is in native code.
 
     Its `run` calls `begin` first.
+
+    `name` is the thread's name.
     """
 
     # None: it cannot be parked.
@@ -66,9 +68,15 @@ class ParkedAtExit(threading.Thread):
 
 
 def park(thread: ParkedAtExit) -> None:
-    """Let a thread stand still for good where it waits for the system; one that ends is fine, too.
+    """Stop a thread for good while it waits in the kernel; wait for that for 1 s at most.
 
     It is waited for, for 1 s at most: whoever runs may hold a lock of the C library.
+
+    A thread that runs is not stopped: it may hold a lock of the C library. One that has ended is
+    ignored.
+
+    Args:
+        thread: The thread.
     """
     if thread.parking_signal is None:
         return

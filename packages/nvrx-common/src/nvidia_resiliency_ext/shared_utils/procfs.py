@@ -93,7 +93,13 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """One thread of a process: its number, its state as in `ProcStat`, its name (15 bytes)."""
+    """One thread of a process.
+
+    Args:
+        tid: Its number.
+        state: Its state as in `ProcStat`.
+        name: Its name, 15 bytes at most.
+    """
 
     tid: int
     state: str
@@ -109,26 +115,44 @@ def is_available() -> bool:
 
 
 def read_stat(pid: int) -> ProcStat | None:
-    """Return what the kernel says about a process, or `None` when there is none."""
+    """Return the kernel's record of a process; None if it does not exist.
+
+    Args:
+        pid: The process.
+    """
     data = _read(f"/proc/{pid}/stat")
     return None if data is None else _parse_stat(pid, data)
 
 
 def is_running(pid: int) -> bool:
-    """Return whether the process exists and is not a zombie."""
+    """Return whether a process exists and is no zombie.
+
+    Args:
+        pid: The process.
+    """
     stat = read_stat(pid)
     return stat is not None and stat.running
 
 
 def cmdline(pid: int) -> bytes:
-    """Return the command line of a process with NUL between arguments; empty if it is gone."""
+    """Return the command line of a process with NUL between arguments; empty if it is gone.
+
+    Args:
+        pid: The process.
+    """
     return (_read(f"/proc/{pid}/cmdline") or b"")[:_LARGEST_CMDLINE_BYTES]
 
 
 def environ_value(pid: int, name: str) -> str | None:
-    """Return a variable of the environment that the process was started with.
+    """Return a variable of the environment with which a process was started.
 
     A program that rewrites its title can overwrite that memory; then this answers `None`.
+
+    A program that changes its title can overwrite that memory; then None is returned.
+
+    Args:
+        pid: The process.
+        name: Name of the variable.
     """
     data = _read(f"/proc/{pid}/environ")
     if data is None:
@@ -141,7 +165,13 @@ def environ_value(pid: int, name: str) -> str | None:
 
 
 def pids_with_environ(name: str, value: str, *, skip_self: bool = True) -> list[int]:
-    """Return the numbers of the processes that `processes_with_environ` finds."""
+    """Return the numbers of the processes that `processes_with_environ` finds.
+
+    Args:
+        name: Name of the variable.
+        value: Its value.
+        skip_self: Leave this process out. Default True.
+    """
     return [stat.pid for stat in processes_with_environ(name, value, skip_self=skip_self)]
 
 
@@ -150,6 +180,11 @@ def processes_with_environ(name: str, value: str, *, skip_self: bool = True) -> 
 
     The newest ones are looked at first: a process that forks and leaves every millisecond is
     found while it lives. Zombies are not among them: their environment is gone.
+
+    Args:
+        name: Name of the variable.
+        value: Its value.
+        skip_self: Leave this process out. Default True.
     """
     needle = b"\0" + os.fsencode(f"{name}={value}") + b"\0"
     own_pid = os.getpid() if skip_self else -1
@@ -166,7 +201,11 @@ def processes_with_environ(name: str, value: str, *, skip_self: bool = True) -> 
 
 
 def running_in_groups(pgids: Collection[int]) -> list[ProcStat]:
-    """Return the processes of the given groups that are not zombies."""
+    """Return the processes of groups that are no zombies.
+
+    Args:
+        pgids: Numbers of the process groups.
+    """
     wanted = frozenset(pgids)
     if not wanted:
         return []
@@ -175,12 +214,21 @@ def running_in_groups(pgids: Collection[int]) -> list[ProcStat]:
 
 
 def pids_in_groups(pgids: Collection[int]) -> list[int]:
-    """Return the numbers of the processes of the given groups that are not zombies."""
+    """Return the processes of groups that are no zombies.
+
+    Args:
+        pgids: Numbers of the process groups.
+    """
     return [stat.pid for stat in running_in_groups(pgids)]
 
 
 def maps_name(pid: int, needle: str) -> bool:
-    """Return whether the process maps a file whose path contains `needle`."""
+    """Return whether a process maps a file whose path contains a text.
+
+    Args:
+        pid: The process.
+        needle: The text.
+    """
     data = _read(f"/proc/{pid}/maps")
     if data is None:
         return False
@@ -205,13 +253,22 @@ def pid_namespace() -> str:
 
 
 def catches_signal(pid: int, sig: int) -> bool:
-    """Return whether the process has installed a handler for the signal."""
+    """Return whether a process has installed a handler for a signal.
+
+    Args:
+        pid: The process.
+        sig: Number of the signal.
+    """
     mask = _status_field(pid, b"SigCgt:")
     return mask is not None and bool(int(mask, 16) >> (sig - 1) & 1)
 
 
 def wchan(pid: int) -> str | None:
-    """Return the kernel function in which the process waits, `""` when it does not wait."""
+    """Return the kernel function in which a process waits; empty if it does not wait.
+
+    Args:
+        pid: The process.
+    """
     data = _read(f"/proc/{pid}/wchan")
     if data is None:
         return None
@@ -236,10 +293,14 @@ def threads(pid: int, limit: int) -> list[Thread]:
 
 
 def syscall(pid: int, tid: int) -> tuple[int, ...] | None:
-    """Return the number and the arguments of the system call in which a thread is blocked.
+    """Return number and arguments of the system call in which a thread is blocked.
 
-    The tuple is empty for a thread that runs; `None` when the kernel does not tell, which needs
-    the right to trace the process.
+    Args:
+        pid: The process.
+        tid: The thread.
+
+    Returns:
+        Empty for a thread that runs; None if this process may not trace the other.
     """
     words = (_read(f"/proc/{pid}/task/{tid}/syscall") or b"").split()
     if not words:
@@ -250,7 +311,11 @@ def syscall(pid: int, tid: int) -> tuple[int, ...] | None:
 
 
 def memory(pid: int) -> Memory | None:
-    """Return the memory of a process, or `None` when there is no such process."""
+    """Return the memory of a process; None if it does not exist.
+
+    Args:
+        pid: The process.
+    """
     data = _read(f"/proc/{pid}/smaps_rollup")
     if data:
         sizes: dict[bytes, int] = {}

@@ -88,7 +88,11 @@ class FaultToleranceProfiler:
         return self._cycle
 
     def set_cycle(self, cycle: int) -> None:
-        """Go forward to a cycle; going back is ignored, with a warning."""
+        """Advance to a cycle; a lower number is ignored with a warning.
+
+        Args:
+            cycle: Number of the cycle.
+        """
         with self._lock:
             current = self._cycle
             if cycle >= current:
@@ -99,7 +103,12 @@ class FaultToleranceProfiler:
     def record_event(
         self, event: ProfilingEvent, node_id: Any | None = None, rank: int | None = None
     ) -> str:
-        """Log an event and hand it to subscribers and file; a detected failure begins a cycle.
+        """Log an event and pass it to subscribers and file; a detected failure begins a cycle.
+
+        Args:
+            event: The event.
+            node_id: Name of the node.
+            rank: The rank.
 
         Returns:
             An id of value, time, node and rank.
@@ -129,10 +138,13 @@ class FaultToleranceProfiler:
         return identity
 
     def subscribe(self, callback: Callable[[ProfilingRecord], object]) -> Callable[[], None]:
-        """Have a function called with each record from now on, by the thread that records it.
+        """Call a function with each later record, in the thread that records it.
+
+        Args:
+            callback: The function.
 
         Returns:
-            A function that ends this.
+            A function that ends the subscription.
         """
         key = object()
         with self._lock:
@@ -172,7 +184,13 @@ _making = threading.Lock()
 def record_profiling_event(
     event: ProfilingEvent, node_id: Any | None = None, rank: int | None = None
 ) -> str:
-    """Record an event with the process's one profiler; return its id."""
+    """Record an event with this process's profiler; return its id.
+
+    Args:
+        event: The event.
+        node_id: Name of the node.
+        rank: The rank.
+    """
     return _shared().record_event(event, node_id, rank)
 
 
@@ -182,12 +200,23 @@ def get_profiling_cycle() -> int:
 
 
 def set_profiling_cycle(cycle: int) -> None:
-    """Take the process's one profiler forward to a cycle."""
+    """Advance this process's profiler to a cycle.
+
+    Args:
+        cycle: Number of the cycle.
+    """
     _shared().set_cycle(cycle)
 
 
 def subscribe(callback: Callable[[ProfilingRecord], object]) -> Callable[[], None]:
-    """Subscribe to the process's one profiler; return what ends the subscription."""
+    """Subscribe to this process's profiler.
+
+    Args:
+        callback: Called with each later record.
+
+    Returns:
+        A function that ends the subscription.
+    """
     return _shared().subscribe(callback)
 
 

@@ -75,7 +75,12 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What the main thread's Python stack says: the kind of call, and the program's own line."""
+    """Findings in a main thread's Python stack.
+
+    Args:
+        call: The kind of call that it is in.
+        place: The program's own line, such as `train.py:41 in load`.
+    """
 
     call: Call = Call.NONE
     place: str = ""
@@ -141,12 +146,19 @@ def main_frames(dump: str) -> list[Frame]:
 
 
 def main_stack(dump: str) -> Stack:
-    """Return what the stack of the main thread says, from what faulthandler wrote."""
+    """Return the state of the main thread in a stack dump.
+
+    Args:
+        dump: Text that faulthandler wrote.
+    """
     return stack_of(main_frames(dump))
 
 
 def stack_of(frames: Sequence[Frame]) -> Stack:
-    """Return what frames say, of which the innermost is the first.
+    """Return the state that frames show.
+
+    Args:
+        frames: File, line and function of each frame, innermost first.
 
     Example:
         >>> stack_of([("/job/train.py", 41, "load"), ("/job/train.py", 80, "main")])
@@ -177,7 +189,11 @@ def _call_of(file: str, _line: int, name: str) -> Call:
 
 
 def inspect_kernel(pid: int) -> Kernel:
-    """Ask the kernel what a process is doing, of its threads the oldest `MAX_THREADS`."""
+    """Return the state of a process in the kernel, from its `MAX_THREADS` oldest threads.
+
+    Args:
+        pid: The process.
+    """
     stat = procfs.read_stat(pid)
     if stat is None or not stat.running:
         return Kernel("?")
@@ -223,6 +239,10 @@ def classify(kernel: Kernel, stack: Stack) -> Activity:
 
     With a GPU (1) is WAITING and (2) UNKNOWN: CUDA spins or sleeps while it waits for a kernel of
     NCCL, also under a line of the program such as `loss.item()`.
+
+    Args:
+        kernel: State of the process in the kernel.
+        stack: State of its main thread in Python.
     """
     if kernel.state in "Tt":
         return Activity.STOPPED
@@ -279,7 +299,13 @@ _DOES = (
 
 
 def in_words(activity: Activity, kernel: Kernel, stack: Stack) -> str:
-    """Say what a rank does, such as `sleeps in train.py:41 in load (hrtimer_nanosleep)`."""
+    """Describe what a rank does, such as `sleeps in train.py:41 in load (hrtimer_nanosleep)`.
+
+    Args:
+        activity: The result of `classify`.
+        kernel: State of the process in the kernel.
+        stack: State of its main thread in Python.
+    """
     where = f" in {stack.place}" if stack.place else ""
     if activity is Activity.STOPPED:
         return "is stopped (SIGSTOP or a debugger)" if kernel.state == "T" else "is being traced"

@@ -46,10 +46,13 @@ _WRONG_INPUT = 2
 
 
 def load(paths: Sequence[str]) -> list[EventFile]:
-    """Read event files, and all of them in directories.
+    """Read event files; of a directory, all event files in it.
+
+    Args:
+        paths: Files and directories.
 
     Raises:
-        EventFileError: A path is missing, is no event file, or holds none that can be read.
+        EventFileError: A path is missing or no event file, or a directory holds none.
     """
     files: list[EventFile] = []
     for path in paths:
@@ -86,7 +89,11 @@ def _read_all(paths: Sequence[str]) -> list[EventFile]:
 
 
 def render_json(timeline: Timeline) -> str:
-    """Return the timeline as one JSON object."""
+    """Return the timeline as one JSON object.
+
+    Args:
+        timeline: The job.
+    """
     fields = asdict(timeline)
     fields["wall_s"] = timeline.wall_s
     fields["faults_by_cause"] = timeline.faults_by_cause
@@ -108,7 +115,11 @@ def _report_texts(paths: Sequence[str]) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code: 0, or 2 where the input is not usable."""
+    """Run the program and return its exit code: 0, or 2 where the input is not usable.
+
+    Args:
+        argv: The arguments without the program's name; None: those of the process.
+    """
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["bundle"]:
         from ._bundle.program import main as make_bundle

@@ -113,7 +113,10 @@ class RunDir:
             raise
 
     def socket_path(self, name: str) -> str:
-        """Return the path of a socket in it; 40 bytes of name always fit.
+        """Return the path of a socket in the directory; a name of 40 bytes always fits.
+
+        Args:
+            name: File name of the socket.
 
         Raises:
             ValueError: The name is not a plain file name, or the path is too long.
@@ -148,11 +151,18 @@ class RunDir:
 
 
 def stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the run directories of our user whose owner is certainly no more.
+    """Return this user's run directories whose owner no longer exists.
 
     That is: an earlier boot of this host, or a process number that is free or was given to a
     process that started at another time. An owner that cannot be judged from here, such as one
     on another host that shares the directory or in another container, counts as alive.
+
+    An owner no longer exists if it belongs to an earlier boot of this host, or if its process
+    number is free or belongs to a process that started at another time. An owner that cannot be
+    examined from here (on another host, in another container) counts as alive.
+
+    Args:
+        environ: The environment that names where run directories are.
     """
     if not procfs.is_available() or not procfs.boot_id():
         return []
@@ -178,7 +188,11 @@ def live_run_dirs(label: str, environ: Mapping[str, str] = os.environ) -> list[s
 
 
 def remove_stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Remove what `stale_run_dirs` finds; return the paths that were removed."""
+    """Remove the directories that `stale_run_dirs` finds; return their paths.
+
+    Args:
+        environ: The environment that names where run directories are.
+    """
     removed = []
     for path in stale_run_dirs(environ):
         try:

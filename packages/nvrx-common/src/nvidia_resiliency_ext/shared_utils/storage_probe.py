@@ -63,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code.
 
     The first argument that is no option ends the options, so that a path cannot become one.
+
+    Args:
+        argv: The arguments without the program's name; None: those of the process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     write = False

@@ -46,10 +46,14 @@ _HALF_SAID_S = 5
 
 
 def listen_at(family: int, address: tuple[Any, ...]) -> socket.socket:
-    """Listen at an address for a store's clients; the kernel watches over those that come.
+    """Return a socket that listens for a store's clients, with keep-alive probes.
+
+    Args:
+        family: `socket.AF_INET` or `socket.AF_INET6`.
+        address: As for `socket.bind`.
 
     Raises:
-        OSError: EADDRINUSE where somebody listens there, EADDRNOTAVAIL where it is not ours.
+        OSError: EADDRINUSE: the port is taken; EADDRNOTAVAIL: the address is not this host's.
     """
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -70,6 +74,10 @@ def reach(address: tuple[str, int], timeout_s: float) -> socket.socket:
     listens yet, a client that asks often enough is given that very port, and connects to itself.
     Here that counts as refused, and leaves the port free, which else could not be listened at for a
     minute.
+
+    Args:
+        address: Host and port.
+        timeout_s: Seconds to wait at most.
 
     Raises:
         ConnectionRefusedError: Nobody listens.
@@ -115,13 +123,22 @@ def serving_options(
 
 
 def watch_over(sock: socket.socket) -> None:
-    """Let the kernel notice when the other side of a connection is gone."""
+    """Let the kernel detect that the other side of a connection is gone.
+
+    Args:
+        sock: The connected socket.
+    """
     _ask_for_life(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
 
 
 def is_connected_to(sock: socket.socket, port: int) -> bool:
-    """Return whether a socket is connected to that port of whatever host."""
+    """Return whether a socket is connected to a port, of any host.
+
+    Args:
+        sock: The socket.
+        port: The port.
+    """
     try:
         return bool(sock.getpeername()[1] == port)
     except OSError:
@@ -158,10 +175,13 @@ def tcp_sockets(
 
 
 def socket_copy(descriptor: int) -> socket.socket:
-    """Return a socket of this process by a second descriptor, which is the caller's to close.
+    """Return a socket of this process under a second descriptor, which the caller closes.
+
+    Args:
+        descriptor: The first descriptor.
 
     Raises:
-        OSError: The number is nobody's, or something else's, as it may become at any time.
+        OSError: The descriptor is free, or no socket.
     """
     copy = os.dup(descriptor)
     try:
@@ -173,10 +193,16 @@ def socket_copy(descriptor: int) -> socket.socket:
 
 
 def tcp_socket(descriptor: int) -> tuple[str, socket.socket] | None:
-    """Return the kernel's name of a TCP socket of this process, and a second descriptor of it.
+    """Return the kernel's name of a TCP socket, and the socket under a second descriptor.
 
     Whoever takes it closes it. `None` where the descriptor is something else's, or nobody's; it
     may become so at any time.
+
+    The caller closes the second descriptor. None is returned for a descriptor that is free or
+    belongs to something else, which may happen at any time.
+
+    Args:
+        descriptor: The first descriptor.
     """
     # Between these lines, too.
     with contextlib.suppress(OSError):

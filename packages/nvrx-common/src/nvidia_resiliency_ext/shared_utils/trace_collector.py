@@ -107,15 +107,20 @@ class TorchFRTraceCollector(TraceCollector):
         return found
 
     def save(self, dump: dict[str, Any]) -> str:
-        """Check the devices and write what `take` returned; in any thread, also after an abort.
+        """Check the devices and write a dump; may run in any thread, also after an abort.
 
         It returns when a crash could no longer lose the file.
 
+        It returns when the file would survive a crash of the host.
+
+        Args:
+            dump: What `take` returned.
+
         Returns:
-            The file.
+            Path of the file.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         results = {name: _result(name, check) for name, check in self._checks.items()}
         data = self._encode({**dump, "health_check_results": results})

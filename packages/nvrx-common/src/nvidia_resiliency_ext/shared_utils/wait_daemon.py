@@ -32,9 +32,14 @@ _CLOCK_SLACK_S = 2.0
 
 
 def read_pids_from_file(pidfile: str) -> list[int]:
-    """Return the process numbers in a file, one per line; other lines do not count.
+    """Return the process numbers in a file, one per line; other lines are ignored.
 
     A file that cannot be read has none.
+
+    A file that cannot be read gives an empty list.
+
+    Args:
+        pidfile: The file.
     """
     try:
         descriptor = os.open(pidfile, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -93,7 +98,11 @@ def wait_daemon(pidfile: str, timeout_s: float | None = None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code."""
+    """Run the program and return its exit code.
+
+    Args:
+        argv: The arguments without the program's name; None: those of the process.
+    """
     from argparse import ArgumentParser
 
     parser = ArgumentParser(

@@ -77,17 +77,23 @@ class MessageSet:
         self._codec = Codec(types)
 
     def encode(self, message: object) -> bytes:
-        """Return the whole frame of a message, length included: what goes into a stream.
+        """Return the frame of a message for a stream: length and payload.
+
+        Args:
+            message: The message.
 
         Raises:
-            UnknownMessageError: It holds an object of a type that is not in the set.
-            MalformedFrameError: It nests too deeply, or an integer has more than 64 bits.
-            FrameTooLargeError: It needs more than 1 MiB.
+            UnknownMessageError: The message holds an object of a type that is not in the set.
+            MalformedFrameError: The message nests too deeply, or an integer has more than 64 bits.
+            FrameTooLargeError: The message needs more than 1 MiB.
         """
         return frame(self._codec.dumps(message))
 
     def encode_payload(self, message: object) -> bytes:
-        """Return a message without the length, for sockets that keep messages apart.
+        """Return the payload of a message, for sockets that keep messages apart.
+
+        Args:
+            message: The message.
 
         Raises:
             WireError: As for `encode`.
@@ -95,12 +101,15 @@ class MessageSet:
         return self.encode(message)[_LENGTH.size :]
 
     def decode(self, payload: bytes) -> object:
-        """Return the message of a payload: what `FrameReader` yields, without the length.
+        """Return the message of a payload.
+
+        Args:
+            payload: The bytes after the length.
 
         Raises:
-            UnknownMessageError: It names a type that is not in the set.
-            FrameTooLargeError: It is larger than 1 MiB.
-            MalformedFrameError: It is wrong in any other way.
+            UnknownMessageError: The payload names a type that is not in the set.
+            FrameTooLargeError: The payload is larger than 1 MiB.
+            MalformedFrameError: The payload is wrong in any other way.
         """
         if len(payload) > MAX_FRAME_BYTES:
             raise FrameTooLargeError(len(payload), MAX_FRAME_BYTES)
@@ -121,11 +130,14 @@ class FrameReader:
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take bytes as they arrive and return the payloads of the frames that are now complete.
+        """Add received bytes; return the payloads of the frames that are complete.
+
+        Args:
+            data: The bytes.
 
         Raises:
-            FrameTooLargeError: A length is over the limit, as soon as the length is known. The
-                connection cannot be read any further.
+            FrameTooLargeError: A frame's length is over the limit; the connection cannot be used
+                after that.
         """
         buffer = self._buffer
         buffer += data
@@ -163,8 +175,11 @@ class PeerCredentials:
 def frame(payload: bytes) -> bytes:
     """Return a payload with its length in front.
 
+    Args:
+        payload: The bytes.
+
     Raises:
-        FrameTooLargeError: It is larger than 1 MiB.
+        FrameTooLargeError: The payload is larger than 1 MiB.
     """
     if len(payload) > MAX_FRAME_BYTES:
         raise FrameTooLargeError(len(payload), MAX_FRAME_BYTES)
@@ -176,21 +191,32 @@ def send_message(
 ) -> None:
     """Send one frame over a stream socket, blocking or not.
 
+    Args:
+        sock: The socket.
+        messages: The closed set of messages.
+        message: The message.
+        timeout_s: Seconds to wait at most; None: no limit.
+
     Raises:
         WireError: The message cannot be encoded, or the peer is gone (`PeerClosedError`).
-        DeadlineExceededError: The peer does not take it in time; the stream is then useless.
+        DeadlineExceededError: The peer does not read in time; the stream cannot be used after that.
     """
     with _deadline_on(sock, timeout_s) as arm:
         _send_all(sock, messages.encode(message), arm)
 
 
 def receive_message(sock: socket.socket, messages: MessageSet, timeout_s: float | None) -> object:
-    """Receive one frame from a stream socket, blocking or not, and nothing beyond it.
+    """Receive exactly one frame from a stream socket, blocking or not.
+
+    Args:
+        sock: The socket.
+        messages: The closed set of messages.
+        timeout_s: Seconds to wait at most; None: no limit.
 
     Raises:
         PeerClosedError: The peer closed the connection.
-        WireError: The peer sent something that is no message of the set.
-        DeadlineExceededError: No whole message came in time; the stream is then useless.
+        WireError: The received data is no message of the set.
+        DeadlineExceededError: No whole message came in time; the stream cannot be used after that.
     """
     with _deadline_on(sock, timeout_s) as arm:
         (size,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size, arm))
@@ -203,12 +229,18 @@ def receive_message(sock: socket.socket, messages: MessageSet, timeout_s: float 
 def send_with_fds(
     sock: socket.socket, data: bytes, fds: Sequence[int], timeout_s: float | None = None
 ) -> None:
-    """Send bytes with descriptors attached to the first of them; ours stay open.
+    """Send bytes with descriptors attached to the first of them; they stay open here.
+
+    Args:
+        sock: The Unix socket.
+        data: One byte or more.
+        fds: The descriptors.
+        timeout_s: Seconds to wait at most; None: no limit.
 
     Raises:
-        ValueError: There are no bytes that the descriptors could travel with.
+        ValueError: There are no bytes.
         PeerClosedError: The peer is gone.
-        DeadlineExceededError: The peer does not take it in time.
+        DeadlineExceededError: The peer does not read in time.
     """
     if not data:
         raise ValueError("descriptors travel with at least one byte")
@@ -226,9 +258,17 @@ def send_with_fds(
 def receive_with_fds(
     sock: socket.socket, max_bytes: int, max_fds: int, timeout_s: float | None = None
 ) -> tuple[bytes, list[int]]:
-    """Receive what is there, once, with the descriptors that came along.
+    """Receive once: the bytes that are there and the descriptors sent with them.
 
     The caller owns the descriptors; they are not inherited by programs that we start.
+
+    The caller owns the descriptors; child programs do not inherit them.
+
+    Args:
+        sock: The Unix socket.
+        max_bytes: How many bytes to take at most.
+        max_fds: How many descriptors to take at most.
+        timeout_s: Seconds to wait at most; None: no limit.
 
     Returns:
         The bytes, empty when the peer has closed the connection, and the descriptors.
@@ -255,16 +295,23 @@ def receive_with_fds(
 
 
 def peer_credentials(sock: socket.socket) -> PeerCredentials:
-    """Return the process, user and group at the other end of a connected Unix socket."""
+    """Return the process, user and group at the other end of a connected Unix socket.
+
+    Args:
+        sock: The socket.
+    """
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return PeerCredentials(*_CREDENTIALS.unpack(data))
 
 
 def require_same_user(sock: socket.socket) -> PeerCredentials:
-    """Return who is at the other end if it is our own user.
+    """Return the peer's credentials if it runs as our own user.
+
+    Args:
+        sock: The connected Unix socket.
 
     Raises:
-        PeerRefusedError: It is another user; root is no exception.
+        PeerRefusedError: The peer is another user; root is no exception.
     """
     peer = peer_credentials(sock)
     own_uid = os.geteuid()

@@ -63,14 +63,24 @@ class HealthCheckInjector:
 
 
 def should_inject_failure(cycle: int, infra_rank: int, kind: str | None = None) -> bool:
-    """Return whether a check of this kind, or of any, shall fail now, as the environment says."""
+    """Return whether the environment asks for a failed check now.
+
+    Args:
+        cycle: The cycle.
+        infra_rank: Place of the node among the scheduler's nodes.
+        kind: Kind of the check; None: any.
+    """
     if not os.environ.get(VARIABLE):
         return False
     return _shared().should_inject_failure(cycle, infra_rank, kind)
 
 
 def set_current_cycle(cycle: int) -> None:
-    """Remember the cycle; kept for older callers, `should_inject_failure` is told it anyway."""
+    """Set the cycle; kept for older callers, since `should_inject_failure` is given it.
+
+    Args:
+        cycle: The cycle.
+    """
     if os.environ.get(VARIABLE):
         _shared().set_current_cycle(cycle)
 

@@ -61,7 +61,14 @@ def current_global_rank() -> int:
 
 @dataclass
 class RankInfo:
-    """Who a rank is: its place in the job, its host and its process."""
+    """A rank's place in the job, its host and its process.
+
+    Args:
+        global_rank: Rank in the job.
+        local_rank: Rank on its node.
+        host: Name of its host.
+        pid: Number of its process.
+    """
 
     global_rank: int
     local_rank: int
@@ -85,7 +92,13 @@ class RankInfo:
 
 @dataclass
 class HeartbeatTimeouts:
-    """Limits in seconds for the first heartbeat and for the gap between two; None = no limit."""
+    """Limits in seconds for the first heartbeat and for the gap between two; None = no limit.
+
+    Args:
+        initial: Seconds from a rank's connection to its first heartbeat.
+        subsequent: Seconds between two heartbeats.
+        were_calculated: Whether both were calculated from measured times; None: unknown.
+    """
 
     initial: float | None = None
     subsequent: float | None = None
@@ -99,7 +112,14 @@ class HeartbeatTimeouts:
 
 @dataclass
 class SectionTimeouts:
-    """Limits in seconds for each section and for the time outside all; None = no limit."""
+    """Limits in seconds for each section and for the time outside all; None = no limit.
+
+    Args:
+        section: Seconds for each section by name.
+        out_of_section: Seconds outside all sections.
+        calculated_sections: Sections whose timeout was calculated from measured times.
+        is_out_of_section_calculated: Whether `out_of_section` was calculated.
+    """
 
     section: Mapping[str, float | None] = field(default_factory=dict)
     out_of_section: float | None = None
@@ -141,7 +161,12 @@ class WorkloadAction(Enum):
 
 @dataclass
 class WorkloadControlRequest:
-    """A rank's request to its launcher, handled at the node's next rendezvous."""
+    """A rank's request to its launcher, handled at the node's next rendezvous.
+
+    Args:
+        action: `ExcludeThisNode` or `ShutdownWorkload`.
+        description: The reason, for log and record.
+    """
 
     action: WorkloadAction
     description: str = "<not set>"
@@ -149,14 +174,24 @@ class WorkloadControlRequest:
 
 @dataclass
 class AuthkeyMsg:
-    """The first message of a session. No key is needed: the peer's uid is checked."""
+    """The first message of a session. No key is needed: the peer's uid is checked.
+
+    Args:
+        authkey: Accepted for compatibility; not used.
+    """
 
     authkey: str | None = None
 
 
 @dataclass
 class InitMsg:
-    """A rank introduces itself to its monitor."""
+    """A rank introduces itself to its monitor.
+
+    Args:
+        rank_info: The rank's identity.
+        iteration: The iteration at which the rank begins.
+        num_warmup_iters: Iterations with the timeout of section `warmup`.
+    """
 
     rank_info: RankInfo | None = None
     iteration: int | None = None
@@ -165,7 +200,12 @@ class InitMsg:
 
 @dataclass
 class HeartbeatMsg:
-    """A rank is alive."""
+    """A rank is alive.
+
+    Args:
+        rank: The global rank.
+        state: Accepted for compatibility; not used.
+    """
 
     rank: int
     state: Any = None
@@ -173,7 +213,14 @@ class HeartbeatMsg:
 
 @dataclass
 class SectionMsg:
-    """A rank opened or closed a section; `section` is None for CLOSE_ALL."""
+    """A rank opened or closed a section.
+
+    Args:
+        rank: The global rank.
+        section: Name of the section; None with CLOSE_ALL.
+        action: OPEN, CLOSE or CLOSE_ALL.
+        iteration: The rank's iteration, if known.
+    """
 
     rank: int
     section: str | None
@@ -183,7 +230,13 @@ class SectionMsg:
 
 @dataclass
 class UpdateConfigMsg:
-    """New timeouts from a rank, or a new cycle number from the launcher; None = unchanged."""
+    """New timeouts from a rank, or a new cycle number from the launcher; None = unchanged.
+
+    Args:
+        hb_timeouts: Timeouts of heartbeats.
+        section_timeouts: Timeouts of sections.
+        current_cycle: Number of the cycle.
+    """
 
     hb_timeouts: HeartbeatTimeouts | None = None
     section_timeouts: SectionTimeouts | None = None
@@ -194,7 +247,11 @@ class OkMsg:
     """A request was accepted; keyword arguments of the answer become attributes."""
 
     def __init__(self, /, **attrs: Any) -> None:
-        """Take the attributes of the answer, for example `cfg`."""
+        """Take the attributes of the answer, for example `cfg`.
+
+        Args:
+            attrs: Attributes of the answer, for example `cfg`.
+        """
         self.__dict__.update(attrs)
 
     def __getattr__(self, name: str) -> Any:
@@ -215,6 +272,10 @@ class OkMsg:
 
 @dataclass
 class ErrorMsg:
-    """A request was refused."""
+    """A request was refused.
+
+    Args:
+        cause: Why.
+    """
 
     cause: str = "<not set>"

@@ -79,6 +79,11 @@ def diff(
 ) -> tuple[list[Path], list[Path], list[tuple[Path, type, type]]]:
     """Compare two nested dicts or lists.
 
+    Args:
+        x1: The first structure.
+        x2: The second structure.
+        prefix: Path in front of every reported path.
+
     Returns:
         Paths only in `x1`, paths only in `x2`, and (path, type in x1, type in x2) of leaves that
         differ.
@@ -105,7 +110,13 @@ def diff(
 
 
 def inspect_types(x: Any, prefix: Path = (), indent: int = 4) -> None:
-    """Print the tree of keys and the types of leaves."""
+    """Print the tree of keys and the types of leaves.
+
+    Args:
+        x: The structure.
+        prefix: Path of `x` in a larger structure; decides how far lines are indented.
+        indent: Blanks per level. Default 4.
+    """
     if not isinstance(x, (dict, list)):
         print(_describe(x))  # noqa: T201 - printing is what it is for
         return
@@ -119,13 +130,21 @@ def inspect_types(x: Any, prefix: Path = (), indent: int = 4) -> None:
 
 
 def nested_values(x: Any) -> Iterator[Any]:
-    """Yield the leaves of a nested dict or list in order."""
+    """Yield the leaves of a nested dict or list in order.
+
+    Args:
+        x: The dict or list.
+    """
     for _, _, value in nested_items_iter(x):
         yield value
 
 
 def nested_items_iter(x: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield (container, key or index, leaf) for every leaf, so that leaves can be replaced."""
+    """Yield (container, key or index, leaf) for every leaf, so that leaves can be replaced.
+
+    Args:
+        x: The dict or list.
+    """
     for key, value in _children(x):
         if isinstance(value, (dict, list)):
             yield from nested_items_iter(value)
@@ -134,13 +153,23 @@ def nested_items_iter(x: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
-    """Replace every value of a flat dict by `f(value)`."""
+    """Replace every value of a flat dict by `f(value)`.
+
+    Args:
+        f: Takes a value and returns its replacement.
+        d: The dict; changed in place.
+    """
     for key, value in list(d.items()):
         d[key] = f(value)
 
 
 def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
-    """Replace every value of a flat dict by `f(key, value)`."""
+    """Replace every value of a flat dict by `f(key, value)`.
+
+    Args:
+        f: Takes key and value, and returns the new value.
+        d: The dict; changed in place.
+    """
     for key, value in list(d.items()):
         d[key] = f(key, value)
 
@@ -155,7 +184,12 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Return a copy of a nested dict or list with every leaf replaced by `f(leaf)`."""
+    """Return a copy of a nested dict or list with every leaf replaced by `f(leaf)`.
+
+    Args:
+        f: Takes a leaf and returns its replacement.
+        x: The structure.
+    """
     if isinstance(x, dict):
         return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
     if isinstance(x, list):
@@ -167,6 +201,11 @@ def merge(x1: Any, x2: Any, key: Path = ()) -> Any:
     """Merge `x2` into `x1` and return it; both may have the same branches but no common leaf.
 
     Lists are merged by position and must have the same length.
+
+    Args:
+        x1: Changed in place.
+        x2: Merged into `x1`.
+        key: Path of both in a larger structure, for error messages.
 
     Raises:
         ValueError: a leaf is in both, or lists differ in length; the message names the path.
@@ -192,7 +231,14 @@ def map_reduce(
     value_fn: Callable[[_Item], _Value],
     reduce_fn: Callable[[list[_Value]], _Result],
 ) -> dict[_Key, _Result]:
-    """Group `value_fn(x)` by `key_fn(x)` and reduce every group; keys in order of appearance."""
+    """Group values by key and reduce every group; keys are in order of appearance.
+
+    Args:
+        xs: The items.
+        key_fn: Returns the key of an item.
+        value_fn: Returns the value of an item.
+        reduce_fn: Reduces the list of values of a key.
+    """
     groups: defaultdict[_Key, list[_Value]] = defaultdict(list)
     for item in xs:
         groups[key_fn(item)].append(value_fn(item))
@@ -267,6 +313,11 @@ def compare_namespaces(ns1: Namespace, ns2: Namespace) -> dict[str, Any]:
 
 
 def merge_namespace_changes(ns: Namespace, changes: Mapping[str, Any]) -> Namespace:
-    """Apply what `compare_namespaces` found; return `ns`."""
+    """Apply the changes that `compare_namespaces` returned.
+
+    Args:
+        ns: Changed in place, and returned.
+        changes: New values by name.
+    """
     merge_state_dicts_(vars(ns), changes)
     return ns

@@ -116,10 +116,13 @@ class RendezvousParticipantInfo:
 
     @classmethod
     def unpack(cls, text: str | bytes) -> RendezvousParticipantInfo:
-        """Return what `pack` wrote.
+        """Return the value of a text that `pack` made.
+
+        Args:
+            text: The text.
 
         Raises:
-            ValueError: it is anything else.
+            ValueError: The text has another form.
         """
         return cls(**_object(text, cls.__name__, set(cls.__dataclass_fields__)))
 
@@ -142,10 +145,13 @@ class RendezvousStoreValue:
 
     @classmethod
     def unpack(cls, text: str | bytes) -> RendezvousStoreValue:
-        """Return what `pack` wrote.
+        """Return the value of a text that `pack` made.
+
+        Args:
+            text: The text.
 
         Raises:
-            ValueError: it is anything else.
+            ValueError: The text has another form.
         """
         return cls(**_object(text, cls.__name__, {"round", "payload"}))
 

@@ -2,17 +2,17 @@
 """A one-way mailbox between processes of one user on one host: a thread receives, anyone sends."""
 
 import logging
-import os
 import select
 import threading
 from collections import deque
 
 from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._ipc.messages import MESSAGES
-from nvidia_resiliency_ext.fault_tolerance._ipc.sockets import connect
 from nvidia_resiliency_ext.fault_tolerance.data import ErrorMsg, OkMsg
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import PeerClosedError, WireError
+from nvidia_resiliency_ext.shared_utils.event_loop import WakeUp
+from nvidia_resiliency_ext.shared_utils.unix_sockets import connect
 from nvidia_resiliency_ext.shared_utils.wire import (
     MessageSet,
     receive_message,
@@ -99,6 +99,10 @@ class IpcConnector:
     def send(self, message: object, timeout_s: float | None = None) -> None:
         """Send a message and wait until the receiver has it.
 
+        Args:
+            message: A message of the closed set in `data`.
+            timeout_s: Seconds to wait for the acknowledgement; None: `SEND_TIMEOUT_S`.
+
         Raises:
             FileNotFoundError: there is no receiver: no socket at the path.
             ConnectionRefusedError: there is no receiver: nobody listens on the socket.
@@ -129,25 +133,24 @@ class _Receiver:
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._wake_up = WakeUp()
         self._thread = threading.Thread(target=self._run, name="nvrx-ipc-receiver", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        os.write(self._wake_write, b"x")
+        self._wake_up.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.error("%s: the receiver thread does not end", self._mailbox.socket_path)
             return
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._wake_up.close()
 
     def _run(self) -> None:
         poll = select.poll()
-        poll.register(self._wake_read, select.POLLIN)
+        poll.register(self._wake_up, select.POLLIN)
         poll.register(self._mailbox.fileno(), select.POLLIN)
         try:
-            while all(descriptor != self._wake_read for descriptor, _ in poll.poll()):
+            while all(descriptor != self._wake_up.fileno() for descriptor, _ in poll.poll()):
                 self._mailbox.receive()
         except Exception:
             # The thread's boundary: senders then find nobody listening, and the log says why.

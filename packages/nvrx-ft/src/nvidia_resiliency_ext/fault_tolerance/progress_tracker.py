@@ -74,11 +74,19 @@ class TrainingProgressTracker:
         return self.max_no_progress_cycles > 0
 
     def update_iteration(self, iteration: int) -> None:
-        """Note an iteration that a rank reported; lower ones than before change nothing."""
+        """Record an iteration that a rank reported; one below the maximum changes nothing.
+
+        Args:
+            iteration: The iteration.
+        """
         self.current_max_iteration = max(self.current_max_iteration, iteration)
 
     def sync_cycle_number(self, new_cycle_number: int) -> None:
-        """Take over the cycle number that the job agreed on."""
+        """Set the cycle number that the job agreed on.
+
+        Args:
+            new_cycle_number: The number, from 0.
+        """
         self.cycle_number = new_cycle_number
 
     def analyze_previous_cycle(self) -> None:

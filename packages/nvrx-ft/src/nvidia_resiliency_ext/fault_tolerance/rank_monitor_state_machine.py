@@ -39,7 +39,11 @@ class RestarterEventLogger(Protocol):
     """What the state machine needs of a logger."""
 
     def log_restarter_event(self, message: str) -> None:
-        """Write one line for tools that follow restarts."""
+        """Write one line for tools that follow restarts.
+
+        Args:
+            message: The line.
+        """
 
 
 _S = RankMonitorState
@@ -91,7 +95,11 @@ class RankMonitorStateMachine:
     """
 
     def __init__(self, logger: RestarterEventLogger) -> None:
-        """Start as UNINITIALIZED, which writes nothing."""
+        """Start as UNINITIALIZED, which writes nothing.
+
+        Args:
+            logger: Writes a line for each transition.
+        """
         self.logger = logger
         self.state = RankMonitorState.UNINITIALIZED
 

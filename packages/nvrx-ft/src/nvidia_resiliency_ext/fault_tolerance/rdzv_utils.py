@@ -17,8 +17,13 @@ def rdzv_config_get_as_bool(
 ) -> bool | None:
     """Return a switch: a bool, 1 or 0, or one of `1 true t yes y` / `0 false f no n` in any case.
 
+    Args:
+        configs: The settings of the rendezvous.
+        key: Name of the setting.
+        default: The value if the key is absent or None.
+
     Raises:
-        ValueError: the value is anything else.
+        ValueError: The value is anything else.
     """
     value = configs.get(key)
     if value is None:
@@ -36,10 +41,15 @@ def rdzv_config_get_as_bool(
 def rdzv_config_get_as_int(
     configs: Mapping[str, Any], key: str, default: int | None = None
 ) -> int | None:
-    """Return a whole number, or `default` when the key is absent or None.
+    """Return a setting as a whole number.
+
+    Args:
+        configs: The settings of the rendezvous.
+        key: Name of the setting.
+        default: The value if the key is absent or None.
 
     Raises:
-        ValueError: the value is no whole number.
+        ValueError: The value is no whole number.
     """
     value = configs.get(key)
     if isinstance(value, float) and not value.is_integer():
@@ -50,10 +60,15 @@ def rdzv_config_get_as_int(
 def rdzv_config_get_as_float(
     configs: Mapping[str, Any], key: str, default: float | None = None
 ) -> float | None:
-    """Return a number, or `default` when the key is absent or None.
+    """Return a setting as a number.
+
+    Args:
+        configs: The settings of the rendezvous.
+        key: Name of the setting.
+        default: The value if the key is absent or None.
 
     Raises:
-        ValueError: the value is no number.
+        ValueError: The value is no number.
     """
     value = configs.get(key)
     return default if value is None else _number(float, key, value, "a number")

@@ -187,7 +187,11 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the program and exit: 0, 1 where a single look failed, 2 for a wrong command line."""
+    """Run the program and exit: 0, 1 where a single look failed, 2 for a wrong command line.
+
+    Args:
+        argv: The arguments without the program's name; None: those of the process.
+    """
     open_missing_streams()
     parser = get_args_parser()
     args = parser.parse_args(argv)

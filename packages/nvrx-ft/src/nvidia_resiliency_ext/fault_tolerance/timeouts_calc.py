@@ -85,10 +85,15 @@ class TimeoutsCalc:
     def update_on_section_event(
         self, section: str | None, action: SectionAction, event_time: float | None = None
     ) -> None:
-        """Take the opening or closing of a section at `event_time` (now if None) into account.
+        """Add the opening or closing of a section to the measurements.
+
+        Args:
+            section: Name of the section; not used with CLOSE_ALL.
+            action: OPEN, CLOSE or CLOSE_ALL.
+            event_time: Monotonic time in seconds; None: now.
 
         Raises:
-            TimeoutsCalcError: the section is unknown, open already, or not open.
+            TimeoutsCalcError: The section is unknown, open already, or not open.
         """
         now = self._clock() if event_time is None else event_time
         if action is SectionAction.CLOSE_ALL:
@@ -176,10 +181,14 @@ class TimeoutsCalc:
         selected_sections: Collection[str] | None = None,
         calc_out_of_section: bool = True,
     ) -> bool:
-        """Return whether everything that was asked for was measured.
+        """Return whether all requested times were measured.
+
+        Args:
+            selected_sections: Names of the sections; None: all.
+            calc_out_of_section: Whether the time outside all sections is requested, too.
 
         Raises:
-            TimeoutsCalcError: a selected section is unknown.
+            TimeoutsCalcError: A selected section is unknown.
         """
         return not self._unmeasured(selected_sections, calc_out_of_section)
 
@@ -194,8 +203,13 @@ class TimeoutsCalc:
         What is selected is calculated, as the mean with `current`'s value when that was calculated
         too; the rest keeps `current`'s value (None without one).
 
+        Args:
+            selected_sections: Names of the sections to calculate; None: all.
+            calc_out_of_section: Whether to calculate the timeout outside all sections, too.
+            current: The timeouts in force; None: no timeouts.
+
         Raises:
-            TimeoutsCalcError: a selected section is unknown, or something was not measured.
+            TimeoutsCalcError: A selected section is unknown, or a time was not measured.
         """
         unmeasured = self._unmeasured(selected_sections, calc_out_of_section)
         if unmeasured:

@@ -25,7 +25,6 @@ from nvidia_resiliency_ext.fault_tolerance._ipc.messages import (
     write_obj_to_ipc_stream,
     write_object_to_ipc_socket,
 )
-from nvidia_resiliency_ext.fault_tolerance._ipc.sockets import set_ipc_socket_timeouts
 from nvidia_resiliency_ext.fault_tolerance._process.exceptions import (
     get_rank,
     install_exception_handler,
@@ -41,6 +40,7 @@ from nvidia_resiliency_ext.fault_tolerance._process.processes import (
     wait_for_mp_events,
     wait_until_process_terminated,
 )
+from nvidia_resiliency_ext.shared_utils.unix_sockets import set_ipc_socket_timeouts
 
 __all__ = [
     "DEFAULT_NO_RESTART_EXIT_CODE",

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs foreign code in a thread that can be left behind when it takes too long."""
+"""Calls of foreign code that are given up with the package's own timeout error."""
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, TypeVar
+
+from nvidia_resiliency_ext.shared_utils.abandonable import StuckError, call_within
 
 from . import exception
 
@@ -29,24 +30,7 @@ def call_bounded(name: str, function: Callable[[], T], timeout: timedelta) -> T:
         exception.TimeoutError: It has not ended; its thread goes on, nobody waits for it.
         BaseException: What the function raised.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    thread.join(min(max(timeout.total_seconds(), 0.0), threading.TIMEOUT_MAX))
     try:
-        if errors:
-            raise errors[0]
-        if not results:
-            raise exception.TimeoutError(f"{name} has not ended within {timeout}")
-        return results[0]
-    finally:
-        # The error's frames hold this list, which would hold them in turn.
-        errors.clear()
+        return call_within(name, function, timeout.total_seconds())
+    except StuckError:
+        raise exception.TimeoutError(f"{name} has not ended within {timeout}") from None

@@ -35,17 +35,31 @@ class Interruption(enum.Enum):
 
 @dataclass(frozen=True)
 class InterruptionRecord:
-    """One rank and what happened to it; `str()` and `from_str` are its form in the store."""
+    """One rank and what happened to it; `str()` and `from_str` are its form in the store.
+
+    Args:
+        rank: The rank.
+        interruption: What happened to it.
+
+    Example:
+        >>> from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+        >>> record = InterruptionRecord(1, Interruption.EXCEPTION)
+        >>> InterruptionRecord.from_str(str(record)) == record
+        True
+    """
 
     rank: int
     interruption: Interruption
 
     @classmethod
     def from_str(cls, string: str) -> InterruptionRecord:
-        """Return the record that `str()` gave.
+        """Return the record of a text that `str()` made.
+
+        Args:
+            string: The text.
 
         Raises:
-            ValueError: It names no rank or no known kind.
+            ValueError: The text names no rank or no known kind.
         """
         rank, kind = _RANK.search(string), _KIND.search(string)
         if rank is None or kind is None or kind[1] not in Interruption.__members__:
@@ -54,7 +68,11 @@ class InterruptionRecord:
 
 
 def format_interruption_records(records: Iterable[InterruptionRecord]) -> str:
-    """Return a line with the ranks of each kind, such as `Interruption.EXCEPTION on ranks={1}`."""
+    """Return a line with the ranks of each kind, such as `Interruption.EXCEPTION on ranks={1}`.
+
+    Args:
+        records: The records.
+    """
     ranks: dict[Interruption, set[int]] = {kind: set() for kind in Interruption}
     for record in records:
         ranks[record.interruption].add(record.rank)

@@ -11,9 +11,24 @@ __all__ = ["Completion"]
 
 
 class Completion(abc.ABC):
-    """Called once on each rank when the function has completed; what it raises is logged."""
+    """Called once on each rank when the function has completed; what it raises is logged.
+
+    Example:
+        >>> from nvidia_resiliency_ext.inprocess.completion import Completion
+        >>> class SayDone(Completion):
+        ...     def __call__(self, state):
+        ...         print(f"rank {state.rank}: done after {state.iteration} restarts")
+        ...         return state
+    """
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Do it, and return the state."""
+        """Run after success; subclasses implement it.
+
+        Args:
+            state: The rank's state at the end.
+
+        Returns:
+            The state, unchanged.
+        """
         raise NotImplementedError

@@ -17,9 +17,14 @@ _Member = TypeVar("_Member")
 
 
 def find_common_ancestor(*instances: object) -> type:
-    """Return the lowest class that all instances are of, in the order of the first one's classes.
+    """Return the lowest common class of all instances.
 
     Members of a `Compose` stand for it, as it has a class of its own.
+
+    Classes are tried in the order of the first instance's; members of a `Compose` stand for it.
+
+    Args:
+        instances: The objects to compare.
 
     Raises:
         ValueError: There are no instances.
@@ -36,15 +41,20 @@ class Compose:
     take no arguments are called without. The object is also an instance of the lowest common class
     of its members, so that several `Abort` make one `Abort`.
 
-    Attributes:
-        instances: The members, in the order given.
-
     Args:
         instances: What is called.
+
+    Attributes:
+        instances: The members, in the order given.
 
     Raises:
         ValueError: There are no members.
         TypeError: A member cannot be called.
+
+    Example:
+        >>> from nvidia_resiliency_ext.inprocess import Compose
+        >>> Compose(lambda x: x + 1, lambda x: x * 2)(5)
+        11
     """
 
     instances: tuple[Callable[..., Any], ...]
@@ -72,7 +82,14 @@ class Compose:
             del instances
 
     def __call__(self, *args: Any) -> Any:
-        """Call the members from the last to the first."""
+        """Call the members from the last to the first.
+
+        Args:
+            args: The arguments of the last member.
+
+        Returns:
+            The return value of the first member.
+        """
         result: Any = args
         pairs = zip(reversed(self.instances), reversed(self._without_arguments), strict=True)
         for instance, without_arguments in pairs:

@@ -26,7 +26,14 @@ class Finalize(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Do it, and return the state."""
+        """Clean up after the function was left; subclasses implement it.
+
+        Args:
+            state: The rank's state of the interrupted iteration.
+
+        Returns:
+            The state, unchanged.
+        """
         raise NotImplementedError
 
 
@@ -43,6 +50,12 @@ class ThreadedFinalize(Finalize):
 
     Raises:
         TypeError: An argument has the wrong type.
+
+    Example:
+        >>> import gc
+        >>> from datetime import timedelta
+        >>> from nvidia_resiliency_ext.inprocess.finalize import ThreadedFinalize
+        >>> finalize = ThreadedFinalize(timedelta(seconds=10), gc.collect)
     """
 
     def __init__(
@@ -62,9 +75,12 @@ class ThreadedFinalize(Finalize):
     def __call__(self, state: FrozenState) -> FrozenState:
         """Run the function and return the state.
 
+        Args:
+            state: The rank's state of the interrupted iteration.
+
         Raises:
-            exception.TimeoutError: It has not ended in time.
-            BaseException: What it raised.
+            exception.TimeoutError: The function has not ended in time.
+            BaseException: Raised by the function.
         """
         # Asked here: another thread has another current device.
         device = device_of_rank()

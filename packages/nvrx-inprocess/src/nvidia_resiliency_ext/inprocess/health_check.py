@@ -44,7 +44,14 @@ class HealthCheck(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Look, and return the state."""
+        """Check the rank, raise if it is unhealthy; subclasses implement it.
+
+        Args:
+            state: The rank's state.
+
+        Returns:
+            The state, unchanged.
+        """
         raise NotImplementedError
 
 
@@ -56,6 +63,12 @@ class CudaHealthCheck(HealthCheck):
 
     Raises:
         TypeError: The timeout is not a `timedelta`.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> from nvidia_resiliency_ext.inprocess import Compose
+        >>> from nvidia_resiliency_ext.inprocess.health_check import CudaHealthCheck, FaultCounter
+        >>> check = Compose(CudaHealthCheck(timedelta(seconds=20)), FaultCounter(max_rank_faults=3))
     """
 
     def __init__(self, timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
@@ -64,6 +77,9 @@ class CudaHealthCheck(HealthCheck):
 
     def __call__(self, state: FrozenState) -> FrozenState:
         """Synchronise the device twice, in a thread, and return the state.
+
+        Args:
+            state: The rank's state.
 
         Raises:
             exception.TimeoutError: The device has not answered in time.
@@ -96,10 +112,13 @@ class FaultCounter(HealthCheck):
         self._iteration = 0
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Count, and return the state.
+        """Count this rank's own faults, and return the state.
+
+        Args:
+            state: The rank's state; a fault counts if `fn_exception` is set.
 
         Raises:
-            FaultCounterExceeded: This was one fault too many.
+            FaultCounterExceeded: This was one fault more than allowed.
         """
         if state.iteration < self._iteration:
             self.faults_count = 0  # iterations only start again with a new call
@@ -143,10 +162,13 @@ class _ChainedHealthCheck(HealthCheck):
             self._skip(f"it cannot be set up: {type(error).__name__}: {error}")
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Look, and return the state.
+        """Check the device, and return the state.
+
+        Args:
+            state: The rank's state.
 
         Raises:
-            HealthCheckError: Something is wrong with the device.
+            HealthCheckError: The device is unhealthy; the message names the reason.
         """
         if self._check is None or self._is_device_missing():
             return state

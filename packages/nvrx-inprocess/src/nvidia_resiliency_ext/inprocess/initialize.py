@@ -20,7 +20,14 @@ class Initialize(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Do it, and return the state."""
+        """Prepare the iteration; subclasses implement it.
+
+        Args:
+            state: The rank's state of the iteration that begins.
+
+        Returns:
+            The state, unchanged.
+        """
         raise NotImplementedError
 
 
@@ -34,6 +41,10 @@ class RetryController(Initialize):
 
     Raises:
         TypeError: An argument is not an integer.
+
+    Example:
+        >>> from nvidia_resiliency_ext.inprocess.initialize import RetryController
+        >>> initialize = RetryController(max_iterations=10, min_world_size=6)
     """
 
     def __init__(
@@ -51,10 +62,13 @@ class RetryController(Initialize):
         self.min_active_world_size = min_active_world_size
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Return the state.
+        """Check the limits, and return the state.
+
+        Args:
+            state: The rank's state of the iteration that begins.
 
         Raises:
-            RestartAbort: A limit is passed.
+            RestartAbort: A limit is exceeded.
         """
         active = state.world_size if state.active_world_size is None else state.active_world_size
         if (

@@ -73,11 +73,19 @@ class NestedRestarterLogger:
         return logger
 
     def log_for_restarter(self, message: str) -> None:
-        """Write a line."""
+        """Write a line.
+
+        Args:
+            message: The line.
+        """
         self.restarter_logger.info("%s", message, extra={"connected_rank": self.rank})
 
     def set_connected_rank(self, rank: int | None) -> None:
-        """Say in whose name lines are written."""
+        """Set the rank that is named in later lines.
+
+        Args:
+            rank: The rank; None: no rank.
+        """
         self.rank = rank
 
 
@@ -105,7 +113,11 @@ class NestedRestarterCallback:
         check_integer("special_rank", self.special_rank, least=0)
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Write the line, and return the state."""
+        """Write the line, and return the state.
+
+        Args:
+            state: The rank's state; only the rank whose `initial_rank` is `special_rank` writes.
+        """
         if state.initial_rank == self.special_rank:
             self.logger.set_connected_rank(state.initial_rank)
             entered = self._entered(state)
@@ -146,7 +158,17 @@ class NestedRestarterHandlingCompleted(NestedRestarterCallback, Initialize):
 
 @dataclass
 class NestedRestarterHandlingStarting(NestedRestarterCallback, Abort):
-    """Writes that the handling of a fault starts."""
+    """Writes that the handling of a fault starts.
+
+    Its fields `restarter_state` and `restarter_stage` are those of `NestedRestarterCallback`.
+
+    Example:
+        >>> from nvidia_resiliency_ext.inprocess import Compose
+        >>> from nvidia_resiliency_ext.inprocess.abort import AbortTorchDistributed
+        >>> from nvidia_resiliency_ext.inprocess.nested_restarter import (
+        ...     NestedRestarterHandlingStarting)
+        >>> abort = Compose(AbortTorchDistributed(), NestedRestarterHandlingStarting())
+    """
 
     restarter_state: RestarterState | str = RestarterState.HANDLING.value
     restarter_stage: RestarterStage | str | None = RestarterStage.STARTING.value
@@ -154,13 +176,19 @@ class NestedRestarterHandlingStarting(NestedRestarterCallback, Abort):
 
 @dataclass
 class NestedRestarterFinalized(NestedRestarterCallback, Completion):
-    """Writes that the function has completed."""
+    """Writes that the function has completed.
+
+    Its fields `restarter_state` and `special_rank` are those of `NestedRestarterCallback`.
+    """
 
     restarter_state: RestarterState | str = RestarterState.FINALIZED.value
 
 
 @dataclass
 class NestedRestarterAborted(NestedRestarterCallback, Terminate):
-    """Writes that the rank leaves with an exception."""
+    """Writes that the rank leaves with an exception.
+
+    Its fields `restarter_state` and `special_rank` are those of `NestedRestarterCallback`.
+    """
 
     restarter_state: RestarterState | str = RestarterState.ABORTED.value

@@ -30,7 +30,11 @@ class Timestamp:
     manual: float | None = None
 
     def is_timed_out(self, timeout: timedelta) -> bool:
-        """Say whether one of the two is older than the timeout."""
+        """Return whether one of the two time stamps is older than a timeout.
+
+        Args:
+            timeout: The greatest allowed age.
+        """
         oldest = time.monotonic() - timeout.total_seconds()
         return any(value is not None and value < oldest for value in (self.auto, self.manual))
 

@@ -77,14 +77,25 @@ class RankAssignmentCtx:
 
 
 class RankAssignment(abc.ABC):
-    """Base of all rank assignments."""
+    """Base of all rank assignments.
+
+    Example:
+        >>> from nvidia_resiliency_ext.inprocess import Compose
+        >>> from nvidia_resiliency_ext.inprocess.rank_assignment import (
+        ...     MaxActiveWorldSize, ShiftRanks)
+        >>> # 4 of the ranks train, the others are reserves.
+        >>> assignment = Compose(MaxActiveWorldSize(4), ShiftRanks())
+    """
 
     @abc.abstractmethod
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Return the context with new state and terminated ranks.
+        """Return the context with new state and terminated ranks; subclasses implement it.
+
+        Args:
+            ctx: State, store and terminated ranks.
 
         Raises:
-            RankDiscarded: The calling rank does not go on.
+            RankDiscarded: The calling rank leaves.
         """
         raise NotImplementedError
 
@@ -95,7 +106,11 @@ class RankFilter(RankAssignment):
 
 class _Renumber(RankAssignment):
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Give the calling rank its new number; who is active is open again.
+        """Renumber the calling rank; which ranks are active is decided again after that.
+
+        Args:
+            ctx: State, store and terminated ranks; the state is replaced, the terminated ranks are
+                cleared.
 
         Raises:
             RankDiscarded: The calling rank is terminated.
@@ -145,7 +160,11 @@ class ActivateAllRanks(RankFilter):
     """Every rank is active."""
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Activate the calling rank."""
+        """Activate the calling rank.
+
+        Args:
+            ctx: State, store and terminated ranks; the state is replaced.
+        """
         return _activate(ctx, ctx.state.world_size)
 
 
@@ -165,7 +184,11 @@ class MaxActiveWorldSize(RankFilter):
         self.max_active_world_size = max_active_world_size
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Activate the calling rank, or make it a reserve."""
+        """Activate the calling rank, or make it a reserve.
+
+        Args:
+            ctx: State, store and terminated ranks; the state is replaced.
+        """
         state = ctx.state
         limit = self.max_active_world_size
         return _activate(ctx, clamp_active(state.world_size, state.active_world_size, limit))
@@ -186,7 +209,11 @@ class ActiveWorldSizeDivisibleBy(RankFilter):
         self.divisor = divisor
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Activate the calling rank, or make it a reserve."""
+        """Activate the calling rank, or make it a reserve.
+
+        Args:
+            ctx: State, store and terminated ranks; the state is replaced.
+        """
         state = ctx.state
         return _activate(ctx, round_down(state.world_size, state.active_world_size, self.divisor))
 
@@ -222,8 +249,11 @@ class FilterCountGroupedByKey(RankFilter):
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
         """Add the ranks of groups that fail to the terminated ones.
 
+        Args:
+            ctx: State, store and terminated ranks; the terminated ranks grow.
+
         Raises:
-            exception.TimeoutError: Some living ranks have not called in time.
+            exception.TimeoutError: Some living ranks did not call in time.
         """
         state, terminated = ctx.state, ctx.terminated_ranks
         if _rank_of(state) not in terminated:
@@ -272,12 +302,14 @@ class Tree(RankAssignment):
         self._store: weakref.ref[Any] | None = None
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Take the losses into account, and give the calling rank its new numbers.
+        """Remove lost ranks from the tree, and renumber the calling rank.
+
+        Args:
+            ctx: State, store and terminated ranks; the state is replaced, the terminated ranks are
+                cleared.
 
         Raises:
-            RankDiscarded: The calling rank, or a branch that it belongs to, is lost.
-            RuntimeError: Not all ranks have the same key on layer 0.
-            exception.TimeoutError: In the first call some ranks have not told their keys in time.
+            exception.TimeoutError: In the first call some ranks did not report their keys in time.
         """
         if self._begins(ctx):
             self._picture = self._build(ctx.state, ctx.store)

@@ -26,7 +26,14 @@ class RankFilter(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: State) -> State:
-        """Set mode, active rank and active world size, and return the state."""
+        """Set mode, active rank and active world size; subclasses implement it.
+
+        Args:
+            state: The rank's state; it is changed.
+
+        Returns:
+            The state.
+        """
         raise NotImplementedError
 
 
@@ -38,6 +45,13 @@ class MaxActiveWorldSize(RankFilter):
 
     Raises:
         ValueError: It is less than 1.
+
+    Example:
+        >>> from nvidia_resiliency_ext.inprocess.rank_filter import MaxActiveWorldSize
+        >>> from nvidia_resiliency_ext.inprocess.state import State
+        >>> state = MaxActiveWorldSize(4)(State(rank=5, world_size=8))
+        >>> state.active_rank is None, state.active_world_size
+        (True, 4)
     """
 
     def __init__(self, max_active_world_size: int | None = None) -> None:
@@ -45,7 +59,11 @@ class MaxActiveWorldSize(RankFilter):
         self.max_active_world_size = max_active_world_size
 
     def __call__(self, state: State) -> State:
-        """Activate the first ranks, and return the state."""
+        """Activate the first ranks, and return the state.
+
+        Args:
+            state: The rank's state; it is changed.
+        """
         return _apply(self._present, state)
 
 
@@ -64,7 +82,11 @@ class ActiveWorldSizeDivisibleBy(RankFilter):
         self.divisor = divisor
 
     def __call__(self, state: State) -> State:
-        """Activate the first ranks, and return the state."""
+        """Activate the first ranks, and return the state.
+
+        Args:
+            state: The rank's state; it is changed.
+        """
         return _apply(self._present, state)
 
 

@@ -29,7 +29,10 @@ _AT_ONCE = timedelta(0)
 
 
 class _Periodic(threading.Thread):
-    """A daemon thread that does one thing again and again until it is shut down."""
+    """A daemon thread that does one thing again and again until it is shut down.
+
+    `name` and `interval` are the thread's name and the time between two runs.
+    """
 
     def __init__(self, name: str, interval: timedelta) -> None:
         check_duration("interval", interval)

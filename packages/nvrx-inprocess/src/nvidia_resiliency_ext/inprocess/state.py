@@ -63,6 +63,11 @@ class State:
         iteration: 0 for the first run of the function, one more for each restart.
         mode: What the rank does.
         fn_exception: What the function raised on this rank; `None` if only others failed.
+
+    Example:
+        >>> from nvidia_resiliency_ext.inprocess.state import State
+        >>> State(rank=3, world_size=8).freeze().initial_rank
+        3
     """
 
     rank: int | None
@@ -112,10 +117,14 @@ class State:
         return FrozenState(**vars(self))
 
     def copy_from(self, other: State | FrozenState, fields: Iterable[str] | None = None) -> None:
-        """Take over fields of another state, all by default.
+        """Copy fields of another state.
+
+        Args:
+            other: The state to copy from.
+            fields: Names of the fields; None: all.
 
         Raises:
-            ValueError: There is no such field; nothing was changed.
+            ValueError: A name is no field; nothing was changed.
         """
         names = list(_NAMES if fields is None else fields)
         unknown = [name for name in names if name not in _NAMES]
@@ -131,7 +140,19 @@ if TYPE_CHECKING:
     # What the call below builds, for tools that cannot run it; a test compares the two.
     @dataclass(frozen=True)
     class FrozenState:
-        """A snapshot of `State`; assignment raises `FrozenInstanceError`."""
+        """A snapshot of `State`, with the same fields; assignment raises `FrozenInstanceError`.
+
+        Attributes:
+            rank: As in `State`, like all fields.
+            world_size: Number of ranks that take part.
+            active_rank: Rank that the function sees; None on a reserve rank.
+            active_world_size: World size that the function sees.
+            initial_rank: `RANK` at the call.
+            initial_world_size: `WORLD_SIZE` at the call.
+            iteration: Number of restarts so far.
+            mode: Whether the rank is active, a reserve, or terminated.
+            fn_exception: Exception that the function raised on this rank, or None.
+        """
 
         rank: int | None
         world_size: int

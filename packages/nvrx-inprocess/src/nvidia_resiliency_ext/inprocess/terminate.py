@@ -11,9 +11,24 @@ __all__ = ["Terminate"]
 
 
 class Terminate(abc.ABC):
-    """Called once on a rank that leaves the wrapper with an exception."""
+    """Called once on a rank that leaves the wrapper with an exception.
+
+    Example:
+        >>> from nvidia_resiliency_ext.inprocess.terminate import Terminate
+        >>> class SayBye(Terminate):
+        ...     def __call__(self, state):
+        ...         print(f"rank {state.rank} leaves: {state.fn_exception!r}")
+        ...         return state
+    """
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Do it, and return the state."""
+        """Run on a rank that leaves with an exception; subclasses implement it.
+
+        Args:
+            state: The rank's last state.
+
+        Returns:
+            The state, unchanged.
+        """
         raise NotImplementedError

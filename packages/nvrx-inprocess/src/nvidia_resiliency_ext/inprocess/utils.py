@@ -36,7 +36,10 @@ _LONGEST_REPR = 2000
 
 
 def torch_older_than(version: str) -> bool:
-    """Say whether the release of the running torch is older; builds before a release count as it.
+    """Return whether the running torch is older than a release; its pre-releases count as it.
+
+    Args:
+        version: The release, such as "2.6".
 
     Raises:
         ValueError: The version does not begin with a number.
@@ -47,7 +50,16 @@ def torch_older_than(version: str) -> bool:
 
 
 def format_exc(exc: BaseException) -> str:
-    """Return an exception and its causes in one line: `KeyError('x') <- ValueError('y')`."""
+    """Return an exception and its causes in one line: `KeyError('x') <- ValueError('y')`.
+
+    Args:
+        exc: The exception.
+
+    Example:
+        >>> from nvidia_resiliency_ext.inprocess.utils import format_exc
+        >>> format_exc(ValueError("y"))
+        "ValueError('y')"
+    """
     texts: list[str] = []
     seen: set[int] = set()
     each: BaseException | None = exc
@@ -59,7 +71,16 @@ def format_exc(exc: BaseException) -> str:
 
 
 def format_rank_set_verbose(ranks: Iterable[int]) -> str:
-    """Return all ranks, runs shortened: `{1-3, 5}`."""
+    """Return all ranks, runs shortened: `{1-3, 5}`.
+
+    Args:
+        ranks: The ranks.
+
+    Example:
+        >>> from nvidia_resiliency_ext.inprocess.utils import format_rank_set_verbose
+        >>> format_rank_set_verbose([1, 2, 3, 5])
+        '{1-3, 5}'
+    """
     return "{" + format_ranks(ranks).replace(",", ", ") + "}"
 
 
@@ -81,14 +102,24 @@ def format_rank_set_brief(ranks: Iterable[int], max_show: int = 8) -> str:
 
 
 def format_rank_set(ranks: Iterable[int]) -> str:
-    """Return ranks for a log line: all of them if `NVRX_LOG_RANK_FORMAT_VERBOSE`, else briefly."""
+    """Return ranks for a log line: all if `NVRX_LOG_RANK_FORMAT_VERBOSE` is set, else shortened.
+
+    Args:
+        ranks: The ranks.
+    """
     if _env.wants_verbose_ranks():
         return format_rank_set_verbose(ranks)
     return format_rank_set_brief(ranks)
 
 
 def log_exc(rank_or_state: int | State | FrozenState | None, exc: BaseException, name: str) -> str:
-    """Return the line that tells which rank met the exception where."""
+    """Return a log line with the rank, the place and the exception.
+
+    Args:
+        rank_or_state: The rank, or a state that has it; None: unknown.
+        exc: The exception.
+        name: The place, such as the name of a function.
+    """
     is_rank = rank_or_state is None or isinstance(rank_or_state, int)
     rank: Any = rank_or_state if is_rank else getattr(rank_or_state, "rank", None)
     return f"{rank=} {name}: {format_exc(exc)}"
@@ -115,7 +146,12 @@ def log_exec(target: object) -> Iterator[None]:
 def find_nearest_handler(
     logger: logging.Logger, handler_cls: type[logging.Handler]
 ) -> logging.Handler | None:
-    """Return the first handler of that class which a record of the logger would meet."""
+    """Return the first handler of a class that a record of the logger reaches; None without one.
+
+    Args:
+        logger: The logger.
+        handler_cls: The handler's class.
+    """
     each: logging.Logger | None = logger
     while each is not None:
         for handler in each.handlers:

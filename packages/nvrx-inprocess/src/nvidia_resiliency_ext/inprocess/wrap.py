@@ -99,6 +99,23 @@ class Wrapper:
     Raises:
         TypeError: an argument is of another type.
         ValueError: two times do not fit together, a path is not absolute, or a port is none.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> import torch.distributed as dist
+        >>> import nvidia_resiliency_ext.inprocess as inprocess
+        >>> retry = inprocess.initialize.RetryController(max_iterations=10)
+        >>> limits = {"soft_timeout": timedelta(seconds=30), "hard_timeout": timedelta(seconds=60)}
+        >>> @inprocess.Wrapper(store_kwargs={"port": 29501}, initialize=retry, **limits)
+        ... def train(call: inprocess.CallWrapper | None = None) -> None:
+        ...     store = dist.PrefixStore(str(call.iteration), call.store)
+        ...     dist.init_process_group(
+        ...         "gloo", store=store, rank=call.state.active_rank,
+        ...         world_size=call.state.active_world_size)
+        ...     for step in range(100):
+        ...         train_one_step(step)
+        ...         call.ping()
+        >>> train()  # doctest: +SKIP
     """
 
     def __init__(  # noqa: PLR0913 - the signature is given
@@ -145,6 +162,10 @@ class Wrapper:
 
     def __call__(self, fn: F) -> F:
         """Return `fn` wrapped, or itself where the wrapper is not enabled.
+
+        Args:
+            fn: The function. A parameter annotated with `CallWrapper` gets the object of the
+                running call.
 
         Raises:
             TypeError: `fn` cannot be called, or its call only makes what is to be run later.
@@ -196,6 +217,15 @@ class CallWrapper:
         RuntimeError: this is not the main thread.
         ValueError: torch.distributed is initialized already, or `RANK` does not fit `WORLD_SIZE`.
         BarrierTimeout: not all ranks have called within `barrier_timeout`.
+
+    Example:
+        >>> def train(call: CallWrapper | None = None) -> None:
+        ...     with call.disable_hang_protection():
+        ...         compile_model()
+        ...     while step():
+        ...         call.ping()
+        ...         with call.atomic():
+        ...             save_checkpoint()
     """
 
     def __init__(self, wrapper: Wrapper) -> None:
@@ -274,6 +304,14 @@ class CallWrapper:
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call `fn(*args, **kwargs)`, again after each fault; return its value.
+
+        Args:
+            fn: The function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The return value of the function.
 
         Raises:
             BaseException: what this rank leaves with.

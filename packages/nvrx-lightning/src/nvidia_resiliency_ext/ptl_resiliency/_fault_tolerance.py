@@ -73,6 +73,12 @@ class FaultToleranceBase(Callback):  # type: ignore[misc] # Lightning is found a
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Connect to the monitor and load the timeouts that an earlier run has calculated.
 
+        Args:
+            trainer: The trainer; without `exp_dir`, its `log_dir` is where calculated timeouts are
+                read.
+            pl_module: Not used.
+            stage: The trainer's stage; nothing happens unless it is "fit".
+
         Raises:
             RuntimeError: `autoresume` without the environment variable that names the flag file,
                 or the configuration leaves timeouts open and `calculate_timeouts` is off.
@@ -103,7 +109,13 @@ class FaultToleranceBase(Callback):  # type: ignore[misc] # Lightning is found a
             raise
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """End the run: keep calculated timeouts, say whether the training is complete."""
+        """Save calculated timeouts, write the flag file after a complete training, disconnect.
+
+        Args:
+            trainer: The trainer; tells whether training is complete.
+            pl_module: Not used.
+            stage: The trainer's stage; nothing happens unless it is "fit".
+        """
         if stage != _FIT or self._session is None:
             return
         self.state_machine.on_teardown()
@@ -115,7 +127,13 @@ class FaultToleranceBase(Callback):  # type: ignore[misc] # Lightning is found a
             self._end_run()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the run after an exception; timeouts are calculated after a clean stop only."""
+        """End the run after an exception; timeouts are calculated after a clean stop only.
+
+        Args:
+            trainer: The trainer.
+            pl_module: Not used.
+            exception: What ended the run.
+        """
         if self._session is None:
             return
         self.state_machine.on_exception(exception)
@@ -125,7 +143,13 @@ class FaultToleranceBase(Callback):  # type: ignore[misc] # Lightning is found a
             self._end_run()
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-        """Remember that the run continues an earlier one."""
+        """Remember that the run continues an earlier one.
+
+        Args:
+            trainer: Not used.
+            pl_module: Not used.
+            checkpoint: Not used.
+        """
         self.state_machine.on_load_checkpoint()
 
     def _check_config(self) -> None:

@@ -23,6 +23,10 @@ class FaultToleranceCallback(FaultToleranceBase):
     per run, at its end, when it has loaded a checkpoint, saved one between two heartbeats and done
     two training iterations; the next run loads them.
 
+    Lightning calls the hooks with `trainer`, the running trainer, and `pl_module`, the module that
+    it trains; `args`, `kwargs` and `checkpoint` are the hook's further arguments, which are not
+    used.
+
     Args:
         autoresume: Touch the file that `FAULT_TOL_FINISHED_FLAG_FILE` names when the training is
             complete: `max_steps` or `max_epochs` reached, or nothing left to train.

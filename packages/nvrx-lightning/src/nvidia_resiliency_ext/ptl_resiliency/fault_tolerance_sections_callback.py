@@ -38,6 +38,9 @@ class FaultToleranceSectionsCallback(FaultToleranceBase):
     the first training or validation batch. Methods of the strategy are wrapped during a `fit`
     only; a section closes also when its method raises.
 
+    Lightning calls the hooks with `trainer`, the running trainer, and `pl_module`, the module that
+    it trains; `args`, `kwargs` and `kw` are the hook's further arguments, which are not used.
+
     Args:
         autoresume: As in `FaultToleranceCallback`.
         calculate_timeouts: As in `FaultToleranceCallback`. Calculated at the first batch end after
@@ -88,7 +91,13 @@ class FaultToleranceSectionsCallback(FaultToleranceBase):
         self._checkpointing_depth = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Connect, open the section `setup` and wrap the strategy's methods; see the base class."""
+        """Connect, open the section `setup` and wrap the strategy's methods; see the base class.
+
+        Args:
+            trainer: The trainer; its strategy's methods are wrapped.
+            pl_module: Not used.
+            stage: The trainer's stage; nothing happens unless it is "fit".
+        """
         super().setup(trainer, pl_module, stage)
         if not self.is_initialized or self._wrapped:
             return
@@ -105,7 +114,7 @@ class FaultToleranceSectionsCallback(FaultToleranceBase):
             self._wrapped.append(_run_inside(checkpoint_io, _ASYNC_FINALIZE, around))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take note that training begins."""
+        """Record that training begins."""
         self.state_machine.on_train_start()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any, **kw: Any) -> None:
@@ -126,11 +135,17 @@ class FaultToleranceSectionsCallback(FaultToleranceBase):
             self._update(trainer, is_final=False)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Take note that training ended."""
+        """Record that training ended."""
         self.state_machine.on_train_end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Ask the policy what the launcher should do, and end the run.
+
+        Args:
+            trainer: The trainer.
+            pl_module: Not used.
+            exception: What ended the run; the policy gets it unless it is no `Exception` (an
+                interrupt).
 
         Raises:
             TypeError: The policy did not return a `WorkloadControlRequest`.

@@ -38,6 +38,10 @@ class LocalCheckpointCallback(_ModelCheckpoint):  # type: ignore[misc] # found a
     Use it beside an ordinary `ModelCheckpoint`, with a `HierarchicalCheckpointIO` in the strategy.
     It keeps no best checkpoints and no metrics.
 
+    Lightning calls the hooks with `trainer`, the running trainer, and `pl_module`, the module that
+    it trains; `exception`, `args` and `kwargs` are the hook's further arguments, which are not
+    used.
+
     Args:
         every_n_train_steps: Save each n steps.
         train_time_interval: Save when this much time has passed since the last save.
@@ -144,18 +148,33 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO, ABC):  # type: ignore[misc
 
     @abstractmethod
     def to_tensor_aware_state_dict(self, checkpoint: dict[str, Any]) -> TensorAwareStateDict:
-        """Return a trainer's checkpoint as the local checkpoint manager takes it."""
+        """Convert a trainer's checkpoint to the form that the local checkpoint manager takes.
+
+        Args:
+            checkpoint: The checkpoint as Lightning passes it to `save_checkpoint`.
+        """
 
     @abstractmethod
     def from_tensor_aware_state_dict(
         self, tensor_aware_checkpoint: TensorAwareStateDict, **kwargs: Any
     ) -> dict[str, Any]:
-        """Return the trainer's checkpoint of a loaded local one."""
+        """Convert a loaded local checkpoint to the form that the trainer takes.
+
+        Args:
+            tensor_aware_checkpoint: What the manager's `load` returned.
+            kwargs: Options that the caller of `load_checkpoint` gave.
+        """
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> Any:
         """Save a checkpoint, locally when the options have `local_checkpoint_options`.
+
+        Args:
+            checkpoint: The trainer's checkpoint.
+            path: Where an ordinary checkpoint is written; None for a local one.
+            storage_options: `{"local_checkpoint_options": {"ckpt_type": "local", "iteration": n}}`
+                for a local checkpoint; anything else is passed on to the wrapped plugin.
 
         Returns:
             For a local checkpoint what the manager's `save` returns: an `AsyncRequest` if it is
@@ -176,7 +195,13 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO, ABC):  # type: ignore[misc
         )
 
     def load_checkpoint(self, path: Any, map_location: Any | None = None, **kwargs: Any) -> Any:
-        """Load the local checkpoint, if it is at least as new as the ordinary one at `path`."""
+        """Load the local checkpoint if it is at least as new as the ordinary one, else that one.
+
+        Args:
+            path: The ordinary checkpoint.
+            map_location: Device mapping for the ordinary checkpoint; not used for a local one.
+            kwargs: Passed on to the wrapped plugin, or to `from_tensor_aware_state_dict`.
+        """
         latest = self.local_ckpt_manager.find_latest()
         if latest < 0 or latest < self.get_global_ckpt_iteration_fn(path):
             return self.checkpoint_io.load_checkpoint(path, map_location, **kwargs)
@@ -188,5 +213,9 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO, ABC):  # type: ignore[misc
         return self.from_tensor_aware_state_dict(state, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove an ordinary checkpoint; the manager removes local ones by itself."""
+        """Remove an ordinary checkpoint; the manager removes local ones by itself.
+
+        Args:
+            path: The ordinary checkpoint.
+        """
         self.checkpoint_io.remove_checkpoint(path)

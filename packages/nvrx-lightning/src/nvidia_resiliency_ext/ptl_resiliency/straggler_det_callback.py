@@ -35,6 +35,10 @@ class StragglerDetectionCallback(Callback):  # type: ignore[misc] # found at run
     Rank 0 warns about stragglers, logs the best and worst ranks, and can log the scores as metrics
     `gpu_relative_perf/{min,median,max}` and `gpu_individual_perf/{min,median,max}`.
 
+    Lightning calls the hooks with `trainer`, the running trainer, and `pl_module`, the module whose
+    `log_dict` gets the scores; `stage`, `exception`, `args` and `kwargs` are the hook's further
+    arguments.
+
     Args:
         report_time_interval: Seconds between two reports.
         calc_relative_gpu_perf: Compare each rank with the fastest one.

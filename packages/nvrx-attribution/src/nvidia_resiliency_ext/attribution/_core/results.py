@@ -46,10 +46,13 @@ class RawAnalysisResultItem:
 
     @classmethod
     def from_payload(cls, payload: Any) -> RawAnalysisResultItem:
-        """Return the item in a decoded JSON object.
+        """Return the item that a decoded JSON object holds.
+
+        Args:
+            payload: The object, with all eight keys.
 
         Raises:
-            TypeError: It is no object with all eight keys.
+            TypeError: The value is no object, or a key is missing.
         """
         if not isinstance(payload, dict) or any(key not in payload for key in _KEYS):
             raise TypeError(f"a result item is an object with {', '.join(_KEYS)}")

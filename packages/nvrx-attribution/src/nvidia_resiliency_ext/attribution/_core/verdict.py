@@ -152,7 +152,11 @@ class Verdict:
     explanation: str = ""
 
     def with_changes(self, **changes: Any) -> Verdict:
-        """Return a copy with other values."""
+        """Return a copy with other values.
+
+        Args:
+            changes: New values by name of the field.
+        """
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:

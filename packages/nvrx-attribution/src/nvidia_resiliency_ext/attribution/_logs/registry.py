@@ -194,7 +194,11 @@ class Registry:
     _by_anchor: dict[bytes, tuple[Rule, ...]] = field(default_factory=dict)
 
     def code(self, name: str) -> Code:
-        """Return the meaning of a code; that of `unknown` for a name that is none."""
+        """Return the meaning of a code; an unknown name has that of `unknown`.
+
+        Args:
+            name: The code, such as `gpu.oom`.
+        """
         return self.codes.get(name) or self.codes["unknown"]
 
     @cached_property
@@ -220,7 +224,11 @@ class Registry:
         return heads
 
     def rules_for(self, template: bytes) -> tuple[Rule, ...]:
-        """Return the rules with an anchor in a template, most specific first."""
+        """Return the rules with an anchor in a template, most specific first.
+
+        Args:
+            template: A line of the log with its variable parts removed.
+        """
         heads = self._anchors_by_head
         found: dict[int, Rule] = {}
         for start in range(len(template) - _LEAST_ANCHOR + 1):

@@ -4,19 +4,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import sqlite3
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.attribution._core.errors import UnreadableInputError
-from nvidia_resiliency_ext.shared_utils.clock import Deadline
-from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
+from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, lock_file, read_regular_file
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.attribution._core.verdict import Verdict
@@ -29,7 +25,6 @@ _LIMIT_BYTES = 32 << 20
 _SQLITE_ENDINGS = (".db", ".sqlite", ".sqlite3")
 _SQLITE_TIMEOUT_S = 10.0
 _LOCK_TIMEOUT_S = 30.0
-_LOCK_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,17 +164,10 @@ def save_attempt(path: str, attempt: Attempt, timeout_s: float = _LOCK_TIMEOUT_S
 def _locked(path: str, timeout_s: float) -> Iterator[None]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        deadline = Deadline.after(timeout_s)
-        # The kernel knows no wait for a lock with an end.
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if deadline.expired():
-                    message = f"another program has had it for {timeout_s:g} s"
-                    raise OSError(errno.EAGAIN, message, path) from None
-                time.sleep(_LOCK_LOOK_S)
+        try:
+            lock_file(descriptor, timeout_s)
+        except BlockingIOError as error:
+            raise OSError(error.errno, error.strerror, path) from None
         yield
     finally:
         os.close(descriptor)

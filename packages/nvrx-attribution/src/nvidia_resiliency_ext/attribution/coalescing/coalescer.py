@@ -36,6 +36,8 @@ class RequestCoalescer:
     Keys are paths. A result counts without a look at the file for `grace_period_seconds`, later
     only while time and size of the file are the same.
 
+    `key` is the path that identifies a computation.
+
     Args:
         compute_timeout: Seconds that one computation may take.
         grace_period_seconds: See above.
@@ -66,7 +68,11 @@ class RequestCoalescer:
         self._stats = CoalescerStats()
 
     def peek(self, key: str) -> CacheEntry | None:
-        """Return the kept result of a key, if it still counts."""
+        """Return the kept result of a key if it is still valid, else None.
+
+        Args:
+            key: The path.
+        """
         entry = self._cache.get(key)
         if entry is None:
             return None
@@ -91,7 +97,12 @@ class RequestCoalescer:
         self._cache.pop(key, None)
 
     def revise(self, key: str, value: Any) -> None:
-        """Put another value in the place of a result, or of the one that is being computed."""
+        """Replace a kept result, or the one that is being computed.
+
+        Args:
+            key: The path.
+            value: The new result.
+        """
         if key in self._inflight:
             self._revised[key] = value
         elif key in self._cache:
@@ -104,6 +115,10 @@ class RequestCoalescer:
 
         A request that is cancelled does not end the computation for the others; what fails is not
         kept.
+
+        Args:
+            key: The path.
+            coro_fn: Starts the computation; called only if no other request has started it.
 
         Raises:
             TimeoutError: The computation took too long; it is ended.
@@ -153,7 +168,11 @@ class RequestCoalescer:
         return {key: asdict(entry) for key, entry in self._cache.items()}
 
     def import_cache(self, data: Mapping[str, Any]) -> int:
-        """Take kept results from a file, and return how many; malformed ones are left out."""
+        """Load kept results that `export_cache` wrote, and return how many; skip malformed ones.
+
+        Args:
+            data: From key to the fields of a `CacheEntry`.
+        """
         count = 0
         for key, value in list(data.items())[-self._max_results :]:
             try:

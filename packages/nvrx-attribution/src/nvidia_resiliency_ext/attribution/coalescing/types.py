@@ -39,7 +39,13 @@ class CacheEntry:
 
 @dataclass
 class InFlightEntry:
-    """A computation that runs, and how many wait for it."""
+    """A computation that runs.
+
+    Args:
+        task: The running computation.
+        started_s: When it began, in seconds since 1970.
+        waiters: Requests that wait for it.
+    """
 
     task: asyncio.Task[Any]
     started_s: float
@@ -48,7 +54,15 @@ class InFlightEntry:
 
 @dataclass
 class CoalescerStats:
-    """Counts since the start."""
+    """Count requests since the start.
+
+    Args:
+        hits: Answered from a kept result.
+        misses: Computed.
+        coalesced: Joined to a computation that ran already.
+        failures: Computations that raised.
+        timeouts: Computations ended because they took too long.
+    """
 
     hits: int = 0
     misses: int = 0
@@ -59,7 +73,13 @@ class CoalescerStats:
 
 @dataclass(frozen=True)
 class LogAnalysisCoalesced:
-    """A result, and whether it was already there or shared with another request."""
+    """A result and how the request got it.
+
+    Args:
+        value: The result.
+        from_cache: It was kept from an earlier request. Default False.
+        shared: It was computed for several requests at once. Default False.
+    """
 
     value: Any
     from_cache: bool = False
@@ -68,7 +88,12 @@ class LogAnalysisCoalesced:
 
 @dataclass(frozen=True)
 class CacheResult:
-    """Keys of the kept results."""
+    """Keys of the kept results.
+
+    Args:
+        count: How many there are.
+        keys: The keys: paths of logs.
+    """
 
     count: int
     keys: list[str]
@@ -76,7 +101,12 @@ class CacheResult:
 
 @dataclass(frozen=True)
 class InflightResult:
-    """Keys of what is computed now."""
+    """Keys of the computations that run now.
+
+    Args:
+        count: How many there are.
+        keys: The keys: paths of logs.
+    """
 
     count: int
     keys: list[str]
@@ -84,7 +114,12 @@ class InflightResult:
 
 @dataclass(frozen=True)
 class SubmittedResult:
-    """Keys that were submitted and have no result."""
+    """Keys that were submitted and have no result.
+
+    Args:
+        count: How many there are.
+        keys: The keys: paths of logs.
+    """
 
     count: int
     keys: list[str]
@@ -92,7 +127,14 @@ class SubmittedResult:
 
 @dataclass(frozen=True)
 class StatsResult:
-    """All counts together."""
+    """All counts together.
+
+    Args:
+        stats: Counts of requests.
+        cached: Results that are kept.
+        inflight: Computations that run.
+        submitted: Keys submitted without a result.
+    """
 
     stats: CoalescerStats = field(default_factory=CoalescerStats)
     cached: int = 0
@@ -101,5 +143,9 @@ class StatsResult:
 
 
 def coalesced_from_cache(entry: CacheEntry) -> LogAnalysisCoalesced:
-    """Return a kept result in the form of an answer."""
+    """Return a kept result as the answer to a request.
+
+    Args:
+        entry: The kept result.
+    """
     return LogAnalysisCoalesced(entry.value, from_cache=True)

@@ -89,18 +89,31 @@ class CombinedLogFR(NVRxAttribution[dict[str, Any], str]):
         }
 
     def combine(self, inputs: dict[str, Any]) -> tuple[str, AttributionState]:
-        """Return one text of both results and the ranks to exclude, and the state."""
+        """Return one text of both results with the ranks to exclude, and the state.
+
+        Args:
+            inputs: `log` and `fr` (texts), `ranks` (to exclude) and `threshold` (how many may be).
+        """
         is_stop = len(inputs["ranks"]) > inputs["threshold"]
         parts = [inputs["log"], inputs["fr"], f"ranks to exclude: {inputs['ranks']}"]
         text = "\n\n".join(part for part in parts if part)
         return text, AttributionState.STOP if is_stop else AttributionState.CONTINUE
 
     def print_output(self, combined: tuple[str, AttributionState]) -> tuple[str, AttributionState]:
-        """Return (text, state) as they are."""
+        """Return the result of `combine` unchanged.
+
+        Args:
+            combined: The text and the state.
+        """
         return combined
 
     def reply_parts(self, text: str, state: AttributionState) -> dict[str, Any]:
-        """Return what a service answers; ranks to exclude alone are no reason to stop a job."""
+        """Return a service's reply; ranks to exclude alone are no reason to stop a job.
+
+        Args:
+            text: The combined text.
+            state: Not used.
+        """
         del state
         action = "UNKNOWN" if self.verdict is None else self.verdict.action
         return {
@@ -111,7 +124,11 @@ class CombinedLogFR(NVRxAttribution[dict[str, Any], str]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program: analyse a log and dumps, and print both together."""
+    """Run the program: analyse a log and dumps, and print both together.
+
+    Args:
+        argv: The arguments without the program's name; None: those of the process.
+    """
     parser = argparse.ArgumentParser(description="Put log and flight recorder together.")
     parser.add_argument("--log-path", required=True, help="the log")
     parser.add_argument("--fr-path", nargs="+", required=True, help="where the dumps are")

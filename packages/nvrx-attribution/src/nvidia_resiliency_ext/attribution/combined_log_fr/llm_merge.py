@@ -71,6 +71,10 @@ def unpack_run_result(result: Any) -> tuple[str, AttributionState]:
 
     Without a state in the result it is CONTINUE: a text alone never stops a job.
 
+    Args:
+        result: A text, a pair of text and state, or a pair whose first part is a list of such
+            pairs.
+
     Example:
         >>> unpack_run_result(([("RESTART IMMEDIATE", AttributionState.CONTINUE)], 1))[0]
         'RESTART IMMEDIATE'

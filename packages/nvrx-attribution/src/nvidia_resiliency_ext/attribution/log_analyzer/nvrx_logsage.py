@@ -107,7 +107,12 @@ class NVRxLogAnalyzer(NVRxAttribution[list[engine.Verdict], CycleResults]):
         return self.verdicts[-1] if self.verdicts else None
 
     def reply_parts(self, results: CycleResults, state: AttributionState) -> dict[str, Any]:
-        """Return what a service answers: items, recommendation and the newest verdict."""
+        """Return the parts of a service's reply: items, recommendation and the newest verdict.
+
+        Args:
+            results: Not used: the verdicts are kept.
+            state: Not used.
+        """
         del results, state
         payload = log_analyzer_result_payload(verdict.to_item() for verdict in self.verdicts)
         newest = self.verdict
@@ -122,7 +127,12 @@ class NVRxLogAnalyzer(NVRxAttribution[list[engine.Verdict], CycleResults]):
 
 
 def lines_after(lines: list[str], needle: str) -> list[str]:
-    """Return the lines after the first that holds a text; all when none does."""
+    """Return the lines after the first that contains a text; all if none does.
+
+    Args:
+        lines: The lines of the log.
+        needle: The text.
+    """
     for index, line in enumerate(lines):
         if needle in line:
             return lines[index + 1 :]
@@ -131,6 +141,9 @@ def lines_after(lines: list[str], needle: str) -> list[str]:
 
 def chunk_logs_strict(lines: list[str]) -> dict[int, list[str]]:
     """Cut a log into cycles at the lines in which the launcher's profiling counts them.
+
+    Args:
+        lines: The lines of the log.
 
     Returns:
         Cycle -> its lines, without the marking lines and all up to "FT: initialized". A log
@@ -207,7 +220,11 @@ def _verdicts(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program: print the verdict of each cycle of a log."""
+    """Run the program: print the verdict of each cycle of a log.
+
+    Args:
+        argv: The arguments without the program's name; None: those of the process.
+    """
     parser = argparse.ArgumentParser(description="Say whether a restart helps.")
     parser.add_argument("--log-path", required=True, help="the log")
     accepted = "accepted; the rules need no model"

@@ -87,6 +87,10 @@ class NVRxMCPClient:
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call a tool, and return its decoded reply; an error of the tool is a reply, too.
 
+        Args:
+            name: The tool.
+            arguments: Its arguments.
+
         Raises:
             mcp.MCPError: The server is gone, or does not answer in time.
         """
@@ -97,11 +101,21 @@ class NVRxMCPClient:
         return deserialize_result(text)
 
     async def run_module(self, name: str, **arguments: Any) -> Any:
-        """Run an analysis, and return its reply."""
+        """Run an analysis, and return its reply.
+
+        Args:
+            name: The analysis.
+            arguments: Its arguments.
+        """
         return await self.call_tool(name, arguments)
 
     async def run_module_resilient(self, name: str, **arguments: Any) -> Any:
-        """Run an analysis; when the connection is lost, start the server anew and try once more."""
+        """Run an analysis; if the connection is lost, restart the server and try once more.
+
+        Args:
+            name: The analysis.
+            arguments: Its arguments.
+        """
         session = self._session
         try:
             return await self.call_tool(name, arguments)
@@ -119,7 +133,11 @@ class NVRxMCPClient:
         await self._connect()
 
     async def get_result(self, result_id: str) -> Any:
-        """Return an earlier result, or the verdict so far about a growing log."""
+        """Return an earlier result, or the verdict so far about a growing log.
+
+        Args:
+            result_id: The identifier in an earlier reply.
+        """
         return await self.call_tool("get_result", {"result_id": result_id})
 
     async def list_resources(self) -> list[str]:
@@ -130,8 +148,11 @@ class NVRxMCPClient:
     async def read_resource(self, uri: str) -> Any:
         """Return a kept result.
 
+        Args:
+            uri: `attribution://<module>/<identifier>`.
+
         Raises:
-            mcp.MCPError: None is kept there.
+            mcp.MCPError: No result is kept there.
         """
         found = await self._opened().read_resource(uri)
         return deserialize_result("".join(getattr(part, "text", "") for part in found.contents))
@@ -225,6 +246,11 @@ class MultiServerClient:
     async def run_module(self, server: str, name: str, **arguments: Any) -> Any:
         """Run an analysis on one server, and return its reply.
 
+        Args:
+            server: Name of the server.
+            name: The analysis.
+            arguments: Its arguments.
+
         Raises:
             KeyError: There is no such server.
         """
@@ -248,7 +274,11 @@ def create_mcp_client(
 
 
 def get_server_command(*, log_level: str = "INFO") -> list[str]:
-    """Return the command of the server: its program if it is on PATH, else this interpreter's."""
+    """Return the command of the server: its program if it is on PATH, else this interpreter's.
+
+    Args:
+        log_level: Level of the server's log. Default "INFO".
+    """
     program = shutil.which(_PROGRAM)
     command = [program] if program is not None else [sys.executable, "-m", _MODULE]
     return [*command, "--log-level", log_level]
@@ -284,7 +314,11 @@ async def run_distributed_attribution(
 
 
 def is_mcp_connection_error(error: BaseException) -> bool:
-    """Tell whether an error means that the server is gone."""
+    """Tell whether an error means that the server ended or closed the connection.
+
+    Args:
+        error: What a call raised; of a group, each member is looked at.
+    """
     members = getattr(error, "exceptions", None)
     if isinstance(members, tuple):
         return any(is_mcp_connection_error(member) for member in members)

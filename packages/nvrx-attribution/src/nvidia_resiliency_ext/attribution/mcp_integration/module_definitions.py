@@ -122,7 +122,11 @@ def register_all_modules(registry: AttributionModuleRegistry | None = None) -> N
 
 
 def create_args_from_dict(module_name: str, config: Mapping[str, Any]) -> ModuleArgs:
-    """Return a module's arguments: the schema's defaults, and what is given.
+    """Return a module's arguments: the given ones over the schema's defaults.
+
+    Args:
+        module_name: The module, such as `fr_analyzer`.
+        config: The given arguments.
 
     Raises:
         ValueError: There is no such module.

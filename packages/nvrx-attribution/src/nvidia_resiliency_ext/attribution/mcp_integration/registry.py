@@ -79,6 +79,9 @@ class _Kept:
 class AttributionModuleRegistry:
     """Know analyses by name, and keep their results; for all threads.
 
+    In all methods `name` is the analysis, `args` are its arguments, `result_id` is what
+    `result_id_for_args` returned, and `uri` is `attribution://<module>/<identifier>`.
+
     Args:
         cache_max_entries: Results that are kept; when there are more, the older half goes.
             Default: NVRX_MCP_RESULTS_CACHE_MAX_ENTRIES, else 256.
@@ -117,7 +120,17 @@ class AttributionModuleRegistry:
         requires_llm: bool = False,
         dependencies: Sequence[str] | None = None,
     ) -> None:
-        """Add an analysis, or replace the one of this name; see `ModuleMetadata`."""
+        """Add an analysis, or replace the one of this name.
+
+        Args:
+            name: Name of the tool.
+            module_class: Called with the arguments; returns a pipeline such as `NVRxAttribution`.
+            description: One sentence for people and assistants.
+            input_schema: JSON schema of the arguments: `type`, `properties`, `required`.
+            output_schema: JSON schema of the result.
+            requires_llm: It does nothing without a model. Default False.
+            dependencies: Names of the modules whose results it takes. Default: none.
+        """
         self._modules[name] = ModuleMetadata(
             name,
             module_class,
@@ -134,7 +147,7 @@ class AttributionModuleRegistry:
         return self._modules.pop(name, None) is not None
 
     def get_module_metadata(self, name: str) -> ModuleMetadata | None:
-        """Return what is known of an analysis."""
+        """Return the metadata of an analysis; None if there is no such analysis."""
         return self._modules.get(name)
 
     def list_modules(self) -> list[str]:
@@ -224,7 +237,16 @@ class AttributionModuleRegistry:
         paths: Sequence[str] = (),
         stamp: str | None = None,
     ) -> None:
-        """Keep a result under an identifier; see `cache_result`."""
+        """Keep a result under an identifier.
+
+        Args:
+            name: The analysis.
+            result_id: The identifier.
+            result: The result.
+            paths: Files and folders that the result is about; it is dropped when one of them
+                changes.
+            stamp: What `stamp_of(paths)` returned before the analysis; None: computed now.
+        """
         kept = _Kept(name, result, tuple(paths), stamp_of(paths) if stamp is None else stamp)
         capacity = self.capacity
         with self._lock:
@@ -248,7 +270,11 @@ class AttributionModuleRegistry:
         return kept.result
 
     def get_cached_result_by_uri(self, uri: str) -> Any | None:
-        """Return the same for `attribution://<module>/<identifier>`."""
+        """Return a kept result whose files are unchanged, or None.
+
+        Args:
+            uri: `attribution://<module>/<identifier>`.
+        """
         module, _, result_id = uri.removeprefix(_URI).partition("/")
         with self._lock:
             kept = self._results.get(result_id)
@@ -257,7 +283,12 @@ class AttributionModuleRegistry:
         return self.get_cached_result_by_id(result_id)
 
     def get_cached_result_by_args(self, name: str, args: Mapping[str, Any]) -> Any | None:
-        """Return the same for a module and its arguments."""
+        """Return a kept result whose files are unchanged, or None.
+
+        Args:
+            name: The analysis.
+            args: The arguments that it had.
+        """
         return self.get_cached_result_by_id(self.result_id_for_args(name, args))
 
     def iter_results_cache_items(self) -> Iterator[tuple[str, str, Any]]:
@@ -272,7 +303,11 @@ class AttributionModuleRegistry:
         return len(self._results)
 
     def clear_cache(self, name: str | None = None) -> None:
-        """Drop the results of a module, or all."""
+        """Drop kept results.
+
+        Args:
+            name: The analysis whose results are dropped; None: all.
+        """
         with self._lock:
             kept = self._results.items()
             self._results = {
@@ -291,10 +326,13 @@ class AttributionModuleRegistry:
         return {name: list(module.dependencies) for name, module in self._modules.items()}
 
     def get_execution_order(self, names: Iterable[str] | None = None) -> list[str]:
-        """Return modules and all that they depend on, each after those that it depends on.
+        """Return modules and all their dependencies, each after its dependencies.
+
+        Args:
+            names: The modules; None: all.
 
         Raises:
-            ValueError: They depend on each other, or one is unknown.
+            ValueError: Modules depend on each other, or one is unknown.
         """
         order: list[str] = []
         stack: list[str] = []
@@ -326,7 +364,10 @@ global_registry = AttributionModuleRegistry()
 
 
 def serialize_result(result: Any) -> str:
-    """Return any result of an analysis as JSON text; what JSON lacks becomes the nearest form.
+    """Return a result of an analysis as JSON text; sets, bytes and objects take the nearest form.
+
+    Args:
+        result: The result.
 
     Example:
         >>> serialize_result(("text", {1, 2}))
@@ -336,7 +377,11 @@ def serialize_result(result: Any) -> str:
 
 
 def deserialize_result(text: str) -> Any:
-    """Return the value in a JSON text; a text that is none is returned as it is."""
+    """Return the value in a JSON text; another text is returned unchanged.
+
+    Args:
+        text: The text.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -344,7 +389,11 @@ def deserialize_result(text: str) -> Any:
 
 
 def stamp_of(paths: Iterable[str]) -> str:
-    """Return what changes when one of the files, or a file of one of the folders, does."""
+    """Return a hash that changes when one of the files, or a file of one of the folders, changes.
+
+    Args:
+        paths: Files, prefixes of files, and folders.
+    """
     seen = hashlib.sha256()
     for path in paths:
         folder, name = (path, "") if os.path.isdir(path) else os.path.split(path)

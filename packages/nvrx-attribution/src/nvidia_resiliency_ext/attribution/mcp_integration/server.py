@@ -163,12 +163,24 @@ class AttributionTools:
         return [(f"{name} {key[:16]}", f"{_URI}{name}/{key}") for name, key, _ in items]
 
     def read_resource(self, uri: str) -> str | None:
-        """Return a kept result as JSON text, or None."""
+        """Return a kept result as JSON text; None if there is none.
+
+        Args:
+            uri: `attribution://<module>/<identifier>`.
+        """
         reply = self.registry.get_cached_result_by_uri(uri)
         return None if reply is None else serialize_result(reply)
 
     async def call(self, name: str, arguments: Any) -> tuple[dict[str, Any], bool]:
-        """Return (reply, whether it is an error); nothing that a caller sends raises."""
+        """Run a tool; any input gives a reply, none raises.
+
+        Args:
+            name: The tool.
+            arguments: Its arguments, as decoded from JSON.
+
+        Returns:
+            The reply, and whether it is an error.
+        """
         try:
             if name == STATUS_TOOL:
                 self._own.check_arguments(name, arguments or {})
@@ -383,6 +395,11 @@ def create_server(tools: AttributionTools, name: str, version: str) -> Server[An
 
 async def serve_stdio(tools: AttributionTools, name: str, version: str) -> None:
     """Answer on stdin and stdout until stdin ends.
+
+    Args:
+        tools: The tools to offer.
+        name: Name of the server, for clients.
+        version: Version of the server, for clients.
 
     Raises:
         MissingExtraError: The library `mcp` is not installed.

@@ -60,6 +60,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the server until stdin ends.
 
+    Args:
+        argv: The arguments without the program's name; None: those of the process.
+
     Returns:
         0; 2 for wrong arguments or without the library `mcp`.
     """

@@ -42,7 +42,11 @@ class AttrSvcResult:
     sched_restarts: int | None = None
 
     def attribution_preview(self, max_chars: int = 200) -> str:
-        """Return the beginning of what was found, on one line."""
+        """Return the beginning of the finding, on one line.
+
+        Args:
+            max_chars: Its greatest length.
+        """
         result = self.result
         if isinstance(result, dict):
             result = result.get("justification") or result.get("result") or ""
@@ -54,23 +58,40 @@ class AttrSvcResult:
         return plain(text[:max_chars])
 
     def result_id_preview(self, length: int = 16) -> str:
-        """Return the beginning of the result's identifier; empty when there is none."""
+        """Return the beginning of the result's identifier; empty when there is none.
+
+        Args:
+            length: Its greatest length.
+        """
         value = self.result.get("result_id") if isinstance(self.result, dict) else None
         return plain(value[:length]) if isinstance(value, str) else ""
 
     def format_summary(self, prefix: str = "", preview_chars: int = 200) -> str:
-        """Return one line for people: status, action, what was found."""
+        """Return one line for people: status, action and finding.
+
+        Args:
+            prefix: Text in front.
+            preview_chars: Greatest length of the finding.
+        """
         preview = self.attribution_preview(preview_chars)
         text = f"{prefix}{self.status or 'unknown'}: {self.recommendation.action}"
         return f"{text} ({preview})" if preview else text
 
     def format_log_message(self, preview_chars: int = 200) -> str:
-        """Return one line for a log, with the log's path."""
+        """Return one line for a log, with the log's path.
+
+        Args:
+            preview_chars: Greatest length of the finding.
+        """
         return self.format_summary(f"attribution of {plain(self.log_path or '?')}: ", preview_chars)
 
 
 def recommendation_should_stop(recommendation: Any) -> bool:
-    """Tell whether a recommendation, an object or a mapping, says STOP."""
+    """Tell whether a recommendation, an object or a mapping, says STOP.
+
+    Args:
+        recommendation: An object or a mapping with `action`.
+    """
     if isinstance(recommendation, dict):
         action = recommendation.get("action")
     else:
@@ -79,7 +100,12 @@ def recommendation_should_stop(recommendation: Any) -> bool:
 
 
 def parse_attrsvc_response(payload: Any, *, log_path: str | None = None) -> AttrSvcResult:
-    """Return a reply in a decoded JSON value, whatever that is."""
+    """Return the reply in a decoded JSON value; unknown forms give an empty reply.
+
+    Args:
+        payload: The decoded value.
+        log_path: The log that was asked about.
+    """
     if not isinstance(payload, dict):
         return AttrSvcResult(log_path=log_path)
     given = payload.get("recommendation")

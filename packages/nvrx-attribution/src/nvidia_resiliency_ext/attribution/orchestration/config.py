@@ -150,7 +150,11 @@ class LogSageExecutionConfig:
 
 
 def drop_none_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy without keys whose value is None."""
+    """Return a copy without keys whose value is None.
+
+    Args:
+        values: The mapping.
+    """
     return {key: value for key, value in values.items() if value is not None}
 
 
@@ -162,7 +166,15 @@ def llm_runtime_overrides(
     top_p: float | None = None,
     max_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Return the model settings that are not None."""
+    """Return the model settings that are not None.
+
+    Args:
+        model: Name of the model.
+        base_url: Address of its endpoint.
+        temperature: Sampling temperature, 0 or more.
+        top_p: Sampling probability mass, 0 to 1.
+        max_tokens: Most tokens of a reply.
+    """
     return drop_none_values(
         {
             "model": model,
@@ -175,7 +187,11 @@ def llm_runtime_overrides(
 
 
 def resolved_llm_runtime_kwargs(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return all model settings: the given ones over the defaults."""
+    """Return all model settings, with defaults for those not given.
+
+    Args:
+        overrides: Settings from `llm_runtime_overrides`.
+    """
     defaults = {
         "model": DEFAULT_LLM_MODEL,
         "base_url": DEFAULT_LLM_BASE_URL,

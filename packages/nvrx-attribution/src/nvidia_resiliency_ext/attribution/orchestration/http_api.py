@@ -52,8 +52,15 @@ def log_submit_payload(
 ) -> dict[str, Any]:
     """Return the body of `POST /logs`.
 
+    Args:
+        log_path: Absolute path of the log on the service's host.
+        user: The job's owner. Default "unknown".
+        job_id: The job.
+        cycle_id: Number of the start of the workers, from 0.
+        analysis_intent: "track_only" (default), "progressive" or "terminal".
+
     Raises:
-        ValueError: The intent is none.
+        ValueError: `analysis_intent` has another value.
     """
     intent = normalize_analysis_intent(analysis_intent)
     return LogSubmission(log_path, user, job_id, cycle_id, intent).to_payload()
@@ -62,7 +69,14 @@ def log_submit_payload(
 def log_result_params(
     log_path: str, *, file: str | None = None, wl_restart: int | None = None, wait: bool = True
 ) -> dict[str, str]:
-    """Return the query of `GET /logs`."""
+    """Return the query parameters of `GET /logs`.
+
+    Args:
+        log_path: The log.
+        file: Name of one file of a split log.
+        wl_restart: Index of the file, from 0; None: the newest.
+        wait: Let the service reply only when the analysis has ended. Default True.
+    """
     return LogQuery(log_path, file, wl_restart, wait).to_params()
 
 
@@ -75,7 +89,19 @@ def post_log(
     cycle_id: int | None = None,
     analysis_intent: str | None = None,
 ) -> Any:
-    """Submit a log through a client with `post`, and return its response."""
+    """Send `POST /logs` and return the client's response.
+
+    Args:
+        client: Object with `post(route, json=..., headers=...)`, such as `httpx.Client`.
+        log_path: Absolute path of the log on the service's host.
+        user: The job's owner. Default "unknown".
+        job_id: The job.
+        cycle_id: Number of the start of the workers, from 0.
+        analysis_intent: "track_only" (default), "progressive" or "terminal".
+
+    Raises:
+        ValueError: `analysis_intent` has another value.
+    """
     payload = log_submit_payload(
         log_path, user=user, job_id=job_id, cycle_id=cycle_id, analysis_intent=analysis_intent
     )
@@ -90,6 +116,14 @@ def get_log_response(
     wl_restart: int | None = None,
     wait: bool = True,
 ) -> Any:
-    """Ask for a result through a client with `get`, and return its response."""
+    """Send `GET /logs` and return the client's response.
+
+    Args:
+        client: Object with `get(route, params=..., headers=...)`, such as `httpx.Client`.
+        log_path: The log.
+        file: Name of one file of a split log.
+        wl_restart: Index of the file, from 0; None: the newest.
+        wait: Let the service reply only when the analysis has ended. Default True.
+    """
     params = log_result_params(log_path, file=file, wl_restart=wl_restart, wait=wait)
     return client.get(ROUTE_LOGS, params=params, headers=ACCEPT_JSON_HEADERS)

@@ -24,7 +24,14 @@ _PRIORITY = ("STOP", "RESTART", "TIMEOUT", "UNKNOWN", "CONTINUE")
 def logsage_recommendation(
     items: Iterable[RawAnalysisResultItem], *, source: str = ""
 ) -> AttributionRecommendation:
-    """Return the most severe action: STOP, RESTART, TIMEOUT, UNKNOWN, CONTINUE; UNKNOWN of none."""
+    """Return the most severe action of result items; UNKNOWN if there are none.
+
+    The order is STOP, RESTART, TIMEOUT, UNKNOWN, CONTINUE.
+
+    Args:
+        items: The result items, oldest first.
+        source: Name of the analysis, for the recommendation.
+    """
     found = {normalize_recommendation_action(item.action): item for item in reversed(list(items))}
     for action in _PRIORITY:
         if action in found:
@@ -33,14 +40,22 @@ def logsage_recommendation(
 
 
 def recommendation_payload(recommendation: AttributionRecommendation) -> dict[str, str]:
-    """Return `{"action", "source"}`."""
+    """Return `{"action", "source"}`.
+
+    Args:
+        recommendation: The recommendation.
+    """
     return {"action": recommendation.action, "source": recommendation.source}
 
 
 def log_fields_for_dataflow_record(
     items: Iterable[RawAnalysisResultItem],
 ) -> dict[str, Any]:
-    """Return the fields of an exported record that speak of the log, from the newest item."""
+    """Return the fields of an exported record about the log, from the newest item.
+
+    Args:
+        items: The result items, oldest first.
+    """
     last = list(items)[-1:]
     item = last[0] if last else None
     return {

@@ -23,14 +23,23 @@ JOB_ID_PATTERNS = (
 
 @dataclass(frozen=True)
 class JobMetadata:
-    """What a path says about its job; an empty `job_id` and None: nothing."""
+    """Job and cycle that a path names.
+
+    Args:
+        job_id: The job; empty if the path names none.
+        cycle_id: The cycle; None if the path names none.
+    """
 
     job_id: str
     cycle_id: int | None
 
 
 def extract_job_metadata(path: str, warn_on_missing_job_id: bool = True) -> JobMetadata:
-    """Return job and cycle of a log's path.
+    """Return the job and the cycle that a log's path names.
+
+    Args:
+        path: The path.
+        warn_on_missing_job_id: Log a warning if it names no job. Default True.
 
     Example:
         >>> extract_job_metadata("/runs/slurm-123.out")

@@ -51,10 +51,13 @@ class ProgressiveStartResult:
 
 
 def normalize_analysis_intent(value: Any) -> str:
-    """Return the intent in a value; `track_only` for None and empty text.
+    """Return an intent in lower case; `track_only` for None and empty text.
+
+    Args:
+        value: The intent as given.
 
     Raises:
-        ValueError: It is no intent.
+        ValueError: The value is none of `track_only`, `progressive` and `terminal`.
     """
     if value is None or value == "":
         return INTENT_TRACK_ONLY

@@ -32,7 +32,13 @@ _MOST_FILES = 10000
 
 @dataclass(frozen=True)
 class ParseResult:
-    """What the output says: directory of the logs, restarts so far, whether more may come."""
+    """Findings in the output of a Slurm job.
+
+    Args:
+        logs_dir: Directory of the logs; None if the output names none.
+        restart_count: Restarts so far.
+        can_restart: Whether Slurm may start the job again.
+    """
 
     logs_dir: str | None
     restart_count: int
@@ -41,7 +47,13 @@ class ParseResult:
 
 @dataclass(frozen=True)
 class SlurmOutputInfo:
-    """The same with the names of `parse_slurm_output`."""
+    """Findings in the output of a Slurm job, with the names of `parse_slurm_output`.
+
+    Args:
+        logs_dir: Directory of the logs; None if the output names none.
+        cycle_count: Number of starts.
+        has_requeue: Whether Slurm may start the job again.
+    """
 
     logs_dir: str | None
     cycle_count: int
@@ -73,7 +85,11 @@ class SlurmParser:
 
 
 def parse_slurm_output(content: str) -> SlurmOutputInfo:
-    """Return directory, number of starts, and whether Slurm may start the job again."""
+    """Return directory, number of starts, and whether Slurm may start the job again.
+
+    Args:
+        content: The job's standard output.
+    """
     found = SlurmParser.parse(content)
     starts = content.count(END_PATHS) or int(found.logs_dir is not None)
     return SlurmOutputInfo(found.logs_dir, starts, found.can_restart)

@@ -49,7 +49,10 @@ RECOMMENDATION_ACTIONS = frozenset(
 
 
 def normalize_recommendation_action(action: Any) -> str:
-    """Return one of the five actions; UNKNOWN for anything else.
+    """Return an action in upper case; UNKNOWN for anything but the five actions.
+
+    Args:
+        action: The action as given.
 
     Example:
         >>> normalize_recommendation_action(" stop ")
@@ -76,7 +79,12 @@ class AttributionRecommendation:
 
 @dataclass(frozen=True)
 class LogSageAnalysisResult:
-    """Result items of a log, and the recommendation that follows from them."""
+    """Result items of a log, and the recommendation that follows from them.
+
+    Args:
+        items: The result items.
+        recommendation: The recommendation that follows from them.
+    """
 
     items: list[RawAnalysisResultItem]
     recommendation: AttributionRecommendation = AttributionRecommendation()
@@ -121,7 +129,22 @@ class LogAnalysisCycleResult:
 
 @dataclass
 class LogAnalysisSplitlogResult:
-    """What was found in one of the files of a split log; see `LogAnalysisCycleResult`."""
+    """Findings in one of the files of a split log.
+
+    Attributes:
+        result: As `LogAnalysisCycleResult.result`.
+        status: pending, in_flight, completed or failed.
+        mode: Always "splitlog".
+        sched_restarts: Restarts by the scheduler.
+        log_file: Path of the file.
+        wl_restart: Index of the file, from 0.
+        fr_dump_path: Where flight recorder dumps were found.
+        fr_analysis: Text of their analysis.
+        llm_merged_summary: Prose of a model.
+        recommendation: `{"action", "reason", "source"}` of an analysis that has ended.
+        candidate_recommendation: The same while it runs, from the rules.
+        attribution: `nvrx_attribution.v1`.
+    """
 
     result: Any
     status: str = "completed"
@@ -143,7 +166,16 @@ class LogAnalysisSplitlogResult:
 
 @dataclass(frozen=True)
 class LogAnalyzerSubmitResult:
-    """The answer to a submission."""
+    """The answer to a submission.
+
+    Args:
+        submitted: Whether the log was accepted.
+        normalized_path: The resolved path.
+        mode: "single", "splitlog" or "pending". Default "single".
+        logs_dir: Directory of a split log's files.
+        sched_restarts: Restarts by the scheduler so far.
+        files_analyzed: Files of a split log that have a result.
+    """
 
     submitted: bool
     normalized_path: str
@@ -159,7 +191,12 @@ class LogAnalyzerSubmitResult:
 
 @dataclass(frozen=True)
 class LogAnalyzerFilePreview:
-    """The beginning of a log as text."""
+    """The beginning of a log as text.
+
+    Args:
+        content: The text, without control characters.
+        path: The resolved path.
+    """
 
     content: str
     path: str

@@ -82,14 +82,18 @@ def validate_log_path(
 
 
 def open_log(resolved: str, allowed_root: str) -> int:
-    """Open a log that was checked, and check it again now that nobody can swap it.
+    """Open a checked log, and check it again once it is open.
+
+    Args:
+        resolved: The resolved path.
+        allowed_root: The directory below which it must lie.
 
     Returns:
         A descriptor that the caller owns.
 
     Raises:
-        LogAnalyzerError: It is no regular file or leads outside of the root now.
-        OSError: It cannot be opened.
+        LogAnalyzerError: The path is no regular file, or leads outside of the root now.
+        OSError: The file cannot be opened.
     """
     try:
         return open_confined(resolved, allowed_root)
@@ -106,7 +110,12 @@ def open_log(resolved: str, allowed_root: str) -> int:
 def log_analyzer_result_payload(
     items: Iterable[RawAnalysisResultItem], module: str = MODULE_LOG_ANALYZER
 ) -> dict[str, Any]:
-    """Return `{"module", "result", "recommendation"}`."""
+    """Return `{"module", "result", "recommendation"}`.
+
+    Args:
+        items: The result items, oldest first.
+        module: Name of the analysis.
+    """
     kept = list(items)
     return {
         RESP_MODULE: module,
@@ -118,7 +127,12 @@ def log_analyzer_result_payload(
 def selected_log_analyzer_cycle_payload(
     log_result: dict[str, Any], result_item: RawAnalysisResultItem
 ) -> dict[str, Any]:
-    """Return a result with one cycle's item only."""
+    """Return a result reduced to one cycle's item.
+
+    Args:
+        log_result: The result with all items.
+        result_item: The item to keep.
+    """
     module = str(log_result.get(RESP_MODULE) or MODULE_LOG_ANALYZER)
     return {**log_result, **log_analyzer_result_payload([result_item], module)}
 

@@ -47,6 +47,18 @@ def build_dataflow_record(  # noqa: PLR0913 - the fields of the record
     """Return the flat record that sites collect about one analysis.
 
     Prefixes say the type: `s_` text, `d_` number, `ts_` milliseconds of the epoch, `l_` list.
+
+    Args:
+        items: The result items, oldest first.
+        log_path: The analysed log.
+        cluster: Name of the cluster.
+        user: The job's owner.
+        job_id: The job.
+        duration_s: Seconds that the analysis took.
+        completed_ms: End of the analysis in milliseconds since 1970; None: now.
+        recommendation: The recommendation; None: computed from the items.
+        fr_dump_path: Path of the flight recorder dumps.
+        fr_result: Their analysis.
     """
     kept = list(items)
     advice = recommendation or logsage_recommendation(kept)
@@ -84,7 +96,11 @@ class ResultPoster:
         self._thread.start()
 
     def post(self, record: dict[str, Any]) -> bool:
-        """Hand a record over without waiting; False when too many wait."""
+        """Hand a record over without waiting; False when too many wait.
+
+        Args:
+            record: The record; see `build_dataflow_record`.
+        """
         try:
             self._queue.put_nowait(record)
         except queue.Full:
@@ -93,7 +109,11 @@ class ResultPoster:
         return True
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Send what waits, once each, and end the thread."""
+        """Try to send each waiting record once more, and end the thread.
+
+        Args:
+            timeout_s: Seconds to wait for that at most.
+        """
         self._closing.set()
         try:
             self._queue.put(None, timeout=timeout_s)
@@ -122,5 +142,14 @@ class ResultPoster:
 def post_analysis_items(
     poster: ResultPoster, items: Iterable[RawAnalysisResultItem], **fields: Any
 ) -> bool:
-    """Build the record of an analysis and hand it to a poster; see `build_dataflow_record`."""
+    """Build the record of an analysis and queue it for sending.
+
+    Args:
+        poster: Sends the record.
+        items: The result items, oldest first.
+        fields: Other arguments of `build_dataflow_record`.
+
+    Returns:
+        False if too many records wait; this one is dropped.
+    """
     return poster.post(build_dataflow_record(items, **fields))

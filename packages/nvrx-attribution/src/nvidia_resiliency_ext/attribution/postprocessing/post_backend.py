@@ -16,10 +16,13 @@ _TIMEOUT_S = 10.0
 
 
 def check_export_url(url: str) -> str:
-    """Return an address that records can be sent to.
+    """Return a usable address of a collector unchanged.
+
+    Args:
+        url: `http://HOST/PATH` or `https://HOST/PATH`.
 
     Raises:
-        ConfigError: It is no complete http(s) address, or has a query.
+        ConfigError: The address is incomplete, has another scheme, or has a query.
     """
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
@@ -42,6 +45,9 @@ class HttpPoster:
 
     def __call__(self, record: dict[str, Any]) -> None:
         """Send one record.
+
+        Args:
+            record: The record, sent as JSON.
 
         Raises:
             OSError: The collector cannot be reached or refuses it.

@@ -24,7 +24,11 @@ _LONGEST = 2000
 
 
 def format_posting_markdown_body(record: dict[str, Any]) -> str:
-    """Return a record as a list; text from the log is escaped."""
+    """Return a record as a Markdown list; text from the log is escaped.
+
+    Args:
+        record: The record; see `build_dataflow_record`.
+    """
     lines = [
         f"- **{title}**: {plain(str(record[key])[:_LONGEST]).translate(_MARKUP)}"
         for title, key in _ROWS

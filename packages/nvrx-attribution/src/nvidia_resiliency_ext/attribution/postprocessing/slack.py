@@ -20,12 +20,20 @@ _LONGEST = 1500
 
 
 def should_notify_slack(action: Any) -> bool:
-    """Tell whether an action is worth a message: only STOP is."""
+    """Tell whether a message is sent for an action: only for STOP.
+
+    Args:
+        action: The action.
+    """
     return recommendation_should_stop({"action": action})
 
 
 def format_slack_text(record: dict[str, Any]) -> str:
-    """Return the message about an exported record; nothing in it can be markup."""
+    """Return the message about an exported record, without characters that Slack interprets.
+
+    Args:
+        record: The record; see `build_dataflow_record`.
+    """
     parts = [
         f"job {record.get('s_job_id') or '?'}: {record.get('s_recommendation_action')}",
         str(record.get("s_auto_resume_explanation") or ""),
@@ -39,6 +47,12 @@ def format_slack_text(record: dict[str, Any]) -> str:
 
 def post_slack_message(token: str, channel: str, text: str, *, url: str = _API) -> None:
     """Send a message.
+
+    Args:
+        token: Token of the bot.
+        channel: Name or identifier of the channel.
+        text: The message.
+        url: Address of Slack's API.
 
     Raises:
         OSError: Slack cannot be reached or refuses it.

@@ -55,6 +55,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the program.
 
+    Args:
+        argv: The arguments without the program's name; None: those of the process.
+
     Returns:
         0 with a decision, 2 for wrong arguments or files.
     """

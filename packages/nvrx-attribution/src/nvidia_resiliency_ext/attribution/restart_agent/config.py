@@ -105,8 +105,12 @@ class RestartAgentRequest:
     def from_payload(cls, payload: object) -> RestartAgentRequest:
         """Return the request in a decoded JSON object `restart_agent_request.v1`.
 
+        Args:
+            payload: The decoded object: `log_path`, and optionally `job_id`, `cycle_id`,
+                `analysis_mode`.
+
         Raises:
-            ConfigError: It is none; the message names the key.
+            ConfigError: The value is no such object; the message names the key.
         """
         allowed = ("log_path", "job_id", "cycle_id", "analysis_mode")
         value = _document(payload, REQUEST_SCHEMA, allowed)
@@ -141,8 +145,11 @@ class RestartAgentConfig:
 def load_restart_agent_config(path: str | os.PathLike[str]) -> RestartAgentConfig:
     """Return the configuration in a JSON file.
 
+    Args:
+        path: The JSON file.
+
     Raises:
-        ConfigError: It cannot be read, or is wrong; the message names file and key.
+        ConfigError: The file cannot be read or is wrong; the message names file and key.
     """
     name = os.fspath(path)
     try:
@@ -196,7 +203,11 @@ def parse_restart_agent_config(
 
 
 def config_fingerprint(config: RestartAgentConfig) -> str:
-    """Return a hash of all that has an effect, without names, paths and secrets."""
+    """Return a hash of all settings with an effect, without names, paths and secrets.
+
+    Args:
+        config: The configuration.
+    """
     routes = [
         {k: v for k, v in asdict(route).items() if k not in {"api_key", "base_url"}}
         for route in config.routes.values()

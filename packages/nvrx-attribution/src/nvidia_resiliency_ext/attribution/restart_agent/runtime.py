@@ -45,8 +45,11 @@ class AttemptRecordControl:
     def seed(self, records: Iterable[Any]) -> None:
         """Add records of an earlier run.
 
+        Args:
+            records: The records, oldest first.
+
         Raises:
-            ConfigError: One is no attempt record.
+            ConfigError: An element is no attempt record.
         """
         for record in records:
             if not isinstance(record, dict) or set(record) != _KEYS:
@@ -64,7 +67,11 @@ class AttemptRecordControl:
             self._records.clear()
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add one; the same job and cycle again replaces itself."""
+        """Add a record; it replaces one of the same job and cycle.
+
+        Args:
+            record: The attempt record.
+        """
         key = (record["job_id"], record["cycle_id"])
         with self._lock:
             kept = [
@@ -78,7 +85,11 @@ class AttemptRecordControl:
             self._records = [r for r in kept if id(r) not in dropped][-self._total :]
 
     def before(self, job_id: str | None) -> list[dict[str, Any]]:
-        """Return the attempts of a job in the form that the engine takes."""
+        """Return the attempts of a job in the form that the engine takes.
+
+        Args:
+            job_id: The job.
+        """
         return [
             {**record["deterministic"], "job_id": job_id, "cycle_id": record["cycle_id"]}
             for record in self.records()
@@ -238,7 +249,11 @@ class RestartAgentRuntime:
 
 
 def build_restart_agent_runtime(config: RestartAgentConfig) -> RestartAgentRuntime:
-    """Return a runtime; the caller closes it."""
+    """Return a runtime; the caller closes it.
+
+    Args:
+        config: The configuration.
+    """
     return RestartAgentRuntime(config)
 
 

@@ -39,7 +39,26 @@ _EXIT_UNREADABLE = 3
 
 @dataclass
 class Collective:
-    """One recorded operation of one rank, with the fields of the dump."""
+    """One recorded operation of one rank.
+
+    Attributes:
+        record_id: Its number in the dump.
+        file_id: The rank that wrote the dump.
+        collective_seq_id: Number of the collective in its group.
+        p2p_seq_id: Number of the point-to-point operation in its group.
+        pg_id: Number of the process group on this rank.
+        op_id: Number of the operation, all kinds counted together.
+        profiling_name: Name of the operation, such as `nccl:all_reduce`.
+        state: scheduled, started or completed.
+        time_created_ns: When it was enqueued, in nanoseconds since 1970.
+        time_discovered_started_ns: When it was seen started; 0: never.
+        time_discovered_completed_ns: When it was seen completed; 0: never.
+        process_group: Name and description of the group.
+        input_sizes: Shapes of the inputs.
+        output_sizes: Shapes of the outputs.
+        input_dtypes: Types of the inputs.
+        output_dtypes: Types of the outputs.
+    """
 
     record_id: int
     file_id: int
@@ -117,13 +136,24 @@ class CollectiveAnalyzer(NVRxAttribution[str, dict[str, str]]):
         )
 
     async def collective_analysis(self, text: str) -> str:
-        """Return the analysis text: the table as given, or with the summary when it is ours."""
+        """Return the analysis text; the table of loaded dumps gets a summary in front.
+
+        Args:
+            text: The table.
+        """
         if not self._loaded.dumps:
             return text
         return format_summary(self._analyzed()) + text
 
     async def print_output(self, text: str) -> tuple[dict[str, str], AttributionState]:
-        """Return the result of the pipeline; a hang never forbids a restart."""
+        """Return the result of the pipeline; a hang never forbids a restart.
+
+        Args:
+            text: The analysis text.
+
+        Returns:
+            The texts `analysis_text` and `hanging_ranks`, and the state CONTINUE.
+        """
         ranks = self._analyzed().guilty_ranks if self._loaded.dumps else []
         return (
             {"analysis_text": text, "hanging_ranks": hanging_ranks_text(ranks)},
@@ -131,7 +161,12 @@ class CollectiveAnalyzer(NVRxAttribution[str, dict[str, str]]):
         )
 
     def reply_parts(self, result: dict[str, str], state: AttributionState) -> dict[str, Any]:
-        """Return what a service answers: the texts and the report; no advice by traces alone."""
+        """Return the parts of a service's reply; traces alone give no advice.
+
+        Args:
+            result: The texts `analysis_text` and `hanging_ranks`.
+            state: Not used.
+        """
         del state
         report = self._analyzed().to_dict() if self._loaded.dumps else None
         return {
@@ -141,7 +176,11 @@ class CollectiveAnalyzer(NVRxAttribution[str, dict[str, str]]):
         }
 
     def process_file(self, path: str) -> bool:
-        """Add one dump; return whether it could be read."""
+        """Add one dump; return False if it cannot be read.
+
+        Args:
+            path: The dump.
+        """
         try:
             found = load_traces(path, rank_regex=r"(\d{1,7})(?=\D*$)").dumps
         except NoTraceError as error:
@@ -182,7 +221,11 @@ class CollectiveAnalyzer(NVRxAttribution[str, dict[str, str]]):
         return completed, missing
 
     def group_pgs(self, missing: dict[str, dict[str, Any]]) -> dict[tuple[int, ...], list[str]]:
-        """Return the groups that miss the same ranks: ranks -> group names."""
+        """Return the groups that miss the same ranks: ranks -> group names.
+
+        Args:
+            missing: Group name to its row of `analyze_matches`.
+        """
         found: dict[tuple[int, ...], list[str]] = {}
         for name, row in missing.items():
             found.setdefault(tuple(row["ranks"]), []).append(name)
@@ -209,12 +252,20 @@ class CollectiveAnalyzer(NVRxAttribution[str, dict[str, str]]):
 
 
 def eprint(*args: object) -> None:
-    """Write to stderr, as one line."""
+    """Write to stderr, as one line.
+
+    Args:
+        args: The parts of the line, joined by blanks.
+    """
     write_err(" ".join(map(str, args)).rstrip("\n") + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program: analyse a directory of dumps and name the ranks that hold the job up."""
+    """Run the program: analyse a directory of dumps and name the ranks that hold the job up.
+
+    Args:
+        argv: The arguments without the program's name; None: those of the process.
+    """
     parser = argparse.ArgumentParser(description="Name the ranks that hold a hung job up.")
     parser.add_argument("--fr-path", required=True, help="directory, file or prefix of the dumps")
     parser.add_argument("-p", "--pattern", default=DEFAULT_PATTERN, help="files of a directory")

@@ -71,11 +71,19 @@ class TraceAnalyzer:
         self.allowed_root = allowed_root
 
     def discover_fr_dump_path(self, log_path: str) -> str | None:
-        """Return the directory or prefix of the dumps of a log's job, or None."""
+        """Return where the dumps of a log's job are: a directory or a prefix; None if unknown.
+
+        Args:
+            log_path: The log, below the allowed root.
+        """
         return extract_fr_dump_path(log_path, self.allowed_root)
 
     async def analyze_fr_dump(self, dump_path: str) -> FRAnalysisResult | None:
-        """Analyse dumps; None, and a log line, when that is not possible."""
+        """Analyse dumps; return None, and log why, if that is not possible.
+
+        Args:
+            dump_path: Directory, file or prefix of the dumps.
+        """
         return await _analyze_in_thread(dump_path, self.allowed_root)
 
 
@@ -106,7 +114,11 @@ def extract_fr_dump_path(log_path: str, allowed_root: str | None = None) -> str 
 
 
 def fr_path_resolvable_for_collective_analyzer(path: str) -> bool:
-    """Tell whether a path is a directory, a file, or a prefix of files."""
+    """Tell whether a path is a directory, a file, or a prefix of files.
+
+    Args:
+        path: The path.
+    """
     return os.path.exists(path) or bool(glob.glob(glob.escape(path) + "*"))
 
 
@@ -120,7 +132,11 @@ async def analyze_fr_dump(dump_path: str) -> FRAnalysisResult | None:
 
 
 def fr_result_from_mcp_module_response(resp: Any) -> FRAnalysisResult | None:
-    """Return the result in the reply of the module `fr_analyzer`; None for an error."""
+    """Return the result in the reply of the module `fr_analyzer`; None for an error.
+
+    Args:
+        resp: The decoded reply.
+    """
     result = resp.get("result") if isinstance(resp, dict) else None
     if isinstance(result, str) and result.lstrip()[:1] == "{":
         try:
@@ -137,7 +153,12 @@ def fr_result_from_mcp_module_response(resp: Any) -> FRAnalysisResult | None:
 def fr_fields_for_dataflow_record(
     path: str | None, result: FRAnalysisResult | None
 ) -> dict[str, Any]:
-    """Return the fields of an exported record: path, text, ranks as text and as numbers."""
+    """Return the fields of an exported record about the dumps.
+
+    Args:
+        path: Where the dumps are.
+        result: Their analysis.
+    """
     return {
         "s_fr_dump_path": path or "",
         "s_fr_analysis": result.analysis_text if result is not None else "",
@@ -147,7 +168,13 @@ def fr_fields_for_dataflow_record(
 
 
 def fr_markdown_appendix(*, dump_path: str | None, analysis_text: str, hanging_ranks: str) -> str:
-    """Return a section for a posted message; empty unless it names a rank."""
+    """Return a section for a posted message; empty unless it names a rank.
+
+    Args:
+        dump_path: Where the dumps are.
+        analysis_text: The text of their analysis.
+        hanging_ranks: The ranks that hold the job up, as text.
+    """
     if not _ranks_in(hanging_ranks):
         return ""
     # The text goes into a code block, which it must not be able to close.
@@ -157,7 +184,12 @@ def fr_markdown_appendix(*, dump_path: str | None, analysis_text: str, hanging_r
 
 
 def fr_markdown_appendix_from_result(dump_path: str | None, result: FRAnalysisResult | None) -> str:
-    """Return the same from a result; empty for None."""
+    """Return `fr_markdown_appendix` of a result; empty for None.
+
+    Args:
+        dump_path: Where the dumps are.
+        result: Their analysis.
+    """
     if result is None:
         return ""
     return fr_markdown_appendix(

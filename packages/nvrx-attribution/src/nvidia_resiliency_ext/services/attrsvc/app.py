@@ -60,14 +60,25 @@ class AttributionHttpAdapter:
         self.controller = AttributionController(cfg)
 
     async def submit(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Answer `POST /logs`; see `Analyzer.submit` for errors."""
+        """Answer `POST /logs`; errors as for `Analyzer.submit`.
+
+        Args:
+            body: The decoded fields of the request.
+        """
         result = await self.controller.submit_log(body.pop("log_path"), **body)
         return result.to_payload()
 
     async def result(
         self, log_path: str, file: str | None, wl_restart: int | None, *, wait: bool
     ) -> dict[str, Any]:
-        """Answer `GET /logs`; see `Analyzer.analyze` for errors."""
+        """Answer `GET /logs`; errors as for `Analyzer.analyze`.
+
+        Args:
+            log_path: The log.
+            file: Name of one file of a split log.
+            wl_restart: Index of the file, from 0; None: the newest.
+            wait: Reply only when the analysis has ended.
+        """
         found = await self.controller.analyze_log(
             log_path, file=file, wl_restart=wl_restart, wait=wait
         )

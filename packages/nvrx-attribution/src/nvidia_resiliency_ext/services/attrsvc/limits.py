@@ -16,7 +16,12 @@ _MOST_CLIENTS = 4096
 
 @dataclass(frozen=True)
 class Rate:
-    """So many requests in so many seconds."""
+    """A number of requests in a time.
+
+    Args:
+        count: Requests, 1 or more.
+        seconds: The time in seconds.
+    """
 
     count: int
     seconds: float
@@ -25,8 +30,11 @@ class Rate:
 def parse_rate(text: str) -> Rate:
     """Return the rate in a text such as `60/minute`.
 
+    Args:
+        text: A number of 1 or more, a slash, and second, minute, hour or day.
+
     Raises:
-        ConfigError: It is none.
+        ConfigError: The text has another form.
     """
     count, _, unit = text.strip().partition("/")
     if not (count.isascii() and count.isdigit()) or int(count) < 1 or unit not in _UNITS:
@@ -46,7 +54,12 @@ class RateLimiter:
         self._clients: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def wait_s(self, client: str, now_s: float) -> float:
-        """Take a permit and return 0, or return the seconds until there is one."""
+        """Take a permit and return 0, or return the seconds until the next permit.
+
+        Args:
+            client: Who asks: an address.
+            now_s: The monotonic time in seconds.
+        """
         left, then_s = self._clients.pop(client, (float(self._rate.count), now_s))
         per_second = self._rate.count / self._rate.seconds
         left = min(float(self._rate.count), left + (now_s - then_s) * per_second)

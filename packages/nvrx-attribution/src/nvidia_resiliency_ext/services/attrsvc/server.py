@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import signal
@@ -20,7 +19,7 @@ from nvidia_resiliency_ext.services.attrsvc.app import create_app
 from nvidia_resiliency_ext.services.attrsvc.settings import ServiceEndpoint, Settings
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
-from nvidia_resiliency_ext.shared_utils.os_utils import private_dir
+from nvidia_resiliency_ext.shared_utils.os_utils import lock_file, private_dir
 
 __all__ = ["main", "setup"]
 
@@ -34,7 +33,10 @@ _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def setup(environ: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings of the environment, and set the log up.
+    """Return the settings of the environment, and configure logging.
+
+    Args:
+        environ: The environment; None: that of the process.
 
     Raises:
         ConfigError: A setting is wrong.
@@ -48,6 +50,9 @@ def setup(environ: Mapping[str, str] | None = None) -> Settings:
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT.
+
+    Args:
+        argv: The arguments without the program's name; None: those of the process.
 
     Returns:
         0 at the end, 2 when a setting is wrong or the address cannot be used.
@@ -109,7 +114,7 @@ def _own_state(path: str | None) -> Iterator[None]:
         raise ConfigError(f"the state directory {path}: {error.strerror or error}") from None
     try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock)
         except BlockingIOError:
             raise ConfigError(f"another service uses the state directory {path}") from None
         except OSError as error:

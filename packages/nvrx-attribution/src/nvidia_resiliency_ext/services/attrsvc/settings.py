@@ -59,8 +59,11 @@ class ServiceEndpoint:
 def parse_service_endpoint(text: str) -> ServiceEndpoint:
     """Return the endpoint in a text: `http://h:p`, `h:p`, `unix:///path` or `/path`.
 
+    Args:
+        text: `http://HOST:PORT`, `HOST:PORT`, `unix:///PATH` or `/PATH`.
+
     Raises:
-        ConfigError: It is none of these.
+        ConfigError: The text has none of these forms.
 
     Example:
         >>> str(parse_service_endpoint("localhost:8000"))
@@ -172,6 +175,9 @@ class Settings:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
         """Return the settings in an environment.
+
+        Args:
+            environ: The environment.
 
         Raises:
             ConfigError: A value is wrong, or the root is missing.

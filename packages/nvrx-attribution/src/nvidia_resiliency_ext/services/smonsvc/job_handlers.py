@@ -61,11 +61,25 @@ class ServiceClient:
         return self.is_reachable
 
     def post(self, submission: LogSubmission) -> tuple[int, object]:
-        """Submit a log; return status and reply, status 0 where no reply came."""
+        """Submit a log.
+
+        Args:
+            submission: The log and its job.
+
+        Returns:
+            Status and decoded reply; status 0 if no reply came.
+        """
         return self._request(submission)
 
     def get(self, query: LogQuery) -> tuple[int, object]:
-        """Ask for a result; as `post`."""
+        """Ask for a result.
+
+        Args:
+            query: The log.
+
+        Returns:
+            Status and decoded reply; status 0 if no reply came.
+        """
         return self._request(query)
 
     def close(self) -> None:
@@ -97,6 +111,12 @@ def submit_log(
 ) -> bool | None:
     """Submit a job's log.
 
+    Args:
+        client: The service.
+        job: The job.
+        intent: "progressive" or "terminal".
+        evidence: Lines about the end of the job that are not in its log.
+
     Returns:
         True: the service has it; False: it refuses it for good, and `job.problem` says why; None:
         it did not answer, or not now.
@@ -123,9 +143,15 @@ def submit_log(
 
 
 def fetch_results(client: ServiceClient, job: MonitoredJob) -> AttrSvcResult | None:
-    """Ask for the result of a job's log; None while there is none.
+    """Ask for the result of a job's log; return None while there is none.
 
     A service that does not know the log any more is told of the end again.
+
+    If the service has forgotten the log, the end of the job is submitted again.
+
+    Args:
+        client: The service.
+        job: The job; its counters are updated.
     """
     status, reply = client.get(LogQuery(job.log_path, wait=False))
     job.tries += client.is_reachable
@@ -138,7 +164,12 @@ def fetch_results(client: ServiceClient, job: MonitoredJob) -> AttrSvcResult | N
 
 
 def log_attribution_result(job: MonitoredJob, result: AttrSvcResult) -> None:
-    """Keep a verdict with its job, and write it to the log."""
+    """Store a verdict with its job, and log it.
+
+    Args:
+        job: The job.
+        result: The service's reply.
+    """
     advice = result.recommendation
     job.action, job.reason = advice.action, plain(advice.reason[:500])
     logger.info(

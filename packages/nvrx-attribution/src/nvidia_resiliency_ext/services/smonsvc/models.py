@@ -53,7 +53,10 @@ class JobState(str, enum.Enum):
 
     @classmethod
     def from_str(cls, text: str) -> JobState:
-        """Return the state that Slurm writes: long or short, cut off (`+`), or with more behind it.
+        """Return the state that Slurm writes: long, short, cut off (`+`) or with an addition.
+
+        Args:
+            text: The state as Slurm writes it.
 
         Example:
             >>> JobState.from_str("CANCELLED by 1001"), JobState.from_str("OUT_OF_ME+")
@@ -198,17 +201,23 @@ class MonitorState:
     def save(self, path: str) -> None:
         """Write the jobs to a file.
 
+        Args:
+            path: The file; it is replaced at once.
+
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         lines = [json.dumps(asdict(job)) for job in self.jobs.values()]
         atomic_write(path, "".join(f"{line}\n" for line in lines).encode())
 
     def load(self, path: str) -> int:
-        """Take over the jobs of a file, and return how many lines of it are damaged.
+        """Load the jobs of a file, and return how many of its lines are damaged.
+
+        Args:
+            path: The file; it need not exist.
 
         Raises:
-            ConfigError: There is something else, or it cannot be read.
+            ConfigError: The path is no regular file, or cannot be read.
         """
         if not os.path.lexists(path):
             return 0

@@ -24,6 +24,9 @@ _HIGHEST_PORT = 65535
 def main(argv: list[str] | None = None) -> int:
     """Watch the cluster's jobs until SIGTERM or SIGINT.
 
+    Args:
+        argv: The arguments without the program's name; None: those of the process.
+
     Returns:
         0 at the end, 2 when a flag or a variable is wrong or Slurm is not there.
     """

@@ -122,10 +122,13 @@ class SlurmClient:
         return found
 
     def records(self, jobs: Sequence[str]) -> dict[str, JobRecord]:
-        """Return what Slurm knows of jobs: from the controller, else from its accounting.
+        """Return Slurm's records of jobs: from the controller, else from the accounting.
+
+        Args:
+            jobs: Numbers of the jobs.
 
         Raises:
-            SlurmError: Neither answers.
+            SlurmError: Neither of the two answers.
         """
         wanted = set(jobs)
         if not wanted:
@@ -186,9 +189,11 @@ class SlurmClient:
 
 
 def expand_path(pattern: str, job: SlurmJob) -> str:
-    """Return an output path with what Slurm puts in place of `%j` and the like; pure.
+    """Return an output path with Slurm's patterns (`%j` and others) replaced.
 
-    A number after the percent sign is the least width of a number, filled with zeros.
+    Args:
+        pattern: The path as Slurm reports it.
+        job: The job.
 
     Example:
         >>> job = SlurmJob("42", JobState.RUNNING, "ada", "batch", "n[1-3]", "train")

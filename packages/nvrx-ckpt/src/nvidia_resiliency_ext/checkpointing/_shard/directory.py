@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import stat
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from nvidia_resiliency_ext.checkpointing._errors import CheckpointWriteError
 from nvidia_resiliency_ext.checkpointing._shard.read import FileSource
 from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
-from nvidia_resiliency_ext.shared_utils.os_utils import private_dir, sync_directory
+from nvidia_resiliency_ext.shared_utils.os_utils import lock_file, private_dir, sync_directory
 
 __all__ = ["RankDirectory", "ShardInProgress", "ShardName", "shard_file_name"]
 
@@ -287,7 +286,7 @@ def _create_locked(name: str, directory: int) -> int:
                 raise OSError(errno.EBUSY, message, name) from error
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(descriptor)
             if os.path.samestat(os.fstat(descriptor), os.lstat(name, dir_fd=directory)):
                 return descriptor
         except (BlockingIOError, FileNotFoundError):
@@ -315,7 +314,7 @@ def _remove_dead(name: str, directory: int) -> str:
         os.unlink(name, dir_fd=directory)
         return ""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor)
         os.unlink(name, dir_fd=directory)
         head = os.read(descriptor, len(_FAILURE_MAGIC) + _FAILURE_LIMIT_BYTES)
     finally:

@@ -166,7 +166,11 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
                 callback()
 
     def schedule(self, call: Call) -> None:
-        """Stage a call and hand it to the worker; a failure is noted in the call."""
+        """Stage a call and hand it to the worker; a failure is recorded in the call.
+
+        Args:
+            call: The save; its `stage_s` is set to the seconds that staging took.
+        """
         begin = time.perf_counter()
         self.start_time = time.time()
         try:
@@ -179,7 +183,10 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
     def wait(self, call: Call, timeout_s: float | None) -> bool:
         """Wait until a call is no longer running; return whether that is so.
 
-        One that has taken too long is given up, and counts as failed.
+        Args:
+            call: The save to wait for. One that exceeds its `save_timeout` is abandoned and counts
+                as failed.
+            timeout_s: Seconds to wait at most; 0 looks once, None waits without limit.
         """
         deadline = Deadline.after(timeout_s)
         while call.state is CallState.RUNNING:
@@ -193,9 +200,14 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         return call.state is not CallState.RUNNING
 
     def publish(self, call: Call) -> None:
-        """Begin to publish a call that all ranks have written; all of them call this.
+        """Begin to publish a call that all ranks have written; all ranks call this.
 
         On the rank that publishes the call is running again until that is done.
+
+        On the rank that publishes, the call is running again until its metadata is durable.
+
+        Args:
+            call: The save.
         """
         staged = call.staged
         if staged is None or staged.publication is None:
@@ -207,26 +219,44 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
             self._run_in_thread(call, write)
 
     def give_up(self, call: Call, cause: str) -> None:
-        """Mark a running call as failed and let it end soon; its result is dropped."""
+        """Mark a running call as failed and cancel its job; its result is dropped.
+
+        Args:
+            call: The save to abandon.
+            cause: The reason, for the error message.
+        """
         call.given_up = time.monotonic()
         call.fail(cause)
         if call.run is not None and self._worker is not None:
             self._worker.cancel(call.run.job)
 
     def progress(self, call: Call) -> int:
-        """Return how many bytes of a running call are written."""
+        """Return how many bytes of a running call are written.
+
+        Args:
+            call: The save; 0 is returned for one that a thread carries out.
+        """
         if call.run is None or self._worker is None:
             return 0
         return self._worker.progress(call.run.job)
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        """Carry out one request; `is_current_async_call_done` tells when it is over."""
+        """Carry out one request; `is_current_async_call_done` tells when it is over.
+
+        Args:
+            async_req: The request; see `AsyncCallsQueue.schedule_async_request`.
+        """
         request = converted(async_req)
         self._current = Call(request, request.call_idx)
         self.schedule(self._current)
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """Return whether the last call is over, on all ranks unless `no_dist`."""
+        """Return whether the last call is over, on all ranks unless `no_dist`.
+
+        Args:
+            blocking: Wait for the end of the call instead of looking once. Default False.
+            no_dist: Report this rank's call alone, without asking the other ranks. Default False.
+        """
         if self._current is None:
             return True
         over = self.wait(self._current, None if blocking else 0.0)
@@ -481,7 +511,11 @@ class PersistentAsyncCaller(AsyncCaller):
     """Keeps one worker process between calls; what it is to run must be picklable."""
 
     def register_worker_restart_callback(self, fn: Callable[[], None]) -> None:
-        """Call a function each time a worker replaces one that ended."""
+        """Call a function each time a worker replaces one that ended.
+
+        Args:
+            fn: The function; it takes no argument and runs in the trainer's process.
+        """
         self._restart_callbacks.append(fn)
 
     def cleanup_worker_data_cache(self) -> None:

@@ -43,6 +43,9 @@ class AsyncRequest(NamedTuple):
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Add a function to call once every rank is done.
 
+        Args:
+            fn: The function; it takes no argument and runs on every rank, in the order of addition.
+
         Raises:
             RuntimeError: The request is frozen.
         """

@@ -52,10 +52,14 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         self._verify = verify_option(default=False) if verify is None else verify
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata; read again when the file is another one than before.
+        """Return the checkpoint's metadata; cached until the file on disk changes.
+
+        Args:
+            args: Passed on to torch's reader.
+            kwargs: Passed on to torch's reader.
 
         Raises:
-            DamagedCheckpointError: It was to be checked, and is not whole.
+            DamagedCheckpointError: `verify` is set, and a file is missing, short or altered.
         """
         if self._verify:
             from nvidia_resiliency_ext.checkpointing._verify import require_whole
@@ -78,7 +82,15 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         return cache[key]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for, with a progress bar in the terminal when it takes long."""
+        """Read the items of a plan; a terminal shows a progress bar when it takes long.
+
+        Args:
+            plan: The items to read and where each lies.
+            planner: Receives each item that was read.
+
+        Returns:
+            A future that is done.
+        """
         lengths = {id(i): self.storage_data[i.storage_index].length for i in plan.items}
         with ProgressBar.of_load(sum(lengths.values())) as bar:
             counting: Any = _CountingPlanner(planner, lengths, bar)

@@ -57,7 +57,11 @@ class QueueFullError(AsyncSaveError):
 
 
 class ObjectTracker(type):
-    """Metaclass that knows the living instances of a class, without keeping them alive."""
+    """Metaclass that knows the living instances of a class, without keeping them alive.
+
+    Its own arguments `name`, `bases` and `namespace` are those of `type`; `args` and `kwargs` of a
+    call are those of the class that is instantiated.
+    """
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
         super().__init__(name, bases, namespace)
@@ -203,6 +207,14 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         """Start a worker process now, for the next persistent queue; the second call does nothing.
 
         A queue that exists already has started its own.
+
+        Args:
+            rank: Accepted for compatibility; the worker needs no device.
+            is_daemon: As for the queue, like all that follow.
+            cpu_priority: Niceness of the worker, 0 to 19.
+            io_priority: Class of disk priority, 0 to 3; None keeps it.
+            sigterm_timeout: Seconds between SIGTERM and SIGKILL when the worker is stopped.
+            cpu_shm_mode: Accepted for compatibility.
         """
         running = any(queue.persistent_caller for queue in cls.get_instances())
         if cls._warm is None and not running:
@@ -216,6 +228,10 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
 
         When it returns the trainer may change everything that the request refers to. What fails is
         reported by `maybe_finalize_async_calls`.
+
+        Args:
+            async_request: The save: an `AsyncRequest`, or another object with the same fields
+                (Megatron-LM has its own class).
 
         Returns:
             The index of the call: 0, 1, 2, ...; -1 if it was skipped.

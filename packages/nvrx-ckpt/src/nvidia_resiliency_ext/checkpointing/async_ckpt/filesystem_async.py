@@ -171,6 +171,10 @@ class FileSystemWriterAsync(FileSystemWriter):
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Resolve the items of a plan and divide them into files.
 
+        Args:
+            plan: The items that this rank writes.
+            planner: Gives the tensor or the bytes of each item.
+
         Raises:
             AssertionError: `separation_hint` with fewer than two threads.
         """
@@ -237,7 +241,16 @@ class FileSystemWriterAsync(FileSystemWriter):
         write_buckets: Sequence[WriteBucket],
         global_results_queue: Any,
     ) -> None:
-        """Write buckets here and put `{bucket index: results}`, or the exception, on the queue."""
+        """Write buckets and put `{bucket index: results}`, or the exception, on the queue.
+
+        Args:
+            transform_list: Stream transforms of the data, as torch's writer has them; empty: none.
+            use_msc: Write through the multi-storage client instead of the file system.
+            open_file: How a file is opened; the built-in `open` by default.
+            rank: Accepted for compatibility; not used.
+            write_buckets: For each file its path, its name and its items.
+            global_results_queue: Receives one object with `put`.
+        """
         del rank
         try:
             result = _write_here(transform_list, use_msc, open_file, write_buckets)
@@ -255,7 +268,16 @@ class FileSystemWriterAsync(FileSystemWriter):
         write_buckets: Sequence[WriteBucket],
         global_results_queue: Any,
     ) -> None:
-        """Do the same; not from a daemonic process of multiprocessing, as with real processes."""
+        """Write as `write_preloaded_data_multithread` does; refuse in a daemonic process.
+
+        Args:
+            transform_list: As there, like all other arguments.
+            use_msc: Write through the multi-storage client.
+            open_file: How a file is opened.
+            rank: Accepted for compatibility; not used.
+            write_buckets: For each file its path, its name and its items.
+            global_results_queue: Receives the results, or a `RuntimeError` from a daemonic process.
+        """
         if multiprocessing.current_process().daemon:
             text = "Invalid Setup! A daemonic process cannot start processes that write"
             global_results_queue.put(RuntimeError(text))
@@ -274,7 +296,17 @@ class FileSystemWriterAsync(FileSystemWriter):
         use_msc: bool = False,
         open_file: Callable[..., Any] = open,
     ) -> None:
-        """Write one bucket here and put `(index, results or exception)` on the queue."""
+        """Write one bucket and put `(index, results or exception)` on the queue.
+
+        Args:
+            transform_list: Stream transforms of the data; empty: none.
+            local_proc_idx: The index that is put on the queue.
+            write_bucket: The file's path, its name and its items.
+            results_queue: Receives one pair with `put`.
+            use_fsync: Make the file durable before the result is reported. Default True.
+            use_msc: Write through the multi-storage client instead of the file system.
+            open_file: How the file is opened.
+        """
         try:
             found = _write_here(transform_list, use_msc, open_file, [write_bucket], use_fsync)
             results_queue.put((local_proc_idx, found[0]))
@@ -284,7 +316,15 @@ class FileSystemWriterAsync(FileSystemWriter):
     write_preloaded_data_proc = write_preloaded_data
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """Refuse: this writer is driven by `get_save_function_and_args`."""
+        """Refuse to write: this writer is driven by `get_save_function_and_args`.
+
+        Args:
+            plan: Not used.
+            planner: Not used.
+
+        Raises:
+            NotImplementedError: Always.
+        """
         raise NotImplementedError("write_data: use save_state_dict_async_plan and a queue")
 
     def retrieve_write_results(self) -> list[WriteResult] | tuple[BaseException, Any]:
@@ -310,22 +350,34 @@ class FileSystemWriterAsync(FileSystemWriter):
         return {"rank": rank, "bytes": manifest.nbytes, "crc32": manifest.crc}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Create the directory; with a staging directory the worker does it, later."""
+        """Create the checkpoint's directory; the worker does it when there is a staging directory.
+
+        Args:
+            plan: This rank's plan; it is returned unchanged.
+        """
         if self.use_msc or self.staging_dir is not None:
             return plan
         os.makedirs(self.path, exist_ok=True)
         return plan
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """Return the plan with the prefix of this rank's files."""
+        """Return the plan with the prefix of this rank's files.
+
+        Args:
+            local_plan: This rank's plan, without a prefix.
+        """
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         return dataclasses.replace(local_plan, storage_data=_StoragePrefix(f"__{rank}_"))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish the checkpoint: its manifest first, `.metadata` last; on the coordinator only.
+        """Publish the checkpoint on the coordinator: its manifest first, `.metadata` last.
+
+        Args:
+            metadata: The global metadata; it is completed with where each item lies.
+            results: For each rank the results of its writes.
 
         Raises:
-            CheckpointWriteError: One of them cannot be written.
+            CheckpointWriteError: The manifest or `.metadata` cannot be written.
         """
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {r.index: r.storage_data for part in results for r in part}
@@ -352,7 +404,11 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a checkpoint can be written there."""
+        """Return whether a checkpoint can be written there.
+
+        Args:
+            checkpoint_id: A directory, or an address that begins with `msc://`.
+        """
         if os.fspath(checkpoint_id).startswith(_MSC):
             return True
         return bool(super().validate_checkpoint_id(checkpoint_id))
@@ -366,7 +422,11 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @classmethod
     def register_shm_drain_callback(cls, fn: Callable[[], None]) -> None:
-        """Accept a callback that is never needed: a buffer is not reused before it was written."""
+        """Accept a callback that is never needed: a buffer is not reused before it was written.
+
+        Args:
+            fn: Not called.
+        """
         del fn
 
     def _options(self, prefix: str) -> WriteOptions:

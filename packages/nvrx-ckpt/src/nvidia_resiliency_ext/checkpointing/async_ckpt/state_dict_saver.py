@@ -69,14 +69,25 @@ class CheckpointMetadataCache:
         self.signature: bytes | None = None
 
     def set_cached_global_metadata(self, cached_global_metadata: Metadata) -> None:
-        """Begin with the metadata of a checkpoint that was loaded."""
+        """Begin with the metadata of a checkpoint that was loaded.
+
+        Args:
+            cached_global_metadata: The metadata of that checkpoint.
+        """
         self.cached_global_metadata = cached_global_metadata
         self.loaded_all_plans = getattr(cached_global_metadata, "all_local_plans", None)
 
     def set_cache_metadata(
         self, central_plan: SavePlan, local_plan: SavePlan, global_md_verify_reuse: bool = False
     ) -> None:
-        """Keep the plan of a save, and note whether it equals the one before."""
+        """Keep the plans of a save, and record whether the central plan equals the one before.
+
+        Args:
+            central_plan: The plan as the coordinator returned it to this rank.
+            local_plan: The plan as this rank proposed it.
+            global_md_verify_reuse: Whether the plans in loaded metadata equal those of this save on
+                all ranks (see `verify_global_md_reuse`). Default False.
+        """
         self.validated_loaded_metadata_reuse = global_md_verify_reuse
         self.validated_cache_reuse = self.cached_central_plan is not None and bool(
             _compare_dataclasses(self.cached_central_plan, central_plan) == []
@@ -87,7 +98,16 @@ class CheckpointMetadataCache:
     def prepare_save_state_dict_ret(
         self, rank: int, coordinator: int, ret: tuple[Any, Metadata | None, Any]
     ) -> tuple[Any, Metadata | None, Any]:
-        """Return what planning returned with the coordinator's metadata filled in or kept."""
+        """Return the result of planning, with cached metadata where the coordinator has none.
+
+        Args:
+            rank: This process's rank.
+            coordinator: The rank that publishes.
+            ret: The result of planning: writer, metadata or None, ranks that save.
+
+        Returns:
+            The same three, on the coordinator always with metadata.
+        """
         writer, metadata, wrapper = ret
         if rank == coordinator:
             if metadata is None:
@@ -291,6 +311,11 @@ def save_state_dict_async_finalize(
 ) -> None:
     """Publish a checkpoint whose files are written on all ranks; all ranks call it.
 
+    Args:
+        storage_writer: The writer that `save_state_dict_async_plan` was given.
+        global_metadata: The metadata that planning returned; None except on the coordinator.
+        dist_wrapper: The ranks that save, as planning returned them.
+
     Raises:
         CheckpointException: A rank could not write, or the coordinator could not publish; on all
             ranks, with the details on the coordinator.
@@ -376,7 +401,14 @@ def verify_global_md_reuse(
     rank: int,
     dist_wrapper: _DistWrapper,
 ) -> bool:
-    """Return whether the plans in loaded metadata are those of this save, on all ranks."""
+    """Return whether the plans in loaded metadata are those of this save, on all ranks.
+
+    Args:
+        loaded_all_plans: The local plans of all ranks in the loaded metadata, by rank.
+        local_plan: This rank's plan of the save.
+        rank: This process's rank, an index of `loaded_all_plans`.
+        dist_wrapper: The ranks that save; all of them call this.
+    """
     same = rank < len(loaded_all_plans) and not _compare_dataclasses(
         local_plan, loaded_all_plans[rank]
     )

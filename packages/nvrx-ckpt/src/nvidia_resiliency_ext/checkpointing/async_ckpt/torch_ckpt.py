@@ -58,6 +58,11 @@ class TorchAsyncCheckpoint:
 
         When it returns, the state may be changed. A failure is raised by `finalize_async_save`.
 
+        Args:
+            state_dict: The object to save, as the first argument of `torch.save`.
+            args: The other positional arguments of `torch.save`: first `f`, the path of the file.
+            kwargs: Keyword arguments of `torch.save`.
+
         Raises:
             TypeError: `f` is no path.
         """

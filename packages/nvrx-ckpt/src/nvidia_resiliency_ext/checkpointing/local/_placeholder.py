@@ -56,7 +56,11 @@ class TensorPlaceholder:
         return self.empty_like()
 
     def empty_like(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """Return an uninitialised tensor of this shape and dtype; by default on its device."""
+        """Return an uninitialised tensor of this shape and dtype; by default on its device.
+
+        Args:
+            device: The device; None: the one recorded here.
+        """
         where = self.device if device is None else device
         return torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device=where)
 

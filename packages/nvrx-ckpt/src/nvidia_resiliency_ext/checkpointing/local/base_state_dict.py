@@ -40,7 +40,11 @@ class TensorAwareStateDict(ABC):
 
     @abstractmethod
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        """Put tensors into a hollow state, in the order of `pop_tensors`."""
+        """Put tensors into a hollow state, in the order of `pop_tensors`.
+
+        Args:
+            tensor_data: As many tensors as `pop_tensors` returned.
+        """
 
     @abstractmethod
     def init_tensors(self) -> None:
@@ -48,11 +52,21 @@ class TensorAwareStateDict(ABC):
 
     @abstractmethod
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        """Move the tensors to the CPU and remember the devices that they came from."""
+        """Move the tensors to the CPU and remember the devices that they came from.
+
+        Args:
+            non_blocking: Return before the copies have ended; the caller synchronises. Default
+                False.
+        """
 
     @abstractmethod
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """Move the tensors back to the devices that `copy_tensors_to_cpu` remembered."""
+        """Move the tensors back to the devices that `copy_tensors_to_cpu` remembered.
+
+        Args:
+            non_blocking: Return before the copies have ended, in the order of the current stream.
+                Default True.
+        """
 
     def values(self) -> ValuesView[Any]:
         """Return the values of the object's attributes."""

@@ -24,7 +24,11 @@ __all__ = [
 
 
 def nested_values(x: Any) -> Iterator[Any]:
-    """Yield the leaves of nested dicts, lists and tuples."""
+    """Yield the leaves of nested dicts, lists and tuples.
+
+    Args:
+        x: The structure; anything that is no dict, list or tuple is a leaf.
+    """
     if isinstance(x, dict):
         for value in x.values():
             yield from nested_values(value)
@@ -123,6 +127,9 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
         """Put tensors into the hollow state.
 
+        Args:
+            tensor_data: As many tensors as `pop_tensors` returned, in its order.
+
         Raises:
             RuntimeError: The state is not hollow.
             ValueError: There are too few or too many tensors.
@@ -161,7 +168,11 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         self._replace(moved)
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """Move the tensors to the current devices of the types that they came from."""
+        """Move the tensors to the current device of the type from which each came.
+
+        Args:
+            non_blocking: Return before the copies have ended. Default True.
+        """
         if self._device_types is None:
             return
         devices = [get_default_device_from_type(name) for name in self._device_types]

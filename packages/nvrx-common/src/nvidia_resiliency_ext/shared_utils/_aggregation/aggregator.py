@@ -9,6 +9,7 @@ import select
 import threading
 
 from nvidia_resiliency_ext.shared_utils.directory_notices import DirectoryNotices
+from nvidia_resiliency_ext.shared_utils.event_loop import WakeUp
 
 from .aggregation import Aggregation, Job
 
@@ -58,7 +59,6 @@ class NodeLogAggregator:
         )
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._wake = (-1, -1)
 
     def start_aggregator(self) -> None:
         """Start the thread; without effect when it runs.
@@ -72,7 +72,7 @@ class NodeLogAggregator:
             return
         aggregation = Aggregation(self._job, _log.warning)
         self._stop.clear()
-        self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._wake_up = WakeUp()
         self._thread = threading.Thread(
             target=self._run, args=(aggregation,), name="nvrx-log-aggregator", daemon=True
         )
@@ -88,10 +88,9 @@ class NodeLogAggregator:
             return
         self._stop.set()
         if thread.is_alive():
-            os.write(self._wake[1], b"x")
+            self._wake_up.set()
             thread.join()
-        for descriptor in self._wake:
-            os.close(descriptor)
+        self._wake_up.close()
 
     def _run(self, aggregation: Aggregation) -> None:
         current: Aggregation | None = aggregation
@@ -127,10 +126,10 @@ class NodeLogAggregator:
     def _wait(self, notices: DirectoryNotices | None, seconds: float) -> bool:
         """Wait for notices, the end or the time; say whether notices came."""
         poll = select.poll()
-        poll.register(self._wake[0], select.POLLIN)
+        poll.register(self._wake_up, select.POLLIN)
         if notices is not None and notices.are_there:
             poll.register(notices.fileno(), select.POLLIN)
-        return any(fd != self._wake[0] for fd, _ in poll.poll(max(0.0, seconds) * 1000))
+        return any(fd != self._wake_up.fileno() for fd, _ in poll.poll(max(0.0, seconds) * 1000))
 
     def _begin_again(self) -> Aggregation | None:
         """Return an aggregation of the directory that stands under the path now."""

@@ -72,9 +72,10 @@ _HARMLESS = frozenset({"", "null", "none", "true", "false", "yes", "no"})
 
 
 def redact(text: str) -> tuple[str, int]:
-    """Return the text without its secrets, and how many there were.
+    """Return a text without its secrets, and how many there were.
 
-    Text or lines that are JSON stay JSON.
+    Args:
+        text: The text.
     """
     found = _Redaction()
     if text.startswith(("{", "[")) and (whole := found.document(text)) is not None:

@@ -13,7 +13,13 @@ Level = Literal["ok", "info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at: ``error`` means that a person must act."""
+    """One finding of the doctor.
+
+    Args:
+        level: `error` if a person must act, else `ok`, `info` or `warning`.
+        topic: What was examined.
+        text: The finding.
+    """
 
     level: Level
     topic: str

@@ -75,7 +75,14 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class JobStart(Event):
-    """A node's launcher starts; ``argv_hash`` names the command without showing it."""
+    """The launcher of a node starts.
+
+    Args:
+        argv_hash: Hash of the command line.
+        nnodes: Number of nodes, or `MIN:MAX`.
+        nproc: Workers per node.
+        policy: Restart policy.
+    """
 
     kind: ClassVar[str] = "job_start"
     argv_hash: str | None = None
@@ -86,7 +93,13 @@ class JobStart(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class JobEnd(Event):
-    """The launcher of a node leaves; ``result`` is ``success`` or says why not."""
+    """The launcher of a node leaves.
+
+    Args:
+        result: `success`, or the reason.
+        exit_code: Exit code of the launcher.
+        restarts: Restarts of the job.
+    """
 
     kind: ClassVar[str] = "job_end"
     result: str
@@ -98,7 +111,11 @@ class JobEnd(Event):
 class CycleStart(Event):
     """A cycle of workers begins on this node: the rendezvous is done and workers start.
 
-    ``clock_off_s`` is how far this node's wall clock is ahead of the others', where that was found.
+    Args:
+        world_size: Number of ranks of the job.
+        nodes: Number or names of the nodes.
+        reason: Why the cycle begins.
+        clock_off_s: Seconds by which this node's wall clock is ahead of the others', if measured.
     """
 
     kind: ClassVar[str] = "cycle_start"
@@ -110,7 +127,11 @@ class CycleStart(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class CycleEnd(Event):
-    """A cycle of workers is over on this node: all of them are gone."""
+    """A cycle of workers is over on this node: none of them runs any more.
+
+    Args:
+        result: How it ended.
+    """
 
     kind: ClassVar[str] = "cycle_end"
     result: str
@@ -118,7 +139,13 @@ class CycleEnd(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class WorkerStart(Event):
-    """A worker process starts; ``saved_s`` is what a warm start did not have to wait for."""
+    """A worker process starts.
+
+    Args:
+        warm: Whether from a standby worker.
+        cold_reason: Why not.
+        saved_s: Seconds of start-up that the standby worker saved.
+    """
 
     kind: ClassVar[str] = "worker_start"
     warm: bool | None = None
@@ -128,7 +155,12 @@ class WorkerStart(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class WorkerExit(Event):
-    """A worker process is gone: an exit code, or the signal that ended it."""
+    """A worker process ended.
+
+    Args:
+        exit_code: Its exit code.
+        signal: The signal that ended it.
+    """
 
     kind: ClassVar[str] = "worker_exit"
     exit_code: int | None = None
@@ -137,11 +169,17 @@ class WorkerExit(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Fault(Event):
-    """Something went wrong.
+    """A fault was detected.
 
-    ``cause`` is one of killed, exited, exception, hang_section, hang_heartbeat, node_lost,
-    unhealthy, requested. ``late_s`` is the time between the moment at which the fault could first
-    be called one (the death, the missed deadline) and this event.
+    Args:
+        cause: killed, exited, exception, hang_section, hang_heartbeat, node_lost, unhealthy or
+            requested.
+        what: Its object, such as the name of the section.
+        detail: Further evidence, by cause.
+        detected_by: The program that noticed it.
+        deadline_s: The timeout that was exceeded, in seconds.
+        late_s: Seconds from the earliest moment of detection (death, missed deadline) to this
+            event.
     """
 
     kind: ClassVar[str] = "fault"
@@ -157,7 +195,9 @@ class Fault(Event):
 class Phase(Event):
     """A part of a restart ended.
 
-    ``name`` is one of detect, evidence, stop, reclaim, rendezvous, start, init.
+    Args:
+        name: detect, evidence, stop, reclaim, rendezvous, start or init.
+        dur_s: Its length in seconds.
     """
 
     kind: ClassVar[str] = "phase"
@@ -175,7 +215,13 @@ class FirstStep(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Progress(Event):
-    """Training went on: ``steps`` steps in the last ``window_s`` seconds."""
+    """Training made progress.
+
+    Args:
+        iteration: The last iteration.
+        steps: Steps in the window.
+        window_s: Length of the window in seconds; it ends with this event.
+    """
 
     kind: ClassVar[str] = "progress"
     iteration: int | None = None
@@ -185,7 +231,14 @@ class Progress(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class TimeoutsSet(Event):
-    """A deadline was set: either of a named ``section`` or of a ``heartbeat`` kind."""
+    """A timeout was set, for a section or a kind of heartbeat.
+
+    Args:
+        section: Name of the section.
+        heartbeat: Kind of heartbeat.
+        value_s: The timeout in seconds.
+        calculated: Whether it was calculated from measured times.
+    """
 
     kind: ClassVar[str] = "timeouts_set"
     section: str | None = None
@@ -196,10 +249,18 @@ class TimeoutsSet(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class InprocRestart(Event):
-    """Ranks restarted inside their processes; ``phases`` maps a phase to its seconds.
+    """Ranks restarted inside their processes.
 
-    ``call`` counts the wrapped calls of a cycle, in each of which ``iteration`` begins at 0.
-    ``lost_ranks`` take no further part. ``hang`` says whom a hang is blamed on, ``culprits``.
+    Args:
+        call: Number of the wrapped call in the cycle.
+        iteration: Restarts of that call before this one.
+        cause: What happened.
+        ranks: Ranks that caused it.
+        phases: Seconds of each phase, by name.
+        kept_ranks: Ranks that continue.
+        lost_ranks: Ranks that take no further part.
+        hang: Of a hang: which rank the others waited for, in words.
+        culprits: Of a hang: the ranks that are blamed.
     """
 
     kind: ClassVar[str] = "inproc_restart"
@@ -216,7 +277,19 @@ class InprocRestart(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class _Checkpoint(Event):
-    """What a checkpoint event says; ``stall_s`` is the time that training stood still."""
+    """Base of the checkpoint events.
+
+    Args:
+        id: Name of the checkpoint, the same on all ranks.
+        iteration: The training iteration.
+        bytes: Size on this rank.
+        stall_s: Seconds that training stood still.
+        write_s: Seconds of writing or reading.
+        mode: How, such as `async` or `local`.
+        replica: Which copy.
+        result: `ok` only for a checkpoint that can be loaded.
+        error: What went wrong.
+    """
 
     id: str | None = None
     iteration: int | None = None
@@ -252,7 +325,13 @@ class CkptVerify(_Checkpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Health(Event):
-    """A health check ended; ``result`` is pass, fail or skipped."""
+    """A health check ended.
+
+    Args:
+        check: Name of the check.
+        result: pass, fail or skipped.
+        evidence: What was measured.
+    """
 
     kind: ClassVar[str] = "health"
     check: str
@@ -262,7 +341,13 @@ class Health(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Straggler(Event):
-    """Ranks were found to be slower than the others."""
+    """Ranks were found to be slower than the others.
+
+    Args:
+        ranks: The slow ranks.
+        scores: Their scores.
+        reason: Which comparison found them.
+    """
 
     kind: ClassVar[str] = "straggler"
     ranks: Sequence[int] | str | None = None
@@ -272,7 +357,15 @@ class Straggler(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Verdict(Event):
-    """Attribution said what should be done about a fault."""
+    """Attribution gave a verdict about a fault.
+
+    Args:
+        action: What should be done.
+        reason_code: Code of the cause.
+        ranks: Ranks that are blamed.
+        nodes: Nodes that are blamed.
+        confidence: From 0 to 1.
+    """
 
     kind: ClassVar[str] = "verdict"
     action: str
@@ -284,7 +377,14 @@ class Verdict(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Standby(Event):
-    """A standby worker changed its state."""
+    """A standby worker changed its state.
+
+    Args:
+        slot: Local rank.
+        state: The new state.
+        seconds: Seconds that the transition took.
+        private_mb: Private memory of the worker in MB.
+    """
 
     kind: ClassVar[str] = "standby"
     slot: int
@@ -295,7 +395,13 @@ class Standby(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Dropped(Event):
-    """Events are missing from the file here."""
+    """Events are missing from the file here.
+
+    Args:
+        count: How many.
+        bytes: Their size, if known.
+        why: The reason.
+    """
 
     kind: ClassVar[str] = "dropped"
     count: int

@@ -39,6 +39,15 @@ class EventLog:
     object may be used from any thread and goes on working in a forked child. Writing stops at
     ``max_bytes`` except for faults, cycles and the job's start and end.
 
+    Args:
+        directory: Where the file is.
+        src: Name of the writing program, such as `launcher` or `rank`.
+        job_id: The job; None if unknown.
+        launch_id: Identifier of the launch; part of the file's name.
+        host: Name of the node; part of the file's name.
+        versions: Versions of distributions, for the header.
+        max_bytes: Size of the file from which only the most important events are written.
+
     Example:
         >>> from nvidia_resiliency_ext.shared_utils.events import EventLog, Fault
         >>> import tempfile
@@ -124,6 +133,9 @@ class EventLog:
         launcher calls the node by another name than the kernel does, ``NVRX_EVENT_HOST``. Without
         the first nothing is recorded (``NULL_EVENTS``). Without the second another launcher has
         started this process; its children share a file.
+
+        Args:
+            src: Name of the writing program, such as `ckpt`.
         """
         directory = os.environ.get("NVRX_EVENT_DIR")
         if not directory:

@@ -32,7 +32,12 @@ _COMMON_NAMES = ("t", "m", "kind", "src", "cycle", "rank", "pid")
 
 
 class EventFileError(NvrxError, ValueError):
-    """A file is not a file of events, or cannot be read."""
+    """A file is not a file of events, or cannot be read.
+
+    Args:
+        path: The file.
+        why: What is wrong with it.
+    """
 
     def __init__(self, path: str, why: str) -> None:
         """Name the file and what is wrong with it."""
@@ -43,7 +48,18 @@ class EventFileError(NvrxError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EventRecord:
-    """One line of an event file; ``fields`` holds what is particular to its kind."""
+    """One line of an event file.
+
+    Args:
+        t: Wall time in seconds since 1970.
+        m: Monotonic time of the node in seconds; None if unknown.
+        kind: Kind of the event.
+        src: The program that wrote it.
+        cycle: The cycle; None outside any.
+        rank: The global rank that it concerns; None: no rank.
+        pid: The process that wrote it.
+        fields: The fields of its kind.
+    """
 
     t: float
     m: float | None
@@ -57,9 +73,14 @@ class EventRecord:
 
 @dataclass(frozen=True, slots=True)
 class EventFile:
-    """What one file says: its header (empty when it has none), its events in file order.
+    """The content of one event file.
 
-    ``problem`` says why a file could not be read, where others beside it could.
+    Args:
+        path: The file.
+        header: Its header; empty without one.
+        events: Its events, in file order.
+        bad_lines: Lines that could not be parsed.
+        problem: Why the file could not be read, when other files could.
     """
 
     path: str
@@ -77,6 +98,9 @@ class EventFile:
 
 def read_events(path: str | os.PathLike[str]) -> EventFile:
     """Read one event file.
+
+    Args:
+        path: The file.
 
     Raises:
         EventFileError: The file cannot be read, is empty, or holds no event of a known schema.

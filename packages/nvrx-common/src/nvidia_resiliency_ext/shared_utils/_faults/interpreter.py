@@ -81,6 +81,10 @@ def async_raise(tid: int, exc_type: type[BaseException]) -> None:
 def termination_signal_handler(signum: int, frame: FrameType | None) -> None:
     """Raise `InjectedException`; for `signal.signal`.
 
+    Args:
+        signum: Number of the signal.
+        frame: Not used.
+
     Raises:
         InjectedException: Always.
     """

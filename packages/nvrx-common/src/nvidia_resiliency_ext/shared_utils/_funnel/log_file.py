@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils._funnel import ledger
-from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, open_append_beneath
+from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, lock_file, open_append_beneath
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -214,7 +213,7 @@ def _groups(buffers: Sequence[Piece]) -> Iterator[list[Piece]]:
 def _lock(descriptor: int) -> None:
     """Keep other servers from the log: what one has cut back, another may be writing."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor)
     except BlockingIOError:
         raise OSError(errno.EAGAIN, "another log server writes this file") from None
     except OSError as error:

@@ -38,6 +38,9 @@ class LogAggregationServicer:
 
     Safe in all threads. It owns threads and open files from construction to `shutdown`.
 
+    gRPC calls `StreamLogs`, `StreamLogsAcked`, `HealthCheck` and `Stats` with `request` or
+    `request_iterator`, the client's messages, and `context`, the call.
+
     Args:
         max_buffer_size: A file with so many bytes waiting is written at once.
         graceful_shutdown_timeout: Seconds that `graceful_shutdown` waits for open streams.
@@ -182,12 +185,21 @@ class LogAggregationServicer:
             self.count_client(-1)
 
     def count_client(self, change: int) -> None:
-        """Count streams that open (1) or end (-1)."""
+        """Add to the number of open streams.
+
+        Args:
+            change: 1 when a stream opens, -1 when it ends.
+        """
         with self.clients_lock:
             self.connected_clients += change
 
     def note_refusal(self, node_id: str, refusal: Refusal) -> None:
-        """Log a refusal; a sender that is refused all the time must not fill the log."""
+        """Log a refusal, ever more seldom if there are many.
+
+        Args:
+            node_id: The client's name.
+            refusal: The reason.
+        """
         with self.clients_lock:
             self._refusals += 1
             count = self._refusals

@@ -168,7 +168,11 @@ class LogFunnelClient:
         return left_behind(self._spill_dir, self._spill_name, self.node_id)
 
     def flush(self, deadline_s: float | None = 30.0) -> None:
-        """Do what `LogTarget.flush` does for all targets; the first error is raised at the end."""
+        """Flush all targets as `LogTarget.flush` does; raise the first error at the end.
+
+        Args:
+            deadline_s: Seconds for all of them; None: no limit. Default 30.
+        """
         deadline = Deadline.after(deadline_s)
         with self._lock:
             feeds = [opened.feed for opened in self._opened.values()]
@@ -190,6 +194,9 @@ class LogFunnelClient:
 
     def close(self, deadline_s: float | None = 30.0) -> bool:
         """Close all targets and the connection; harmless when repeated.
+
+        Args:
+            deadline_s: Seconds to wait for confirmations; None: no limit. Default 30.
 
         Returns:
             Whether everything was confirmed; see `LogTarget.close`.

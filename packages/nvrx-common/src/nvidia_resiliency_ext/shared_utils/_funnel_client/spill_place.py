@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -16,6 +15,7 @@ import stat
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.os_utils import (
+    lock_file,
     private_dir,
     read_regular_file,
     remove_tree_at,
@@ -87,7 +87,7 @@ def _make_owner(owner: str, identity: Identity) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(owner, flags, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(fd)
         _write_whole(fd, data)
     except OSError:
         os.close(fd)
@@ -168,7 +168,7 @@ def _lock_owner(path: str) -> int | None:
     except OSError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(fd)
         # Its last owner may have removed it between the two calls.
         if os.fstat(fd).st_nlink:
             return fd

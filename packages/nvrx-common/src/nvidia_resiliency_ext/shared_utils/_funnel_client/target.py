@@ -62,6 +62,8 @@ class LogTarget:
 
     All methods may be called from any thread, but not from a signal handler.
 
+    `feed`, `room` and `close` are set by `LogFunnelClient.open`, which makes targets.
+
     Attributes:
         path: The file, as the server names it.
     """
@@ -81,6 +83,9 @@ class LogTarget:
         two threads each should write whole lines. When there is no room, it waits or drops, as the
         client's `when_full` says.
 
+        Args:
+            data: The bytes.
+
         Raises:
             DeadlineExceededError: No room within the client's `write_timeout_s`. Of data up to
                 64 KiB nothing was taken.
@@ -91,20 +96,23 @@ class LogTarget:
         self._take(data)
 
     def flush(self, deadline_s: float | None = 30.0) -> None:
-        """Wait until the server has all whole lines written before in the file, or dropped ones.
+        """Wait until the server has written or dropped every whole line that was written here.
+
+        Args:
+            deadline_s: Seconds to wait; None: no limit. Default 30.
 
         Raises:
-            DeadlineExceededError: It does not within that time; the lines stay.
-            LogTargetRefusedError: It never will.
-            LogFunnelClosedError: It is closed, or was opened before a fork.
+            DeadlineExceededError: The time is over; the lines are kept.
+            LogTargetRefusedError: The server refuses this target.
+            LogFunnelClosedError: The target is closed, or was opened before a fork.
         """
         self._feed.flush(Deadline.after(deadline_s))
 
     def close(self, deadline_s: float | None = 30.0) -> bool:
         """End the last line, wait for all confirmations and end the stream; harmless if repeated.
 
-        What is not confirmed at the deadline is left in files for a later client of the same name
-        that opens the same path, and one warning says where.
+        Args:
+            deadline_s: Seconds to wait for confirmations; None: no limit. Default 30.
 
         Returns:
             Whether everything was confirmed.

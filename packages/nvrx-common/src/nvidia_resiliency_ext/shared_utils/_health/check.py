@@ -49,6 +49,8 @@ def _plain(text: str) -> str:
 class Check:
     """A health check: `check` tells what was found, calling it tells whether all is well.
 
+    `on_failure` is a coroutine function that is called after a failed asynchronous check.
+
     Attributes:
         name: The check, as the command line names it.
         late_status: What `run_checks` takes a check for that has not ended by the deadline:

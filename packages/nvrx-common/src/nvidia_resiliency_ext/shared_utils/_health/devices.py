@@ -72,7 +72,11 @@ class PynvmlMixin:
         return _or_none("driver_version") is not None
 
     def has_device(self, local_rank: int) -> bool | None:
-        """Return whether there is a GPU for a local rank; `None` where the driver cannot say."""
+        """Return whether a local rank has a GPU; None if the driver cannot tell.
+
+        Args:
+            local_rank: The local rank.
+        """
         try:
             device = resolve_device(local_rank)
             if isinstance(device, int):

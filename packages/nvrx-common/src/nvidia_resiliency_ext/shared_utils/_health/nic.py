@@ -8,10 +8,11 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
+
 from . import nic_ports
 from .check import PeriodicCheck
 from .devices import PynvmlMixin, resolve_device
-from .left_behind import DeadlineCaller, StuckError
 from .nic_judge import WINDOW_S, grown, rebased, too_fast
 from .nic_match import match_nics
 from .nvml_errors import NvmlError
@@ -98,7 +99,11 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         self._baseline = {} if value is None else {first: value}
 
     def set_nic_device(self, local_rank: int) -> None:
-        """Find the adapter nearest to the GPU of a local rank, and take the baseline."""
+        """Select the adapter nearest to a local rank's GPU, and read its counters as baseline.
+
+        Args:
+            local_rank: The local rank.
+        """
         self._local_rank = local_rank
         self.nic_name, self._baseline, self._was_there = None, {}, False
         mapping = self._gpu_to_nic()

@@ -6,11 +6,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
 from nvidia_resiliency_ext.shared_utils.console import plain
 
 from . import nic_ports
 from .check import Check
-from .left_behind import DeadlineCaller, StuckError
 from .nic_judge import is_active
 from .result import Finding, healthy, skipped, unhealthy
 

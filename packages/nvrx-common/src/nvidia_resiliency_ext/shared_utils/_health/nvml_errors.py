@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
+from nvidia_resiliency_ext.shared_utils.abandonable import StuckError
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-
-from .left_behind import StuckError
 
 __all__ = ["DriverHungError", "NvmlCallError", "NvmlError", "NvmlUnavailableError"]
 

@@ -14,8 +14,9 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
+
 from . import settings
-from .left_behind import DeadlineCaller, StuckError
 from .nvml_errors import DriverHungError
 from .nvml_queries import NvmlQueries, load_binding
 
@@ -120,9 +121,14 @@ def session() -> NvmlSession:
 
 
 def set_nvml(binding: Any) -> None:
-    """Use this object in place of the module `pynvml`; `None` goes back to the real one.
+    """Use an object in place of the module `pynvml`.
 
     It starts a new session, so a test can also use it to forget what was found before.
+
+    A new session begins, which forgets all earlier readings.
+
+    Args:
+        binding: The object; None: the real module.
     """
     with _state.guard:
         old, _state.session = _state.session, None
@@ -132,7 +138,11 @@ def set_nvml(binding: Any) -> None:
 
 
 def with_pynvml_lock(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function hold the lock of driver calls while it runs."""
+    """Return a function that holds the lock of driver calls while it runs.
+
+    Args:
+        func: The function to wrap.
+    """
 
     @functools.wraps(func)
     def locked(*args: Any, **kwargs: Any) -> Any:

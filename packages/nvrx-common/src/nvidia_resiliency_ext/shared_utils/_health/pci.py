@@ -34,7 +34,11 @@ class PciMixin:
     _sysfs_root = "/sys"
 
     def get_pci_ancestor(self, bus_id: str) -> list[str]:
-        """Return the PCI devices above one, nearest first."""
+        """Return the PCI devices above a device, nearest first.
+
+        Args:
+            bus_id: Address of the device, such as `0000:3b:00.0`.
+        """
         return pci_ancestors(normal_bus_id(bus_id) or "", self._sysfs_root)
 
     def get_ib_pci_mapping(self) -> dict[str, str]:

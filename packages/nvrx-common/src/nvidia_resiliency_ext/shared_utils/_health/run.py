@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 
 from .result import HealthResult
 
@@ -20,22 +21,6 @@ __all__ = ["run_checks"]
 logger = logging.getLogger("nvrx")
 
 
-class _Running:
-    def __init__(self, check: Check) -> None:
-        self.check = check
-        self.result: HealthResult | None = None
-        self.ended = threading.Event()
-        name = f"nvrx-check-{check.name}"
-        # A daemon: a check that never ends must not keep the interpreter from ending.
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self.result = self.check.check()
-        finally:
-            self.ended.set()
-
-
 def run_checks(checks: Sequence[Check], deadline_s: float) -> list[HealthResult]:
     """Run checks at the same time and return their results in the same order.
 
@@ -47,14 +32,14 @@ def run_checks(checks: Sequence[Check], deadline_s: float) -> list[HealthResult]
         deadline_s: Time for all of them together.
     """
     start = time.monotonic()
-    running = [_Running(check) for check in checks]
+    # Their threads are daemons: a check that never ends must not keep the interpreter from ending.
+    running = [AbandonableCall(f"check-{check.name}", check.check) for check in checks]
     results = []
-    for each in running:
-        each.ended.wait(max(0.0, start + deadline_s - time.monotonic()))
-        result = each.result
-        if result is None:
-            result = _late(each.check, deadline_s, time.monotonic() - start)
-        results.append(result)
+    for check, call in zip(checks, running, strict=True):
+        if call.ended.wait(max(0.0, start + deadline_s - time.monotonic())):
+            results.append(call.result())
+        else:
+            results.append(_late(check, deadline_s, time.monotonic() - start))
     return results
 
 

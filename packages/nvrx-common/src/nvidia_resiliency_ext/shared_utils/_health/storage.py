@@ -9,10 +9,10 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 
 from .check import Check, PeriodicCheck
-from .left_behind import DeadlineCaller
 from .mounts import MOUNTINFO, Mount, read_mounts
 from .nic_ports import read_first
 from .probes import Probe, abandoned_probes, kill_all, wait_for_any

@@ -39,7 +39,12 @@ class TextLineFormatter(logging.Formatter):
     _second: tuple[int, str] = (-1, "")
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - the standard library's name
-        """Return the record's time in local time, with milliseconds unless ``datefmt`` is given."""
+        """Return the record's local time, with milliseconds unless a format is given.
+
+        Args:
+            record: The record.
+            datefmt: Format of `time.strftime`.
+        """
         if datefmt:
             return super().formatTime(record, datefmt)
         second = int(record.created)
@@ -80,7 +85,11 @@ class DynamicLogFormatter(TextLineFormatter):
         }
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as text."""
+        """Return the record as text.
+
+        Args:
+            record: The record.
+        """
         record.__dict__.update(self._ranks)
         return super().format(record)
 

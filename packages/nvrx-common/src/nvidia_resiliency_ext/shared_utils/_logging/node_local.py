@@ -60,7 +60,11 @@ class NodeLocalTmpLogHandler(logging.Handler):
         self._dropped_count = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record."""
+        """Write one record.
+
+        Args:
+            record: The record.
+        """
         try:
             data = self._bytes_of(record)
         except Exception:  # noqa: BLE001 - a record's arguments may do anything

@@ -34,7 +34,11 @@ _TICKS = 8
 
 
 def render_html(timeline: Timeline) -> str:
-    """Return the whole page."""
+    """Return a report as one self-contained HTML page.
+
+    Args:
+        timeline: The job.
+    """
     title = f"job {timeline.job_id}" if timeline.job_id else "job"
     parts = [
         _tiles(timeline),

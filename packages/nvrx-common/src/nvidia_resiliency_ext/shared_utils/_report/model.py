@@ -44,7 +44,11 @@ _LONGEST_PATH = 160
 
 
 def build_timeline(files: Sequence[EventFile]) -> Timeline:
-    """Find out what happened to the job of these files and where its time went."""
+    """Reconstruct a job from its event files: cycles, faults, and where its time went.
+
+    Args:
+        files: The event files of all its nodes.
+    """
     seen = gather(files)
     if not seen:
         return Timeline(

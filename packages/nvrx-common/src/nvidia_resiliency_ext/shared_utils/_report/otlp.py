@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils._health.left_behind import DeadlineCaller, StuckError
+from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from .metrics import metrics_of

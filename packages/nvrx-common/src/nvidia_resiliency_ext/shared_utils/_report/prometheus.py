@@ -17,7 +17,11 @@ _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 def render_prometheus(timeline: Timeline) -> str:
-    """Return the figures of a job in Prometheus' text format."""
+    """Return a job's figures in the text format of Prometheus.
+
+    Args:
+        timeline: The job.
+    """
     lines = []
     for metric in metrics_of(timeline):
         lines.append(f"# HELP {metric.name} {metric.help}")

@@ -31,7 +31,12 @@ _FIGURES_WIDTH = 24
 
 
 def render_text(timeline: Timeline, width: int = 100) -> str:
-    """Return a summary that fits a terminal of ``width`` columns."""
+    """Return a summary for a terminal.
+
+    Args:
+        timeline: The job.
+        width: Columns of the terminal. Default 100.
+    """
     width = max(_NARROWEST, width)
     blocks = [
         _head(timeline),

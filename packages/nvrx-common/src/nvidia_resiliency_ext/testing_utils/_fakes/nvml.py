@@ -104,6 +104,9 @@ class FakeDriver:
 class FakeNvml:
     """Takes the place of the module `pynvml`: ``health_check.set_nvml(FakeNvml({"count": 8}))``.
 
+    Methods with NVML's names take NVML's arguments: `index` or `uuid` of a device, its `handle`, a
+    `link`, a `counter`, pairs of `fields`.
+
     Attributes:
         answers: By the keys of ``nvml.c``; may be changed at any time.
         calls: Names of the functions called so far.

@@ -13,7 +13,11 @@ __all__ = ["FakeSysfs", "fake_sysfs"]
 
 
 class FakeSysfs:
-    """A tree below `root`, for the parameter `sysfs_root` of checks."""
+    """A tree below `root`, for the parameter `sysfs_root` of checks.
+
+    Addresses (`bus_id`, `bridges`, outermost first) are those of PCI, such as `0000:3b:00.0`;
+    `name` is an adapter, `port` and `ports` are its ports from 1, `netdev` is a network device.
+    """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.fspath(root)
@@ -65,17 +69,37 @@ class FakeSysfs:
             self.set_counter(name, counter, 0, folder="hw_counters")
 
     def set_state(self, name: str, state: str, *, port: int = 1) -> None:
-        """Set the state of a port."""
+        """Set the state of a port.
+
+        Args:
+            name: The adapter.
+            state: Content of the file, such as `4: ACTIVE`.
+            port: The port. Default 1.
+        """
         self._write(f"class/infiniband/{name}/ports/{port}/state", state)
 
     def set_counter(
         self, name: str, counter: str, value: int, *, port: int = 1, folder: str = "counters"
     ) -> None:
-        """Set a counter of a port; `folder` may be `hw_counters`."""
+        """Set a counter of a port.
+
+        Args:
+            name: The adapter.
+            counter: Name of the counter.
+            value: Its value.
+            port: The port. Default 1.
+            folder: `counters` (default) or `hw_counters`.
+        """
         self._write(f"class/infiniband/{name}/ports/{port}/{folder}/{counter}", str(value))
 
     def set_carrier(self, name: str, netdev: str, *, has_carrier: bool) -> None:
-        """Set whether a network device of an adapter has a carrier."""
+        """Set whether a network device of an adapter has a carrier.
+
+        Args:
+            name: The adapter.
+            netdev: The network device.
+            has_carrier: Whether it has a carrier.
+        """
         self._write(f"class/infiniband/{name}/device/net/{netdev}/carrier", str(int(has_carrier)))
 
     def remove_nic(self, name: str) -> None:
@@ -85,7 +109,11 @@ class FakeSysfs:
         shutil.rmtree(f"{self.root}/class/infiniband/{name}")
 
     def set_lustre(self, state: str) -> None:
-        """Set what Lustre says of itself."""
+        """Set the state that Lustre reports.
+
+        Args:
+            state: Content of its health file, such as `healthy`.
+        """
         self._write("fs/lustre/health_check", state)
 
     def _write(self, path: str, text: str) -> None:

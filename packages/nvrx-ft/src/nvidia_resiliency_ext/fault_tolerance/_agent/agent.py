@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from typing import Any, Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine, preemption
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
     Effect,
@@ -32,7 +32,11 @@ from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
 from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import limit_in_words, states_of
 from nvidia_resiliency_ext.fault_tolerance._monitor.messages import WorkersChanged
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
-from nvidia_resiliency_ext.fault_tolerance._process.exceptions import read_error_file
+from nvidia_resiliency_ext.fault_tolerance._process.exceptions import (
+    ErrorFile,
+    read_error_file,
+    read_error_output,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import RefillingBudget
 from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
 from nvidia_resiliency_ext.fault_tolerance._report.failures import (
@@ -51,15 +55,19 @@ from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 
 from . import decide
 from .preemption import PreemptionDesk
 from .rendezvous import Rendezvous
+from .start_failures import OTHERS_MAY_TAKE_S, StartFailures
 
 logger = logging.getLogger("nvrx")
 
 PROGRESS_INTERVAL_S = 10.0
 BARRIER_S = 300.0
+UNCAUGHT_EXCEPTION = 1
+"""Python's exit code after an uncaught exception."""
 # A launcher that stays for the others' sake is asked by these to go at once.
 _ASKS_TO_GO = (machine.Signalled, preemption.GraceOver)
 
@@ -183,6 +191,7 @@ class Parts:
     desk: PreemptionDesk
     host: str
     reports_leftovers: bool
+    start_failure_limit: int = 0
     budget: RefillingBudget | None = None
 
 
@@ -207,6 +216,7 @@ class NodeAgent:
         self._desk = desk = parts.desk
         self._host = parts.host
         self._budget = parts.budget
+        self._start_failures = StartFailures(parts.start_failure_limit)
         self._workers = WorkerGroup(
             parts.loop,
             parts.clock,
@@ -220,6 +230,8 @@ class NodeAgent:
         self._failures: list[Failure] = []
         self._assignment: Assignment | None = None
         self._error_files: dict[int, str] = {}
+        self._error_outputs: dict[int, tuple[str, int]] = {}
+        self._others_until: float | None = None
         self._cycle_start_time: float | None = None
         self._started_at: float | None = None
         self._steps_recorded = NO_STEPS
@@ -343,7 +355,7 @@ class NodeAgent:
 
     def _settle(self) -> bool:
         """Decide one thing that is waiting; exits first, they are the causes."""
-        if self._exits:
+        if self._exits and not self._others_may_fail():
             self._judge_exits()
             return True
         if self._events:
@@ -403,6 +415,37 @@ class NodeAgent:
 
     # Exits ---------------------------------------------------------------------------------
 
+    def _others_may_fail(self) -> bool:
+        """Return whether to wait for the other ranks, which may fail at their start like these."""
+        if self._node.phase is not Phase.RUNNING or self._node.policy.many_nodes:
+            return False
+        now = self._clock.monotonic()
+        if self._others_until is None:
+            errors = [self._error_of(rank, status) for rank, status, _ in self._exits]
+            may_fail = self._start_failures.counts(
+                [None if error is None else error.message for error in errors],
+                self._lived_s(),
+                stepped=self._has_stepped(),
+            )
+            self._others_until = now + OTHERS_MAY_TAKE_S if may_fail else now
+            if may_fail:
+                self._loop.call_at(self._others_until, lambda: None)
+        return now < self._others_until and len(self._exits) < len(self._node.running)
+
+    def _has_stepped(self) -> bool:
+        return self._monitor.steps_of_rank0().count > 0
+
+    def _lived_s(self) -> float:
+        return 0.0 if self._started_at is None else self._clock.monotonic() - self._started_at
+
+    def _is_hopeless(self, failures: list[Failure]) -> bool:
+        return not self._node.policy.many_nodes and self._start_failures.is_hopeless(
+            [None if f.error is None else f.error.message for f in failures],
+            len(self._workers.started),
+            self._lived_s(),
+            stepped=self._has_stepped(),
+        )
+
     def _judge_exits(self) -> None:
         self._workers.reap_exited()
         exits, self._exits = self._exits, []
@@ -418,15 +461,20 @@ class NodeAgent:
             failures = self._with_culprit(failures, hang)
         failed = {failure.local_rank for failure in failures}
         cause: Cause | None = None
-        no_progress = False
+        no_progress = is_hopeless = False
         if failures:
             self._failures = failures
             cause = cause_of(root_cause(failures))
             no_progress = self._makes_no_progress()
+            is_hopeless = self._is_hopeless(failures)
         for local_rank, status, _ in exits:
             self._chronicle.worker_exited(local_rank, status)
             own = cause if local_rank in failed else None
-            self._feed(machine.WorkerExited(local_rank, status, own, no_progress))
+            self._feed(
+                machine.WorkerExited(
+                    local_rank, status, own, no_progress, is_hopeless and own is not None
+                )
+            )
         if self._node.phase is Phase.RUNNING:
             self._tell_monitor()
 
@@ -452,8 +500,16 @@ class NodeAgent:
             host=self._host,
             status=status,
             seen_at=seen_at,
-            error=read_error_file(self._error_files.get(local_rank, "")),
+            error=self._error_of(local_rank, status),
         )
+
+    def _error_of(self, local_rank: int, status: ExitStatus) -> ErrorFile | None:
+        """Return the exception of a rank: from `@record`, else from the file of its stderr."""
+        written = read_error_file(self._error_files.get(local_rank, ""))
+        is_uncaught = status.code == UNCAUGHT_EXCEPTION
+        if written is not None or not is_uncaught or local_rank not in self._error_outputs:
+            return written
+        return read_error_output(*self._error_outputs[local_rank])
 
     def _makes_no_progress(self) -> bool:
         iteration = self._monitor.last_iteration()
@@ -504,6 +560,8 @@ class NodeAgent:
         try:
             specs = self._specs(assignment, self._cycle_start_time)
             self._error_files = {spec.local_rank: spec.output.error_file for spec in specs}
+            self._error_outputs = _error_outputs(specs)
+            self._others_until = None
             self._desk.cycle_begins()
             self._monitor.prepare(assignment.cycle)
             self._workers.start(specs, self._starter)
@@ -600,3 +658,16 @@ class NodeAgent:
         if steps.count > self._steps_recorded.count:
             self._chronicle.progress(self._steps_recorded, steps)
             self._steps_recorded = steps
+
+
+def _error_outputs(specs: Sequence[WorkerSpec]) -> dict[int, tuple[str, int]]:
+    """Return the files that take workers' stderr, with their sizes before the workers start."""
+    paths = {spec.local_rank: spec.output.stderr.path for spec in specs}
+    return {rank: (path, _size_of(path)) for rank, path in paths.items() if path is not None}
+
+
+def _size_of(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0

@@ -372,6 +372,9 @@ def _exited(node: Node, event: WorkerExited) -> Decision:
         return node, (ReportFault(event.cause, Outcome.SIGNALLED, 0), *stop)
     if event.cause is not None and node.policy.min_healthy and node.group_world_size > 1:
         return _tolerated(node, event.cause)
+    if event.cause is not None and event.is_hopeless:
+        node, stop = _stop(node, event.cause, Outcome.FAIL)
+        return node, (ReportFault(event.cause, Outcome.FAIL, restarts_left(node)), *stop)
     if event.cause is not None:
         return _fault(node, event.cause, no_progress=event.no_progress, opens=True)
     if node.running:

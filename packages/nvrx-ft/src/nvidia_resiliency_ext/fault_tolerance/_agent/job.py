@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._core.infra import infrastructure_rank
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, SignalInbox, Timer
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
     Policy,
@@ -65,6 +64,7 @@ from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.console import write_err
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalInbox, Timer
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Parts, Result
@@ -424,6 +424,7 @@ class Job:
                 desk=self._desk,
                 host=self._place.host,
                 reports_leftovers=config.check_remaining_processes,
+                start_failure_limit=config.start_failure_limit,
                 budget=self._budget(),
             )
         )
@@ -518,13 +519,16 @@ class Job:
             self._torch_events.ended(result.exit_code, result.failures, result.stop_signal)
         if result.exit_code != 0 and result.failures:
             error = result.root_cause.error
-            hand_up_error_file(error.path if error else None, self._environ)
+            hand_up_error_file((error.path or None) if error else None, self._environ)
         if self._chronicle.faults and self._place.record_is_temporary:
-            self._log_summary()
+            self._log_summary(has_failed=result.exit_code != 0)
         return result
 
-    def _log_summary(self) -> None:
-        """Say what the record holds, before it goes with the run directory."""
+    def _log_summary(self, *, has_failed: bool) -> None:
+        """Say what the record holds, before it goes with the run directory.
+
+        Of a job that has failed only the first lines: its error must stand at the end.
+        """
         try:
             from nvidia_resiliency_ext.shared_utils import report
 
@@ -537,7 +541,9 @@ class Job:
             # The job's exit code must not depend on its report.
             logger.exception("the summary cannot be made")
             return
-        logger.info("what happened (set --log-dir to keep the record):\n%s", text)
+        if has_failed:
+            text = text.partition("\n\n")[0]
+        logger.info("what happened (set --log-dir to keep the record for nvrx-report):\n%s", text)
 
     def _specs(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
         self._cycles.begin(assignment)

@@ -21,7 +21,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     default_replacement_group_size,
     replacement_group_id,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop
 from nvidia_resiliency_ext.fault_tolerance._health.admission import injected_failure
 from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThread, StorePlan
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
@@ -61,6 +60,7 @@ from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
 )
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 from .cycle_records import CycleRecords, StoreHost
 from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address

@@ -15,12 +15,12 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, SlotView, Steps, read_slot
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
     GraceOver,
     Preempted,
@@ -22,6 +21,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SAVE_ASKED
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 
 __all__ = ["PreemptionDesk", "SaveLink"]
 

@@ -13,7 +13,6 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
 from nvidia_resiliency_ext.fault_tolerance._core.resources import IdleMeter, available_bytes
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._prewarm import pool as pools
@@ -43,6 +42,7 @@ from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
 )
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, ConfigError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 
 logger = logging.getLogger("nvrx")
 

@@ -8,7 +8,6 @@ cannot say so itself.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -21,7 +20,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
     HangJudged,
@@ -61,6 +59,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.fault_tolerance._workers.env import PortReservation
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer, WakeUp
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 from .rendezvous import RoundEvent
@@ -136,9 +135,7 @@ class StoreRendezvous:
         self._host = host
         self._stop = stop
         self._news: queue.SimpleQueue[News | RoundEvent] = queue.SimpleQueue()
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._wakeup_lock = threading.Lock()
-        self._is_shut_down = False
+        self._wake_up = WakeUp()
         # The one that this node has workers in. Those of a node that was stopped for a while may
         # be found dead when the others have long begun another round: that one did not fail.
         self._round = 0
@@ -190,8 +187,7 @@ class StoreRendezvous:
 
     def poll(self) -> list[RoundEvent]:
         """Return what happened since the last call."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wakeup)
+        self._wake_up.clear()
         events = []
         while not self._news.empty():
             event = self._event(self._news.get())
@@ -201,7 +197,7 @@ class StoreRendezvous:
 
     def fileno(self) -> int | None:
         """Return the descriptor that is readable when there is news."""
-        return self._wakeup
+        return self._wake_up.fileno()
 
     def open_next(self, cause: Cause) -> None:
         """Open the next round for everybody, unless somebody has."""
@@ -264,7 +260,7 @@ class StoreRendezvous:
 
     def shutdown(self) -> None:
         """Say goodbye, and let the store go when everybody has; a second call does nothing."""
-        if self._is_shut_down:
+        if self._wake_up.fileno() < 0:
             return
         if self._stop is not None:
             self._stop.set()
@@ -280,9 +276,7 @@ class StoreRendezvous:
             self._host.join(LAST_WORDS_S + 1.0)
             self._host.stop()
             self._host.join(LAST_WORDS_S)
-        with self._wakeup_lock:
-            os.close(self._wakeup)
-            self._is_shut_down = True
+        self._wake_up.close()
         for reservation in (self._in_use, self._reserved):
             if reservation is not None:
                 reservation.release()
@@ -312,9 +306,7 @@ class StoreRendezvous:
     def _push(self, news: News | RoundEvent) -> None:
         """Hand something to `poll`, from any thread."""
         self._news.put(news)
-        with self._wakeup_lock:
-            if not self._is_shut_down:
-                os.eventfd_write(self._wakeup, 1)
+        self._wake_up.set()
 
     def _event(  # noqa: PLR0911 - one for each kind
         self, news: News | RoundEvent

@@ -29,7 +29,12 @@ ATTRIBUTION_STOP_ACTIONS = ("log", "no-restart")
 
 @dataclass(frozen=True)
 class AttributionEndpoint:
-    """A service that can be asked, and whether its word STOP ends the job."""
+    """An attribution service, and whether its action STOP ends the job.
+
+    Args:
+        endpoint: Address: `http://HOST:PORT` or `unix:///PATH`.
+        enforce_stop: End the job on STOP instead of logging it. Default False.
+    """
 
     endpoint: str
     enforce_stop: bool = False

@@ -7,13 +7,11 @@ for two words: STOP, and the names of bad nodes, and these only where that was a
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import cycle_log_file
 from nvidia_resiliency_ext.shared_utils.attribution_wire import ACTION_STOP
@@ -21,6 +19,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils.attribution_client import AttributionService
+    from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
     from .service import AttributionManager
 
@@ -29,16 +28,6 @@ __all__ = ["AttributionWatch"]
 logger = logging.getLogger("nvrx")
 
 LAST_WORDS_S = 0.3
-
-
-class Loop(Protocol):
-    """What is needed of the launcher's loop."""
-
-    def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever `fd` is readable."""
-
-    def unwatch(self, fd: int) -> None:
-        """Stop watching `fd`."""
 
 
 class AttributionWatch:
@@ -65,7 +54,7 @@ class AttributionWatch:
         base_log_file: str,
         token_file: str | None,
         node_id: str,
-        loop: Loop,
+        loop: EventLoop,
         on_stop: Callable[[str], None],
         on_nodes: Callable[[tuple[str, ...], str], None] | None = None,
         job_id: str | None = None,
@@ -87,9 +76,6 @@ class AttributionWatch:
         # The first cycle that ended before there was a client, and what is known of its end.
         self._missed: tuple[int, tuple[str, ...]] | None = None
         self._is_closed = False
-        self._stops: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        loop.watch(self._wakeup, self._receive)
 
     def start(self) -> None:
         """Start the service or find it; what goes wrong is one line, and the job goes on."""
@@ -140,10 +126,6 @@ class AttributionWatch:
         if client is not None:
             client.stop_poller(LAST_WORDS_S)
         self._manager.stop()
-        self._loop.unwatch(self._wakeup)
-        with self._lock:
-            os.close(self._wakeup)
-            self._wakeup = -1
 
     def _end(self, evidence: tuple[str, ...] = ()) -> None:
         """Ask for the verdict on the present cycle, once; the lock is held."""
@@ -211,10 +193,7 @@ class AttributionWatch:
             "attribution: STOP, a restart is useless (%d so far): %s: %s", count, log_path, reason
         )
         if client.stop_requested():
-            self._stops.put(reason or log_path)
-            with self._lock:
-                if self._wakeup >= 0:
-                    os.eventfd_write(self._wakeup, 1)
+            self._loop.post(partial(self._stop_unless_closed, reason or log_path))
 
     def _heard_of_nodes(self, nodes: tuple[str, ...], log_path: str, reason: str) -> None:
         """Take the names of bad nodes, in the client's thread."""
@@ -224,8 +203,6 @@ class AttributionWatch:
         else:
             self._on_nodes(nodes, reason or log_path)
 
-    def _receive(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wakeup)
-        while not self._stops.empty():
-            self._on_stop(self._stops.get())
+    def _stop_unless_closed(self, reason: str) -> None:
+        if not self._is_closed:
+            self._on_stop(reason)

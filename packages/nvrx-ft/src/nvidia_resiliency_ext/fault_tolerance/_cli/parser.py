@@ -79,7 +79,11 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed command line, `sys.argv[1:]` if none is given."""
+    """Return the parsed command line of `ft_launcher`.
+
+    Args:
+        args: The arguments without the program's name; None: those of the process.
+    """
     return get_args_parser().parse_args(args)
 
 

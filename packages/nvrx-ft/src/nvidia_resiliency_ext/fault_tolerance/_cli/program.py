@@ -59,9 +59,9 @@ def _check(plan: LaunchPlan, *, as_json: bool) -> int:
 def run_plan(plan: LaunchPlan) -> int:
     """Run a plan and return the exit code; what the machine refuses is one line on stderr."""
     from nvidia_resiliency_ext.fault_tolerance._agent.job import Job, show_failures
-    from nvidia_resiliency_ext.fault_tolerance._core.loop import ignore
     from nvidia_resiliency_ext.fault_tolerance._core.machine import EXIT_FAILURE
     from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+    from nvidia_resiliency_ext.shared_utils.event_loop import ignore
 
     announcing = plan.fault_tolerance.preempt_signal
     if announcing is not None:

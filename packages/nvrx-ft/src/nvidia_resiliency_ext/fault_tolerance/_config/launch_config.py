@@ -152,10 +152,13 @@ class LogFunnelPorts:
 
     @classmethod
     def from_launcher_args(cls, args: argparse.Namespace) -> LogFunnelPorts:
-        """Return the ports that a parsed command line asks for.
+        """Return the ports of the log servers of a parsed command line.
+
+        Args:
+            args: What `parse_args` returned.
 
         Raises:
-            ValueError: There are no such ports, or the number of servers is negative.
+            ValueError: A port is out of range, or the number of servers is negative.
         """
         _, max_nodes = parse_min_max_nnodes(args.nnodes)
         count = args.ft_log_aggregator_count or -(-max_nodes // _NODES_PER_LOG_SERVER)
@@ -172,10 +175,13 @@ class LogFunnelPorts:
         return self.base_port + self.first_level_count if self.uses_two_level else self.base_port
 
     def leaf_listen_port(self, index: int) -> int:
-        """Return the port of one server of the first level.
+        """Return the port of a leaf server.
+
+        Args:
+            index: Its index, from 0.
 
         Raises:
-            ValueError: There is no such server.
+            ValueError: The index is out of range.
         """
         if not 0 <= index < self.first_level_count:
             raise ValueError(f"server {index} is not one of {self.first_level_count}")
@@ -198,10 +204,18 @@ class LogFunnelPorts:
 
 
 def get_rdzv_endpoint(args: argparse.Namespace) -> str:
-    """Return where nodes meet: what was given, else the master's address and port."""
+    """Return the rendezvous endpoint: the given one, else the master's address and port.
+
+    Args:
+        args: What `parse_args` returned.
+    """
     return str(args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}")
 
 
 def get_use_env(args: argparse.Namespace) -> bool:
-    """Return whether a worker learns its local rank from the environment only."""
+    """Return whether a worker gets its local rank from the environment only.
+
+    Args:
+        args: What `parse_args` returned.
+    """
     return bool(getattr(args, "use_env", True))

@@ -104,6 +104,7 @@ class FaultToleranceConfig:
     preempt_deadline: str | None = None
     preempt_grace: float = 120.0
     segment_health_check_dir: str | None = None
+    start_failure_limit: int = 2
 
     def __post_init__(self) -> None:
         problems = []
@@ -136,7 +137,10 @@ class FaultToleranceConfig:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> FaultToleranceConfig:
-        """Return the config that `to_dict` described; options left out have their defaults.
+        """Return the config of a dict that `to_dict` made; options left out have their defaults.
+
+        Args:
+            plain: Option names and values.
 
         Raises:
             ValueError: A key is unknown or a value is not allowed.
@@ -209,12 +213,31 @@ class FaultToleranceConfig:
         return layers.config()
 
     def to_yaml_file(self, cfg_path: str | os.PathLike[str]) -> None:
-        """Write a file that `from_yaml_file` reads back as an equal config."""
+        """Write a file that `from_yaml_file` reads back as an equal config.
+
+        Args:
+            cfg_path: The file; an existing one is overwritten.
+        """
         import yaml
 
         text = yaml.safe_dump({"fault_tolerance": self.to_dict()}, sort_keys=False)
         with open(cfg_path, "w", encoding="utf-8") as stream:
             stream.write(text)
+
+
+def _option_texts() -> str:
+    """Return what the table says about each option, as a section of a docstring."""
+    lines = [
+        f"        {option.field}: {option.help} Value: {option.kind.expects};"
+        f" default {option.default_text}."
+        for option in OPTIONS
+    ]
+    return "\n".join(["", "    Attributes:", *lines, "    "])
+
+
+FaultToleranceConfig.__doc__ = (
+    (FaultToleranceConfig.__doc__ or "").rstrip() + "\n" + _option_texts()
+)
 
 
 def _warn(texts: list[str]) -> None:

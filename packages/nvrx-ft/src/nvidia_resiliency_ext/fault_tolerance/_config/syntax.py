@@ -50,6 +50,9 @@ class Std(enum.IntFlag):
 def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
     """Return the least and the largest number of nodes in `N` or `MIN:MAX`.
 
+    Args:
+        nnodes: The text.
+
     Raises:
         RuntimeError: The text has another form.
     """

@@ -59,6 +59,15 @@ class Option(NamedTuple):
         return self.flag_aliases[0] if self.flag_aliases else self.plain_flag
 
     @property
+    def default_text(self) -> str:
+        """The default as one writes it in YAML."""
+        if self.default is None or self.default == "":
+            return "none" if self.default is None else '""'
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        return getattr(self.default, "name", None) or str(self.default)
+
+    @property
     def plain_flag(self) -> str:
         """The flag that the rule gives, without the leading dashes."""
         return "ft-" + self.field.replace("_", "-")
@@ -437,6 +446,15 @@ OPTIONS: tuple[Option, ...] = (
         None,
         HEALTH,
         "Directory of files by which the scheduler excludes array tasks or jobs before a round.",
+    ),
+    Option(
+        "start_failure_limit",
+        v.COUNT,
+        2,
+        FAULT_TOLERANCE,
+        "A job on one node ends when all ranks fail before any step with the same error of the "
+        "program (ImportError, SyntaxError, NameError, AttributeError, TypeError) in so many "
+        "cycles in a row; 0: such cycles are restarted like others.",
     ),
 )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import socket
 import threading
@@ -17,7 +16,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, SignalInbox
 from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
 )
@@ -40,6 +38,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import Exclusi
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, load_torch
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalInbox
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir, remove_stale_run_dirs
 
 from .plan import PROGRAM, ControlPlan
@@ -198,8 +197,6 @@ class ControlPlane:
 
     def _build_thread(self, listener: socket.socket, secret: bytes | None) -> None:
         plan = self._plan
-        wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._loop.watch(wakeup, lambda: None)
         self._thread = StoreHostThread(
             StorePlan(
                 listener=listener,
@@ -218,17 +215,14 @@ class ControlPlane:
             services=self._services,
             on_bad_node=self._bad_node,
             exclusions=self._exclusions,
-            on_end=lambda: os.eventfd_write(wakeup, 1),
+            on_end=self._loop.wake,
         )
-        self._stack.callback(self._end_thread, self._thread, wakeup)
+        self._stack.callback(self._end_thread, self._thread)
         self._thread.start()
 
-    def _end_thread(self, thread: StoreHostThread, wakeup: int) -> None:
+    def _end_thread(self, thread: StoreHostThread) -> None:
         thread.stop()
         thread.join(STOP_S)
-        if not thread.is_alive():
-            self._loop.unwatch(wakeup)
-            os.close(wakeup)
 
     # What happens ------------------------------------------------------------------------------
 

@@ -9,7 +9,11 @@ __all__ = ["RankMonitorClientError", "TimeoutsCalcError"]
 
 
 class UnhealthyNodeException(Exception):  # noqa: N818  # the name is public
-    """A node failed its health check and leaves the job."""
+    """A node failed its health check and leaves the job.
+
+    Args:
+        message: Text of the error.
+    """
 
     def __init__(self, message: str = "A node in the cluster is unhealthy") -> None:
         super().__init__(message)
@@ -21,6 +25,10 @@ class TerminalWorkerGroupFailure(Exception):  # noqa: N818  # the name is public
 
 class NoRestartRequested(Exception):  # noqa: N818  # the name is public
     """The job must not be restarted and not be queued again.
+
+    Args:
+        reason: `attribution_stop` or `no_progress`.
+        message: Text of the error; None: made from the reason.
 
     Attributes:
         reason: Why, such as `no_progress`.

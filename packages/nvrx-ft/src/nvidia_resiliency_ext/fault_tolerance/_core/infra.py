@@ -45,8 +45,11 @@ _BOOLS: Final = {"1": True, "true": True, "yes": True, "0": False, "false": Fals
 def parse_bool_env(var_name: str) -> bool:
     """Return a switch from the environment: 1/true/yes or 0/false/no in any case; unset is False.
 
+    Args:
+        var_name: Name of the variable.
+
     Raises:
-        ValueError: it is set to anything else.
+        ValueError: The variable has another value.
     """
     text = os.environ.get(var_name)
     if text is None:
@@ -92,7 +95,11 @@ _MOST_NODES: Final = 100_000
 
 
 def hostnames_to_slurm_nodelist(hostnames: Iterable[str]) -> str:
-    """Return host names as Slurm writes them, such as `node[001-004,007]`."""
+    """Return host names as Slurm writes them, such as `node[001-004,007]`.
+
+    Args:
+        hostnames: The names; each may occur several times.
+    """
     from nvidia_resiliency_ext.shared_utils.rank_sets import format_hosts
 
     return format_hosts(list(hostnames))
@@ -152,12 +159,20 @@ def compact_nodes(addrs: Iterable[str]) -> str:
 
 
 def slurm_sort_addrs(addrs: Iterable[str]) -> list[str]:
-    """Return addresses sorted with their numbers counted as numbers: `n2` before `n10`."""
+    """Return addresses sorted with their numbers counted as numbers: `n2` before `n10`.
+
+    Args:
+        addrs: The addresses.
+    """
     return sorted(addrs, key=_natural_key)
 
 
 def ranks_to_range_str(ranks: Iterable[int]) -> str:
-    """Return ranks in the given order with runs shortened: 0, 1, 2, 6 -> `0-2,6`."""
+    """Return ranks in the given order with runs shortened: 0, 1, 2, 6 -> `0-2,6`.
+
+    Args:
+        ranks: The ranks.
+    """
     from nvidia_resiliency_ext.shared_utils.rank_sets import format_runs
 
     return format_runs(ranks)

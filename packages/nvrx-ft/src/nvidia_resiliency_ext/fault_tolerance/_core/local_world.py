@@ -26,10 +26,13 @@ MOST_WORKERS = 65536
 
 
 def determine_local_world_size(nproc_per_node: str) -> int:
-    """Return the number of workers that `--nproc-per-node` stands for on this machine.
+    """Return the number of workers of this machine that `--nproc-per-node` means.
+
+    Args:
+        nproc_per_node: A number of 1 or more, "cpu", "gpu" or "auto".
 
     Raises:
-        ValueError: It is no number from 1 to `MOST_WORKERS`, cpu, gpu or auto, or there is no GPU.
+        ValueError: The value is none of these, the number is too large, or there is no GPU.
     """
     return local_world_size(nproc_per_node, os.environ)
 

@@ -179,12 +179,16 @@ class NextRoundOpened:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """A worker is gone. `cause` says how when it failed; `no_progress` comes from the tracker."""
+    """A worker is gone. `cause` says how when it failed; `no_progress` comes from the tracker.
+
+    `is_hopeless`: the program fails at its start again and again, see `start_failures.py`.
+    """
 
     local_rank: int
     status: ExitStatus
     cause: Cause | None = None
     no_progress: bool = False
+    is_hopeless: bool = False
 
 
 @dataclass(frozen=True, slots=True)

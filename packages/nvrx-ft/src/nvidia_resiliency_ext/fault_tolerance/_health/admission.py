@@ -29,9 +29,9 @@ from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_adapters, has_gpu_driver
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
-from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
+from nvidia_resiliency_ext.shared_utils.worker_thread import WorkerThread
 
 from .memory import GpuMemory, MemoryRules, wait_for_memory
 
@@ -326,8 +326,8 @@ class NodeGate:
         self._pause: Timer | None = None
         self._stopped = threading.Event()
         # A check that hangs must not hold up what the other thread does.
-        self._check_thread = SlowThread("nvrx-health")
-        self._memory_thread = SlowThread("nvrx-reclaim")
+        self._check_thread = WorkerThread("nvrx-health")
+        self._memory_thread = WorkerThread("nvrx-reclaim")
         for thread in (self._check_thread, self._memory_thread):
             loop.watch(thread.fileno(), thread.collect)
 
@@ -372,14 +372,6 @@ class NodeGate:
         self._crashes = crashes_after(self._crashes, cause, lived_s, has_stepped=has_stepped)
         pause_s = delay_s(self._crashes, self._settings.backoff_limit_s)
         self._not_before = self._clock.monotonic() + pause_s
-        if pause_s > 0:
-            logger.warning(
-                "%d cycles in a row failed within %g s and without a step: "
-                "the next one waits %g s before it starts",
-                self._crashes,
-                SHORT_CYCLE_S,
-                pause_s,
-            )
 
     def workers_gone(self) -> None:
         """Begin to wait for the GPU memory of workers that were stopped."""
@@ -411,10 +403,20 @@ class NodeGate:
     def _let_start(self) -> None:
         if self._starting is None or self._reclaiming:
             return
-        if self._clock.monotonic() < self._not_before:
+        wait_s = self._not_before - self._clock.monotonic()
+        if wait_s > 0:
+            if self._pause is None:
+                logger.warning(
+                    "%d cycles in a row failed within %g s and without a step: "
+                    "the next one waits %.2g s before it starts",
+                    self._crashes,
+                    SHORT_CYCLE_S,
+                    wait_s,
+                )
             self._cancel_pause()
             self._pause = self._loop.call_at(self._not_before, self._let_start)
             return
+        self._pause = None
         begin, self._starting = self._starting, None
         begin()
 

@@ -22,10 +22,10 @@ from collections.abc import Callable
 
 from nvidia_resiliency_ext.fault_tolerance.data import ErrorMsg, OkMsg
 from nvidia_resiliency_ext.shared_utils.errors import PeerRefusedError, WireError
+from nvidia_resiliency_ext.shared_utils.unix_sockets import listen
 from nvidia_resiliency_ext.shared_utils.wire import FrameReader, MessageSet, require_same_user
 
 from .messages import MESSAGES
-from .sockets import listen
 
 __all__ = ["Mailbox", "RefusalLog"]
 

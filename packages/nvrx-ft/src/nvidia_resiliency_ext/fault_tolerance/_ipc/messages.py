@@ -55,6 +55,7 @@ class FtMessageSet(MessageSet):
         extra: further dataclasses and enums that may appear in messages.
 
     Example:
+        >>> from nvidia_resiliency_ext.shared_utils.wire import FrameReader
         >>> [payload] = FrameReader().feed(FtMessageSet().encode(OkMsg(cycle=3)))
         >>> FtMessageSet().decode(payload)
         OkMsg(cycle=3)
@@ -109,8 +110,12 @@ _LENGTH = struct.Struct(">I")
 def recv_all(sock: socket.socket, n: int) -> bytes:
     """Return exactly `n` bytes from a blocking socket.
 
+    Args:
+        sock: The socket.
+        n: Number of bytes.
+
     Raises:
-        PeerClosedError: the peer closed the connection before (a `ConnectionError`).
+        PeerClosedError: The peer closed the connection before (a `ConnectionError`).
     """
     data = bytearray()
     while len(data) < n:
@@ -126,6 +131,13 @@ def read_obj_from_ipc_socket(sock: socket.socket, raise_exc: bool = False) -> ob
 
     When the connection is lost or what comes is no message, that is logged and None returned, or
     raised if `raise_exc`; the stream is then useless.
+
+    A lost connection and malformed data give None and a log line at DEBUG, or are raised; the
+    stream cannot be used after that.
+
+    Args:
+        sock: The socket.
+        raise_exc: Raise instead of returning None. Default False.
     """
     try:
         size = _checked_size(recv_all(sock, _LENGTH.size))
@@ -140,9 +152,13 @@ def read_obj_from_ipc_socket(sock: socket.socket, raise_exc: bool = False) -> ob
 def write_object_to_ipc_socket(obj: object, sock: socket.socket) -> None:
     """Send one object over a blocking socket.
 
+    Args:
+        obj: A message of the closed set in `data`.
+        sock: The socket.
+
     Raises:
-        WireError: it holds something that may not be sent, or is over 1 MiB.
-        OSError: the peer is gone, or the socket's time limit has passed.
+        WireError: The message holds an object that may not be sent, or is over 1 MiB.
+        OSError: The peer is gone, or the socket's time limit has passed.
     """
     sock.sendall(MESSAGES.encode(obj), socket.MSG_NOSIGNAL)
 
@@ -150,9 +166,12 @@ def write_object_to_ipc_socket(obj: object, sock: socket.socket) -> None:
 async def read_obj_from_ipc_stream(reader: StreamReader) -> object:
     """Return the next object from a stream.
 
+    Args:
+        reader: The stream.
+
     Raises:
-        EOFError: the stream ended (asyncio's `IncompleteReadError`).
-        WireError: what came is no message.
+        EOFError: The stream ended (asyncio's `IncompleteReadError`).
+        WireError: The received data is no message.
     """
     size = _checked_size(await reader.readexactly(_LENGTH.size))
     return MESSAGES.decode(await reader.readexactly(size))
@@ -161,9 +180,13 @@ async def read_obj_from_ipc_stream(reader: StreamReader) -> object:
 async def write_obj_to_ipc_stream(obj: object, writer: StreamWriter) -> None:
     """Send one object over a stream and wait until the stream has room again.
 
+    Args:
+        obj: A message of the closed set in `data`.
+        writer: The stream.
+
     Raises:
-        WireError: it holds something that may not be sent, or is over 1 MiB.
-        ConnectionError: the peer is gone.
+        WireError: The message holds an object that may not be sent, or is over 1 MiB.
+        ConnectionError: The peer is gone.
     """
     writer.write(MESSAGES.encode(obj))
     await writer.drain()

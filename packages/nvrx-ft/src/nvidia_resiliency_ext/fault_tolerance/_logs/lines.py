@@ -13,7 +13,12 @@ __all__ = ["MAX_LINE_BYTES", "LineAssembler", "cycle_log_file", "rank_prefix"]
 
 
 def cycle_log_file(base_log_file: str, cycle: int) -> str:
-    """Return the log of one cycle: `/logs/job.log` gives `/logs/job_cycle3.log`."""
+    """Return the log of one cycle: `/logs/job.log` gives `/logs/job_cycle3.log`.
+
+    Args:
+        base_log_file: Path of the job's log.
+        cycle: Number of the cycle, from 0.
+    """
     stem, extension = os.path.splitext(base_log_file)
     return f"{stem}_cycle{cycle}{extension or '.log'}"
 

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.shared_utils.event_loop import WakeUp
+
 if TYPE_CHECKING:
     from .lines import LineAssembler
     from .outlet import Outlet, Target
@@ -102,7 +104,11 @@ class _Pipe:
 
 
 class MultiplexingReaderThread(threading.Thread):
-    """Reads pipes until they end; the methods that give orders may be called from any thread."""
+    """Reads pipes until they end; the methods that give orders may be called from any thread.
+
+    A pipe belongs to a log, its `target`; `outlet` is the object that writes lines, `config` has
+    times and sizes.
+    """
 
     def __init__(self, outlet: Outlet, config: ReaderConfig | None = None) -> None:
         super().__init__(name="nvrx-log-reader", daemon=True)
@@ -111,13 +117,11 @@ class MultiplexingReaderThread(threading.Thread):
         self._lock = threading.Lock()  # guards the two fields below
         self._orders: collections.deque[Callable[[], None]] = collections.deque()
         self._is_over = False
-        self._read_wake, self._write_wake = os.pipe()
-        os.set_blocking(self._read_wake, False)
-        os.set_blocking(self._write_wake, False)
+        self._wake_up = WakeUp()
         self._epoll = select.epoll()
-        self._epoll.register(self._read_wake, select.EPOLLIN)
+        self._epoll.register(self._wake_up, select.EPOLLIN)
         self._pause = select.poll()
-        self._pause.register(self._read_wake, select.POLLIN)
+        self._pause.register(self._wake_up, select.POLLIN)
         self._pipes: dict[int, _Pipe] = {}
         self._logs: dict[Target, _Log] = {}
         self._stops_at: float | None = None
@@ -126,21 +130,39 @@ class MultiplexingReaderThread(threading.Thread):
     # Orders ----------------------------------------------------------------------------------
 
     def add(self, fd: int, lines: LineAssembler, target: Target) -> None:
-        """Read a pipe from now on and close it at its end; it must never wait."""
+        """Read a pipe from now on and close it at its end.
+
+        Args:
+            fd: The pipe's read end, non-blocking; the thread owns it.
+            lines: Assembles whole lines.
+            target: The log.
+        """
         if not self._order(lambda: self._add(fd, _Pipe(target, lines))):
             os.close(fd)
 
     def end(self, target: Target) -> None:
-        """No pipe will be added for a log: it is over when its pipes are, and soon in any case."""
+        """Finish a log when its pipes are closed, at the latest after `config.drain_s` seconds.
+
+        Args:
+            target: The log.
+        """
         at = time.monotonic() + self._config.drain_s
         self._order(lambda: self._end(target, at))
 
     def leave(self, target: Target) -> None:
-        """Read what the pipes of a log hold now and close them, whoever may write to them yet."""
+        """Read what the pipes of a log hold now, and close them even if a process has them open.
+
+        Args:
+            target: The log.
+        """
         self._order(lambda: self._leave(target))
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Read every pipe to its end, for a time, and end the thread."""
+        """Read every pipe to its end, within a limit, and end the thread.
+
+        Args:
+            timeout_s: The limit in seconds; None: `config.drain_s`.
+        """
         limit_s = self._config.drain_s if timeout_s is None else timeout_s
         at = time.monotonic() + limit_s
         self._order(lambda: self._stop_by(at))
@@ -152,8 +174,7 @@ class MultiplexingReaderThread(threading.Thread):
             if self._is_over:
                 return False
             self._orders.append(order)
-            with contextlib.suppress(BlockingIOError):  # It is awake already.
-                os.write(self._write_wake, b"\0")
+            self._wake_up.set()
         return True
 
     def _add(self, fd: int, pipe: _Pipe) -> None:
@@ -197,14 +218,13 @@ class MultiplexingReaderThread(threading.Thread):
             for fd in list(self._pipes):
                 self._finish(fd)
             self._epoll.close()
-            os.close(self._read_wake)
-            os.close(self._write_wake)
+            self._wake_up.close()
 
     def _round(self) -> int:
         """Read once from each pipe that has something; return how much came."""
         count = 0
         for fd, _ in self._epoll.poll(self._wait_s()):
-            if fd == self._read_wake:
+            if fd == self._wake_up.fileno():
                 self._obey()
             elif fd in self._pipes:
                 count += self._read(fd)
@@ -212,8 +232,7 @@ class MultiplexingReaderThread(threading.Thread):
         return count
 
     def _obey(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._read_wake, 4096)
+        self._wake_up.clear()
         while self._orders:
             self._orders.popleft()()
 

@@ -14,29 +14,23 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
-from nvidia_resiliency_ext.fault_tolerance._ipc.sockets import listen
+from nvidia_resiliency_ext.shared_utils.channel import Channel
 from nvidia_resiliency_ext.shared_utils.errors import PeerRefusedError
+from nvidia_resiliency_ext.shared_utils.event_loop import HasFileno
+from nvidia_resiliency_ext.shared_utils.unix_sockets import listen
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 
-from .channel import Channel
 from .messages import RANK_MESSAGES, Hello
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Connection", "Doorway", "HasFileno", "Watcher"]
+__all__ = ["Connection", "Doorway", "Watcher"]
 
 HELLO_LIMIT_S = 5.0
 MAX_PENDING = 8
 ACCEPT_PAUSE_S = 0.1
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-
-
-class HasFileno(Protocol):
-    """Anything that a selector can watch."""
-
-    def fileno(self) -> int:
-        """Return its descriptor."""
 
 
 class Watcher(Protocol):

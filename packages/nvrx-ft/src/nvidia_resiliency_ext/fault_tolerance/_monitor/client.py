@@ -80,6 +80,7 @@ class RankMonitorClient(ClientTimeouts):
         self._dump_fd = -1
         self._may_dump = False
         self._num_warmup_iters: int | None = None
+        self._monitor_path = ""
         self._refusal: str | None = None
         self._is_foreign = False
         _CLIENTS.add(self)
@@ -97,12 +98,16 @@ class RankMonitorClient(ClientTimeouts):
                 the configured number if None.
 
         Raises:
-            RankMonitorClientError: There is a session already, the environment names no monitor,
-                or the monitor cannot be reached or refuses.
+            RankMonitorClientError: There is a session already, also that of another client in this
+                process, the environment names no monitor, or the monitor cannot be reached or
+                refuses.
             RuntimeError: This process's rank is unknown.
+            TypeError: The number of iterations is none.
         """
         from .link import LinkError, RankLink
 
+        if num_warmup_iters is not None and not isinstance(num_warmup_iters, int):
+            raise TypeError(f"num_warmup_iters is a number of iterations, not {num_warmup_iters!r}")
         self._check_process()
         if self.is_initialized:
             raise RankMonitorClientError("the rank monitor client is initialised already")
@@ -112,7 +117,13 @@ class RankMonitorClient(ClientTimeouts):
                 f"{FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR} is not set: start the program with"
                 f" ft_launcher, and without {DISABLE_RANK_MONITORS}"
             )
+        if any(other._serves(path) for other in list(_CLIENTS)):  # noqa: SLF001 - the module's own class
+            raise RankMonitorClientError(
+                "another client of this process has the session of this rank: use that one, or"
+                " call its shutdown_workload_monitoring first"
+            )
         self.rank_info = RankInfo.get_for_current_rank()
+        self._monitor_path = path
         self._num_warmup_iters = num_warmup_iters
         self._refusal = None
         # A program that uses the signal itself keeps it, and the monitor does without stacks.
@@ -148,6 +159,9 @@ class RankMonitorClient(ClientTimeouts):
     def send_workload_control_request(self, req: WorkloadControlRequest) -> None:
         """Ask the launcher to exclude this node or to end the job, before the next rendezvous.
 
+        Args:
+            req: What is asked for, and why.
+
         Raises:
             RuntimeError: The environment names no launcher.
             TypeError: It is no request.
@@ -173,6 +187,10 @@ class RankMonitorClient(ClientTimeouts):
         from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
 
         return IpcConnector(path)
+
+    def _serves(self, monitor_path: str) -> bool:
+        """Return whether this client has the session with the monitor at this path."""
+        return self.is_initialized and not self._is_foreign and self._monitor_path == monitor_path
 
     def _check_process(self) -> None:
         if self._is_foreign:

@@ -2,7 +2,7 @@
 """What is learned of a hung process before it is killed, and the words that report it.
 
 It decides nothing. Whatever may block for long (a record directory on a dead file system, memory
-figures of a stuck process) runs in a `SlowThread`, so that judging and killing never wait for it.
+figures of a stuck process) runs in a `WorkerThread`, so that judging and killing never wait for it.
 """
 
 from __future__ import annotations

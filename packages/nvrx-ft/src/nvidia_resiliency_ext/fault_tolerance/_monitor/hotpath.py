@@ -112,8 +112,11 @@ class HotPath:
         A name that has no configured timeout is ignored; the first use of one is logged, as a
         warning when it looks like a misspelt one.
 
+        Args:
+            section: Name of the section.
+
         Raises:
-            RankMonitorClientError: Not initialised; or the section is open.
+            RankMonitorClientError: The client is not initialised, or the section is open.
             TypeError: The name is no text.
         """
         if self._words is None:
@@ -145,8 +148,11 @@ class HotPath:
     def end_section(self, section: str) -> None:
         """Close a section.
 
+        Args:
+            section: Name of the section.
+
         Raises:
-            RankMonitorClientError: Not initialised; or the section is not open.
+            RankMonitorClientError: The client is not initialised, or the section is not open.
             TypeError: The name is no text.
         """
         if self._words is None:
@@ -203,7 +209,11 @@ class HotPath:
 
     @contextmanager
     def section(self, section: str) -> Iterator[None]:
-        """Open a section for the length of a block; it is closed when the block fails, too."""
+        """Open a section for the length of a block; it is closed also if the block raises.
+
+        Args:
+            section: Name of the section.
+        """
         self.start_section(section)
         try:
             yield

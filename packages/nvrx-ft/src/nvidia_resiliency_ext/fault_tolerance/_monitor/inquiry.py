@@ -35,7 +35,7 @@ from .session import SAVE_LIMIT_S
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
+    from nvidia_resiliency_ext.shared_utils.worker_thread import WorkerThread
 
     from .port import RankPort, Testimony
     from .timeout_rules import Verdict
@@ -70,7 +70,7 @@ class Node(Protocol):
 
     cycle: int
     host: str
-    slow: SlowThread
+    slow: WorkerThread
     ports: list[RankPort]
     workers: Workers
 

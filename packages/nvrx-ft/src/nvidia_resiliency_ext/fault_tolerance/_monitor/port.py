@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import RefusalLog
-from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
+from nvidia_resiliency_ext.shared_utils.worker_thread import WorkerThread
 
 from . import messages, session
 from .acceptor import Doorway, Watcher
@@ -45,7 +45,7 @@ class PortHost(Watcher, Protocol):
     host: str
     run_dir: str
     record_dir: str
-    slow: SlowThread
+    slow: WorkerThread
 
     def tell(self, message: object, fds: Sequence[int] = ()) -> None:
         """Send a message to the launcher, if there is one; never waits."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import logging
 import os
-import selectors
 import time
 from enum import Enum
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance._process.slow_thread import SlowThread
+from nvidia_resiliency_ext.shared_utils.channel import Channel
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
+from nvidia_resiliency_ext.shared_utils.worker_thread import WorkerThread
 
 from . import messages
-from .channel import Channel
 from .handle import sweep
 from .hang_report import HEALTH_RULES, fault_fields
 from .inquiry import Inquiries, Workers
@@ -31,15 +31,11 @@ if TYPE_CHECKING:
         RestarterEventLogger,
     )
 
-    from .acceptor import HasFileno
     from .timeout_rules import Verdict
 
 __all__ = ["MonitorServer"]
 
 logger = logging.getLogger("nvrx")
-
-# The kernel takes no more than 2**31 ms; waking once an hour costs nothing.
-_LONGEST_PAUSE_S = 3600.0
 
 
 class _Order(Enum):
@@ -53,7 +49,7 @@ class _Order(Enum):
 class MonitorServer:
     """Watches the ranks of one node until the launcher's end of the socket closes.
 
-    One thread, never blocking; a second one only for what may block (see `SlowThread`). Lives from
+    One thread, never blocking; a second one, a `WorkerThread`, only for what may block. Lives from
     construction to the end of `run`.
     """
 
@@ -83,13 +79,12 @@ class MonitorServer:
         self._lease_until: float | None = None
         self._is_leaving = False
         self._last_order = _Order.NONE
-        self._selector = selectors.DefaultSelector()
-        self._watched: dict[HasFileno | int, int] = {}
-        self.slow = SlowThread()
+        self._loop = EventLoop(call=self._guard)
+        self.watch, self.unwatch = self._loop.watch, self._loop.unwatch
+        self.slow = WorkerThread()
         self.watch(self.slow, self.slow.collect)
         self.workers = Workers()
         self._inquiries = Inquiries(self)
-        self._unfit: SimpleQueue[Unfit] = SimpleQueue()
         self._launcher = None if launcher is None else Channel(launcher, messages.LAUNCHER_MESSAGES)
         local_ranks = start.local_ranks or list(range(len(start.socket_paths)))
         self.ports = [
@@ -121,23 +116,18 @@ class MonitorServer:
         self._node_watch.start()
         try:
             while not self._is_leaving:
-                for key, _ in self._selector.select(self._pause()):
-                    if self._is_watched(key):
-                        self._guard(key.data)
+                self._loop.run_once(until=self._next_wake())
                 for port in self.ports:
                     self._guard(partial(port.tick, time.monotonic()))
                 self._guard(partial(self._inquiries.tick, time.monotonic()))
                 self._guard(self._judge_lease)
-                while not self._unfit.empty():
-                    self._guard(partial(self._condemn, self._unfit.get()))
                 self._pass_on_lines()
         finally:
             self._close()
 
     def _note_unfit(self, unfit: Unfit) -> None:
         """Take a finding of the node watch, in its thread."""
-        self._unfit.put(unfit)
-        self.slow.wake()
+        self._loop.post(partial(self._condemn, unfit))
 
     def _condemn(self, unfit: Unfit) -> None:
         for port in self.ports:
@@ -147,26 +137,7 @@ class MonitorServer:
     def leave(self) -> None:
         """End `run` soon; from any thread and from a signal handler."""
         self._is_leaving = True
-        self.slow.wake()
-
-    def watch(
-        self, fileobj: HasFileno | int, on_ready: Callable[[], None], *, write: bool = False
-    ) -> None:
-        """Call `on_ready` when it is readable (and, if `write`, when it is writable)."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
-        fd = self._watched.get(fileobj)
-        if fd is None:
-            fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
-            self._watched[fileobj] = fd
-            self._selector.register(fd, events, on_ready)
-        else:
-            self._selector.modify(fd, events, on_ready)
-
-    def unwatch(self, fileobj: HasFileno | int) -> None:
-        """Stop watching; harmless when it was not watched."""
-        fd = self._watched.pop(fileobj, None)
-        if fd is not None:
-            self._selector.unregister(fd)
+        self._loop.wake()
 
     def tell(self, message: object, fds: Sequence[int] = ()) -> None:
         """Send a message to the launcher, if there is one; never waits."""
@@ -217,21 +188,13 @@ class MonitorServer:
         interval_s = float(self._start.config["restart_check_interval"])
         return RestartLines(machine, interval_s)
 
-    def _pause(self) -> float | None:
+    def _next_wake(self) -> float | None:
         wakes = [at for port in self.ports if (at := port.next_wake()) is not None]
         if (error_files_at := self._inquiries.next_wake()) is not None:
             wakes.append(error_files_at)
         if self._lease_until is not None:
             wakes.append(self._lease_until)
-        if not wakes:
-            return None
-        return min(max(0.0, min(wakes) - time.monotonic()), _LONGEST_PAUSE_S)
-
-    def _is_watched(self, key: selectors.SelectorKey) -> bool:
-        # A callback of the same round may have closed the descriptor, and another one opened its
-        # number again.
-        current = self._selector.get_map().get(key.fd)
-        return current is not None and current.data == key.data
+        return min(wakes, default=None)
 
     def _guard(self, callback: Callable[[], None]) -> None:
         # The loop's boundary: a defect in the care of one rank must not leave the others unwatched.
@@ -324,7 +287,7 @@ class MonitorServer:
         if self._launcher is not None:
             self.unwatch(self._launcher)
             self._launcher.close()
-        self._selector.close()
+        self._loop.close()
 
     def _is_to_sweep(self) -> bool:
         # Not without an order: a monitor that fails must not take healthy ranks with it.

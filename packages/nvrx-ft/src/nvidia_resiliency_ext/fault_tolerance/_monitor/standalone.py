@@ -53,22 +53,39 @@ class RankMonitorLogger(logging.Logger):
         self.rank: int | None = None
 
     def set_connected_rank(self, rank: int | None) -> None:
-        """Name the rank in later messages; None for no rank."""
+        """Set the rank that is named in later messages.
+
+        Args:
+            rank: The rank; None: no rank.
+        """
         self.rank = rank
 
     def makeRecord(self, *args: Any, **kwargs: Any) -> logging.LogRecord:  # noqa: N802 - logging's
-        """Add the rank as an attribute of the record."""
+        """Add the rank as an attribute of the record.
+
+        Args:
+            args: As for `logging.Logger.makeRecord`.
+            kwargs: As for `logging.Logger.makeRecord`.
+        """
         record = super().makeRecord(*args, **kwargs)
         record.connected_rank = self.rank
         return record
 
     def log_for_restarter(self, message: str) -> None:
-        """Write a line that only tools for layered restarts want."""
+        """Write a line that only tools for layered restarts want.
+
+        Args:
+            message: The line.
+        """
         if self.is_restarter_logger:
             self.info("%s", message)
 
     def log_restarter_event(self, message: str) -> None:
-        """Write a line of the layered-restart protocol."""
+        """Write a line of the layered-restart protocol.
+
+        Args:
+            message: The line.
+        """
         self.log_for_restarter(message)
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import stat
 import sys
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,16 +20,29 @@ __all__ = [
     "get_rank",
     "install_exception_handler",
     "read_error_file",
+    "read_error_output",
 ]
 
 
 MAX_ERROR_FILE_BYTES = 1 << 20
 LATEST_TIMESTAMP = float(1 << 32)
+MAX_OUTPUT_BYTES = 1 << 16
+# torch puts the rank before each line of a traceback of its own.
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
+_TRACEBACK = "Traceback (most recent call last):\n"
+_SYNTAX_ERROR = re.compile(r"^(?:SyntaxError|IndentationError|TabError): .*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorFile:
-    """What `@record` left behind: the message, the traceback and the time (unix s)."""
+    """What a worker said of its exception: the message, the traceback and the time (unix s).
+
+    Attributes:
+        path: The file that `@record` wrote; empty when this was read from the worker's stderr.
+        message: Type and text of the exception.
+        traceback: Its lines, or an empty text.
+        timestamp: When it was raised, None when that is not known.
+    """
 
     path: str
     message: str
@@ -56,6 +71,44 @@ def read_error_file(path: str) -> ErrorFile | None:
         str(extra.get("py_callstack", ""))[:100_000],
         _timestamp(extra.get("timestamp")),
     )
+
+
+def read_error_output(path: str, since: int) -> ErrorFile | None:
+    """Return the last uncaught exception in a worker's stderr file, or None where there is none.
+
+    Args:
+        path: The file that the worker's stderr went to.
+        since: Bytes that it held before this worker was started.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        begin = max(since, status.st_size - MAX_OUTPUT_BYTES)
+        raw = os.pread(fd, MAX_OUTPUT_BYTES, begin)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return last_exception(raw.decode("utf-8", "replace"))
+
+
+def last_exception(text: str) -> ErrorFile | None:
+    """Return the exception whose traceback stands last in a program's output, or None."""
+    text = _RANK_PREFIX.sub("", text)
+    at = text.rfind(_TRACEBACK)
+    if at < 0 or (at > 0 and text[at - 1] != "\n"):
+        found = _SYNTAX_ERROR.search(text)  # A script that cannot be compiled has no header.
+        return None if found is None else ErrorFile("", found.group()[:2000], "", None)
+    lines = text[at:].splitlines()
+    for number, line in enumerate(lines[1:], start=1):
+        if line and not line[0].isspace():
+            return ErrorFile("", line[:2000], "\n".join(lines[: number + 1]), None)
+    return None
 
 
 def _timestamp(stamp: object) -> float | None:

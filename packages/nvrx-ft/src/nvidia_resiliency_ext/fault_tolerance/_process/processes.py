@@ -43,7 +43,11 @@ class SettableEvent(Protocol):
 
 
 def is_process_alive(pid: int) -> bool:
-    """Return whether the process exists and is more than a zombie."""
+    """Return whether a process exists and is no zombie.
+
+    Args:
+        pid: The process.
+    """
     return procfs.is_running(pid)
 
 
@@ -73,10 +77,14 @@ def wait_until_process_terminated(pid: int, timeout: float = 0) -> None:
 
 
 def wait_for_mp_events(events: Iterable[SettableEvent], timeout: float = 60) -> None:
-    """Wait until every event is set, `timeout` seconds in all.
+    """Wait until every event is set.
+
+    Args:
+        events: The events.
+        timeout: Seconds for all of them together. Default 60.
 
     Raises:
-        DeadlineExceededError: some are not set in time; it is a `TimeoutError`.
+        DeadlineExceededError: An event is not set in time; this is a `TimeoutError`.
     """
     deadline = time.monotonic() + timeout
     all_events = list(events)

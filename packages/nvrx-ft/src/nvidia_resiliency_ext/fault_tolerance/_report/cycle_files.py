@@ -127,6 +127,11 @@ class CycleInfoWriter:
     with the next file and every 30 s; the newest 64 files wait. All methods but `shutdown` return
     at once.
 
+    Its methods take the fields of the file: `job_id`; `attempt_index`, how often the scheduler
+    started the job before; `cycle_number`, from 0; `cycle_start_time` and `cycle_end_time` in ISO
+    8601, UTC; `cycle_log_file`, an absolute path; `active_nodes` and `standby_nodes` as Slurm node
+    lists; `active_ranks` as ranges (`0-3,6`).
+
     Args:
         cycle_info_dir: The directory; it is made when needed.
 
@@ -155,7 +160,11 @@ class CycleInfoWriter:
         return self._directory
 
     def get_current_cycle_info_path(self, job_id: str) -> str:
-        """Return the path of the link to the present cycle's file."""
+        """Return the path of the link to the current cycle's file.
+
+        Args:
+            job_id: The job.
+        """
         return os.path.join(self._directory, current_name(job_id))
 
     def write_cycle_start(  # noqa: PLR0913, PLR0917 - the fields of the file
@@ -221,14 +230,14 @@ class CycleInfoWriter:
     def update_cycle_end(
         self, job_id: str, attempt_index: int, cycle_number: int, cycle_end_time: str
     ) -> bool:
-        """Write into a cycle's file when it ended; see `write_cycle_start` for the answer."""
+        """Write the end of a cycle into its file; returns as `write_cycle_start`."""
         name = file_name(job_id, attempt_index, cycle_number)
         return self._hand_over(lambda: self._end(name, cycle_end_time))
 
     def end_cycle_once(
         self, job_id: str, attempt_index: int, cycle_number: int, cycle_end_time: str
     ) -> bool:
-        """Write into a cycle's file when it ended, unless it says so or there is none."""
+        """Write the end of a cycle into its file, unless the file is missing or has an end."""
         name = file_name(job_id, attempt_index, cycle_number)
         return self._hand_over(lambda: self._end_once(name, cycle_end_time))
 

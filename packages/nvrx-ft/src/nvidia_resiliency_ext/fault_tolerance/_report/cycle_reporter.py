@@ -76,7 +76,12 @@ class CycleInfoReporter:
 
     @staticmethod
     def current_cycle_info_path(cycle_info_dir: str, job_id: str) -> str:
-        """Return the path of the link to the present cycle's file."""
+        """Return the path of the link to the current cycle's file.
+
+        Args:
+            cycle_info_dir: Directory of the files.
+            job_id: The job.
+        """
         return os.path.join(os.path.abspath(cycle_info_dir), current_name(job_id))
 
     @property
@@ -85,15 +90,20 @@ class CycleInfoReporter:
         return self._job_id
 
     def report_cycle_start(self, snapshot: CycleInfoRoundSnapshot) -> bool:
-        """Report that a cycle begins; say whether it will be written."""
+        """Report that a cycle begins; return whether its file will be written.
+
+        Args:
+            snapshot: The cycle, its nodes and its log.
+        """
         with self._lock:
             self._open_cycle = snapshot.cycle_number
         return self._writer.write_cycle_start(*self._fields(snapshot))
 
     def report_cycle_goes_on(self, snapshot: CycleInfoRoundSnapshot) -> bool:
-        """Report that a cycle goes on that another reporter has begun.
+        """Report that this reporter continues a cycle that another one began.
 
-        Its file stays as it is; where there is none, one is written.
+        Args:
+            snapshot: The cycle, its nodes and its log.
         """
         with self._lock:
             self._open_cycle = snapshot.cycle_number
@@ -128,14 +138,23 @@ class CycleInfoReporter:
         )
 
     def report_end_of(self, cycle: int) -> bool:
-        """Report that a cycle is over, whoever reported its start; one that has ended stays so."""
+        """Report the end of a cycle, whichever reporter began it; a second end changes nothing.
+
+        Args:
+            cycle: Number of the cycle.
+        """
         with self._lock:
             if self._open_cycle == cycle:
                 self._open_cycle = None
         return self._writer.end_cycle_once(self._job_id, self._attempt_index, cycle, utc_iso_now())
 
     def shutdown(self, *, ends_cycle: bool = True) -> None:
-        """Write what waits, for 2 s at most; a cycle that is open ends, unless it goes on."""
+        """Write what is queued, for 2 s at most.
+
+        Args:
+            ends_cycle: Also end the open cycle. Default True; False if another reporter continues
+                it.
+        """
         with self._lock:
             self._open_cycle = None
         if ends_cycle:

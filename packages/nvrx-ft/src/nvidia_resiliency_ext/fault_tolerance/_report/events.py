@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
-from .failures import Failure, FailureLog, FailureRecord, RestartTimes
+from .failures import HOW_TO_SEE_IT, Failure, FailureLog, FailureRecord, RestartTimes
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
@@ -62,6 +62,7 @@ class Chronicle:
         self._done: list[int] = []
         self._health: dict[str, str] = {}
         self._times = RestartTimes()
+        self._has_hinted = False
         self.restarts = 0
         self.faults = 0
 
@@ -180,6 +181,19 @@ class Chronicle:
                 cycle=self._cycle,
                 rank=cause.rank,
             )
+        self._say_what_follows(cause, outcome, restarts_left)
+        if cause.kind == "exited" and cause.exit_code == 1 and not self._has_hinted:
+            self._has_hinted = True
+            logger.info("the exception, if there was one, is not known here; %s", HOW_TO_SEE_IT)
+        if self._done and cause.kind in ("exited", "exception"):
+            logger.warning(
+                "rank %s ended with exit code 0 before that: others may have failed for want of it",
+                format_ranks(self._done),
+            )
+        if self._shows_stacks:
+            self._show_stacks(cause)
+
+    def _say_what_follows(self, cause: Cause, outcome: Outcome, restarts_left: int) -> None:
         if outcome is Outcome.RESTART:
             left = _counted(max(0, restarts_left - 1), "restart")
             logger.warning("restarting because %s (%s left after this one)", cause.what, left)
@@ -194,17 +208,18 @@ class Chronicle:
             logger.error("stopping for good, %s%s", why, cause.what)
         elif cause.kind == "start":
             logger.error("stopping for good, the workers cannot be started: %s", cause.what)
+        elif restarts_left > 0:
+            logger.error(
+                "stopping for good: all ranks failed before any step with the same error of the "
+                "program as in the cycle before, which no restart mends (%s not used; "
+                "--ft-start-failure-limit=0 would use them): %s",
+                _counted(restarts_left, "restart"),
+                cause.what,
+            )
         else:
             # The cycle's number counts the restarts.
             hint = "" if self._cycle else " (--max-restarts N would allow N)"
             logger.error("stopping for good, no restart left%s: %s", hint, cause.what)
-        if self._done and cause.kind in ("exited", "exception"):
-            logger.warning(
-                "rank %s ended with exit code 0 before that: others may have failed for want of it",
-                format_ranks(self._done),
-            )
-        if self._shows_stacks:
-            self._show_stacks(cause)
 
     def _speaks_of(self, cause: Cause) -> bool:
         """Return whether this node records a hang that all nodes have judged; one of them does.

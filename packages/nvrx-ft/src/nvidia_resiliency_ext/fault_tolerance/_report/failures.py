@@ -55,6 +55,9 @@ class Failure:
         return self.seen_at
 
 
+HOW_TO_SEE_IT = "decorate the entry function with @record, or use --tee=3, to see it here"
+
+
 def root_cause(failures: Sequence[Failure]) -> Failure:
     """Return the failure that came first; of a hang, that of the rank which others waited for."""
     hung = [failure for failure in failures if failure.hang]
@@ -76,7 +79,7 @@ def cause_of(failure: Failure) -> Cause:
         what = f"{where} exited with code {failure.status.code}: {first_line}"
     else:
         what = f"{where} ended: {failure.status.describe()}"
-    if failure.error is not None:
+    if failure.error is not None and failure.error.path:
         detail["error_file"] = failure.error.path
     return Cause(
         kind=kind,
@@ -125,6 +128,7 @@ def failure_table(name: str, failures: Sequence[Failure]) -> str:
     first = root_cause(failures)
     others = sorted((f for f in failures if f is not first), key=lambda f: (f.time, f.rank))
     rule = "=" * 72
+    shown: dict[str, int] = {}  # Equal tracebacks are printed once.
 
     def block(failure: Failure) -> list[str]:
         stamp = time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(failure.time))
@@ -137,15 +141,19 @@ def failure_table(name: str, failures: Sequence[Failure]) -> str:
         if failure.error is not None:
             if os.path.exists(failure.error.path):  # It may have gone with the run directory.
                 lines.append(f"  error_file: {failure.error.path}")
-            trace = failure.error.traceback or failure.error.message
-            lines.append("  traceback : " + trace.rstrip().replace("\n", "\n    "))
+            trace = (failure.error.traceback or failure.error.message).rstrip()
+            if trace in shown:
+                lines.append(f"  traceback : the same as of rank {shown[trace]}")
+            else:
+                shown[trace] = failure.rank
+                lines.append("  traceback : " + trace.replace("\n", "\n    "))
         elif failure.hang:
             lines.append(f"  hang      : {found_in_words(failure.hang)}")
             lines += [f"    {line}" for line in describe_evidence(failure.hang).splitlines()]
         elif failure.status.signal is not None:
             lines.append(f"  traceback : none, it died by {_signal_name(failure.status.signal)}")
         else:
-            lines.append("  traceback : none; decorate the entry function with @record to see it")
+            lines.append(f"  traceback : none; {HOW_TO_SEE_IT}")
         return lines
 
     lines = [rule, f"{name} FAILED", "-" * 72, "Root cause (first observed failure):"]

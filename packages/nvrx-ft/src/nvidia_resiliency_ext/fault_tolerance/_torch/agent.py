@@ -119,6 +119,9 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run this node's part of the job; None when it stood by to the end.
 
+        Args:
+            role: Name of the role, for metrics.
+
         Raises:
             NoRestartRequested: the job must not be started again.
             TerminalWorkerGroupFailure: another node ended the job as failed.

@@ -83,7 +83,11 @@ class PipeSubprocessHandler:
         return fd
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Signal the process's group; the pipe stays until it is read to its end."""
+        """Signal the process's group; the pipe stays until it is read to its end.
+
+        Args:
+            death_sig: The signal; None: SIGTERM.
+        """
         os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
 
 
@@ -150,7 +154,11 @@ class PipeBasedLogsSpecs(LogsSpecs):
         return cycle_log_file(self._base_log_file, cycle)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Begin the cycle that the workers' variables name; return their error files."""
+        """Begin the cycle that the workers' variables name; return the paths of their error files.
+
+        Args:
+            envs: Local rank to the environment of the worker.
+        """
         one: Mapping[str, str] = next(iter(envs.values()), {})
         cycle = int(one.get("TORCHELASTIC_RESTART_COUNT", 0))
         self._open().begin_cycle(cycle, int(one.get("WORLD_SIZE", len(envs))))
@@ -164,7 +172,11 @@ class PipeBasedLogsSpecs(LogsSpecs):
         return destination
 
     def update_reader_for_cycle(self, handlers: Mapping[int, PipeSubprocessHandler]) -> None:
-        """Read the pipes of workers that were just started, by local rank."""
+        """Read the pipes of workers that were just started.
+
+        Args:
+            handlers: Local rank to the handler of the worker.
+        """
         logs = self._open()
         for handler in handlers.values():
             fd = handler.take_pipe()

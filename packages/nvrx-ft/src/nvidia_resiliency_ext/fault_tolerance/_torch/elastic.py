@@ -82,6 +82,9 @@ def config_from_args(
 def run(args: argparse.Namespace) -> None:
     """Run the job of a parsed command line, as `torch.distributed.run.run` does.
 
+    Args:
+        args: What `parse_args` returned.
+
     Raises:
         ValueError: The command line is wrong.
         ChildFailedError: Workers failed and no restart was left (torch's class).
@@ -119,6 +122,11 @@ def launch_agent(
     """Run this node's part of a job and return what each of its ranks returned, by global rank.
 
     A node that stood by to the end returns nothing: an empty dictionary.
+
+    Args:
+        config: The job's configuration.
+        entrypoint: A function, or a program.
+        args: Its arguments.
 
     Raises:
         ValueError: The configuration asks for what this version does not offer.
@@ -184,7 +192,7 @@ def _raise(plan: LaunchPlan, result: Result) -> None:
             local_rank=failure.local_rank,
             pid=failure.pid,
             exitcode=failure.status.returncode,
-            error_file=failure.error.path if failure.error else "<N/A>",
+            error_file=(failure.error.path if failure.error else "") or "<N/A>",
         )
         for failure in result.failures
     }

@@ -222,6 +222,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         The first reason stays. A node that has left, such as an unhealthy one, goes alone. The
         store host waits here for the others, 3 s at most.
 
+        Args:
+            reason: `graceful`, `failure`, `attribution_stop` or `no_progress`; the first one given
+                counts.
+
         Raises:
             ValueError: the reason is none of `graceful`, `failure`, `attribution_stop` and
                 `no_progress`.
@@ -298,6 +302,9 @@ class StoreRendezvousHandler(RendezvousHandler):
     def signal_no_restart(self, reason: str) -> None:
         """End the job for everybody; it must not be started again.
 
+        Args:
+            reason: `attribution_stop` or `no_progress`.
+
         Raises:
             ValueError: the reason is neither `attribution_stop` nor `no_progress`.
         """
@@ -329,7 +336,11 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._requests = lambda: method() if (method := held()) is not None else []
 
     def set_worker_group(self, worker_group: Any) -> None:
-        """Take note of the workers that this node runs."""
+        """Set the workers that this node runs.
+
+        Args:
+            worker_group: The agent's worker group.
+        """
         self._worker_group = worker_group
 
     # Steps -----------------------------------------------------------------------------------

@@ -80,8 +80,11 @@ class Timeouts:
     def from_configuration(cls, conf: Mapping[str, Any]) -> Any:
         """Return the timeouts of a rendezvous configuration: `join_timeout=...` and so on.
 
+        Args:
+            conf: Keys such as `join_timeout`, in seconds.
+
         Raises:
-            ValueError: one of them is no number, or not positive.
+            ValueError: A value is no number above 0.
         """
         given = {name: rdzv_config_get_as_float(conf, f"{name}_timeout") for name in cls._DEFAULTS}
         return cls(**{k: None if v is None else timedelta(seconds=v) for k, v in given.items()})

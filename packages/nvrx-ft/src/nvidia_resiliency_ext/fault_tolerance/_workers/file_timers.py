@@ -16,8 +16,8 @@ import stat
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from nvidia_resiliency_ext.fault_tolerance._core.loop import EventLoop, Timer
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 
 __all__ = ["FileTimers", "TimerRequest", "parse_request"]
 

@@ -29,6 +29,7 @@ PROBE_BYTES = 4096
 MAX_LINE_BYTES = 1 << 20
 MAX_READS = 16
 LAST_WORDS_S = 1.0
+MEGABYTE = 1_000_000
 LOOK_INTERVAL_S = 0.1
 _IN_MODIFY = 0x2
 
@@ -269,6 +270,13 @@ class _Followed:
         self.unshown += b"".join(self.prefix + line + b"\n" for line in lines if self._wants(line))
         return bool(data)
 
+    def unread(self) -> int:
+        """Return how many bytes of the file were not read."""
+        try:
+            return max(0, os.fstat(self.fd).st_size - os.lseek(self.fd, 0, os.SEEK_CUR))
+        except OSError:
+            return 0
+
     def end_line(self) -> None:
         """Take the last line as it is: nothing will be added to it."""
         if self._rest and self._wants(self._rest):
@@ -405,17 +413,28 @@ class Tee:
 
     def _complete(self, deadline: float) -> None:
         """Copy what is left of ended files until the deadline, and let go of them."""
+        missing = {}
         for followed in list(self._ended):
-            self._copy_rest(followed, deadline)
+            missing[followed.path] = self._copy_rest(followed, deadline)
             self._forget(followed)
+        paths = [path for path, count in missing.items() if count]
+        if paths:
+            logger.warning(
+                "the console is slower than the workers: it lacks %s of what they wrote;"
+                " all of it stands in %s",
+                *(_size_text(sum(missing.values())), ", ".join(paths)),
+            )
 
-    def _copy_rest(self, followed: _Followed, deadline: float) -> None:
+    def _copy_rest(self, followed: _Followed, deadline: float) -> int:
+        """Copy what the console takes until the deadline, and return how many bytes it lacks."""
         while followed.show(max(0.0, deadline - time.monotonic())) and followed.read():
             if time.monotonic() > deadline:
                 break
-        followed.end_line()
-        if not followed.show(max(0.0, deadline - time.monotonic())):
-            logger.warning("the console did not take all lines: see %s", followed.path)
+        left = followed.unread()
+        if not left:
+            followed.end_line()
+        followed.show(max(0.0, deadline - time.monotonic()))
+        return left + len(followed.unshown)
 
     def close(self) -> None:
         """Copy the rest and release the descriptors."""
@@ -427,6 +446,10 @@ class Tee:
 
 def _all(_line: bytes) -> bool:
     return True
+
+
+def _size_text(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= MEGABYTE else f"{count} bytes"
 
 
 def _inotify_open() -> int | None:

@@ -10,7 +10,12 @@ __all__ = ["run_script_path"]
 
 
 def run_script_path(script: str, *args: str) -> None:
-    """Run a script as `__main__`, with `sys.argv` as if it had been started by itself."""
+    """Run a script as `__main__`, with `sys.argv` as if it had been started by itself.
+
+    Args:
+        script: Path of the script.
+        args: Its arguments.
+    """
     sys.argv = [script, *args]
     runpy.run_path(script, run_name="__main__")
 

@@ -15,5 +15,12 @@ class Abort(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Do it, and return the state."""
+        """Unblock the main thread of this rank; subclasses implement it.
+
+        Args:
+            state: The rank's state when the fault was seen.
+
+        Returns:
+            The state, unchanged.
+        """
         raise NotImplementedError

@@ -30,7 +30,11 @@ class AbortTransformerEngine(Abort):
     """
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Do it, and return the state."""
+        """Free Transformer Engine's communication buffers and reset its FP8 state.
+
+        Args:
+            state: The rank's state when the fault was seen.
+        """
         if importlib.util.find_spec(_ENGINE) is None:
             return state
         try:
@@ -48,10 +52,13 @@ class AbortPersistentCheckpointProcesses(Abort):
     """Ends the workers of asynchronous checkpoints: runs the abort hooks that are registered."""
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Do it, and return the state.
+        """Run all registered abort hooks.
+
+        Args:
+            state: The rank's state when the fault was seen.
 
         Raises:
-            Exception: What the first hook that failed has raised; all others were called.
+            Exception: Raised by the first hook that failed, after all hooks ran.
         """
         failures = run_abort_hooks()
         if failures:

@@ -51,6 +51,13 @@ class AbortTorchDistributed(Abort):
 
     Raises:
         TypeError: An argument has another type.
+
+    Example:
+        >>> from nvidia_resiliency_ext.inprocess import Compose
+        >>> from nvidia_resiliency_ext.inprocess.abort import (
+        ...     AbortPersistentCheckpointProcesses, AbortTorchDistributed)
+        >>> # The last member is called first.
+        >>> abort = Compose(AbortPersistentCheckpointProcesses(), AbortTorchDistributed())
     """
 
     def __init__(
@@ -67,10 +74,13 @@ class AbortTorchDistributed(Abort):
         self._has_no_recorder = False
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Do it, and return the state.
+        """Abort all process groups and destroy them.
+
+        Args:
+            state: The rank's state when the fault was seen.
 
         Raises:
-            Exception: The first thing that failed, after all was done.
+            Exception: The first failure, after everything was tried.
         """
         deadline = Deadline.after(self.timeout.total_seconds())
         failures = _Failures()
@@ -118,9 +128,15 @@ class AbortTorchDistributed(Abort):
 
     @staticmethod
     def shutdown_process_group_backend(group: Any, device: Any) -> None:
-        """Abort what a group uses for a device; nothing if it has nothing for it.
+        """Abort the backend of a group for one device; do nothing if it has none.
 
         Of gloo, whose connections cannot be told apart by group, nothing is ended.
+
+        Connections of gloo are not ended here, because they cannot be told apart by group.
+
+        Args:
+            group: The process group.
+            device: The device, such as `torch.device("cuda")`.
         """
         backend = groups.backend_of(group, device)
         if backend is not None:

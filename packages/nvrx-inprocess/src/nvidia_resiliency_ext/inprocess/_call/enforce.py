@@ -50,8 +50,12 @@ def enforce_type(argument: str, class_or_tuple: type | tuple[type, ...]) -> None
 def enforce_value(condition: object) -> None:
     """Check a condition.
 
+    Args:
+        condition: The condition, already evaluated.
+
     Raises:
-        ValueError: It is false; the message has its text, if the source is there, and its values.
+        ValueError: The condition is false; the message shows its source, if available, and its
+            values.
     """
     if not condition:
         raise ValueError(_describe(sys._getframe(1)))  # noqa: SLF001 - the only way to the caller

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import os
 import select
 from collections.abc import Callable
 from typing import Generic, TypeVar
+
+from nvidia_resiliency_ext.shared_utils.event_loop import WakeUp
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ class NewsBox(Generic[T]):
         self._slice_s = slice_s
         self._between = between
         self._news: collections.deque[T] = collections.deque()
-        self._reading, self._writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_up = WakeUp()
 
     def add(self, news: T) -> None:
         """Add to the list and wake who waits."""
@@ -42,9 +43,7 @@ class NewsBox(Generic[T]):
 
     def wake(self) -> None:
         """Let who waits look again."""
-        # A full pipe wakes as well; a closed one has nobody to wake.
-        with contextlib.suppress(OSError):
-            os.write(self._writing, b"!")
+        self._wake_up.set()
 
     def find(self, wanted: Callable[[T], bool]) -> T | None:
         """Return the first that is wanted, or None."""
@@ -54,11 +53,10 @@ class NewsBox(Generic[T]):
         """Return what `look` finds, as soon as it finds something; None when the time is up."""
         deadline = None if limit_s is None else self._monotonic() + limit_s
         poll = select.poll()
-        poll.register(self._reading, select.POLLIN)
+        poll.register(self._wake_up, select.POLLIN)
         while True:
             self._between()
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._reading, 4096)
+            self._wake_up.clear()
             found = look()
             if found is not None:
                 return found
@@ -78,8 +76,4 @@ class NewsBox(Generic[T]):
 
     def close(self) -> None:
         """Let the descriptors go; nobody may wait any more."""
-        reading, writing = self._reading, self._writing
-        self._reading = self._writing = -1
-        for fd in (reading, writing):
-            if fd >= 0:
-                os.close(fd)
+        self._wake_up.close()

@@ -55,12 +55,20 @@ def delayed_async_raise(tid: int, exc_type: type[BaseException]) -> None:
     """Raise an exception in a thread a moment later, from a helper thread.
 
     It waits until the thread is out of a function that could not pass the exception on.
+
+    Args:
+        tid: `ident` of the thread.
+        exc_type: The exception's class.
     """
     _in_helper_thread(lambda: _raise_outside(tid, exc_type))
 
 
 def async_abort_main_thread(msg: str | None = None) -> None:
-    """Raise `RankShouldRestart` in the main thread, with the message as its argument."""
+    """Raise `RankShouldRestart` in the main thread, with the message as its argument.
+
+    Args:
+        msg: Argument of the exception; None: no argument.
+    """
     ident = threading.main_thread().ident
     if ident is not None:
         async_raise(ident, RankShouldRestart if msg is None else _with_message(msg))

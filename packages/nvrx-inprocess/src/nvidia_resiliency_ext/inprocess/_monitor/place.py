@@ -17,7 +17,6 @@ import os
 import secrets
 import socket
 import stat
-import threading
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils import procfs
@@ -26,6 +25,7 @@ from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError
 from nvidia_resiliency_ext.shared_utils.os_utils import (
     atomic_write,
+    lock_file,
     private_dir,
     read_regular_file,
     remove_tree_at,
@@ -212,10 +212,15 @@ class NodePlace:
         while True:
             fd = self._open_lock()
             try:
-                _flock(fd, deadline.remaining(), timeout_s)
+                lock_file(fd, deadline.remaining())
                 # The last holder may have removed the directory.
                 if self._is_current(fd):
                     return fd
+            except BlockingIOError:
+                os.close(fd)
+                raise DeadlineExceededError(
+                    f"somebody has been starting the monitor of this node for over {timeout_s:g} s"
+                ) from None
             except BaseException:
                 os.close(fd)
                 raise
@@ -239,49 +244,6 @@ class NodePlace:
         except _GONE:
             return False
         return os.path.samestat(found, os.fstat(fd))
-
-
-def _flock(fd: int, left_s: float, timeout_s: float) -> None:
-    """Take a lock that others hold for moments only.
-
-    A lock has no deadline of its own: a thread of ours waits for it, on a copy of the descriptor,
-    which is the same lock.
-
-    Args:
-        fd: The lock.
-        left_s: How long to wait.
-        timeout_s: Of how long in all, for the message.
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if left_s <= 0:
-            raise DeadlineExceededError("somebody holds the lock") from None
-    else:
-        return
-    guard = threading.Lock()
-    is_done = threading.Event()
-    is_abandoned = False
-    copy = os.dup(fd)
-
-    def wait() -> None:
-        fcntl.flock(copy, fcntl.LOCK_EX)
-        with guard:
-            if is_abandoned:
-                fcntl.flock(copy, fcntl.LOCK_UN)
-            os.close(copy)
-            is_done.set()
-
-    threading.Thread(target=wait, name="nvrx-lock", daemon=True).start()
-    if is_done.wait(left_s):
-        return
-    with guard:
-        if is_done.is_set():
-            return
-        is_abandoned = True
-    raise DeadlineExceededError(
-        f"somebody has been starting the monitor of this node for over {timeout_s:g} s"
-    )
 
 
 def _identity(environ: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ from nvidia_resiliency_ext.shared_utils.children import PidHandle
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nvidia_resiliency_ext.inprocess._monitor.loop import Loop
+    from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 __all__ = ["Processes"]
 
@@ -26,7 +26,7 @@ class Processes:
         ended: Called with the number of a process that has ended.
     """
 
-    def __init__(self, loop: Loop, ended: Callable[[int], None]) -> None:
+    def __init__(self, loop: EventLoop, ended: Callable[[int], None]) -> None:
         self._loop = loop
         self._ended = ended
         self._held: dict[int, PidHandle] = {}

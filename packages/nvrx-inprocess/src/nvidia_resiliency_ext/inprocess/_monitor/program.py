@@ -14,7 +14,7 @@ import time
 
 from nvidia_resiliency_ext.inprocess._monitor import messages
 from nvidia_resiliency_ext.inprocess._monitor.journal import Journal
-from nvidia_resiliency_ext.inprocess._monitor.loop import Connection, Loop
+from nvidia_resiliency_ext.inprocess._monitor.loop import Connection
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView
 from nvidia_resiliency_ext.inprocess._monitor.place import NodePlace
 from nvidia_resiliency_ext.inprocess._monitor.processes import Processes
@@ -22,6 +22,7 @@ from nvidia_resiliency_ext.inprocess._monitor.serving import Host, Serving
 from nvidia_resiliency_ext.inprocess._monitor.store_side import warm_up
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, NvrxError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 
 __all__ = ["Monitor", "run"]
@@ -78,7 +79,7 @@ class Monitor:
         listener.set_inheritable(False)
         self._place = place
         self._socket_inode = place.socket_inode()
-        self._loop = Loop()
+        self._loop = EventLoop()
         self._journal = Journal()
         self._processes = Processes(self._loop, self._process_ended)
         self._host = Host(self._loop, self._processes, self._journal, place.path)
@@ -95,7 +96,7 @@ class Monitor:
         """Serve until nobody is left."""
         due_s = time.monotonic()
         while True:
-            self._loop.turn(due_s - time.monotonic())
+            self._loop.run_once(until=due_s)
             due_s = self._tick(time.monotonic())
             if self._is_idle():
                 if self._end():

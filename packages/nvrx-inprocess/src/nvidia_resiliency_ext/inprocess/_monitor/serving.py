@@ -41,10 +41,11 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
     from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
+    from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
     from nvidia_resiliency_ext.shared_utils.rank_activity import Kernel
 
     from .journal import Journal
-    from .loop import Connection, Loop
+    from .loop import Connection
     from .processes import Processes
     from .registration import Adopted
     from .settings import MonitorSettings
@@ -63,7 +64,7 @@ _LAST_OPERATIONS_S = 5.0
 class Host:
     """What the program lends to each call."""
 
-    loop: Loop
+    loop: EventLoop
     processes: Processes
     journal: Journal
     directory: str

@@ -36,6 +36,10 @@ class StoreMixin:
     that does not answer `StoreLostError`. Waits raise `torch.distributed.DistStoreError` when time
     is over.
 
+    The named barriers take `ranks`, `rendezvous_count`, `timeout` and `timeout_chunk` as `barrier`
+    does. In all other methods `rank` and `ranks` are numbers of the current iteration, and a method
+    that reads waits until every requested value is there.
+
     Attributes:
         critical_ranks: Ranks whose end ends the store.
     """
@@ -55,15 +59,15 @@ class StoreMixin:
         """Arrive for `ranks` and wait for the others; once per store and name.
 
         Args:
-            ranks: Who arrives.
+            ranks: The ranks that arrive.
             group_name: Name of the barrier.
-            rendezvous_count: How many ranks belong there.
-            timeout: How long to wait; None waits without a limit.
-            timeout_chunk: How long a single wait in the store may take.
+            rendezvous_count: Number of ranks to wait for.
+            timeout: Longest wait; None: no limit.
+            timeout_chunk: Longest single wait in the store; None: chosen here.
 
         Raises:
-            BarrierTimeout: not all arrived in time.
-            BarrierOverflow: more arrived than belong there.
+            BarrierTimeout: Not all ranks arrived in time.
+            BarrierOverflow: More ranks arrived than were waited for.
         """
         barriers.pass_barrier(
             self._access(), ranks, group_name, rendezvous_count, timeout, timeout_chunk
@@ -77,13 +81,29 @@ class StoreMixin:
         timeout: timedelta | None,
         timeout_chunk: timedelta | None = None,
     ) -> None:
-        """Do as `barrier`, but a rank that arrives again counts once."""
+        """Pass a barrier at which a rank that arrives again counts once.
+
+        Args:
+            ranks: The ranks that arrive.
+            group_name: Name of the barrier.
+            rendezvous_count: Number of ranks to wait for.
+            timeout: Longest wait; None: no limit.
+            timeout_chunk: Longest single wait in the store; None: chosen here.
+
+        Raises:
+            BarrierTimeout: Not all ranks arrived in time.
+        """
         barriers.pass_reentrant_barrier(
             self._access(), ranks, group_name, rendezvous_count, timeout, timeout_chunk
         )
 
     def is_rank_at_reentrant_barrier(self, rank: int, group_name: str) -> bool:
-        """Return whether a rank, or somebody for it, has arrived."""
+        """Return whether a rank has arrived, by itself or through another process.
+
+        Args:
+            rank: The rank.
+            group_name: Name of the barrier.
+        """
         return barriers.is_rank_at_reentrant_barrier(self._access(), rank, group_name)
 
     def initial_barrier(
@@ -134,38 +154,57 @@ class StoreMixin:
     # Ranks.
 
     def set_initial_rank(self, rank: int, initial_rank: int) -> None:
-        """Say which initial rank has a number."""
+        """Store the initial rank of a rank.
+
+        Args:
+            rank: Number in the current iteration.
+            initial_rank: `RANK` at the call.
+        """
         self._access().set(f"initial_rank_{rank}", str(initial_rank))
 
     def get_initial_ranks(self, ranks: Iterable[int]) -> list[int]:
-        """Return the initial ranks that have these numbers; waits until all are known."""
+        """Return the initial ranks of ranks; waits until all are known."""
         return [_number(key, text) for key, text in self._texts(f"initial_rank_{r}" for r in ranks)]
 
     def set_active_rank(self, rank: int, active_rank: int | None) -> None:
-        """Say which active rank a rank has, None for none."""
+        """Store the active rank of a rank.
+
+        Args:
+            rank: Number in the current iteration.
+            active_rank: Its active rank; None: it is a reserve.
+        """
         self._access().set(f"active_rank_{rank}", json.dumps(active_rank))
 
     def get_all_active_ranks(self, world_size: int) -> list[int | None]:
-        """Return the active rank of each rank; waits until all are known."""
+        """Return the active rank of each rank; waits until all are known.
+
+        Args:
+            world_size: Number of ranks in the current iteration.
+        """
         found = self._texts(f"active_rank_{rank}" for rank in range(world_size))
         return [None if text == "null" else _number(key, text) for key, text in found]
 
     def send_heartbeat(self, rank: int) -> None:
-        """Say that a rank lives, with the time of its host."""
+        """Store the time of this host as the last heartbeat of a rank."""
         self._access().set(f"heartbeat_{rank}", repr(time.time()))
 
     def get_heartbeat(self, rank: int) -> float:
-        """Return when a rank has said that it lives; waits until it has."""
+        """Return a rank's last heartbeat in seconds since 1970; waits until it has sent one."""
         return self.get_all_heartbeats([rank])[0]
 
     def get_all_heartbeats(self, ranks: Iterable[int]) -> list[float]:
-        """Return when these ranks have said that they live; waits until all have."""
+        """Return ranks' last heartbeats in seconds since 1970; waits until all have sent one."""
         return [_seconds(key, text) for key, text in self._texts(f"heartbeat_{r}" for r in ranks)]
 
     # What ranks tell each other for the assignment of ranks.
 
     def send_state(self, state: State, rank: int) -> None:
-        """Tell the others the state of a rank, without its exception."""
+        """Store the state of a rank, without its exception.
+
+        Args:
+            state: The state.
+            rank: The rank.
+        """
         fields = {
             field.name: getattr(state, field.name)
             for field in dataclasses.fields(state)
@@ -179,7 +218,12 @@ class StoreMixin:
         return [_state(key, text) for key, text in self._texts(f"state_{r}" for r in ranks)]
 
     def send_key(self, key: Any, rank: int) -> None:
-        """Tell the others the key of a rank: anything that JSON can say."""
+        """Store the key of a rank.
+
+        Args:
+            key: Any value that JSON can represent.
+            rank: The rank.
+        """
         self._access().set(f"key_{rank}", json.dumps(key))
 
     def get_keys(self, ranks: Iterable[int]) -> list[Any]:
@@ -189,7 +233,12 @@ class StoreMixin:
     # What happens to an iteration.
 
     def record_interrupted(self, records: Sequence[InterruptionRecord] | None = None) -> None:
-        """Say that the iteration is interrupted; records count until they are locked."""
+        """Record that the iteration is interrupted.
+
+        Args:
+            records: What happened to which rank; ignored once the records are locked. Default:
+                none.
+        """
         access = self._access()
         if records and access.add(_RECORDS_LOCK, 0) == 0:
             access.append(_RECORDS, "".join(f"{record};" for record in records))
@@ -211,10 +260,13 @@ class StoreMixin:
         return records
 
     def wait_for_interrupted(self, timeout: timedelta) -> None:
-        """Wait until somebody says that the iteration is interrupted.
+        """Wait until the iteration is interrupted.
+
+        Args:
+            timeout: Longest wait.
 
         Raises:
-            torch.distributed.DistStoreError: nobody did in time.
+            torch.distributed.DistStoreError: It was not interrupted in time.
         """
         self._wait_for(_INTERRUPTED, timeout)
 
@@ -225,13 +277,16 @@ class StoreMixin:
     def wait_for_completed(self, timeout: timedelta) -> None:
         """Wait until a rank has completed.
 
+        Args:
+            timeout: Longest wait.
+
         Raises:
-            torch.distributed.DistStoreError: none did in time.
+            torch.distributed.DistStoreError: No rank completed in time.
         """
         self._wait_for(_COMPLETED, timeout)
 
     def record_terminated_ranks(self, ranks: Iterable[int]) -> None:
-        """Say that ranks will not take part any more."""
+        """Record ranks that take no further part."""
         self._access().append(_TERMINATED, "".join(f"{rank}," for rank in ranks))
 
     def get_terminated_ranks(self) -> set[int]:

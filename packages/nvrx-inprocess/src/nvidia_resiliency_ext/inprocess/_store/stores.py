@@ -82,10 +82,15 @@ class TCPStore(StoreMixin, TorchTCPStore):
     def connect(
         cls, endpoint: Endpoint, timeout: timedelta = _TIMEOUT, *, use_libuv: bool = True
     ) -> TCPStore:
-        """Connect to a store that somebody serves; never host one.
+        """Connect to a store that another process serves; never host one.
+
+        Args:
+            endpoint: Host and port of the store.
+            timeout: Longest wait of the store's methods.
+            use_libuv: As torch's `TCPStore`. Default True.
 
         Raises:
-            StoreLostError: nobody does, or it is no store.
+            StoreLostError: No process serves it, or the port belongs to something else.
         """
         store = cls.__new__(cls)
         options = {"timeout": timeout, "wait_for_workers": False, "use_libuv": use_libuv}
@@ -98,7 +103,11 @@ class TCPStore(StoreMixin, TorchTCPStore):
         return TCPStore.connect(endpoint, _timeout_of(self), use_libuv=self._use_libuv)
 
     def limit_answers(self, timeout_s: float) -> None:
-        """Let this process's connections to this port wait at most so long for an answer."""
+        """Limit how long this process's connections to the store's port wait for a reply.
+
+        Args:
+            timeout_s: The limit in seconds.
+        """
         limit_answers(self.port, timeout_s)
 
     def _host(self, endpoint: Endpoint, options: dict[str, Any]) -> bool:

@@ -28,22 +28,39 @@ __all__ = [
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Return the number of ranks in the group, 1 without torch.distributed."""
+    """Return the number of ranks in the group, 1 without torch.distributed.
+
+    Args:
+        group: The group; None: the default group.
+    """
     return dist.get_world_size(group) if _is_initialized() else 1
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:
-    """Return this process's rank in the group, 0 without torch.distributed."""
+    """Return this process's rank in the group, 0 without torch.distributed.
+
+    Args:
+        group: The group; None: the default group.
+    """
     return dist.get_rank(group) if _is_initialized() else 0
 
 
 def get_global_rank(group: ProcessGroup | None, group_rank: int) -> int:
-    """Return the rank in the job of a rank of the group."""
+    """Return the rank in the job of a rank of a group.
+
+    Args:
+        group: The group; None: the default group, whose ranks are those of the job.
+        group_rank: The rank in the group.
+    """
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_device_for_backend(group: ProcessGroup | None = None) -> torch.device:
-    """Return the device on which the group's collectives take tensors: CUDA for NCCL, else CPU."""
+    """Return the device on which the group's collectives take tensors: CUDA for NCCL, else CPU.
+
+    Args:
+        group: The group; None: the default group.
+    """
     if not _is_initialized():
         return torch.device("cpu")
     # A mixed group ("cpu:gloo,cuda:nccl") takes CPU tensors, too.
@@ -60,8 +77,14 @@ def all_reduce(
 ) -> Any:
     """Reduce a tensor over all ranks, in place; does nothing for one rank.
 
+    Args:
+        tensor: Overwritten with the result.
+        op: The reduction, a sum by default.
+        group: The group; None: the default group.
+        async_op: Return a handle to wait for instead of waiting. Default False.
+
     Returns:
-        What torch's `all_reduce` returns; None for one rank.
+        The return value of torch's `all_reduce`; None for one rank.
     """
     if get_world_size(group) == 1:
         return None
@@ -72,6 +95,10 @@ def all_gather_object(obj: object, group: ProcessGroup | None = None) -> list[An
     """Return the objects of all ranks, by rank.
 
     Kept for programs that call it: it pickles, and nothing in this package uses it.
+
+    Args:
+        obj: This rank's object; it is pickled.
+        group: The group; None: the default group.
     """
     world_size = get_world_size(group)
     if world_size == 1:
@@ -87,6 +114,10 @@ def gather_on_rank0(
     """Return the tensors of all ranks on rank 0, by rank, and None elsewhere.
 
     Tensors have the same shape on all ranks; the results lie on the device of `tensor`.
+
+    Args:
+        tensor: This rank's tensor.
+        group: The group, whose rank 0 gets them; None: the default group.
     """
     world_size = get_world_size(group)
     if world_size == 1:
@@ -103,7 +134,12 @@ def gather_on_rank0(
 
 
 def all_gather_rows(row: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
-    """Return the one-dimensional tensors of all ranks, one after the other, in one tensor."""
+    """Return one tensor with the one-dimensional tensors of all ranks, in the order of ranks.
+
+    Args:
+        row: This rank's tensor, of the same length on all ranks.
+        group: The group; None: the default group.
+    """
     world_size = get_world_size(group)
     if world_size == 1:
         return row
@@ -116,7 +152,12 @@ def all_gather_rows(row: torch.Tensor, group: ProcessGroup | None = None) -> tor
 
 
 def is_all_true(flag: bool, group: ProcessGroup | None = None) -> bool:
-    """Tell on every rank whether the flag is true on all of them."""
+    """Tell on every rank whether a flag is true on all of them.
+
+    Args:
+        flag: This rank's flag.
+        group: The group; None: the default group.
+    """
     tensor = torch.tensor([1 if flag else 0], device=get_device_for_backend(group))
     all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
     return bool(tensor.item())

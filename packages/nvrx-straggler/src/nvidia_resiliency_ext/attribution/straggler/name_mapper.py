@@ -115,7 +115,11 @@ class NameMapper:
         return Proposal(kernels, sections, _digest_of(base, kernels, sections), begins_anew)
 
     def accept(self, proposal: Proposal) -> None:
-        """Give the proposed numbers; all ranks have proposed the same."""
+        """Assign the proposed numbers, once all ranks have proposed the same.
+
+        Args:
+            proposal: The names that get a number.
+        """
         if proposal.begins_anew:
             self.clear()
         self._number(proposal.kernels, proposal.sections)
@@ -124,9 +128,15 @@ class NameMapper:
     def gather_and_assign_ids(
         self, kernel_names: Sequence[str], section_names: Sequence[str]
     ) -> None:
-        """Give numbers to the names that any rank lists; a collective of all ranks of the group.
+        """Assign numbers to the names that any rank lists; a collective of all ranks of the group.
 
         Names of more than 4096 characters are shortened, see `shortened`.
+
+        Names of more than 4096 characters are shortened, see `shortened`.
+
+        Args:
+            kernel_names: Kernels that this rank has measured.
+            section_names: Sections that this rank has measured.
 
         Raises:
             MalformedNamesError: A rank's message is broken, on all ranks alike.
@@ -144,6 +154,9 @@ class NameMapper:
     def get_kernel_id(self, name: str) -> int:
         """Return the number of a kernel.
 
+        Args:
+            name: The kernel.
+
         Raises:
             KeyError: It has none.
         """
@@ -151,6 +164,9 @@ class NameMapper:
 
     def get_kernel_name(self, kernel_id: int) -> str:
         """Return the name of a kernel.
+
+        Args:
+            kernel_id: The number of the kernel.
 
         Raises:
             KeyError: The number was not given out.
@@ -160,6 +176,9 @@ class NameMapper:
     def get_section_id(self, name: str) -> int:
         """Return the number of a section.
 
+        Args:
+            name: The section.
+
         Raises:
             KeyError: It has none.
         """
@@ -167,6 +186,9 @@ class NameMapper:
 
     def get_section_name(self, section_id: int) -> str:
         """Return the name of a section.
+
+        Args:
+            section_id: The number of the section.
 
         Raises:
             KeyError: The number was not given out.

@@ -87,7 +87,11 @@ class SummaryTable(Mapping[str, Mapping[Statistic, float]]):
         self._row_of: dict[str, int] | None = None
 
     def column(self, statistic: Statistic) -> Array:
-        """Return one figure of all names, in the order of `names`."""
+        """Return one statistic of all names, in the order of `names`.
+
+        Args:
+            statistic: Which one.
+        """
         values: Array = self.values_by_row[:, statistic.value - 1]
         return values
 
@@ -115,7 +119,11 @@ class SummaryTable(Mapping[str, Mapping[Statistic, float]]):
 
     @classmethod
     def from_mapping(cls, summaries: Mapping[str, Mapping[Statistic, float]]) -> SummaryTable:
-        """Return a table of any mapping of summaries; figures that are missing become NaN."""
+        """Return a table of any mapping of summaries; figures that are missing become NaN.
+
+        Args:
+            summaries: For each name its statistics.
+        """
         if isinstance(summaries, cls):
             return summaries
         nan = float("nan")
@@ -124,9 +132,14 @@ class SummaryTable(Mapping[str, Mapping[Statistic, float]]):
 
 
 def summarize(samples: Sequence[float]) -> list[float]:
-    """Return the figures of at least one sample, in the order of `Statistic`.
+    """Return the statistics of samples, in the order of `Statistic`.
 
     `STD` of a single sample is NaN.
+
+    `STD` of a single sample is NaN.
+
+    Args:
+        samples: One sample or more.
 
     Raises:
         ValueError: There is no sample.

@@ -42,7 +42,11 @@ _CHUNK_BYTES = 64 << 20
 
 
 def batched(iterable: Iterable[T], n: int) -> Iterator[tuple[T, ...]]:
-    """Yield tuples of `n` items; the last may be shorter.
+    """Yield tuples of items; the last may be shorter.
+
+    Args:
+        iterable: Where the items come from.
+        n: Items in a tuple, 1 or more.
 
     Raises:
         ValueError: `n` is less than 1.
@@ -114,7 +118,13 @@ def _groups_of_rest(
 
 @dataclass(frozen=True)
 class ExchangePlanEntry:
-    """One state on its way: from a global rank to another."""
+    """Describe one transfer of a state.
+
+    Args:
+        sender: Global rank that has the state.
+        receiver: Global rank that gets it.
+        id_: The id of the state.
+    """
 
     sender: int
     receiver: int
@@ -133,7 +143,13 @@ class ExchangePlan:
     _entries: list[ExchangePlanEntry] = field(default_factory=list)
 
     def plan(self, *, sender: int, receiver: int, id_: Any) -> None:
-        """Add one transfer, between global ranks."""
+        """Add one transfer.
+
+        Args:
+            sender: Global rank that has the state.
+            receiver: Global rank that gets it; it may be the sender.
+            id_: The id of the state.
+        """
         self._entries.append(ExchangePlanEntry(sender=sender, receiver=receiver, id_=id_))
 
     @property
@@ -142,7 +158,11 @@ class ExchangePlan:
         return tuple(self._entries)
 
     def required_ids(self, rank: int | None = None) -> set[Any]:
-        """Return the states that a global rank must supply; this one by default."""
+        """Return the ids of the states that a rank must supply.
+
+        Args:
+            rank: The global rank; None: this process's.
+        """
         rank = self.group.my_global_rank if rank is None else rank
         return {entry.id_ for entry in self._entries if entry.sender == rank}
 
@@ -172,10 +192,14 @@ class GroupWrapper:
 
     @staticmethod
     def from_list_of_groups(list_of_groups: Sequence[ProcessGroupLike | int]) -> GroupWrapper:
-        """Return the one group of the list that this rank belongs to.
+        """Return the group of a list to which this rank belongs.
+
+        Args:
+            list_of_groups: Groups as `torch.distributed.new_group` returns them, numbers for groups
+                without this rank among them.
 
         Raises:
-            AssertionError: It belongs to none of them, or to several.
+            AssertionError: This rank belongs to none of them, or to several.
         """
         # `new_group` returns a number where this rank is no member.
         wrapped = [GroupWrapper.wrap(g) for g in list_of_groups if not isinstance(g, int)]
@@ -205,7 +229,11 @@ class GroupWrapper:
         return [torch.device(name) for name in types if name in there]
 
     def get_device(self, wanted_device: torch.device | str | None = None) -> torch.device:
-        """Return the wanted device if the group moves its tensors, else one that it does."""
+        """Return a device whose tensors the group's collectives accept.
+
+        Args:
+            wanted_device: The device to return if the group accepts it; None: "cpu".
+        """
         types = [device.type for device in self.supported_devices]
         wanted = torch.device("cpu" if wanted_device is None else wanted_device).type
         if wanted in types:
@@ -213,7 +241,11 @@ class GroupWrapper:
         return get_default_device_from_type("cpu" if "cpu" in types else "cuda")
 
     def get_group_rank(self, global_rank: int | None = None) -> int:
-        """Return the rank in the group of a global rank, this one by default; -1: no member."""
+        """Return the group rank of a global rank; -1 if it is no member.
+
+        Args:
+            global_rank: The global rank; None: this process's.
+        """
         if global_rank is None:
             return self.my_group_rank
         return dist.get_group_rank(self.group, global_rank)
@@ -224,7 +256,11 @@ class GroupWrapper:
         return dist.get_rank(self.group)
 
     def get_global_rank(self, group_rank: int | None = None) -> int:
-        """Return the global rank of a rank in the group, this one by default."""
+        """Return the global rank of a rank of the group.
+
+        Args:
+            group_rank: The rank in the group; None: this process's.
+        """
         if group_rank is None:
             return self.my_global_rank
         return dist.get_global_rank(self.group, group_rank)
@@ -248,13 +284,23 @@ class GroupWrapper:
         return f"GroupWrapper(ranks={self.ranks})"
 
     def all_gather_object(self, my_obj: T) -> list[T]:
-        """Return the objects of all members, in the order of the group; they are pickled."""
+        """Return the objects of all members, in the order of the group; they are pickled.
+
+        Args:
+            my_obj: This rank's object.
+        """
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, my_obj, group=self.group)
         return found
 
     def broadcast(self, tensor: torch.Tensor, src: int, **kwargs: Any) -> Any:
-        """Call `torch.distributed.broadcast` with this group; `src` is a global rank."""
+        """Call `torch.distributed.broadcast` with this group.
+
+        Args:
+            tensor: What `src` sends; overwritten on all other ranks.
+            src: Global rank of the sender.
+            kwargs: Further arguments of torch's function, such as `async_op`.
+        """
         return dist.broadcast(tensor, src, self.group, **kwargs)
 
     def all_gather_batch(
@@ -294,11 +340,20 @@ class GroupWrapper:
                 chunk.copy_(there)
 
     def send_object(self, obj: Any, dst: int) -> None:
-        """Send a pickled object to a global rank of the group."""
+        """Send an object, pickled, to another rank of the group.
+
+        Args:
+            obj: The object.
+            dst: Global rank of the receiver.
+        """
         dist.send_object_list([obj], dst=dst, group=self.group, device=self.get_device())
 
     def recv_object(self, src: int) -> Any:
-        """Return an object that a global rank of the group sends."""
+        """Return the object that another rank of the group sends.
+
+        Args:
+            src: Global rank of the sender.
+        """
         found = [None]
         dist.recv_object_list(found, src=src, group=self.group, device=self.get_device())
         return found[0]
@@ -306,8 +361,15 @@ class GroupWrapper:
     def isend_state_dict(self, state_dict: TensorAwareStateDict, dst: int) -> dict[str, float]:
         """Send a state to a global rank.
 
+        Args:
+            state_dict: The state; its tensors are sent in chunks, the rest pickled.
+            dst: The global rank that calls `irecv_state_dict`.
+
         Returns:
             A dict; `data_sent` is the number of bytes of its tensors.
+
+        Raises:
+            ValueError: The state without its tensors is too large to be sent.
         """
         parts = split_state(state_dict)
         lengths = [storage.nbytes for storage in parts.storages]
@@ -325,6 +387,9 @@ class GroupWrapper:
 
     def irecv_state_dict(self, src: int) -> tuple[TensorAwareStateDict, dict[str, float]]:
         """Receive a state from a global rank.
+
+        Args:
+            src: The global rank that calls `isend_state_dict`.
 
         Returns:
             The state, and a dict; `data_recv` is the number of bytes of its tensors.

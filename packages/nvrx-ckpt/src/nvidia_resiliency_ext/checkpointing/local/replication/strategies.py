@@ -71,7 +71,15 @@ class ReplicationStrategy(ABC):
 
     @abstractmethod
     def retrieve_execute(self, *args: Any, **kwargs: Any) -> Any:
-        """Carry out a plan: `(plan, {id: state that this rank supplies})` to `{id: state}`."""
+        """Carry out a plan.
+
+        Args:
+            args: The plan, and a dict from id to each state that this rank supplies.
+            kwargs: Further arguments of the strategy.
+
+        Returns:
+            From id to each state that this rank received.
+        """
 
 
 class CliqueReplicationStrategy(ReplicationStrategy):
@@ -127,6 +135,13 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     ) -> tuple[list[TensorAwareStateDict], list[Any]]:
         """Return the states of all ranks of the group; `local_ckpt` is hollow afterwards.
 
+        Args:
+            local_ckpt: This rank's state.
+            id_: Its id.
+
+        Returns:
+            The states of all ranks of the group, in its order, and their ids.
+
         Raises:
             RuntimeError: A rank cannot take its tensors out; on all ranks of the group.
         """
@@ -154,12 +169,18 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     def retrieve_plan(
         self, globally_available_ids: Mapping[int, Sequence[Any]], wanted: Sequence[Any]
     ) -> ExchangePlan:
-        """Return a plan that takes a rank's own copy if it has one, else that of a random member.
+        """Return a plan that takes a rank's own copy if it has one, else a random member's.
 
         The choice is the same on all ranks.
 
+        The choice is the same on all ranks.
+
+        Args:
+            globally_available_ids: For each global rank the ids that it has.
+            wanted: The ids that this rank wants.
+
         Raises:
-            NoReplicasAvailableError: No member has it.
+            NoReplicasAvailableError: No member has one of them.
         """
         plan = ExchangePlan(self.local_group)
         # Every rank must choose alike; nothing secret depends on the choice.
@@ -179,12 +200,24 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         return plan
 
     def retrieve_execute(self, *args: Any, **kwargs: Any) -> Any:
-        """Carry out a plan; see `GroupWrapper.execute_plan`."""
+        """Carry out a plan; see `GroupWrapper.execute_plan`.
+
+        Args:
+            args: The plan, and a dict from id to each state that this rank supplies.
+            kwargs: Further arguments of `GroupWrapper.execute_plan`.
+
+        Returns:
+            From id to each state that this rank received.
+        """
         return self.local_group.execute_plan(*args, **kwargs)
 
 
 class LazyReplicationStrategyBuilder(ReplicationStrategy, ABC, Generic[EagerT]):
-    """A strategy that is built when it is first used, when process groups exist."""
+    """A strategy that is built when it is first used, when process groups exist.
+
+    `replicate`, `retrieve_plan` and `retrieve_execute` build the strategy if need be and pass their
+    arguments (`local_ckpt`, `id_`, `globally_available_ids`, `wanted`, `args`, `kwargs`) on to it.
+    """
 
     def __init__(self) -> None:
         self._strategy: EagerT | None = None

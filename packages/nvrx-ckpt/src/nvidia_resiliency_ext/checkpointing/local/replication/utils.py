@@ -12,6 +12,9 @@ __all__ = ["zip_strict"]
 def zip_strict(*args: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     """Zip sequences of equal length.
 
+    Args:
+        args: The sequences.
+
     Raises:
         AssertionError: The lengths differ; the message names all of them.
     """

@@ -207,7 +207,11 @@ class ReportGenerator:
         return self.exchange(RankData(section_summaries, kernel_summaries)).report
 
     def exchange(self, data: RankData) -> Outcome:
-        """Run one report exchange with all ranks and return what it gives to this one."""
+        """Run one report exchange with all ranks and return this rank's outcome.
+
+        Args:
+            data: What this rank has measured since the exchange before.
+        """
         started = time.perf_counter()
         self.group = self.group  # ranks may have changed
         window, kernels, has_failed = self._read(data)

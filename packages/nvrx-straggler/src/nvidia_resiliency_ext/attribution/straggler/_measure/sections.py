@@ -78,7 +78,11 @@ class CustomSection:
         return [take() for _ in range(len(self.cpu_elapsed_times))]
 
     def warn_of_place(self, frame: FrameType) -> None:
-        """Warn once when the section is entered somewhere else than at first."""
+        """Warn once if the section is entered at another line than the first time.
+
+        Args:
+            frame: The frame that enters the section.
+        """
         if self._has_warned:
             return
         place = _place_of(frame)

@@ -39,6 +39,10 @@ _USUAL_DEVIATIONS = 5
 class StragglerId:
     """A slow rank and its node.
 
+    Args:
+        rank: The rank.
+        node: The name of its host.
+
     Example:
         >>> StragglerId(3, "node-a")
         StragglerId(rank=3, node='node-a')
@@ -102,6 +106,14 @@ class Report:
         section_indiv_threshold: float = 0.75,
     ) -> dict[str, Any]:
         """Return the ranks whose score is below a threshold; a NaN score never is.
+
+        Args:
+            gpu_rel_threshold: For a GPU's score relative to the other ranks: 0 to 1, default 0.75.
+            section_rel_threshold: For a section's score relative to the other ranks: 0 to 1,
+                default 0.75.
+            gpu_indiv_threshold: For a GPU's score relative to its own best: 0 to 1, default 0.75.
+            section_indiv_threshold: For a section's score relative to its own best: 0 to 1, default
+                0.75.
 
         Returns:
             `straggler_gpus_relative` and `straggler_gpus_individual`: sets of `StragglerId`;
@@ -202,6 +214,9 @@ class Report:
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Write a picture of the scores; the suffix of the path chooses the format.
+
+        Args:
+            path: The file to write, such as `report.png` or `report.svg`.
 
         Raises:
             MissingExtraError: matplotlib is not installed (`pip install 'nvrx-straggler[plot]'`).

@@ -123,7 +123,12 @@ class ScoringOptions:
         return self.quantile == 0 and not self.peer_groups
 
     def peers_of(self, rank: int, world_size: int) -> list[int]:
-        """Return the ranks that this one is compared with, itself included."""
+        """Return the ranks with which a rank is compared, itself included.
+
+        Args:
+            rank: The rank.
+            world_size: Number of ranks of the job.
+        """
         groups = self.peer_groups or ()
         for group in groups:
             if rank in group:

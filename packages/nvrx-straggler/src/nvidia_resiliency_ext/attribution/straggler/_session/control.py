@@ -18,6 +18,7 @@ from typing import Any
 
 from nvidia_resiliency_ext.attribution.straggler._errors import ControlError
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.event_loop import WakeUp
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir, live_run_dirs, remove_stale_run_dirs
 from nvidia_resiliency_ext.shared_utils.wire import (
     MessageSet,
@@ -112,7 +113,7 @@ class ControlServer:
         remove_stale_run_dirs()  # of ranks that were killed, in earlier cycles of this job too
         self._run_dir = RunDir.create(LABEL)
         self._pid = os.getpid()
-        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_up = WakeUp()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._listener.bind(self._run_dir.socket_path(_SOCKET))
@@ -132,29 +133,29 @@ class ControlServer:
     def close(self) -> None:
         """End the thread and remove the socket; in a forked child, only our descriptors."""
         if os.getpid() == self._pid:
-            self._wake_write.send(b"x")
+            self._wake_up.set()
             self._thread.join(_TIMEOUT_S)
         self._release()
 
     def _release(self) -> None:
-        for sock in (self._listener, self._wake_read, self._wake_write):
-            sock.close()
+        self._listener.close()
+        self._wake_up.close()
         if os.getpid() == self._pid:
             self._run_dir.remove()
 
     def _serve(self) -> None:
         poll = select.poll()
-        poll.register(self._wake_read, select.POLLIN)
+        poll.register(self._wake_up, select.POLLIN)
         poll.register(self._listener, select.POLLIN)
         while True:
-            if self._wake_read.fileno() in {descriptor for descriptor, _ in poll.poll()}:
+            if self._wake_up.fileno() in {descriptor for descriptor, _ in poll.poll()}:
                 return
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:
                 # The client is gone, or no descriptor is free: the connection stays pending.
                 logger.warning("straggler control: a connection cannot be taken: %s", error)
-                if select.select([self._wake_read], [], [], _RETRY_S)[0]:
+                if select.select([self._wake_up], [], [], _RETRY_S)[0]:
                     return
                 continue
             with connection:

@@ -20,9 +20,13 @@ def listen(path: str, backlog: int = 128) -> socket.socket:
 
     A socket that a dead process left at `path` is removed first.
 
+    Args:
+        path: Path of the socket.
+        backlog: Length of the queue of connections that wait. Default 128.
+
     Raises:
-        ValueError: the path is too long for a socket.
-        FileExistsError: something that is no socket is at `path`, or somebody listens there.
+        ValueError: The path is too long for a socket.
+        FileExistsError: The path is no socket, or a process listens there.
     """
     _check_length(path)
     _remove_stale(path)
@@ -42,11 +46,15 @@ def listen(path: str, backlog: int = 128) -> socket.socket:
 def connect(path: str, timeout_s: float) -> socket.socket:
     """Return a blocking socket connected to `path`.
 
+    Args:
+        path: Path of the listening socket.
+        timeout_s: Seconds to wait for room in the listener's queue.
+
     Raises:
-        ValueError: the path is too long for a socket.
-        FileNotFoundError: nothing is at `path`.
-        ConnectionRefusedError: nobody listens there.
-        DeadlineExceededError: the listener's queue stays full.
+        ValueError: The path is too long for a socket.
+        FileNotFoundError: The path does not exist.
+        ConnectionRefusedError: No process listens there.
+        DeadlineExceededError: The listener's queue stays full.
     """
     _check_length(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -66,7 +74,12 @@ def connect(path: str, timeout_s: float) -> socket.socket:
 
 
 def set_ipc_socket_timeouts(fileno: int, timeout: float) -> None:
-    """Let the kernel end sends and receives on a blocking socket after `timeout` s; 0 = never."""
+    """Limit how long sends and receives on a blocking socket may take.
+
+    Args:
+        fileno: Descriptor of the socket; it stays open.
+        timeout: The limit in seconds; 0: no limit.
+    """
     whole = int(timeout)
     microseconds = int((timeout - whole) * 1e6)
     if timeout > 0 and whole == 0 and microseconds == 0:

@@ -4,20 +4,21 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 from typing import TYPE_CHECKING, Any
 
+from .event_loop import WakeUp
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SlowThread"]
+__all__ = ["WorkerThread"]
 
 logger = logging.getLogger("nvrx")
 
 
-class SlowThread:
+class WorkerThread:
     """Runs jobs that may block, one after another, and hands their results to the loop.
 
     The thread starts with the first job. It is a daemon: a job that never returns holds up no
@@ -31,19 +32,15 @@ class SlowThread:
             name: The thread's name.
         """
         self._name = name
-        self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._read_fd, False)
-        os.set_blocking(self._write_fd, False)
+        self._wake_up = WakeUp()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]] | None]
         self._jobs = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Callable[[Any], None], Any]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Reentrant: a signal handler may call `wake` in the middle of `close`.
-        self._write_lock = threading.RLock()
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while results wait."""
-        return self._read_fd
+        return self._wake_up.fileno()
 
     def submit(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
         """Run `job` in the thread, later `done(result)` in the thread that calls `collect`.
@@ -63,38 +60,24 @@ class SlowThread:
 
     def wake(self) -> None:
         """Make `fileno` readable; from any thread and from a signal handler, at any time."""
-        with self._write_lock:
-            if self._write_fd < 0:
-                return  # closed, and the number may be somebody else's by now
-            try:
-                os.write(self._write_fd, b"x")
-            except BlockingIOError:
-                return  # full means that there is plenty of reason to wake up
+        self._wake_up.set()
 
     def collect(self) -> None:
         """Run the callbacks of finished jobs."""
-        try:
-            os.read(self._read_fd, 4096)
-        except BlockingIOError:
-            return
+        self._wake_up.clear()
         while not self._results.empty():
             done, result = self._results.get()
             done(result)
 
     def close(self, timeout_s: float = 0.5) -> None:
-        """Let the waiting jobs finish, within limits."""
-        if self._thread is None:
-            with self._write_lock:
-                write_fd, self._write_fd = self._write_fd, -1
-                if write_fd >= 0:
-                    os.close(write_fd)
-                    os.close(self._read_fd)
-            return
-        self._jobs.put(None)
-        self._thread.join(timeout_s)
-        if not self._thread.is_alive():
+        """Let the waiting jobs finish, for at most `timeout_s`; one that hangs is left behind."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return
             self._thread = None
-            self.close()
+        self._wake_up.close()
 
     def _work(self) -> None:
         while (item := self._jobs.get()) is not None:

@@ -1,27 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thread that waits for descriptors and times. It decides nothing."""
+"""One thread that waits for descriptors and times, and what wakes it: threads and signals."""
 
 from __future__ import annotations
 
 import contextlib
 import heapq
 import itertools
+import os
 import selectors
 import signal
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
+from typing import Protocol
 
-from nvidia_resiliency_ext.shared_utils.clock import Clock
+from .clock import Clock, SystemClock
+
+__all__ = ["EventLoop", "HasFileno", "SignalInbox", "Timer", "WakeUp", "ignore"]
 
 # The kernel takes no more than 2**31 ms; waking once an hour costs nothing.
 LONGEST_WAIT_S = 3600.0
 MOST_CANCELLED = 8
 
 
+class HasFileno(Protocol):
+    """An object with a descriptor, such as a socket."""
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        ...
+
+
+class WakeUp:
+    """A descriptor that any thread, or a signal handler, makes readable.
+
+    Example:
+        >>> wake_up = WakeUp()
+        >>> wake_up.set()
+        >>> wake_up.clear()
+        >>> wake_up.close()
+    """
+
+    def __init__(self) -> None:
+        """Open the descriptor.
+
+        Raises:
+            OSError: There are no descriptors left.
+        """
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Reentrant: a signal handler may call `set` in the middle of `close`.
+        self._lock = threading.RLock()
+
+    def fileno(self) -> int:
+        """Return the descriptor; -1 after `close`."""
+        return self._fd
+
+    def set(self) -> None:
+        """Make the descriptor readable; without effect after `close`."""
+        with self._lock:
+            if self._fd >= 0:  # else the number may be another file's by now
+                with contextlib.suppress(BlockingIOError):  # full: readable already
+                    os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Make the descriptor unreadable until the next `set`; never waits."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        """Close the descriptor; nobody may wait for it any more. Harmless when repeated."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
+
+
 class Timer:
-    """A call at a time of the clock; `cancel` makes it never happen."""
+    """A call at a time of the clock; after `cancel` it never happens.
+
+    Args:
+        at: The time, in seconds of the loop's clock.
+        callback: The function to call.
+        on_cancel: Called when the timer is cancelled before its time.
+    """
 
     __slots__ = ("_callback", "_on_cancel", "at")
 
@@ -51,29 +114,70 @@ class Timer:
 
 
 class EventLoop:
-    """Callbacks for readable descriptors and for times of a monotonic clock.
+    """Callbacks for ready descriptors, for times of a monotonic clock and from other threads.
 
-    One thread only. A callback may add and remove anything; what it removes is not called any
-    more, also when it was ready in the same round.
+    One thread only, except for `post` and `wake`. A callback may add and remove anything; what it
+    removes is not called any more, also when it was ready in the same round.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Clock | None = None,
+        *,
+        call: Callable[[Callable[[], None]], None] = lambda callback: callback(),
+    ) -> None:
+        """Watch nothing yet.
+
+        Args:
+            clock: Clock of the timers; default: the machine's.
+            call: Calls each callback; default: just that, so that an exception ends `run_once`.
+
+        Raises:
+            OSError: There are no descriptors left.
+        """
+        self._clock = clock or SystemClock()
+        self._call = call
         self._selector = selectors.DefaultSelector()
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._cancelled = 0
+        self._posted: deque[Callable[[], None]] = deque()
+        self._wake_up = WakeUp()
+        self.watch(self._wake_up, self._run_posted)
 
-    def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever `fd` is readable or hung up."""
-        self._selector.register(fd, selectors.EVENT_READ, callback)
+    def watch(
+        self, fileobj: HasFileno | int, callback: Callable[[], None], *, write: bool = False
+    ) -> None:
+        """Call `callback` whenever a descriptor is readable or hung up.
 
-    def unwatch(self, fd: int) -> None:
-        """Stop watching `fd`; unknown descriptors are ignored."""
+        Args:
+            fileobj: The descriptor, or an object that has one; watched already, it is changed.
+            callback: Replaces the one that the descriptor had.
+            write: Call it also whenever the descriptor is writable.
+        """
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
         try:
-            self._selector.unregister(fd)
-        except (KeyError, ValueError):
-            return
+            self._selector.modify(fileobj, events, callback)
+        except KeyError:
+            self._selector.register(fileobj, events, callback)
+
+    def unwatch(self, fileobj: HasFileno | int) -> None:
+        """Stop watching a descriptor; unknown and closed ones are ignored.
+
+        Args:
+            fileobj: The descriptor, or an object with `fileno`.
+        """
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(fileobj)
+
+    def post(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once in the loop's thread; from any thread and from a signal handler."""
+        self._posted.append(callback)
+        self._wake_up.set()
+
+    def wake(self) -> None:
+        """End the wait of `run_once`; from any thread and from a signal handler."""
+        self._wake_up.set()
 
     def call_at(self, at: float, callback: Callable[[], None]) -> Timer:
         """Call `callback` once when the clock has reached `at`."""
@@ -98,14 +202,21 @@ class EventLoop:
         """Wait for the next event, at most until `until`, and call what is due."""
         for key, _ in self._selector.select(self._timeout(until)):
             if self._is_watched(key):
-                key.data()
+                self._call(key.data)
         now = self._clock.monotonic()
         while self._timers and self._timers[0][0] <= now:
-            self._pop().fire()
+            self._call(self._pop().fire)
+
+    def _run_posted(self) -> None:
+        self._wake_up.clear()
+        for _ in range(len(self._posted)):
+            self._call(self._posted.popleft())
 
     def _is_watched(self, key: selectors.SelectorKey) -> bool:
+        # A callback of the same round may have closed the descriptor, and another one opened its
+        # number again.
         current = self._selector.get_map().get(key.fd)
-        return current is not None and current.data is key.data
+        return current is not None and current.data == key.data
 
     def _timeout(self, until: float | None) -> float | None:
         while self._timers and self._timers[0][2].is_cancelled:
@@ -118,9 +229,11 @@ class EventLoop:
         return min(max(0.0, min(ends) - self._clock.monotonic()), LONGEST_WAIT_S)
 
     def close(self) -> None:
-        """Release the selector; callbacks are dropped."""
+        """Release the descriptors; callbacks are dropped."""
         self._selector.close()
+        self._wake_up.close()
         self._timers.clear()
+        self._posted.clear()
 
 
 def _ignore(_signum: int, _frame: FrameType | None) -> None:
@@ -128,7 +241,11 @@ def _ignore(_signum: int, _frame: FrameType | None) -> None:
 
 
 def ignore(signum: signal.Signals) -> None:
-    """Let a signal do nothing; in another thread than the main one it stays as it is."""
+    """Let a signal do nothing; in a thread other than the main one nothing is changed.
+
+    Args:
+        signum: The signal.
+    """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signum, signal.SIG_IGN)
 
@@ -138,6 +255,8 @@ class SignalInbox:
 
     Only the main thread may install handlers; in another thread (a launcher used as a library)
     the inbox stays silent and the program keeps its own handlers.
+
+    `signums` are the signals that it collects.
     """
 
     def __init__(self, signums: Iterable[signal.Signals]) -> None:

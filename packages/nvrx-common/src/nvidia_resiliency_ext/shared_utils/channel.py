@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns one non-blocking stream of frames and descriptors; knows no message's meaning.
+"""One non-blocking stream of messages and descriptors; it does not interpret the messages.
 
-Sending never waits: what the peer does not take is kept, up to a bound, and then the oldest
-droppable messages go first. A stuck peer therefore costs its own messages and nobody's time.
+Sending never waits: messages that the peer does not take are kept, up to a bound. Beyond that
+the oldest droppable ones are dropped, or the channel ends. A peer that is stuck delays nobody.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils.errors import MalformedFrameError, WireError
-from nvidia_resiliency_ext.shared_utils.wire import FrameReader, receive_with_fds
+from .errors import MalformedFrameError, WireError
+from .wire import FrameReader, receive_with_fds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nvidia_resiliency_ext.shared_utils.wire import MessageSet
+    from .wire import MessageSet
 
 __all__ = ["Channel"]
 
 MAX_WAITING = 256
+_MAX_WAITING_BYTES = 16 << 20
 _READ_BYTES = 65536
+# Per call of `receive`, so that a peer that never stops sending cannot keep its caller.
+_MAX_READS = 16
 _MAX_FDS = 64
 
 
@@ -47,16 +50,37 @@ class Channel:
         is_garbled: It is over because the peer sent what is no message; the peer may well live.
     """
 
-    def __init__(self, sock: socket.socket, messages: MessageSet) -> None:
-        """Take over a connected stream socket."""
+    def __init__(
+        self,
+        sock: socket.socket,
+        incoming: MessageSet,
+        outgoing: MessageSet | None = None,
+        *,
+        max_fds: int = _MAX_FDS,
+        ends_when_full: bool = False,
+    ) -> None:
+        """Take over a connected stream socket.
+
+        Args:
+            sock: The socket.
+            incoming: Messages that the peer may send.
+            outgoing: Messages that may be sent; default: the same.
+            max_fds: Descriptors that may wait for `take_fds`; with more the channel ends.
+            ends_when_full: End the channel when 16 MiB wait for the peer; default: drop messages
+                when 256 wait, droppable ones first.
+        """
         sock.setblocking(False)
         self.sock = sock
         self.is_over = False
         self.is_garbled = False
-        self._messages = messages
+        self._incoming = incoming
+        self._outgoing = outgoing or incoming
+        self._max_fds = max_fds
+        self._ends_when_full = ends_when_full
         self._reader = FrameReader()
         self._fds: deque[int] = deque()
         self._waiting: deque[_Outgoing] = deque()
+        self._waiting_bytes = 0
 
     def fileno(self) -> int:
         """Return the socket's descriptor."""
@@ -65,18 +89,19 @@ class Channel:
     @property
     def wants_to_write(self) -> bool:
         """Whether something waits for the peer to take it."""
-        return bool(self._waiting)
+        return bool(self._waiting) and not self.is_over
 
     def receive(self) -> list[object]:
-        """Return the messages that arrived since the last call; never waits.
+        """Return messages that arrived, of at most 1 MiB; never waits.
 
         A peer that closed, or sent anything but well-formed frames, ends the channel: `is_over`
         is then true, and the owner closes it. The messages before that are still returned.
         """
         received: list[object] = []
-        while not self.is_over:
+        # Also after a failed send: what the peer sent before its end is still to be read.
+        for _ in range(0 if self.is_garbled else _MAX_READS):
             try:
-                data, fds = receive_with_fds(self.sock, _READ_BYTES, _MAX_FDS, 0)
+                data, fds = receive_with_fds(self.sock, _READ_BYTES, self._max_fds, 0)
             except TimeoutError:
                 break
             except (OSError, WireError) as exc:
@@ -84,14 +109,15 @@ class Channel:
                 self.is_garbled = isinstance(exc, MalformedFrameError)
                 break
             self._fds.extend(fds)
-            if not data:
+            if not data or len(self._fds) > self._max_fds:
                 self.is_over = True
                 break
             try:
                 for payload in self._reader.feed(data):
-                    received.append(self._messages.decode(payload))  # noqa: PERF401 - may raise
+                    received.append(self._incoming.decode(payload))  # noqa: PERF401 - may raise
             except WireError:
                 self.is_over = self.is_garbled = True
+                break
         return received
 
     def take_fds(self, count: int) -> list[int]:
@@ -116,9 +142,14 @@ class Channel:
         """
         if self.is_over:
             return
-        data = self._messages.encode(message)
+        data = self._outgoing.encode(message)
         self._waiting.append(_Outgoing(data, _duplicate(fds), is_droppable))
+        self._waiting_bytes += len(data)
         self.flush()
+        if self._ends_when_full:
+            if self._waiting_bytes > _MAX_WAITING_BYTES:
+                self.is_over = True
+            return
         while len(self._waiting) > MAX_WAITING:
             self._drop_one()
 
@@ -133,6 +164,7 @@ class Channel:
             except OSError:
                 self.is_over = True
                 return
+            self._waiting_bytes -= sent
             _close_all(first.fds)
             if sent == len(first.data):
                 self._waiting.popleft()
@@ -165,6 +197,7 @@ class Channel:
         rest = list(self._waiting)[1:]
         victim = next((item for item in rest if item.is_droppable), rest[0])
         self._waiting.remove(victim)
+        self._waiting_bytes -= len(victim.data)
         _close_all(victim.fds)
 
 

@@ -1,19 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The monitor's streams: never blocking, bounded, and strict about what they take."""
+"""Channels never block, keep a bound, and are strict about what they take."""
 
 import os
 import socket
 import time
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._monitor.channel import MAX_WAITING, Channel
-from nvidia_resiliency_ext.fault_tolerance._monitor.messages import (
-    LAUNCHER_MESSAGES,
-    CycleChanged,
-    HangFound,
-    LogLine,
-)
+from nvidia_resiliency_ext.shared_utils.channel import MAX_WAITING, Channel
+from nvidia_resiliency_ext.shared_utils.wire import MessageSet
+
+
+@dataclass
+class HangFound:
+    report: dict[str, Any]
+
+
+@dataclass
+class LogLine:
+    level: int
+    text: str
+
+
+@dataclass
+class CycleChanged:
+    cycle: int
+
+
+LAUNCHER_MESSAGES = MessageSet(HangFound, LogLine, CycleChanged)
 
 
 @pytest.fixture
@@ -87,3 +103,45 @@ def test_messages_before_garbage_are_returned(pair):
     sender.sock.send(b"\x00\x00\x00\x03{]}")
     assert receiver.receive() == [CycleChanged(1)]
     assert receiver.is_over
+
+
+def test_a_channel_that_ends_when_full_drops_nothing_before():
+    """A peer that never reads ends the channel after 16 MiB; what it reads then is in order."""
+    ours, theirs = socket.socketpair()
+    sender = Channel(ours, LAUNCHER_MESSAGES, ends_when_full=True)
+    receiver = Channel(theirs, LAUNCHER_MESSAGES)
+    sent = 0
+    while not sender.is_over:
+        sender.send(LogLine(sent, "x" * 500_000))
+        sent += 1
+        assert sent < 100
+    assert sent > 16 << 20 >> 19
+    first = receiver.receive()
+    assert [message.level for message in first] == list(range(len(first)))
+    sender.close()
+    receiver.close()
+
+
+def test_messages_before_the_end_are_read_after_a_failed_send(pair):
+    """A peer that said goodbye and is gone is still heard when an answer to it failed."""
+    sender, receiver = pair
+    sender.send(CycleChanged(7))
+    sender.close()
+    receiver.send(CycleChanged(1))
+    receiver.send(CycleChanged(2))
+    assert receiver.is_over
+    assert receiver.receive() == [CycleChanged(7)]
+
+
+def test_more_descriptors_than_allowed_end_the_channel():
+    """A peer cannot fill our table of descriptors."""
+    ours, theirs = socket.socketpair()
+    sender = Channel(ours, LAUNCHER_MESSAGES)
+    receiver = Channel(theirs, LAUNCHER_MESSAGES, max_fds=1)
+    with open(os.devnull) as file:
+        for number in range(3):
+            sender.send(CycleChanged(number), [file.fileno()])
+            receiver.receive()
+    assert receiver.is_over
+    receiver.close()
+    sender.close()

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a program that fails at its start is not started again, although restarts are left.
+
+A missing package or a wrong name fails on all ranks, in every cycle, before any step. Pure: the
+agent tells how each cycle ended. Only errors of the program count; a file, a host or a GPU that is
+missing may be there the next time. A job that has done a step once is never ended here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+PROGRAM_ERRORS = frozenset(
+    {
+        "AttributeError",
+        "ImportError",
+        "IndentationError",
+        "ModuleNotFoundError",
+        "NameError",
+        "SyntaxError",
+        "TabError",
+        "TypeError",
+        "UnboundLocalError",
+    }
+)
+LONGEST_START_S = 120.0
+OTHERS_MAY_TAKE_S = 1.0
+
+
+def is_program_error(message: str | None) -> bool:
+    """Return whether an exception, as `Type: text`, is an error of the program itself."""
+    return message is not None and message.partition(":")[0].strip() in PROGRAM_ERRORS
+
+
+class StartFailures:
+    """Counts cycles in a row in which all ranks failed at their start with the same error.
+
+    Args:
+        limit: How many of them make a job hopeless; 0: no number does.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._message = ""
+        self._count = 0
+        self._has_stepped = False
+
+    def counts(self, messages: Collection[str | None], lived_s: float, *, stepped: bool) -> bool:
+        """Return whether failures seen so far may be a start that fails on all ranks.
+
+        Args:
+            messages: `Type: text` of each exit so far; None for one without a known exception.
+            lived_s: How long the cycle's workers have run.
+            stepped: Whether a rank has told of a step in this cycle.
+        """
+        self._has_stepped = self._has_stepped or stepped
+        return (
+            self._limit > 0
+            and not self._has_stepped
+            and lived_s < LONGEST_START_S
+            and all(is_program_error(message) for message in messages)
+            and len(set(messages)) == 1
+        )
+
+    def is_hopeless(
+        self, messages: Collection[str | None], workers: int, lived_s: float, *, stepped: bool
+    ) -> bool:
+        """Count a cycle that has failed, and return whether no further one should follow.
+
+        Args:
+            messages: As for `counts`, of all exits of the cycle.
+            workers: How many workers the cycle had.
+            lived_s: As for `counts`.
+            stepped: As for `counts`.
+        """
+        if not self.counts(messages, lived_s, stepped=stepped) or len(messages) < workers:
+            self._count = 0
+            return False
+        message = next(iter(messages)) or ""
+        self._count = self._count + 1 if message == self._message else 1
+        self._message = message
+        return self._count >= self._limit
