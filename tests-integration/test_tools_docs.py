@@ -28,6 +28,15 @@ def run(root: Path, *args: str) -> tuple[int, str]:
     return result.returncode, result.stdout + result.stderr
 
 
+def test_a_block_marked_clone_finds_what_a_clone_has(tmp_path: Path) -> None:
+    """The folder of such a block has the programs of the repository; other folders are empty."""
+    block = "```sh test{mark}\ntest -f tests-integration/examples/pretrain.py\n```\n"
+    (tmp_path / "README.md").write_text(block.format(mark=" clone"))
+    assert run(tmp_path)[0] == 0
+    (tmp_path / "README.md").write_text(block.format(mark=""))
+    assert run(tmp_path)[0] == 1
+
+
 def test_marked_blocks_run_and_others_do_not(tmp_path: Path) -> None:
     """Blocks marked `python test` or `sh test` run, each in its own empty folder."""
     (tmp_path / "README.md").write_text(

@@ -38,3 +38,20 @@ def test_a_page_that_is_not_up_to_date_is_named_and_written(tmp_path: Path) -> N
     assert written.startswith("# Codes\n\n<!-- generated: exit-codes -->\n\n| code | meaning |\n")
     assert written.endswith("<!-- end -->\n\nBy hand | <b>.\n")
     assert run(tmp_path, "--check").returncode == 0
+
+
+def test_defaults_come_from_the_code(tmp_path: Path) -> None:
+    """The second column of a table of parameters is filled in; an unknown name is an error."""
+    page = tmp_path / "timeouts.md"
+    text = (
+        "<!-- generated: defaults nvidia_resiliency_ext.inprocess:Wrapper -->\n\n"
+        "| parameter | default | what |\n| --- | --- | --- |\n"
+        "| `{name}` | 7 s | by hand |\n\n<!-- end -->\n"
+    )
+    page.write_text(text.format(name="hard_timeout"))
+    assert run(tmp_path).returncode == 0
+    assert "| `hard_timeout` | 90 s | by hand |" in page.read_text()
+    page.write_text(text.format(name="harder_timeout"))
+    failed = run(tmp_path)
+    assert failed.returncode == 1
+    assert "has no parameter" in failed.stderr

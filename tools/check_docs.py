@@ -2,7 +2,8 @@
 """Run the code blocks of the documentation that are marked ``python test`` or ``sh test``.
 
 Each block is a program of its own: it runs in an empty folder, with the interpreter that runs this
-first on PATH, under a deadline, and whatever it started is ended with it.
+first on PATH, under a deadline, and whatever it started is ended with it. The folder of a block
+marked ``test clone`` has links to what a clone of the repository has.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ PAGES = ("README.md", "packages/*/README.md", "docs/*.md", "docs/guides/*.md")
 DEADLINE_S = 120.0
 TAIL_LINES = 40
 FENCE = re.compile(r"^(?P<indent>\s*)(?P<fence>`{3,}|~{3,})\s*(?P<info>[^`]*)$")
+CLONE = ("packages", "tests-integration", "tools")
 COMMANDS = {"python": [sys.executable, "-W", "error"], "sh": ["sh", "-eu"]}
 SUFFIXES = {"python": ".py", "sh": ".sh"}
 
@@ -36,6 +38,7 @@ class Block:
     line: int
     language: str
     code: str
+    needs_clone: bool = False
 
 
 def blocks_of(path: Path) -> list[Block]:
@@ -55,9 +58,10 @@ def blocks_of(path: Path) -> list[Block]:
             continue
         words = opened["info"].split()
         if words[1:2] == ["test"]:
-            if words[0] not in COMMANDS or len(words) > len(("language", "test")):
+            if words[0] not in COMMANDS or words[2:] not in ([], ["clone"]):
                 raise SystemExit(f"{path}:{start - 1}: cannot run a block marked {opened['info']}")
-            found.append(Block(path, start, words[0], "\n".join(lines) + "\n"))
+            code = "\n".join(lines) + "\n"
+            found.append(Block(path, start, words[0], code, needs_clone="clone" in words))
         opened = None
     if opened is not None:
         raise SystemExit(f"{path}:{start - 1}: this code block has no end")
@@ -75,6 +79,9 @@ def run(block: Block, deadline_s: float) -> str | None:
         program.write_text("\n" * (block.line - 1) + block.code)
         work = folder / "work"
         work.mkdir()
+        if block.needs_clone:
+            for each in CLONE:
+                (work / each).symlink_to(ROOT / each)
         with (folder / "output").open("w+") as output:
             child = subprocess.Popen(
                 [*COMMANDS[block.language], str(program)],

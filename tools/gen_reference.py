@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the tables of the reference pages from the code, so that they can be read anywhere.
 
-A page of ``docs/reference`` holds each table between ``<!-- generated: KIND -->`` and
-``<!-- end -->``: ``options`` are the configuration keys, ``arguments MODULE:FUNCTION`` a command
-line, ``variables`` the environment variables, ``exit-codes`` the launcher's exit codes. What the
-code cannot say about the last two stands in ``meanings.json``; an entry that is missing there, or
-that the code no longer has, is an error.
+A page of ``docs/reference`` or ``docs/guides`` holds each table between
+``<!-- generated: KIND -->`` and ``<!-- end -->``: ``options`` are the configuration keys,
+``arguments MODULE:FUNCTION`` a command line, ``variables`` the environment variables,
+``exit-codes`` the launcher's exit codes, ``events`` the kinds of events, ``metrics`` the exported
+figures, ``parameters MODULE:CLASS`` what a class is made with. ``defaults MODULE:CLASS`` fills in
+only the second column of a table whose first column names parameters. What the code cannot say
+about variables and exit codes stands in ``meanings.json``; an entry that is missing there, or that
+the code no longer has, is an error.
 
 Without arguments the pages are written; with ``--check`` a page that is not up to date is an error.
 """
@@ -15,9 +18,11 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import inspect
 import json
 import re
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +31,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 FAULT_TOLERANCE = "nvidia_resiliency_ext.fault_tolerance"
+SHARED = "nvidia_resiliency_ext.shared_utils"
 VARIABLE = re.compile(r"(NVRX|FT|TORCHELASTIC|TORCH_ELASTIC|SLURM|PET)_[A-Z0-9_]*[A-Z0-9]")
 EXIT_CODE = re.compile(r"EXIT_[A-Z_]+|DEFAULT_NO_RESTART_EXIT_CODE")
 BLOCK = re.compile(
-    r"(?P<begin><!-- generated: (?P<kind>.*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
+    r"(?P<begin><!-- generated: (?P<kind>.*?) -->\n)(?P<old>.*?)(?P<end><!-- end -->)", re.DOTALL
 )
 
 
@@ -163,15 +169,143 @@ def exit_codes() -> str:
     return table(("code", "meaning"), sorted(rows))
 
 
+def events() -> str:
+    """Return a section for each kind of event, with a table of its fields."""
+    kinds: dict[str, Any] = importlib.import_module(f"{SHARED}._events.kinds").KINDS
+    parts = []
+    for kind, each in kinds.items():
+        summary, entries = documented(each)
+        types: dict[str, str] = {}
+        for base in reversed(each.__mro__):
+            types.update(vars(base).get("__annotations__", {}))
+        if set(entries) != set(each.field_names()):
+            raise DriftError(f"{each.__name__}: `Args:` and fields differ: {', '.join(entries)}")
+        rows = [(f"`{name}`", type_in_words(types[name]), text) for name, text in entries.items()]
+        parts.append(f"### `{kind}`\n\n{summary}\n\n" + table(("field", "type", "meaning"), rows))
+    return "\n".join(parts)
+
+
+def documented(each: type) -> tuple[str, dict[str, str]]:
+    """Return the first line of a class's docstring, and the text of each entry of `Args:`.
+
+    A class without entries has those of its base.
+    """
+    lines = inspect.cleandoc(each.__doc__ or "").splitlines()
+    entries: dict[str, str] = {}
+    name = ""
+    for line in lines[lines.index("Args:") + 1 if "Args:" in lines else len(lines) :]:
+        if line and not line.startswith(" "):
+            break
+        if line.startswith("    ") and not line.startswith("     "):
+            name, _, text = line.strip().partition(": ")
+            entries[name] = text
+        elif line:
+            entries[name] += f" {line.strip()}"
+    if not entries and each.__mro__[1] is not object:
+        entries = documented(each.__mro__[1])[1]
+    return lines[0], entries
+
+
+def type_in_words(annotation: str) -> str:
+    """Return the JSON types that an annotation stands for."""
+    words = {
+        "str": "text",
+        "int": "whole number",
+        "float": "number",
+        "bool": "true or false",
+        "Sequence[int]": "list of whole numbers",
+        "Sequence[str]": "list of texts",
+        "Sequence[float]": "list of numbers",
+        "Mapping[str, float]": "object of numbers",
+    }
+    return " or ".join(words[part] for part in annotation.split(" | ") if part != "None")
+
+
+def metrics() -> str:
+    """Return a table of the figures that `nvrx-report` exports."""
+    module = importlib.import_module(f"{SHARED}._report.metrics")
+    calls = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(module.metrics_of)))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"_gauge", "_counter"}
+    ]
+    rows = []
+    for call in sorted(calls, key=lambda call: call.lineno):
+        name, text, *rest = (getattr(each, "value", None) for each in call.args)
+        labels = f"{{{rest[1]}}}" if rest[1:] else ""
+        rows.append((f"`{name}{labels}`", ast.unparse(call.func).strip("_"), str(text)))
+    return table(("metric", "type", "meaning"), rows)
+
+
+def defaults_of(class_name: str) -> dict[str, str]:
+    """Return the default of each parameter of MODULE:CLASS, as text for people."""
+    module, _, name = class_name.partition(":")
+    signature = inspect.signature(getattr(importlib.import_module(module), name))
+    return {each.name: in_words(each.default) for each in signature.parameters.values()}
+
+
+def in_words(value: object) -> str:
+    """Return a default as a reader writes it; times in seconds."""
+    if value is inspect.Parameter.empty:
+        return "required"
+    if isinstance(value, timedelta):
+        return f"{value.total_seconds():g} s"
+    if isinstance(value, type):
+        return f"`{value.__name__}`"
+    parts = getattr(value, "instances", (value,))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return f"`{value!r}`"
+    return ", ".join(f"`{type(part).__name__}()`" for part in parts)
+
+
+def parameters(class_name: str) -> str:
+    """Return a table of the parameters of MODULE:CLASS."""
+    module, _, name = class_name.partition(":")
+    _, entries = documented(getattr(importlib.import_module(module), name))
+    found = defaults_of(class_name)
+    if set(found) != set(entries):
+        raise DriftError(f"{class_name}: `Args:` names {sorted(set(found) ^ set(entries))}")
+    rows = [(f"`{each}`", found[each], text) for each, text in entries.items()]
+    return table(("parameter", "default", "meaning"), rows)
+
+
+def with_defaults(class_name: str, text: str) -> str:
+    """Return a table with its second column filled in, by the names in its first.
+
+    Raises:
+        DriftError: The first column names something that is no parameter.
+    """
+    known = defaults_of(class_name)
+    lines = text.strip().splitlines()
+    for number, line in enumerate(lines[2:], 2):
+        cells = line.split(" | ")
+        names = re.findall(r"`(\w+)`", cells[0])
+        if not names or not set(names) <= set(known):
+            raise DriftError(f"{class_name} has no parameter of the row: {line}")
+        lines[number] = " | ".join([cells[0], ", ".join(known[each] for each in names), *cells[2:]])
+    return "\n".join(lines) + "\n"
+
+
 def filled(page: str) -> str:
     """Return a page with its tables made anew."""
+    plain = {
+        "options": options,
+        "variables": variables,
+        "exit-codes": exit_codes,
+        "events": events,
+        "metrics": metrics,
+    }
 
     def made(match: re.Match[str]) -> str:
         kind, _, argument = match["kind"].partition(" ")
         if kind == "arguments":
             text = arguments(argument)
+        elif kind == "parameters":
+            text = parameters(argument)
+        elif kind == "defaults":
+            text = with_defaults(argument, match["old"])
         else:
-            text = {"options": options, "variables": variables, "exit-codes": exit_codes}[kind]()
+            text = plain[kind]()
         return f"{match['begin']}\n{text}\n{match['end']}"
 
     return BLOCK.sub(made, page)
@@ -181,11 +315,12 @@ def main() -> int:
     """Write the pages, or say which are not up to date."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
-    parser.add_argument("--pages", type=Path, default=ROOT / "docs" / "reference")
+    folders = [ROOT / "docs" / "reference", ROOT / "docs" / "guides"]
+    parser.add_argument("--pages", type=Path, nargs="+", default=folders, metavar="FOLDER")
     settings = parser.parse_args()
     stale = []
     try:
-        for path in sorted(settings.pages.glob("*.md")):
+        for path in [path for folder in settings.pages for path in sorted(folder.glob("*.md"))]:
             before = path.read_text()
             after = filled(before)
             if after != before:

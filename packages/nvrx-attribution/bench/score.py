@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print how often the verdict about generated logs and traces is right, one JSON line per figure.
 
-`python packages/nvrx-attribution/bench/score.py [--seeds N] [--first SEED] [-v]`
+`python packages/nvrx-attribution/bench/score.py [--seeds N] [--sizes 16:20,4096:1] [-v]`
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
@@ -74,53 +79,59 @@ def score_logs(seeds: range, *, verbose: bool) -> dict[str, object]:
     }
 
 
-def score_traces(seeds: range, sizes: list[int]) -> list[dict[str, object]]:
-    """Return the share of exact answers about generated traces, by size."""
-    figures = []
-    for size in sizes:
+def score_traces(
+    first: int, sizes: list[tuple[int, int]], *, verbose: bool
+) -> Iterator[dict[str, object]]:
+    """Yield the share of exact answers about generated traces, for each (size, seeds per kind)."""
+    for size, count in sizes:
         right: Counter[str] = Counter()
         cases = 0
         for kind in (*attribution_traces.KINDS, "healthy"):
-            for seed in seeds:
+            for seed in range(first, first + count):
                 job = attribution_traces.make_job(kind, size, seed)
                 dumps = {r: decode_dump(d, r, str(r)) for r, d in job.dumps.items()}
                 found = analyze_dumps(LoadedTraces(dumps))
                 cases += 1
-                right["ranks"] += found.guilty_ranks == job.guilty
-                right["kind"] += found.kind == attribution_traces.EXPECTED_KIND[kind]
+                are_right = found.guilty_ranks == job.guilty
+                is_kind = found.kind == attribution_traces.EXPECTED_KIND[kind]
+                right["ranks"] += are_right
+                right["kind"] += is_kind
+                right["exact"] += are_right and is_kind
                 right["accused_healthy"] += kind == "healthy" and bool(found.guilty_ranks)
-        figures.append(
-            {
-                "figure": "traces_right",
-                "size": size,
-                "cases": cases,
-                "ranks": round(right["ranks"] / cases, 4),
-                "kind": round(right["kind"] / cases, 4),
-                "accused_healthy": right["accused_healthy"],
-            }
-        )
-    return figures
+                if verbose and not (are_right and is_kind):
+                    got = (found.kind, found.guilty_ranks[:16])
+                    print(kind, size, seed, "got", got, "want", job.guilty, file=sys.stderr)
+        yield {
+            "figure": "traces_right",
+            "size": size,
+            "cases": cases,
+            **{name: round(right[name] / cases, 4) for name in ("exact", "ranks", "kind")},
+            "accused_healthy": right["accused_healthy"],
+        }
 
 
 def main() -> None:
     """Score both sets."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="logs per kind (%(default)s)")
-    parser.add_argument("--trace-seeds", type=int, default=5, help="traces per kind and size")
     parser.add_argument("--first", type=int, default=0, help="first seed")
-    parser.add_argument("--sizes", default="16,64", help="ranks of the traces (%(default)s)")
+    parser.add_argument(
+        "--sizes",
+        default="16:5,64:5,256:3,1024:1,4096:1",
+        help="ranks of the traces and seeds for each kind (%(default)s); empty: none",
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="show each wrong answer")
     args = parser.parse_args()
     started = time.perf_counter()
     seeds = range(args.first, args.first + args.seeds)
-    figures = [score_logs(seeds, verbose=args.verbose)]
-    if args.trace_seeds:
-        trace_seeds = range(args.first, args.first + args.trace_seeds)
-        figures += score_traces(trace_seeds, [int(size) for size in args.sizes.split(",")])
-    for figure in figures:
+    sizes = [text.split(":") for text in filter(None, args.sizes.split(","))]
+    pairs = [(int(size), int(count)) for size, count in sizes]
+    figures = score_traces(args.first, pairs, verbose=args.verbose)
+    logs = [score_logs(seeds, verbose=args.verbose)] if seeds else []
+    for figure in itertools.chain(logs, figures):
         load = round(os.getloadavg()[0], 1)
         seconds = round(time.perf_counter() - started, 1)
-        print(json.dumps({**figure, "load": load, "seconds": seconds}))
+        print(json.dumps({**figure, "load": load, "seconds": seconds}), flush=True)
 
 
 if __name__ == "__main__":

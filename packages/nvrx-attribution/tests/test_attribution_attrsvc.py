@@ -17,9 +17,20 @@ from attribution_running import OOM, running
 from nvidia_resiliency_ext.services.attrsvc import Settings, parse_service_endpoint
 from nvidia_resiliency_ext.services.attrsvc.limits import RateLimiter, parse_rate
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+from nvidia_resiliency_ext.shared_utils.health_check import AttributionService
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
+
+SEGFAULT = "rank 1: killed by SIGSEGV\n"
+
+
+def wait_until(condition):
+    """Wait for something that another process does."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +71,17 @@ def test_evidence_follows_the_log(service):
     """What launcher or scheduler say about the end counts as the log's last lines."""
     ended = {"analysis_intent": "terminal", "log_complete": True}
     for number, (said, code) in enumerate(
-        [("rank 1: killed by SIGSEGV", "host.segfault"), ("State=NODE_FAIL", "sched.node_fail")]
+        [
+            ("rank 1: killed by SIGSEGV", "host.segfault"),
+            ("State=NODE_FAIL", "sched.node_fail"),
+            ("State=CANCELLED ExitCode=0:15 NodeList=n1", "sched.cancelled"),
+            ("State=TIMEOUT ExitCode=0:0 NodeList=n1", "sched.time_limit"),
+            ("State=PREEMPTED ExitCode=0:0 NodeList=n1", "sched.preempted"),
+            ("State=OUT_OF_MEMORY ExitCode=0:125 NodeList=n1", "host.oom"),
+            ("State=FAILED ExitCode=0:11 NodeList=n1", "host.segfault"),
+            ("State=FAILED ExitCode=0:9 NodeList=n1", "host.sigkill"),
+            ("State=FAILED ExitCode=3:0 NodeList=n1", "host.exit_nonzero"),
+        ]
     ):
         log = service.root / f"evidence{number}.log"
         log.write_text("0: step: 1 loss: 0.5\n1: step: 1 loss: 0.5")
@@ -174,6 +195,70 @@ def test_killed_service_knows_its_submissions(tmp_path):
         log.write_text(OOM)
         with running(root, endpoint, STATE_DIR=state) as second:
             assert second.get(log)[1]["recommendation"]["action"] == "STOP"
+
+
+def verdict_about(service, log):
+    """Return the verdict about a log whose end was submitted."""
+    reply = service.get(log)[1]
+    assert reply["status"] == "completed", reply
+    return reply["attribution"]
+
+
+def test_launchers_of_an_array_share_a_service(tmp_path, monkeypatch):
+    """Two tasks of an array with the same cycles get verdicts of their own, with own histories."""
+    root = tmp_path / "logs"
+    root.mkdir()
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+    codes = {0: ("host.segfault", SEGFAULT), 1: ("gpu.oom", OOM)}
+    with running(root, f"unix://{tmp_path}/s") as service, contextlib.ExitStack() as stack:
+        for cycle in range(2):
+            for task, (_, text) in codes.items():
+                monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
+                log = root / f"task{task}_cycle{cycle}.log"
+                log.write_text(text)
+                client = AttributionService(service.endpoint, poll_interval_s=0.05)
+                stack.callback(client.stop_poller)
+                client.start_poller()
+                client._submit_log(str(log), cycle)
+                assert client.request_terminal_analysis()
+                # The thread reads the environment when it sends: the next task's is not yet there.
+                wait_until(lambda log=log: service.get(log, wait="false")[0] == 200)
+        found = {
+            (task, cycle): verdict_about(service, root / f"task{task}_cycle{cycle}.log")
+            for cycle in range(2)
+            for task in codes
+        }
+        jobs = {job["job_id"] for job in service.request("GET", "/jobs")[1]["jobs"]}
+    assert jobs == {"77_0", "77_1"}
+    for (task, cycle), verdict in found.items():
+        assert verdict["reason_code"] == codes[task][0]
+        assert verdict["retry"]["used"] == cycle
+
+
+def test_cycle_that_ends_while_a_verdict_is_awaited_counts(tmp_path, monkeypatch):
+    """A crash loop faster than its verdicts: each cycle is judged and in the next one's history."""
+    root = tmp_path / "logs"
+    root.mkdir()
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    quiet = {"RESTART_AGENT_LOG_QUIET_SECONDS": "2"}
+    with running(root, f"unix://{tmp_path}/s", **quiet) as service:
+        client = AttributionService(service.endpoint, log_complete=False, poll_interval_s=0.05)
+        client.start_poller()
+        logs = [root / f"job_cycle{cycle}.log" for cycle in range(3)]
+        for cycle, log in enumerate(logs[:2]):
+            log.write_text("0: step: 1 loss: 0.5\n")
+            client._submit_log(str(log), cycle)
+            asked = client.request_terminal_analysis(("rank 1: killed by SIGSEGV",))
+            assert asked == (cycle == 0)
+            wait_until(lambda log=log: service.get(log, wait="false")[0] == 200)
+        first, second = (verdict_about(service, log) for log in logs[:2])
+        assert (first["reason_code"], second["reason_code"]) == ("host.segfault", "host.segfault")
+        logs[2].write_text("0: step: 1 loss: 0.5\n1: killed by SIGSEGV\n" + SEGFAULT)
+        ended = {"job_id": "5", "cycle_id": 2, "analysis_intent": "terminal"}
+        assert service.post(logs[2], **ended, log_complete=True)[0] == 200
+        attempts = verdict_about(service, logs[2])["retry"]["used"]
+        client.stop_poller()
+    assert attempts == 2
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,9 @@ def test_advice_is_no_fault():
         "check: 0 errors, nan_count=0\n"
         "Connection timed out, retrying in 5 s after ReadTimeout\n"
         '{"schema": "nvrx_attribution.v1", "reason_code": "gpu.oom", "text": "CUDA out of memory"}\n'
+        "INFO nvrx: attribution: verdict STOP for /l/job_cycle0.log: gpu.oom: before any step was"
+        " completed: another start meets the same\n"
+        "INFO nvrx: job 7 (ada, train, FAILED): STOP: user.import_error: another start meets the same\n"
     )
     assert verdict_of(text).first_fault is None
 
@@ -316,7 +319,7 @@ BAD = {
     "carriage": b"step 1 error\r" * 300_000,
     "many_groups": b"".join(
         b"RuntimeError: %s broke\n" % bytes(97 + (n // 26**k) % 26 for k in range(5))
-        for n in range(40_000)
+        for n in range(100_000)
     ),
     "braces": b'{"log": ' * 200_000,
 }
@@ -334,6 +337,22 @@ def test_hostile_logs(name):
     grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown_mib < 160
     assert len(json.dumps(found.to_dict())) < 100_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_gigabyte_without_a_newline():
+    """A line of a gigabyte is read in bounded memory, and what follows it is understood."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    scanner = engine.LogScanner()
+    chunk = b"error in x " * (1 << 16)
+    for _ in range((1 << 30) // len(chunk) + 1):
+        scanner.feed(chunk)
+    scanner.feed(b"\n" + OOM.encode())
+    found = scanner.finish()
+    assert found.reason_code == "gpu.oom"
+    assert found.coverage["bytes"] > 1 << 30
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 160
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
@@ -437,7 +456,7 @@ def test_histories_of_programs_at_once(tmp_path):
         assert len(load_history(path, f"job{number}", None)) == 8
     with open(f"{path}.lock", "rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(OSError, match="another program"):
+        with pytest.raises(OSError, match="another process"):
             save_attempt(path, Attempt("job", 0, "f"), timeout_s=0.1)
 
 

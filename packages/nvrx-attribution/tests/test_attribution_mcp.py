@@ -162,6 +162,9 @@ def test_round_trip(tmp_path):
             assert both["recommendation"]["action"] == "STOP"
             status = await client.get_status()
             assert (status["status"], status["results"]) == ("ok", 3)
+            assert await client.call_tool("status", {}) == status
+            await client.reconnect()
+            assert (await client.get_status())["results"] == 0
 
     asyncio.run(talk())
 

@@ -9,7 +9,7 @@ from attribution_model_server import completion, serving
 
 import nvidia_resiliency_ext.attribution as package
 from nvidia_resiliency_ext.attribution import engine
-from nvidia_resiliency_ext.attribution._core.results import RawAnalysisResultItem
+from nvidia_resiliency_ext.attribution._core.verdict import RawAnalysisResultItem
 from nvidia_resiliency_ext.attribution.base import AttributionState
 from nvidia_resiliency_ext.attribution.combined_log_fr import combined_log_fr
 from nvidia_resiliency_ext.attribution.log_analyzer import nvrx_logsage

@@ -13,6 +13,7 @@ from nvidia_resiliency_ext.attribution.controller import (
 )
 from nvidia_resiliency_ext.attribution.restart_agent import (
     RestartAgentRequest,
+    RestartAgentRuntime,
     build_restart_agent_runtime,
     cli,
     config_fingerprint,
@@ -68,7 +69,8 @@ def test_requests():
 
 def test_configuration(tmp_path):
     """Defaults are those of the schema; what is unknown, wrong or too large is refused."""
-    config = parsed()
+    config = parse_restart_agent_config(SCHEMA, environ={})
+    assert config == parsed()
     assert config.settings["routing"] == {
         "mode": "collect_all",
         "max_parallel_models": 4,
@@ -119,6 +121,7 @@ def test_history_ends_in_stop(tmp_path):
     log = tmp_path / "job.log"
     log.write_text(STEP.format(1) + EXCEPTION)
     with build_restart_agent_runtime(parsed()) as agent:
+        assert isinstance(agent, RestartAgentRuntime)
         found = [agent.analyze(RestartAgentRequest(str(log), "j", cycle)) for cycle in range(4)]
         assert all(set(response) == KEYS for response in found)
         assert [response["decision"] for response in found][:2] == ["RESTART", "RESTART"]

@@ -157,6 +157,22 @@ def test_nested_pickle_costs_one_rank(tmp_path, monkeypatch):
     assert analysis.guilty_ranks == job.guilty
 
 
+def test_cycles_in_a_dump_cost_no_other(tmp_path):
+    """Dumps full of lists that hold themselves do not take the memory for the others."""
+    job = simulated.make_job("host_stuck", 16, 1)
+    folder = simulated.write(job, tmp_path / "dumps")
+    # 6 million lists in one that holds itself, too: over 0.4 GiB that counting never frees.
+    cycle = b"]q\x01(" + b"]" * 6_000_000 + b"h\x01e"
+    whole = b"\x80\x02}(X\x07\x00\x00\x00entries]X\x07\x00\x00\x00version]X\x01\x00\x00\x00z%bu."
+    for rank in range(16, 26):
+        (folder / f"_dump_{rank}").write_bytes(whole % cycle)
+    (folder / "_dump_32").write_bytes((folder / "_dump_0").read_bytes())
+    (folder / "_dump_33").write_bytes((folder / "_dump_1").read_bytes())
+    loaded = load_traces(str(folder))
+    assert not [finding for finding in loaded.findings if finding.file in {"_dump_32", "_dump_33"}]
+    assert {32, 33} <= set(loaded.dumps)
+
+
 def test_links_out_of_the_root_are_not_read(tmp_path):
     """With a root, a dump that is a link to a file outside of it is a finding."""
     job = simulated.make_job("host_stuck", 16, 1)

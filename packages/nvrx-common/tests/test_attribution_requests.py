@@ -58,6 +58,28 @@ def test_oldest_terminal_analysis_keeps_the_slot() -> None:
     assert state.next_post() == Post("/b", "terminal")
 
 
+def test_end_of_a_cycle_without_a_slot_is_told_once() -> None:
+    """A cycle that ends while a verdict is pending is submitted as ended, and not polled."""
+    state = pending("/a")
+    state.submit("/b", 1)
+    for _ in range(3):
+        assert state.request_terminal(("killed",)) is None
+        assert state.next_post() in (Post("/b", "terminal", 1, ("killed",)), None)
+        assert not state.posted(Post("/b", "terminal", 1, ("killed",)), "accepted")
+    assert state.next_post() is None
+    assert state.poll_path == "/a"
+    for number in range(40):
+        state.submit(f"/{number}", number)
+        state.request_terminal()
+    posts = []
+    while (post := state.next_post()) is not None:
+        posts.append(post.cycle_id)
+        assert not state.posted(post, "failed")
+    assert posts == list(range(24, 40))
+    state.polled(reply("RESTART"))
+    assert state.request_terminal() == "/39"
+
+
 def test_stop_without_enforcing_frees_the_slot() -> None:
     """A STOP is counted, and the next cycle's log is analysed all the same."""
     state = pending()

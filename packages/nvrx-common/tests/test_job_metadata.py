@@ -5,6 +5,8 @@ import pytest
 
 from nvidia_resiliency_ext.shared_utils import job_metadata
 
+VARIABLES = ("USER", "SLURM_JOB_USER", "SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID")
+
 
 @pytest.mark.parametrize(
     ("env", "user", "job"),
@@ -21,9 +23,13 @@ def test_sources(
     env: dict[str, str], user: str | None, job: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The more special variable wins, and an empty one does not count."""
-    for name in ("USER", "SLURM_JOB_USER", "SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID"):
+    for name in (*VARIABLES, "SLURM_ARRAY_TASK_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert job_metadata.job_user_from_env() == user
     assert job_metadata.job_id_from_env() == job
+    assert job_metadata.task_id_from_env() == job
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    has_array = bool(env.get("SLURM_ARRAY_JOB_ID"))
+    assert job_metadata.task_id_from_env() == (f"{job}_3" if has_array else job)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from common_story import Story
 
+from nvidia_resiliency_ext.shared_utils._report.words import plain
 from nvidia_resiliency_ext.shared_utils.events import (
     CycleEnd,
     CycleStart,
@@ -303,3 +304,61 @@ def test_nothing_is_told_twice(fault: Fault, says: str) -> None:
     assert line.endswith(f" cycle 0 {says}, found by launcher")
     (restart,) = [line for line in lines if "to cycle 1" in line]
     assert restart.count("rank 1") == 1
+
+
+LONG = "rank 2 on host h sleeps in train.py:9 in step; ranks 0, 1 and 3 waited for it; " * 3
+
+
+def test_a_long_cause_stands_once_and_is_not_cut() -> None:
+    """What hangs is told whole where the fault stands; restarts and cycles only name it."""
+    fault = Fault(cause="hang_section", what=LONG.strip(), detail=f"{LONG}limit 3 s")
+    story = Story().at(0, CycleStart(world_size=4), 0).at(5, fault, 0, rank=2)
+    story.at(5, CycleEnd(result=LONG.strip()), 0)
+    story.at(6, CycleStart(world_size=4, reason=LONG.strip()), 1)
+    timeline = build_timeline([story.file()])
+    text = render_text(timeline, width=2000)
+    assert text.count("waited for it; rank 2") == 2
+    assert f"{LONG}limit 3 s" in text
+    assert "to cycle 1: hang_section of rank 2, down" in text
+    page = render_html(timeline)
+    table = page[page.index("<h2>Faults") :]
+    assert table.count(f"{LONG}limit 3 s") == 1
+    assert table.count("waited for it; rank 2") == 2
+    assert table.count("<td>hang_section of rank 2</td>") == 3
+
+
+def test_text_is_cut_between_words() -> None:
+    """A text that is too long ends with a whole word, unless a word alone is too long."""
+    assert plain("ending the rank now", 15) == "ending the..."
+    assert plain("ending the rank", 15) == "ending the rank"
+    assert plain("ending the ranks", 13) == "ending the..."
+    assert plain("x" * 30, 15) == "x" * 12 + "..."
+
+
+def test_an_exit_code_is_said_once() -> None:
+    """Where the result is an exit code, it is not put behind it again."""
+    for result, says in (("rank 0 ended: exit code 1", ""), ("no restart left", " (exit code 1)")):
+        story = Story().at(0, CycleStart(world_size=1), 0)
+        story.at(5, JobEnd(result=result, exit_code=1), None)
+        text = render_text(build_timeline([story.file()]), width=200)
+        assert f"ended: {result}{says}\n" in text
+
+
+def test_two_jobs_in_one_folder_are_told_apart() -> None:
+    """Their cycles are not joined, also at one time on two hosts; each is told with its file."""
+    files = []
+    for host, job_id, begin in (("n1", "a", 0), ("n2", "b", 3)):
+        story = Story(host=host, job_id=job_id).at(begin, CycleStart(world_size=2), 0)
+        story.at(begin + 9, CycleEnd(result=f"end of {job_id}"), 0)
+        story.at(begin + 9, JobEnd(result=f"end of {job_id}", exit_code=0), None)
+        files.append(story.file())
+    timeline = build_timeline(files)
+    assert [cycle.hosts for cycle in timeline.cycles] == [("n1",), ("n2",)]
+    text = render_text(timeline, width=300)
+    assert text.startswith("jobs a, b: ")
+    assert "<h1>jobs a, b</h1>" in render_html(timeline)
+    for file, job_id in zip(files, "ab", strict=True):
+        (note,) = [note for note in timeline.notes if note.startswith(f"job {job_id}, ")]
+        assert f"end of {job_id}" in note
+        assert note.endswith(file.path)
+    assert render_text(build_timeline(files[:1])).startswith("job a: ")

@@ -27,7 +27,9 @@ def _page() -> str:
             story.at(begin, CycleStart(world_size=8, reason=_EVIL), cycle)
             for rank in range(first, first + 4):
                 story.at(begin + 5, FirstStep(dur_s=4.0), cycle, rank=rank)
-            story.at(begin + 50, Fault(cause="killed", what=_EVIL, late_s=0.1), cycle, rank=first)
+            story.at(
+                begin + 50, Fault(cause="hang_section", what=_EVIL, late_s=0.1), cycle, rank=first
+            )
             story.at(begin + 55, CycleEnd(result="failed"), cycle)
         files.append(story.at(180, JobEnd(result="failed", exit_code=1), None).file())
     return render_html(build_timeline(files))
@@ -114,3 +116,26 @@ def test_buttons_work(browser: Browser) -> None:
     browser.click("#theme")
     assert browser.run(background) == colour
     assert not _problems(browser)
+
+
+_BROKEN_WORDS = """
+[...document.querySelectorAll('h1, h2, th, td')].flatMap(cell => {
+  const walker = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), broken = [];
+  for (let node = walker.nextNode(); node; node = walker.nextNode())
+    for (const word of node.data.matchAll(/\\w+/g)) {
+      const range = document.createRange();
+      range.setStart(node, word.index);
+      range.setEnd(node, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map(box => Math.round(box.top))).size > 1)
+        broken.push(word[0]);
+    }
+  return broken;
+}).join(' ')
+"""
+
+
+def test_no_word_is_broken(browser: Browser) -> None:
+    """Headings and cells of tables break between words, in a narrow window too."""
+    browser.run("document.body.style.width = '420px'")
+    assert browser.run("document.querySelectorAll('td').length") > 20
+    assert browser.run(_BROKEN_WORDS) == ""

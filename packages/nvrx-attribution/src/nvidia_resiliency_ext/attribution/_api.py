@@ -9,7 +9,7 @@ from importlib import import_module
 
 _PACKAGE = "nvidia_resiliency_ext.attribution."
 _NAMES = {
-    "_core.results": ("RawAnalysisResultItem",),
+    "_core.verdict": ("RawAnalysisResultItem",),
     "analyzer": ("Analyzer",),
     "coalescing": (
         "CacheResult",

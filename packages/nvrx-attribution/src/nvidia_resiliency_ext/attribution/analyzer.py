@@ -95,7 +95,8 @@ class Analyzer:
         times: How growing logs are waited for.
         history: Attempts of jobs; default: in memory.
         journal: Where submissions are written before they are answered; None: nowhere.
-        max_growing: Logs of running jobs that are read at the same time.
+        max_growing: Logs of running jobs that are read at the same time; 0: each is read when its
+            job has ended.
         policy: Retries that a site allows; None: the defaults.
         on_complete: Called in the event loop with each analysis that has ended; must not block.
 
@@ -399,7 +400,9 @@ class Analyzer:
         if key in self._sessions or self.coalescer.peek(key) is not None or key in self._ended:
             return
         if len(self._sessions) >= self._max_growing:
-            logger.warning("%d logs are being read; %s waits for its end", len(self._sessions), key)
+            if self._max_growing:
+                count = len(self._sessions)
+                logger.warning("%d logs are being read; %s waits for its end", count, key)
             return
         self._in_background(self._follow(key, self._session_task(key, job)))
 

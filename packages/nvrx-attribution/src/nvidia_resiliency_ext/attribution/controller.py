@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,10 +22,6 @@ from nvidia_resiliency_ext.attribution.api_keys import (
 )
 from nvidia_resiliency_ext.attribution.coalescing.coalescer import RequestCoalescer
 from nvidia_resiliency_ext.attribution.orchestration.config import DEFAULT_COMPUTE_TIMEOUT_SECONDS
-from nvidia_resiliency_ext.attribution.orchestration.progressive import (
-    ANALYSIS_INTENT_PROGRESSIVE,
-    ANALYSIS_INTENT_TRACK_ONLY,
-)
 from nvidia_resiliency_ext.attribution.orchestration.types import (
     AttributionRecommendation,
     LogAnalysisCycleResult,
@@ -214,7 +210,7 @@ class AttributionController:
             journal=None
             if state is None
             else SubmissionJournal(os.path.join(state, "journal.jsonl")),
-            max_growing=config.analysis.max_growing,
+            max_growing=config.analysis.max_growing if config.progressive != "off" else 0,
             policy=None if agent is None else agent.policy,
             on_complete=self._completed,
         )
@@ -226,41 +222,18 @@ class AttributionController:
         if count:
             logger.info("%d submissions of the journal are taken up", count)
 
-    async def submit_log(  # noqa: PLR0913 - the fields of a submission
-        self,
-        log_path: str,
-        *,
-        user: str = "unknown",
-        job_id: str | None = None,
-        cycle_id: int | None = None,
-        analysis_intent: str | None = None,
-        log_complete: bool = False,
-        evidence: Sequence[str] = (),
-    ) -> LogAnalyzerSubmitResult:
-        """Accept a log; errors as for `Analyzer.submit`.
+    async def submit_log(self, log_path: str, **fields: Any) -> LogAnalyzerSubmitResult:
+        """Accept a log.
 
         Args:
             log_path: Absolute path; the file may come later, its directory must exist.
-            user: The job's owner. Default "unknown".
-            job_id: The job; None if unknown.
-            cycle_id: Number of the start of the workers, from 0; None if unknown.
-            analysis_intent: "track_only" (default), "progressive" or "terminal". With progressive
-                analysis switched off, "progressive" means "track_only".
-            log_complete: Nothing more will be written to the log. Default False.
-            evidence: Lines about the end of the job that are not in the log; they are read after
-                its last.
+            fields: The other arguments of `Analyzer.submit`, by name. With progressive analysis
+                switched off a log is read when its job has ended, whatever the intent.
+
+        Raises:
+            LogAnalyzerError: See `Analyzer.submit`.
         """
-        if self.config.progressive == "off" and analysis_intent == ANALYSIS_INTENT_PROGRESSIVE:
-            analysis_intent = ANALYSIS_INTENT_TRACK_ONLY
-        return await self.analyzer.submit(
-            log_path,
-            user,
-            job_id,
-            cycle_id,
-            analysis_intent,
-            log_complete=log_complete,
-            evidence=evidence,
-        )
+        return await self.analyzer.submit(log_path, **fields)
 
     async def analyze_log(
         self,

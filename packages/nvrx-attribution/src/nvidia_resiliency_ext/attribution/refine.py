@@ -361,7 +361,7 @@ def bounded_verdict(
             refused.append(f"action {answer['action']}")
     if action == "STOP" and verdict.action != "STOP":
         state = replace(verdict.retry, rule="workload_unrecoverable")
-        explanation = f"{code.name}: another start meets the same (model, lines {citations})"
+        explanation = f"another start meets the same (model, lines {citations})"
     else:
         state, explanation = verdict.retry, verdict.explanation
     before = (verdict.action, verdict.reason_code, verdict.domain)

@@ -55,7 +55,8 @@ class AttributionService:
         ca_file: Certificates to trust in place of the system's.
         trust_candidate: Take a STOP that the service's rules give while its analysis still runs.
         poll_interval_s: Seconds between two questions for a verdict; the first ones come sooner.
-        job_id: Whose logs these are; default: the scheduler's number of the job.
+        job_id: Whose logs these are; default: the scheduler's number of the job, of an array's
+            task `<array>_<task>`.
         log_complete: Whether nothing is written to a log any more when its verdict is asked for.
         on_verdict: Called with action, log and reason of each verdict, in the client's thread. An
             exception of it is logged, as of the next one.
@@ -260,12 +261,12 @@ class AttributionService:
         return outcome == "failed"
 
     def _submission(self, post: Post) -> LogSubmission:
-        from .job_metadata import job_id_from_env, job_user_from_env
+        from .job_metadata import job_user_from_env, task_id_from_env
 
         return LogSubmission(
             post.log_path,
             user=job_user_from_env() or "unknown",
-            job_id=self._job_id or job_id_from_env(),
+            job_id=self._job_id or task_id_from_env(),
             cycle_id=post.cycle_id,
             analysis_intent=post.intent,
             log_complete=self._log_complete and post.intent == INTENT_TERMINAL,

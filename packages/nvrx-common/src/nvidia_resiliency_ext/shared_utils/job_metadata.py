@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["job_id_from_env", "job_user_from_env"]
+__all__ = ["job_id_from_env", "job_user_from_env", "task_id_from_env"]
 
 
 def job_user_from_env() -> str | None:
@@ -16,6 +16,12 @@ def job_user_from_env() -> str | None:
 def job_id_from_env() -> str | None:
     """Return the job's number, of an array that of the whole; `None` outside of Slurm."""
     return _first("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID")
+
+
+def task_id_from_env() -> str | None:
+    """Return the job's number, of an array's task `<array>_<task>`; `None` outside of Slurm."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else job_id_from_env()
 
 
 def _first(*names: str) -> str | None:

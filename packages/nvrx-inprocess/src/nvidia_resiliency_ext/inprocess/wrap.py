@@ -89,8 +89,8 @@ class Wrapper:
         enabled: False returns the function itself.
         completion: Called once when all ranks have completed.
         terminate: Called once when this rank leaves with an exception.
-        rank_filter: Older form of the last part of `rank_assignment`: says, after it, which ranks
-            work. Of `rank_filter`, or a filter of `rank_assignment`.
+        rank_filter: Older form of the last part of `rank_assignment`: chooses, after it, the ranks
+            that run the function. Give it only if `rank_assignment` has no filter.
 
     Attributes:
         restart_health_check: What is checked before this rank goes on after a fault: the members of

@@ -7,8 +7,6 @@ import hashlib
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from nvidia_resiliency_ext.attribution._core.results import RawAnalysisResultItem
-
 __all__ = ["FirstFault", "ReportedEvent", "RetryState", "Verdict", "VerdictProgress"]
 
 _SCHEMA = "nvrx_attribution.v1"
@@ -29,6 +27,61 @@ _HEADS = {
     "CONTINUE": "ERRORS NOT FOUND",
     "UNKNOWN": "NO LOGS",
 }
+
+
+_ITEM_KEYS = (
+    "raw_text",
+    "auto_resume",
+    "auto_resume_explanation",
+    "attribution_text",
+    "checkpoint_saved_flag",
+    "action",
+    "primary_issues",
+    "secondary_issues",
+)
+
+
+@dataclass(frozen=True)
+class RawAnalysisResultItem:
+    """One analysed log, as older callers know it.
+
+    Attributes:
+        raw_text: Five lines: head, explanation, attribution, checkpoint flag, issues.
+        auto_resume: Head such as `RESTART IMMEDIATE`.
+        auto_resume_explanation: Why, in one line.
+        attribution_text: What failed and where.
+        checkpoint_saved_flag: 1 when a checkpoint was saved.
+        action: STOP, RESTART, CONTINUE or UNKNOWN.
+        primary_issues: Code of the first fault.
+        secondary_issues: Codes of the others.
+    """
+
+    raw_text: str
+    auto_resume: str
+    auto_resume_explanation: str
+    attribution_text: str
+    checkpoint_saved_flag: int
+    action: str
+    primary_issues: list[str] = field(default_factory=list)
+    secondary_issues: list[str] = field(default_factory=list)
+
+    @classmethod
+    def from_payload(cls, payload: Any) -> RawAnalysisResultItem:
+        """Return the item that a decoded JSON object holds.
+
+        Args:
+            payload: The object, with all eight keys.
+
+        Raises:
+            TypeError: The value is no object, or a key is missing.
+        """
+        if not isinstance(payload, dict) or any(key not in payload for key in _ITEM_KEYS):
+            raise TypeError(f"a result item is an object with {', '.join(_ITEM_KEYS)}")
+        return cls(**{key: payload[key] for key in _ITEM_KEYS})
+
+    def to_payload(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +177,7 @@ class Verdict:
         elapsed_s: Seconds of analysis.
         job_id: As given.
         cycle_id: As given.
-        explanation: Why this action, in one line.
+        explanation: Why this action, in one line; the code is not repeated in it.
     """
 
     action: str
@@ -150,6 +203,11 @@ class Verdict:
     job_id: str | None = None
     cycle_id: int | None = None
     explanation: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Code and explanation in one line."""
+        return f"{self.reason_code}: {self.explanation}"
 
     def with_changes(self, **changes: Any) -> Verdict:
         """Return a copy with other values.
@@ -205,9 +263,9 @@ class Verdict:
         secondary = list(dict.fromkeys(code for code in others if code != "unknown"))
         head = _HEADS[self.action]
         issues = ", ".join([*primary, *secondary]) or "none"
-        raw = "\n".join((head, self.explanation, where, f"checkpoint saved: {saved}", issues))
+        raw = "\n".join((head, self.reason, where, f"checkpoint saved: {saved}", issues))
         return RawAnalysisResultItem(
-            *(raw, head, self.explanation, where, saved, self.action, primary, secondary)
+            *(raw, head, self.reason, where, saved, self.action, primary, secondary)
         )
 
     def to_restart_agent_response(self) -> dict[str, Any]:
@@ -257,13 +315,13 @@ class Verdict:
                     + hashlib.sha256(self.entity["id"].encode()).hexdigest(),
                 },
             },
-            "root_cause_assessment": {"text": self.explanation, "confidence": self.confidence},
+            "root_cause_assessment": {"text": self.reason, "confidence": self.confidence},
             "model_recovery_assessment": None,
             "secondary_failures": self._events({"root", "either", "recovered"}),
             "cascades": self._events({"cascade", "teardown"}),
             "evidence_coverage": dict(self.coverage),
             "evidence": list(self.evidence),
-            "justification": self.explanation,
+            "justification": self.reason,
         }
 
     def _basis(self) -> str:

@@ -43,10 +43,9 @@ def reply_of(verdict: engine.Verdict, dump_path: str | None, *, is_lib: bool) ->
 
 def recommendation_of(verdict: engine.Verdict) -> dict[str, str]:
     """Return action, reason and source of a verdict."""
-    reason = f"{verdict.reason_code}: {verdict.explanation}"
     is_refined = verdict.refinement is not None and verdict.refinement["used"]
     source = _MODEL_SOURCE if is_refined else _SOURCE
-    return {"action": verdict.action, "reason": reason, "source": source}
+    return {"action": verdict.action, "reason": verdict.reason, "source": source}
 
 
 def _bounded(report: dict[str, Any] | None) -> dict[str, Any] | None:

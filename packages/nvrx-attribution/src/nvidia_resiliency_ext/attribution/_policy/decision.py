@@ -39,7 +39,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is done, why, and which nodes the next attempt should not use."""
+    """What is done, why (beside the code), and which nodes the next attempt should not use."""
 
     action: str
     retry: RetryState
@@ -75,26 +75,24 @@ def decide(
     if code.action == "CONTINUE":
         return Decision("CONTINUE", RetryState(rule, 0, 0, scope), (), "the job ended well")
     if code.action == "STOP":
-        text = f"{code.name}: another start meets the same"
+        text = "another start meets the same"
         state = RetryState("workload_unrecoverable", 0, repeats.root, scope)
         return Decision("STOP", state, (), text)
     is_early = not had_steps and not repeats.had_steps
     if code.stop_first and is_early and (not code.most_ranks or found.is_mass or is_single):
-        text = f"{code.name} before any step was completed: another start meets the same"
+        text = "before any step was completed: another start meets the same"
         state = RetryState("workload_unrecoverable", code.budget, repeats.root, scope)
         return Decision("STOP", state, (), text)
     budget = min(allowed, ceiling)
     state = RetryState(rule, budget, used, scope)
     if used >= budget > 0 or repeats.root >= ceiling:
         if code.domain == "infrastructure" and exclude and repeats.on_node >= budget:
-            text = f"{code.name} again on the same node: start without it"
+            text = "again on the same node: start without it"
             return Decision("RESTART", state, exclude, text)
         state = RetryState(rule, budget, used, scope, exhausted=True)
-        text = (
-            f"retry_budget_exhausted: {code.name} came back {repeats.root} times without progress"
-        )
+        text = f"retry_budget_exhausted: it came back {repeats.root} times without progress"
         return Decision("STOP", state, exclude, text)
-    return Decision("RESTART", state, exclude, f"{code.name}: a restart may help")
+    return Decision("RESTART", state, exclude, "a restart may help")
 
 
 def _rule_of(code: Code, policy: RetryPolicy) -> tuple[str, int]:

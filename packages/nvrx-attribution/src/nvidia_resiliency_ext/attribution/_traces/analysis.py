@@ -13,6 +13,7 @@ from nvidia_resiliency_ext.attribution._traces.loading import (
     FILE_LIMIT_BYTES,
     Finding,
     LoadedTraces,
+    collector_paused,
     load_traces,
 )
 from nvidia_resiliency_ext.attribution._traces.mismatch import Mismatch, find_mismatch
@@ -162,6 +163,7 @@ def analyze_traces(
     return analysis
 
 
+@collector_paused()
 def analyze_dumps(loaded: LoadedTraces) -> TraceAnalysis:
     """Say which ranks hold a job up, from dumps that were read; it reads nothing itself."""
     world = World(loaded.dumps)

@@ -7,6 +7,7 @@ Values are foreign: whatever does not fit is left out, and a dump that is none r
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from dataclasses import dataclass, field
 from math import prod
@@ -23,6 +24,7 @@ _LIBRARY = re.compile(
     r"/torch/(distributed|nn|utils|_|autograd)|/multiprocessing/|<frozen|<string>"
 )
 _LONGEST_NUMBER = 20
+_MOST_NUMBER = 1 << 63
 _PEER = re.compile(r"(send|recv)\s+(\d{1,7})\s*(->|<-)\s*(\d{1,7})")
 
 Frame = tuple[str, str, int]
@@ -204,13 +206,7 @@ def _op(entry: dict[Any, Any], position: int, shared: dict[Any, Any]) -> Op:
     if not isinstance(group, list | tuple) or not group:
         group = ("", "")
     state = _text(entry.get("state"))
-    peer = _PEER.search(full_name)
-    name = full_name.partition(":")[2] or full_name
-    peers = None
-    if peer is not None:
-        name = peer[1]
-        mine, other = int(peer[2]), int(peer[4])
-        peers = (mine, other) if peer[1] == "send" else (other, mine)
+    name, peers = _name_and_peers(full_name)
     sizes = (_shapes(entry.get("input_sizes")), _shapes(entry.get("output_sizes")))
     dtypes = (_texts(entry.get("input_dtypes")), _texts(entry.get("output_dtypes")))
     return Op(
@@ -238,6 +234,20 @@ def _op(entry: dict[Any, Any], position: int, shared: dict[Any, Any]) -> Op:
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def _name_and_peers(full_name: str) -> tuple[str, tuple[int, int] | None]:
+    peer = _PEER.search(full_name)
+    if peer is None:
+        return full_name.partition(":")[2] or full_name, None
+    mine, other = int(peer[2]), int(peer[4])
+    return peer[1], (mine, other) if peer[1] == "send" else (other, mine)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library(file: str) -> bool:
+    return _LIBRARY.search(file) is not None
+
+
 def _frames(value: object) -> tuple[Frame, ...]:
     if not isinstance(value, list | tuple):
         return ()
@@ -246,7 +256,7 @@ def _frames(value: object) -> tuple[Frame, ...]:
         if not isinstance(frame, dict):
             continue
         file = _text(frame.get("filename"))
-        if not _LIBRARY.search(file):
+        if not _is_library(file):
             found.append((_text(frame.get("name")), file, _number(frame.get("line"))))
             if len(found) == _FRAMES:
                 break
@@ -262,16 +272,18 @@ def _shapes(value: object) -> tuple[tuple[int, ...], ...]:
     if not isinstance(value, list | tuple):
         return ()
     return tuple(
-        tuple(_number(size) for size in shape[:16])
-        for shape in value[:256]
-        if isinstance(shape, list | tuple)
+        [
+            tuple([_number(size) for size in shape[:16]])
+            for shape in value[:256]
+            if isinstance(shape, list | tuple)
+        ]
     )
 
 
 def _texts(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
         return ()
-    return tuple(_text(item) for item in value[:256])
+    return tuple([_text(item) for item in value[:256]])
 
 
 def _text(value: object) -> str:
@@ -281,8 +293,10 @@ def _text(value: object) -> str:
 
 
 def _number(value: object, default: int = 0) -> int:
+    if type(value) is int and -_MOST_NUMBER < value < _MOST_NUMBER:
+        return value  # nearly all of them
     if isinstance(value, int):
-        return int(value) if abs(value) < 1 << 63 else default
+        return int(value) if abs(value) < _MOST_NUMBER else default
     if isinstance(value, str) and 0 < len(value) <= _LONGEST_NUMBER and value.lstrip("-").isdigit():
         return int(value)
     return default

@@ -8,6 +8,7 @@ a memory file: what a hostile file does to its reader costs that file alone.
 from __future__ import annotations
 
 import contextlib
+import gc
 import glob
 import json
 import os
@@ -18,27 +19,25 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.attribution._core.confined import open_confined
 from nvidia_resiliency_ext.attribution._core.errors import NoTraceError
-from nvidia_resiliency_ext.attribution._traces.dumps import Dump, decode_dump
-from nvidia_resiliency_ext.attribution._traces.exchange import dump_from_row
-from nvidia_resiliency_ext.attribution._traces.pickles import load_plain
+from nvidia_resiliency_ext.attribution._traces.dumps import Dump
+from nvidia_resiliency_ext.attribution._traces.reading import DumpReader
 from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, PathOutsideRootsError
 from nvidia_resiliency_ext.shared_utils.os_utils import resolve_under_allowed_roots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = [
     "DEFAULT_PATTERN",
     "FILE_LIMIT_BYTES",
     "Finding",
     "LoadedTraces",
+    "collector_paused",
     "find_dump_files",
     "load_traces",
-    "read_dump",
 ]
 
 DEFAULT_PATTERN = "_dump_*"
@@ -48,10 +47,12 @@ _BYTES_PER_WORKER = 3 << 20
 _MOST_WORKERS = 8
 _LOAD_TIMEOUT_S = 300.0
 _CPU_S_PER_FILE = 60.0
+_LOOK_S = 0.05
+_READ_BYTES = 1 << 20
 # The worker finds this package where its caller does, whatever the environment says.
 _WORKER = (
     "import sys; sys.path[:] = sys.argv[1:];"
-    " from nvidia_resiliency_ext.attribution._traces.load_worker import main; main()"
+    " from nvidia_resiliency_ext.attribution._traces.reading import main; main()"
 )
 _RANK = re.compile(r"(\d{1,7})(?:\.(?:json|pkl|pickle))?$")
 
@@ -83,6 +84,21 @@ class LoadedTraces:
     findings: list[Finding] = field(default_factory=list)
 
 
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the collector of cycles: it takes half the time where millions of objects live.
+
+    No thread leaves the collector disabled, whatever others do at the same time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def find_dump_files(path: str, pattern: str = DEFAULT_PATTERN) -> list[str]:
     """Return the files of a directory, a prefix, or the one file given; sorted, not opened."""
     path = os.fspath(path)
@@ -101,6 +117,7 @@ def find_dump_files(path: str, pattern: str = DEFAULT_PATTERN) -> list[str]:
     return sorted(file for file in found if os.path.isfile(file))[:_FILE_LIMIT]
 
 
+@collector_paused()
 def load_traces(
     path: str,
     pattern: str = DEFAULT_PATTERN,
@@ -146,28 +163,6 @@ def load_traces(
     return loaded
 
 
-def read_dump(file: str, rank: int, limit_bytes: int, allowed_root: str | None) -> Dump:
-    """Read one file, JSON or pickle; only for a process with limited memory and CPU time.
-
-    Raises:
-        UnsafePickleError: The pickle names more than plain containers.
-        PathOutsideRootsError: The file leads outside of the root.
-        ValueError: It is no dump.
-        OSError: It cannot be read.
-    """
-    with open(open_confined(file, allowed_root), "rb") as opened:
-        data = opened.read(limit_bytes + 1)
-    if len(data) > limit_bytes:
-        raise ValueError(f"larger than {limit_bytes} bytes")
-    name = os.path.basename(file)
-    if data[:64].lstrip()[:1] in (b"{", b"["):
-        try:
-            return decode_dump(json.loads(data), rank, name)
-        except (RecursionError, UnicodeDecodeError) as error:
-            raise ValueError(f"not JSON: {error}") from None
-    return decode_dump(load_plain(data), rank, name)
-
-
 def _jobs(
     files: Sequence[str], rank_regex: str | None, limit_bytes: int, findings: list[Finding]
 ) -> list[tuple[str, int]]:
@@ -209,8 +204,11 @@ def _read_by_workers(
         workers = [
             stack.enter_context(_Worker(jobs[index::count], orders)) for index in range(count)
         ]
-        for worker in workers:
-            yield from worker.results(deadline)
+        # What one has read is taken over while the others read.
+        while workers:
+            for worker in workers:
+                yield from worker.answers(_LOOK_S / len(workers), deadline)
+            workers = [worker for worker in workers if worker.has_work]
 
 
 class _Worker:
@@ -230,6 +228,10 @@ class _Worker:
         self._start()
 
     def _start(self) -> None:
+        self._is_ready = False
+        self._offset = 0
+        self._rest = b""
+        self._reader = DumpReader()
         paths = [os.path.abspath(path) for path in sys.path]
         with contextlib.ExitStack() as stack:
             self._answers = _memory_file(stack, "nvrx-dumps")
@@ -250,34 +252,54 @@ class _Worker:
             os.close(orders)
             stack.pop_all()
 
-    def results(self, deadline: Deadline) -> Iterable[Dump | Finding]:
-        """Yield a dump or a finding for each file.
+    @property
+    def has_work(self) -> bool:
+        """Whether it has files that are not answered for."""
+        return bool(self._left)
+
+    def answers(self, wait_s: float, deadline: Deadline) -> Iterator[Dump | Finding]:
+        """Yield a dump or a finding for each file that was answered for since the last call.
+
+        Args:
+            wait_s: Seconds to wait for the end of the process before.
+            deadline: When the process is over time.
 
         Raises:
             NoTraceError: The process ends before it reads anything.
         """
-        while self._left:
-            status = self._child.wait(deadline.timeout())
-            self._child.close()
-            os.lseek(self._answers, 0, os.SEEK_SET)
-            how = "is over time" if status is None else status.describe()
-            with open(os.dup(self._answers), "rb") as answers:
-                if not answers.readline() and status is not None:
-                    raise NoTraceError(self._left[0][0], f"its reader does not start: {how}")
-                for line in answers:
-                    if line.endswith(b"\n"):
-                        file, _ = self._left.pop(0)
-                        yield _answer(json.loads(line), os.path.basename(file))
-            if not self._left:
-                return
-            # The first file without an answer is the one at which the process ended.
+        status = self._child.wait(min(wait_s, deadline.remaining()))
+        is_late = status is None and deadline.expired()
+        # Only then: what it wrote before its end is all there.
+        for line in self._new_lines():
+            if not self._is_ready:
+                self._is_ready = True
+                continue
             file, _ = self._left.pop(0)
-            if status is not None and status.signal == signal.SIGPROF:
-                how = f"needs over {self._orders['cpu_s']:g} s of CPU time"
-            yield Finding("unreadable", os.path.basename(file), f"its reader {how}")
-            if self._left:
-                self.close()
-                self._start()
+            yield _answer(self._reader, json.loads(line), os.path.basename(file))
+        if is_late:
+            for file, _ in self._left:
+                yield Finding("unreadable", os.path.basename(file), "its reader is over time")
+            self._left = []
+        if not self._left or status is None:
+            return
+        how = status.describe()
+        if not self._is_ready:
+            raise NoTraceError(self._left[0][0], f"its reader does not start: {how}")
+        # The first file without an answer is the one at which the process ended.
+        file, _ = self._left.pop(0)
+        if status.signal == signal.SIGPROF:
+            how = f"needs over {self._orders['cpu_s']:g} s of CPU time"
+        yield Finding("unreadable", os.path.basename(file), f"its reader {how}")
+        if self._left:
+            self.close()
+            self._start()
+
+    def _new_lines(self) -> Iterator[bytes]:
+        # The process shares the position of the file: it must not be moved.
+        while data := os.pread(self._answers, _READ_BYTES, self._offset):
+            self._offset += len(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            yield from lines
 
     def close(self) -> None:
         """Kill the process if it still runs, and give the descriptor back."""
@@ -301,7 +323,7 @@ def _memory_file(stack: contextlib.ExitStack, name: str) -> int:
     return descriptor
 
 
-def _answer(answer: dict[str, Any], file: str) -> Dump | Finding:
+def _answer(reader: DumpReader, answer: dict[str, Any], file: str) -> Dump | Finding:
     if "finding" in answer:
         return Finding(answer["finding"], file, answer["text"])
-    return dump_from_row(answer)
+    return reader.dump(answer)

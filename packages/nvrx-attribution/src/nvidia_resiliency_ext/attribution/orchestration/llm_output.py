@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from nvidia_resiliency_ext.attribution._core.results import RawAnalysisResultItem
+from nvidia_resiliency_ext.attribution._core.verdict import RawAnalysisResultItem
 from nvidia_resiliency_ext.attribution.orchestration.types import (
     AttributionRecommendation,
     normalize_recommendation_action,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nvidia_resiliency_ext.attribution._core.errors import AttributionError
-from nvidia_resiliency_ext.attribution._core.results import RawAnalysisResultItem
+from nvidia_resiliency_ext.attribution._core.verdict import RawAnalysisResultItem
 from nvidia_resiliency_ext.attribution.orchestration.config import ErrorCode
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nvidia_resiliency_ext.attribution._core.confined import open_confined
-from nvidia_resiliency_ext.attribution._core.results import RawAnalysisResultItem
+from nvidia_resiliency_ext.attribution._core.verdict import RawAnalysisResultItem
 from nvidia_resiliency_ext.attribution.orchestration.config import (
     MODULE_LOG_ANALYZER,
     RESP_MODULE,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nvidia_resiliency_ext.attribution._core.results import RawAnalysisResultItem
+from nvidia_resiliency_ext.attribution._core.verdict import RawAnalysisResultItem
 from nvidia_resiliency_ext.attribution.orchestration.llm_output import (
     log_fields_for_dataflow_record,
     logsage_recommendation,

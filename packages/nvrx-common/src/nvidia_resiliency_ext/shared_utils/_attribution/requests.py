@@ -2,11 +2,13 @@
 """What to send to the attribution service next, and what its answers mean. Pure: no I/O, no clock.
 
 One terminal analysis at a time holds the slot, the oldest first, so that a crash loop cannot starve
-it: asked for -> submitted -> accepted (it may be polled) -> verdict or given up.
+it: asked for -> submitted -> accepted (it may be polled) -> verdict or given up. The end of a cycle
+that gets no slot is submitted and not polled: the service needs it for the history of the job.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -23,6 +25,7 @@ __all__ = ["Post", "RequestState"]
 
 _MAX_POST_FAILURES = 3
 _MAX_POLL_FAILURES = 30
+_MOST_ENDS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class RequestState:
         self._last: Post | None = None
         self._progressive: Post | None = None
         self._terminal: Post | None = None
+        self._ends: deque[Post] = deque(maxlen=_MOST_ENDS)
+        self._ended_path = ""
         self._is_accepted = False
         self._failures = 0
 
@@ -71,18 +76,27 @@ class RequestState:
 
     def request_terminal(self, evidence: tuple[str, ...] = ()) -> str | None:
         """The cycle of the last log has ended; return that log if it gets the slot."""
-        if self._last is None or self._terminal is not None or self.is_over:
+        if self._last is None or self.is_over:
             return None
-        self._terminal = replace(self._last, intent=INTENT_TERMINAL, evidence=evidence)
+        end = replace(self._last, intent=INTENT_TERMINAL, evidence=evidence)
+        if self._terminal is not None:
+            if end.log_path not in {self._terminal.log_path, self._ended_path}:
+                self._ends.append(end)
+                self._ended_path = end.log_path
+                self._drop_progressive()
+            return None
+        self._ends = deque((post for post in self._ends if post != end), _MOST_ENDS)
+        self._terminal = end
         self._is_accepted, self._failures = False, 0
-        if self._progressive == self._last:
-            self._progressive = None
-        return self._terminal.log_path
+        self._drop_progressive()
+        return end.log_path
 
     def next_post(self) -> Post | None:
         """Return what to submit now; it stays due until it is answered."""
         if self._terminal is not None and not self._is_accepted and not self.is_over:
             return self._terminal
+        if self._ends and not self.is_over:
+            return self._ends[0]
         return self._progressive
 
     def posted(self, post: Post, outcome: Literal["accepted", "refused", "failed"]) -> bool:
@@ -94,6 +108,9 @@ class RequestState:
             if self._progressive == post:
                 self._progressive = None
             return outcome != "accepted"
+        if self._ends and post == self._ends[0]:
+            self._ends.popleft()
+            return False  # no verdict was asked for, and the posts that matter tell what is wrong
         if outcome == "accepted":
             self._is_accepted, self._failures = True, 0
             return False
@@ -128,6 +145,10 @@ class RequestState:
             self._free()
             return True
         return False
+
+    def _drop_progressive(self) -> None:
+        if self._progressive == self._last:
+            self._progressive = None
 
     def _free(self) -> None:
         self._terminal, self._is_accepted, self._failures = None, False, 0

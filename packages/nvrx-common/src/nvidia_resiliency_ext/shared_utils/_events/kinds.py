@@ -207,7 +207,11 @@ class Phase(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class FirstStep(Event):
-    """The first training step of a worker ended, ``dur_s`` after its ``worker_start``."""
+    """The first training step of a worker ended.
+
+    Args:
+        dur_s: Seconds since its `worker_start`.
+    """
 
     kind: ClassVar[str] = "first_step"
     dur_s: float | None = None

@@ -25,7 +25,7 @@ _LARGEST = 1e15
 class Seen:
     """One event with its node, its time on the common axis, and which launch it belongs to.
 
-    ``launch`` counts the launches of a node: cycle numbers begin again in each of them.
+    ``launch`` counts the launches of a job: cycle numbers begin again in each of them.
     """
 
     at: float
@@ -81,17 +81,30 @@ def gather(files: Sequence[EventFile]) -> list[Seen]:
     Within a file, times follow the monotonic clock where the header allows it, so that a step of
     the wall clock makes no time appear or vanish. A clock that was found to be off is put right.
     """
-    by_host: dict[str, list[EventFile]] = defaultdict(list)
-    for file in files:
-        by_host[file.host].append(file)
     seen: list[Seen] = []
-    for host, own in by_host.items():
-        for launch, file in enumerate(sorted(own, key=_begin)):
+    for launch, own in enumerate(_launches(files)):
+        for file in own:
             offset, off_s = _offset(file), _off_s(file)
             seen.extend(
-                Seen(_at(event, offset) - off_s, host, launch, event) for event in file.events
+                Seen(_at(event, offset) - off_s, file.host, launch, event) for event in file.events
             )
     return sorted(seen, key=lambda event: event.at)
+
+
+def _launches(files: Sequence[EventFile]) -> list[list[EventFile]]:
+    """Return the files of each launch, in the order of their begins.
+
+    The first launches of all nodes of a job belong together, and so do the second ones; those of
+    two jobs never do.
+    """
+    by_host: dict[tuple[str, str], list[EventFile]] = defaultdict(list)
+    for file in files:
+        by_host[str(file.header.get("job_id")), file.host].append(file)
+    launches: dict[tuple[str, int], list[EventFile]] = defaultdict(list)
+    for (job_id, _), own in by_host.items():
+        for number, file in enumerate(sorted(own, key=_begin)):
+            launches[job_id, number].append(file)
+    return sorted(launches.values(), key=lambda own: min(_begin(file) for file in own))
 
 
 def _off_s(file: EventFile) -> float:

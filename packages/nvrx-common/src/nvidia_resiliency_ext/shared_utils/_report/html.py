@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .intervals import coarsen, merge
 from .page import SCRIPT, STYLE
 from .timeline import CATEGORIES
-from .words import clock_time, duration, ending, goodput_text, plain, size
+from .words import both, clock_time, duration, ending, goodput_text, plain, short_cause, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,7 +39,8 @@ def render_html(timeline: Timeline) -> str:
     Args:
         timeline: The job.
     """
-    title = f"job {timeline.job_id}" if timeline.job_id else "job"
+    noun = "jobs" if timeline.is_of_many_jobs else "job"
+    title = f"{noun} {timeline.job_id}" if timeline.job_id else noun
     parts = [
         _tiles(timeline),
         _where(timeline),
@@ -245,7 +246,7 @@ def _faults(timeline: Timeline) -> str:
             "" if fault.rank is None else str(fault.rank),
             fault.host,
             fault.cause,
-            f"{fault.what} {fault.detail}".strip(),
+            both(fault.what, fault.detail),
             fault.detected_by,
             "" if fault.late_s is None else duration(max(0.0, fault.late_s)),
         )
@@ -262,7 +263,7 @@ def _restarts(timeline: Timeline) -> str:
             clock_time(restart.at),
             restart.layer,
             str(restart.cycle),
-            restart.cause,
+            short_cause(restart.cause, timeline.faults),
             duration(restart.down_s),
             ", ".join(f"{name} {duration(seconds)}" for name, seconds in restart.phases.items()),
             duration(restart.lost_s),
@@ -281,8 +282,9 @@ def _cycles(timeline: Timeline) -> str:
             duration(cycle.end - cycle.start),
             "" if cycle.world_size is None else str(cycle.world_size),
             ", ".join(cycle.hosts),
-            cycle.reason,
-            cycle.result or ("" if cycle.is_ended else "no end recorded"),
+            short_cause(cycle.reason, timeline.faults),
+            short_cause(cycle.result, timeline.faults)
+            or ("" if cycle.is_ended else "no end recorded"),
         )
         for cycle in timeline.cycles
     ]

@@ -17,7 +17,7 @@ from .gather import gather
 from .intervals import flatten, totals
 from .lanes import node_lanes, rank_lanes
 from .timeline import CATEGORIES, Checkpoints, Remark, Restart, Timeline, Workers
-from .words import plain
+from .words import clock_time, plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +41,7 @@ NO_CHECKPOINT = (
 NODE_LOST = "node_lost"
 
 _LONGEST_PATH = 160
+_MOST_JOBS = 20
 
 
 def build_timeline(files: Sequence[EventFile]) -> Timeline:
@@ -75,6 +76,7 @@ def build_timeline(files: Sequence[EventFile]) -> Timeline:
     lanes = rank_lanes(story, painted)
     return Timeline(
         job_id=_job_id(files),
+        is_of_many_jobs=len(_job_ids(files)) > 1,
         start=story.start,
         end=story.end,
         is_ended=is_ended,
@@ -113,6 +115,17 @@ def _unread(files: Sequence[EventFile]) -> list[str]:
 def _end_of(path: str) -> str:
     """Return a path for a note; of a long one its end, which names the file."""
     return plain(path if len(path) <= _LONGEST_PATH else f"...{path[-_LONGEST_PATH:]}")
+
+
+def _told_of(job_id: str, files: Sequence[EventFile]) -> str:
+    """Tell one of several jobs: when it was, how it ended, and in which files it stands."""
+    own = [file for file in files if file.header.get("job_id") == job_id]
+    seen = gather(own)
+    when = f"{clock_time(seen[0].at)} to {clock_time(seen[-1].at)}" if seen else "nothing recorded"
+    ends = [event.text("result") for event in seen if event.kind == "job_end"]
+    how = ends[-1] if ends else "no end recorded"
+    names = ", ".join(sorted(_end_of(file.path) for file in own))
+    return f"job {plain(job_id)}, {when}, {plain(how)}: {names}"
 
 
 def _job_id(files: Sequence[EventFile]) -> str:
@@ -277,7 +290,11 @@ def _notes(files: Sequence[EventFile], story: Story) -> list[str]:
         notes.append(NO_CHECKPOINT)
     job_ids = _job_ids(files)
     if len(job_ids) > 1:
-        notes.append(f"These files are of {len(job_ids)} jobs; the time between them is unknown.")
+        notes.append(
+            f"These files are of {len(job_ids)} jobs; the time between them is unknown."
+            " For a report of one of them name its files:"
+        )
+        notes += [_told_of(job_id, files) for job_id in sorted(job_ids)[:_MOST_JOBS]]
     if story.of_kind("dropped"):
         notes.append("Some events were dropped while they were written; see the remarks.")
     bad_lines = sum(file.bad_lines for file in files)

@@ -22,7 +22,7 @@ STYLE = """
 body { margin: 0 auto; max-width: 1240px; padding: 24px; background: var(--bg); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 header { display: flex; flex-wrap: wrap; gap: 8px 24px; align-items: baseline; }
-h1 { font-size: 22px; margin: 0; overflow-wrap: anywhere; }
+h1 { font-size: 22px; margin: 0; overflow-wrap: break-word; max-width: 100%; }
 h2 { font-size: 16px; margin: 0 0 12px; }
 header p { margin: 0; color: var(--dim); flex: 1 1 auto; }
 button { font: inherit; color: inherit; background: var(--card); border: 1px solid var(--line);
@@ -60,10 +60,10 @@ svg .fault { fill: none; stroke: var(--ink); stroke-width: 2; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; }
 th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line);
-  vertical-align: top; overflow-wrap: anywhere; }
-th { color: var(--dim); font-weight: 500; } td.n, th.n { text-align: right; white-space: nowrap;
-  font-variant-numeric: tabular-nums; }
-.notes { padding-left: 18px; margin: 0; }
+  vertical-align: top; overflow-wrap: normal; }
+th { white-space: nowrap; color: var(--dim); font-weight: 500; }
+td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.notes { padding-left: 18px; margin: 0; overflow-wrap: break-word; }
 @media print { .tools, header button { display: none; } .chart { max-height: none; } }
 """
 

@@ -51,7 +51,8 @@ def render_text(timeline: Timeline, width: int = 100) -> str:
 
 
 def _head(timeline: Timeline) -> list[str]:
-    job = f"job {plain(timeline.job_id)}" if timeline.job_id else "job"
+    noun = "jobs" if timeline.is_of_many_jobs else "job"
+    job = f"{noun} {plain(timeline.job_id)}" if timeline.job_id else noun
     nodes = _count(len(timeline.hosts), "node")
     facts = [nodes, _count(timeline.ranks, "rank"), _count(len(timeline.cycles), "cycle")]
     return [
@@ -93,7 +94,7 @@ def _restarts(timeline: Timeline) -> list[str]:
     counts = [f"{count} {layer}" for layer, count in timeline.restarts_by_layer.items()]
     lines = [", ".join(counts)] if timeline.restarts else []
     lines.extend(
-        f"{clock_time(restart.at)} {restart_line(restart)}"
+        f"{clock_time(restart.at)} {restart_line(restart, timeline.faults)}"
         for restart in timeline.restarts[:_MOST_ROWS]
     )
     return lines + _rest(len(timeline.restarts))

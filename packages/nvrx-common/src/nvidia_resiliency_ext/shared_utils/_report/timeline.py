@@ -130,6 +130,7 @@ class Timeline:
     """What happened to a job and where its time went. Times are seconds since the epoch."""
 
     job_id: str = ""
+    is_of_many_jobs: bool = False
     start: float = 0.0
     end: float = 0.0
     is_ended: bool = False

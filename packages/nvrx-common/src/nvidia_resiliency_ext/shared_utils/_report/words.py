@@ -7,9 +7,12 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from .timeline import FaultNote, Restart, Timeline
 
 __all__ = [
+    "both",
     "clock_time",
     "duration",
     "ending",
@@ -17,6 +20,7 @@ __all__ = [
     "goodput_text",
     "plain",
     "restart_line",
+    "short_cause",
     "size",
 ]
 
@@ -25,12 +29,18 @@ _HOUR_S = 3600
 _DAY_S = 86400
 _SHORT_S = 10
 _KIB = 1024
+_LONGEST_CAUSE = 1000  # what hangs and who waited for it are whole sentences
 
 
 def plain(text: str, limit: int = 200) -> str:
     """Return text that cannot steer a terminal: no control characters, bounded length."""
     kept = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-    return kept if len(kept) <= limit else kept[: limit - 3] + "..."
+    if len(kept) <= limit:
+        return kept
+    cut = kept[: limit - 3]
+    # At a blank, unless that would take away more than a long word.
+    at = cut.rfind(" ") if kept[limit - 3] != " " else len(cut)
+    return (cut[:at] if at > limit // 2 else cut).rstrip() + "..."
 
 
 def duration(seconds: float | None) -> str:
@@ -78,13 +88,15 @@ def ending(timeline: Timeline) -> str:
     """Say how the job ended."""
     if not timeline.is_ended:
         return "no end recorded"
-    code = "" if timeline.exit_code is None else f" (exit code {timeline.exit_code})"
-    return f"ended: {plain(timeline.result) or 'no result'}{code}"
+    result = plain(timeline.result, _LONGEST_CAUSE) or "no result"
+    code = f"exit code {timeline.exit_code}"
+    is_said = timeline.exit_code is None or result.endswith(code)
+    return f"ended: {result}" if is_said else f"ended: {result} ({code})"
 
 
 def fault_line(fault: FaultNote) -> str:
     """Tell one fault in a sentence."""
-    told = plain(_both(fault.what, fault.detail))
+    told = plain(both(fault.what, fault.detail), _LONGEST_CAUSE)
     who = "" if fault.rank is None else f" rank {fault.rank}"
     where = "" if _names_rank(told, fault.rank) else f"{who} on {plain(fault.host)}"
     what = f": {told}" if told else ""
@@ -93,11 +105,20 @@ def fault_line(fault: FaultNote) -> str:
     return f"{plain(fault.cause)}{where}{what}{found}"
 
 
-def restart_line(restart: Restart) -> str:
-    """Tell one restart in a sentence."""
+def short_cause(cause: str, faults: Iterable[FaultNote]) -> str:
+    """Return why a cycle ended: of a fault that is told beside it, only its name and rank."""
+    for fault in faults:
+        if cause and cause == fault.what:
+            return fault.cause if fault.rank is None else f"{fault.cause} of rank {fault.rank}"
+    return cause
+
+
+def restart_line(restart: Restart, faults: Iterable[FaultNote] = ()) -> str:
+    """Tell one restart in a sentence; a cause that is one of ``faults`` is only named."""
     phases = ", ".join(f"{plain(name)} {duration(s)}" for name, s in restart.phases.items())
-    cause = plain(restart.cause) or "no cause given"
-    is_told = restart.rank is None or _names_rank(cause, restart.rank)
+    short = short_cause(restart.cause, faults)
+    cause = plain(short, _LONGEST_CAUSE) or "no cause given"
+    is_told = restart.rank is None or short != restart.cause or _names_rank(cause, restart.rank)
     who = "" if is_told else f" (rank {restart.rank})"
     down = (
         "down for an unknown time" if restart.down_s is None else f"down {duration(restart.down_s)}"
@@ -107,7 +128,7 @@ def restart_line(restart: Restart) -> str:
     return f"{restart.layer}, to cycle {restart.cycle}: {cause}{who}, {down}{spent}{lost}"
 
 
-def _both(what: str, detail: str) -> str:
+def both(what: str, detail: str) -> str:
     """Return what happened with its detail, unless one of them holds the other."""
     if not detail or detail in what:
         return what

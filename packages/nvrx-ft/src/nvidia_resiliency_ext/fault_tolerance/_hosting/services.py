@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-from nvidia_resiliency_ext.shared_utils.job_metadata import job_id_from_env
+from nvidia_resiliency_ext.shared_utils.job_metadata import task_id_from_env
 
 from .plan import IN_A_FILE, NO_SERVER, HostPlan, make_token, token_file
 
@@ -163,7 +163,7 @@ class HostServices:
         )
         from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
 
-        job_id = plan.cycle_info_job_id or job_id_from_env() or plan.job_name
+        job_id = plan.cycle_info_job_id or task_id_from_env() or plan.job_name
         manager = AttributionManager(
             plan.attribution,
             is_store_host=True,
