@@ -208,7 +208,7 @@ class ChainedGPUHealthCheck(_ChainedHealthCheck):
 
 
 class ChainedNVLHealthCheck(_ChainedHealthCheck):
-    """Are the GPU's NVLinks up? The answer is only logged: a job can go on without some.
+    """Are the GPU's NVLinks up? The answer is only logged: a job can run without some of them.
 
     Args:
         device_index: Local rank whose GPU is looked at; `None` looks at all of the node.

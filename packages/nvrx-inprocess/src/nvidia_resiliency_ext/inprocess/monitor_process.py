@@ -79,7 +79,7 @@ def daemonize_fn(
     fn_args: Sequence[object] = (),
     fn_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Call a function in a new process that is nobody's child, and do not wait for it.
+    """Call a function in a detached process, and do not wait for it.
 
     The process has a session of its own, `/` as its directory, the null device as its streams,
     and nothing of ours but the environment.
@@ -184,7 +184,7 @@ class MonitorProcess:
         self._link.begin(iteration, rank, world_size, self._participants)
 
     def send_timestamp(self, timestamp: Timestamp | None = None) -> None:
-        """Say that there is progress, as a `ProgressWatchdog` does.
+        """Report progress, as a `ProgressWatchdog` does.
 
         Args:
             timestamp: When; now by default.

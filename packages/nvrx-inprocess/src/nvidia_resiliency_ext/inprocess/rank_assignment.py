@@ -58,12 +58,12 @@ _TREE_TIMEOUT = timedelta(seconds=120)
 
 
 class RankDiscarded(RestartError):  # noqa: N818 - the name that users catch
-    """This rank has no place in the next iteration; it leaves the wrapper, the others go on."""
+    """This rank takes no part in the next iteration: it leaves the wrapper, the others continue."""
 
 
 @dataclass
 class RankAssignmentCtx:
-    """What a rank assignment is called with, and returns.
+    """Argument and result of a rank assignment.
 
     Attributes:
         state: Where the calling rank stands.

@@ -41,7 +41,7 @@ class _Periodic(threading.Thread):
         self._should_end = threading.Event()
 
     def run(self) -> None:
-        """Do it once per interval; the first time at once."""
+        """Run once per interval, the first time at once."""
         while True:
             try:
                 self._do()

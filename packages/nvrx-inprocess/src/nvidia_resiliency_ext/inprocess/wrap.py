@@ -205,7 +205,7 @@ def _flat(check: Any) -> Iterator[Any]:
 
 
 class CallWrapper:
-    """One call of a wrapped function: what the function may ask of the wrapper.
+    """One call of a wrapped function, with the methods that the function may use.
 
     A parameter of the function that is annotated with this class gets it. Use it as a context
     manager: it holds a connection to the node's monitor and to the job's store.
@@ -343,7 +343,7 @@ class CallWrapper:
         return tuple(self._loop.reports)
 
     def ping(self) -> None:
-        """Say that there is progress; from the first time in an iteration on it is expected."""
+        """Report progress; from the first call in an iteration on, reports are expected."""
         self._page.stamp_manual()
 
     def atomic(self) -> AtomicLock:

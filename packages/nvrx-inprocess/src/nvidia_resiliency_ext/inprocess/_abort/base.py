@@ -11,7 +11,7 @@ __all__ = ["Abort"]
 
 
 class Abort(abc.ABC):
-    """Called on a helper thread after an interruption; it must let the main thread go on."""
+    """Called on a helper thread after an interruption; it must unblock the main thread."""
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:

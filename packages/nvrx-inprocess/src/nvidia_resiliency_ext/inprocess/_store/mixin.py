@@ -271,7 +271,7 @@ class StoreMixin:
         self._wait_for(_INTERRUPTED, timeout)
 
     def record_completed(self) -> None:
-        """Say that a rank has completed."""
+        """Record that a rank has completed."""
         self._access().set(_COMPLETED, _DONE)
 
     def wait_for_completed(self, timeout: timedelta) -> None:

@@ -36,7 +36,7 @@ _GRACE_S = 1.0
 
 
 class TCPStore(StoreMixin, TorchTCPStore):
-    """A store over TCP; rank 0 hosts it unless somebody else listens there already.
+    """A store over TCP; rank 0 hosts it unless another process listens there already.
 
     Args:
         host_name: Where it listens; `MASTER_ADDR` by default.

@@ -1,27 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launcher was told about attribution: from flags and configuration to one value. Pure."""
+"""Settings of attribution from flags and configuration, and the forms of an endpoint. Pure."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, urlsplit
 
 from nvidia_resiliency_ext.fault_tolerance._config import values
-
-from .endpoint import DEFAULT_ATTRIBUTION_PORT, check_export_url, client_endpoint, is_managed
 
 if TYPE_CHECKING:
     import argparse
 
     from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 
-__all__ = [
-    "ATTRIBUTION_STOP_ACTIONS",
-    "DEFAULT_ATTRIBUTION_STARTUP_TIMEOUT",
-    "AttributionConfig",
-    "AttributionEndpoint",
-]
+
+DEFAULT_ATTRIBUTION_PORT = 50050
+MANAGED = "localhost"
+MANAGED_HOST = "127.0.0.1"
+_FLAG = "--ft-attribution-endpoint"
+_FORMS = "localhost, http://HOST:PORT, https://HOST:PORT or unix:///PATH"
+_BIND_ALL = frozenset({"0.0.0.0", "::", "*", "[::]", ""})  # noqa: S104 - refused here
+
+
+def is_managed(endpoint: str) -> bool:
+    """Return whether the store host runs the service itself."""
+    return endpoint == MANAGED
+
+
+def is_served(endpoint: str) -> bool:
+    """Return whether any service speaks this way; `grpc://` is taken for older scripts only."""
+    return not endpoint.startswith("grpc://")
+
+
+def client_endpoint(endpoint: str) -> str:
+    """Return the address that the client asks.
+
+    Raises:
+        ValueError: It is no address of a service.
+    """
+    if is_managed(endpoint):
+        return f"http://{MANAGED_HOST}:{DEFAULT_ATTRIBUTION_PORT}"
+    if "://" not in endpoint:
+        raise ValueError(f"{_FLAG} {endpoint!r}: is not {_FORMS}")
+    parts, port = _split(endpoint, _FLAG)
+    if parts.scheme == "unix":
+        if parts.netloc or not parts.path.startswith("/") or parts.path == "/":
+            raise ValueError(f"{_FLAG} {endpoint!r}: a socket is written unix:///PATH")
+        return endpoint
+    if parts.scheme not in ("http", "https", "grpc"):
+        raise ValueError(f"{_FLAG} {endpoint!r}: is not {_FORMS}")
+    host = parts.hostname or ""
+    if host in _BIND_ALL:
+        what = "is no host" if not host else "listens everywhere, but is nobody's address"
+        raise ValueError(f"{_FLAG} {endpoint!r}: {host!r} {what}; name the host")
+    if port is None:
+        raise ValueError(f"{_FLAG} {endpoint!r}: the port is missing")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ValueError(f"{_FLAG} {endpoint!r}: only scheme, host, port and path are taken")
+    return endpoint
+
+
+def check_export_url(url: str) -> None:
+    """Refuse what results cannot be sent to.
+
+    Raises:
+        ValueError: It is no plain http or https address.
+    """
+    flag = "--ft-attribution-export-url"
+    parts, _ = _split(url, flag)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{flag} {url!r}: is no http or https address")
+    if parts.query or parts.fragment:
+        raise ValueError(f"{flag} {url!r}: a query or a fragment has no place in it")
+
+
+def _split(text: str, flag: str) -> tuple[SplitResult, int | None]:
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{flag} {text!r}: {error}") from None
+    return parts, port
+
 
 DEFAULT_ATTRIBUTION_STARTUP_TIMEOUT = 20.0
 ATTRIBUTION_STOP_ACTIONS = ("log", "no-restart")
@@ -42,7 +104,7 @@ class AttributionEndpoint:
 
 @dataclass(frozen=True)
 class AttributionConfig:
-    """What a launcher was told about attribution.
+    """A launcher's settings for attribution.
 
     Args:
         endpoint: `localhost`: the store host runs the service; else its address; None: off.
@@ -106,7 +168,7 @@ class AttributionConfig:
 
     @property
     def client_endpoint(self) -> AttributionEndpoint | None:
-        """Who is asked, and whether its word STOP ends the job; None where attribution is off."""
+        """The service, and whether its STOP ends the job; None if attribution is off."""
         if self.endpoint is None:
             return None
         return AttributionEndpoint(client_endpoint(self.endpoint), self.enforce_stop)
@@ -118,7 +180,7 @@ class AttributionConfig:
         base_log_file: str | None,
         ft_cfg: FaultToleranceConfig,
     ) -> AttributionConfig:
-        """Return what a parsed command line and a configuration ask for; the former wins.
+        """Return the settings of a command line and a configuration; the command line wins.
 
         Args:
             args: What `parse_args` returned.

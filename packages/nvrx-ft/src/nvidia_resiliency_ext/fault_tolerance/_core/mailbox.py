@@ -27,9 +27,6 @@ from nvidia_resiliency_ext.shared_utils.wire import FrameReader, MessageSet, req
 
 from .messages import MESSAGES
 
-__all__ = ["Mailbox", "RefusalLog"]
-
-
 logger = logging.getLogger("nvrx")
 
 LINES_PER_PERIOD = 5

@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from .conditions import find_interpreter, watch_list
-from .imports import DEFAULT_IMPORTS, with_optional
+from .conditions import DEFAULT_IMPORTS, find_interpreter, watch_list, with_optional
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,14 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is held against hosts: restarts blamed on them, and names given from outside. Pure.
-
-A host to blame is not sent away: it works only where there are not enough others. So a program
-that is at fault itself, and always falls on the same rank, cannot use up the job's nodes.
-
-Names come from logs, so they may be short or whole; they are compared by their first part.
-
-A control plane keeps nothing on disk, and launchers bring it the last decision that they know. So
-what it has learned of hosts stands in each decision: the newest few, for all nodes read it.
-"""
+"""How many restarts a job has left, and which hosts are blamed for them. Pure."""
 
 from __future__ import annotations
 
@@ -17,25 +8,57 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from .records import Marks
+from .records import Entry, Marks
 
-__all__ = [
-    "BlameRules",
-    "Exclusions",
-    "Failures",
-    "blamed",
-    "failures_in",
-    "is_named",
-    "is_of_the_node",
-    "marks_of",
-    "merged",
-    "note",
-]
+
+class RefillingBudget:
+    """At most `max_restarts` within the last `window_s` seconds. Times are monotonic seconds."""
+
+    def __init__(self, max_restarts: int, window_s: float) -> None:
+        self._max_restarts = max_restarts
+        self._window_s = window_s
+        self._cycle = 0
+        self._times: list[float] = []
+
+    def round_begins(self, cycle: int, ages_s: tuple[float, ...], now: float) -> None:
+        """Take note of a round; `ages_s` are all restarts that others know of."""
+        if ages_s:
+            self._times = [now - age for age in ages_s]
+        elif cycle > self._cycle:
+            self._times.append(now)
+        self._cycle = cycle
+
+    def left(self, now: float) -> int:
+        """Return how many restarts are left at `now`."""
+        self._times = [at for at in self._times if now - at < self._window_s]
+        return max(0, self._max_restarts - len(self._times))
+
+    def next_change(self, now: float) -> float | None:
+        """Return when the next restart ceases to count, or None."""
+        times = [at + self._window_s for at in self._times if at + self._window_s > now]
+        return min(times, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """At most `max_restarts`, in all or within the last `window_s` seconds."""
+
+    max_restarts: int
+    window_s: float | None = None
+
+    def left(self, entry: Entry, since_entry_s: float = 0.0) -> int:
+        """Return how many restarts are left, `since_entry_s` after `entry` was written.
+
+        The number of a round is the number of restarts so far.
+        """
+        if self.window_s is None:
+            return max(0, self.max_restarts - entry.round)
+        recent = [age for age in entry.restart_ages_s if age + since_entry_s <= self.window_s]
+        return max(0, self.max_restarts - len(recent))
 
 
 Failures = Mapping[str, tuple[float, ...]]
 """By host: when its failures were, in seconds of one monotonic clock."""
-
 _OF_THE_NODE = frozenset(
     {
         "killed", "exited", "exception", "hang_section", "hang_heartbeat", "node_lost",

@@ -30,16 +30,6 @@ from nvidia_resiliency_ext.shared_utils.wire import MAX_FRAME_BYTES, MessageSet
 if TYPE_CHECKING:
     from asyncio import StreamReader, StreamWriter
 
-__all__ = [
-    "MESSAGES",
-    "FtMessageSet",
-    "read_obj_from_ipc_socket",
-    "read_obj_from_ipc_stream",
-    "recv_all",
-    "write_obj_to_ipc_stream",
-    "write_object_to_ipc_socket",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class OkAttributes:
@@ -178,7 +168,7 @@ async def read_obj_from_ipc_stream(reader: StreamReader) -> object:
 
 
 async def write_obj_to_ipc_stream(obj: object, writer: StreamWriter) -> None:
-    """Send one object over a stream and wait until the stream has room again.
+    """Send one object over a stream and wait until the stream's buffer has drained.
 
     Args:
         obj: A message of the closed set in `data`.

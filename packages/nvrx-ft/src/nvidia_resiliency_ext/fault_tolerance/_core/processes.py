@@ -1,32 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for processes, ending what a worker left in its group, and listing them for log lines."""
+"""Waiting for processes, ending and listing them, and replacing a method for a while."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable
-from contextlib import ExitStack
-from typing import Final, NoReturn, Protocol, TypedDict
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, NoReturn, Protocol, TypedDict
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError
 
-__all__ = [
-    "ProcessEntry",
-    "SettableEvent",
-    "end_program",
-    "get_processes_by_pgids",
-    "is_process_alive",
-    "terminate_mp_processes",
-    "wait_for_mp_events",
-    "wait_until_process_terminated",
-]
+logger = logging.getLogger("nvrx")
+
+# CUlimit values of the driver's stable interface.
+_STACK_SIZE: Final = 0
+_PRINTF_FIFO_SIZE: Final = 1
+_MALLOC_HEAP_SIZE: Final = 2
+
+# The driver rounds these up to what it needs at least.
+_SMALLEST_BYTES: Final = {_STACK_SIZE: 1, _PRINTF_FIFO_SIZE: 1, _MALLOC_HEAP_SIZE: 1}
+
+
+def reduce_cuda_ctx_size() -> None:
+    """Lower the device memory limits of the calling thread's CUDA context.
+
+    Without a driver, or without a context in this thread, there is nothing to reduce and nothing
+    happens; above all, no context is created.
+    """
+    import ctypes
+
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    context = ctypes.c_void_p()
+    if driver.cuCtxGetCurrent(ctypes.byref(context)) != 0 or not context.value:
+        return
+    for limit, size_bytes in _SMALLEST_BYTES.items():
+        status = driver.cuCtxSetLimit(ctypes.c_int(limit), ctypes.c_size_t(size_bytes))
+        if status != 0:
+            logger.debug("cuCtxSetLimit(%d) answered %d", limit, status)
+
+
+@contextmanager
+def patched_method(obj: Any, name: str, new: Any) -> Iterator[None]:
+    """Let `obj.name` be `new` inside the block, and what it was before afterwards.
+
+    An attribute that `obj` only inherits is not written onto it for good.
+
+    Raises:
+        AttributeError: there is no such attribute.
+    """
+    getattr(obj, name)
+    own = vars(obj)
+    is_own = name in own
+    before = own.get(name)
+    setattr(obj, name, new)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(obj, name, before)
+        else:
+            delattr(obj, name)
 
 
 _TRACKER_GRACE_S = 1.0

@@ -14,16 +14,6 @@ from types import TracebackType
 
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
-__all__ = [
-    "MAX_ERROR_FILE_BYTES",
-    "ErrorFile",
-    "get_rank",
-    "install_exception_handler",
-    "read_error_file",
-    "read_error_output",
-]
-
-
 MAX_ERROR_FILE_BYTES = 1 << 20
 LATEST_TIMESTAMP = float(1 << 32)
 MAX_OUTPUT_BYTES = 1 << 16
