@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of the documentation; it builds offline and every warning is an error."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -11,11 +12,19 @@ project = "nvrx"
 author = "the nvrx authors"
 copyright = author  # noqa: A001 - the name that Sphinx reads
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser", "nvrx_reference"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "myst_parser",
+    "nvrx_reference",
+]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "_ext"]
 html_theme = "furo"
-html_title = "nvrx"
+_ROOT = HERE.parent / "packages/nvrx-common/src/nvidia_resiliency_ext/__init__.py"
+version = re.findall(r'__version__.*?"(.+?)"', _ROOT.read_text())[0]
+html_title = f"nvrx {version}"
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

@@ -49,8 +49,8 @@ class Modules(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        """Return what autodoc makes of each module."""
-        lines: list[str] = []
+        """Return a section for each module, with what autodoc makes of it."""
+        sections: list[nodes.Node] = []
         # What the others export of the common distribution is documented there.
         homes = homes_of(self.arguments[0], homes_of(COMMON, {}))
         for name in public_modules(self.arguments[0]):
@@ -63,7 +63,7 @@ class Modules(SphinxDirective):
                     own.append(item)
                 else:
                     elsewhere.append(f"``{item}`` (see ``{home}``)")
-            lines += [f".. rubric:: {name}", "", f".. automodule:: {name}"]
+            lines = [f".. automodule:: {name}"]
             split = [item for item in own if has_private_parts(getattr(module, item), homes)]
             whole = [item for item in own if item not in split]
             lines += [f"   :members: {', '.join(whole)}"] if whole else []
@@ -72,7 +72,11 @@ class Modules(SphinxDirective):
                 lines += ["", f".. autoclass:: {name}.{item}", "   :members:"]
                 lines += [f"   :inherited-members: {stops}"]
             lines += ["", *([f"Also exports {', '.join(elsewhere)}.", ""] if elsewhere else [])]
-        return self.parse_text_to_nodes("\n".join(lines))
+            section = nodes.section(ids=[nodes.make_id(name)], names=[name])
+            section += nodes.title(text=name.removeprefix(PACKAGE))
+            section += self.parse_text_to_nodes("\n".join(lines))
+            sections.append(section)
+        return sections
 
 
 def documented_bases(value: type, homes: dict[int, str]) -> list[str]:

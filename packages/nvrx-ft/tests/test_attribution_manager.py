@@ -12,9 +12,9 @@ import ports
 import pytest
 from attribution_service import LIMIT_S, NOBODY, attribution_service
 
-from nvidia_resiliency_ext.fault_tolerance._attribution import endpoint, service
-from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
-from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args
+from nvidia_resiliency_ext.fault_tolerance._config import attribution as endpoint
+from nvidia_resiliency_ext.fault_tolerance._hosting import attribution
+from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import AttributionWatch
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
 from nvidia_resiliency_ext.fault_tolerance.attribution_manager import (
     ATTRIBUTION_STOP_ACTIONS,
@@ -24,6 +24,7 @@ from nvidia_resiliency_ext.fault_tolerance.attribution_manager import (
     AttributionEndpoint,
     AttributionManager,
 )
+from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.shared_utils import attribution_client
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
@@ -228,14 +229,14 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_
 def managed(tmp_path, monkeypatch):
     """Return a function that makes a manager of a stand-in for the service, on a free port."""
     with ports.claimed() as port:
-        monkeypatch.setattr(service, "DEFAULT_ATTRIBUTION_PORT", port)
+        monkeypatch.setattr(attribution, "DEFAULT_ATTRIBUTION_PORT", port)
         program = tmp_path / "service.py"
         program.write_text(SERVICE)
         made = []
 
         def make(mode, state_dir=None, **fields):
             command = [sys.executable, str(program), mode, str(port), str(tmp_path / "go")]
-            monkeypatch.setattr(service, "_command", lambda: command)
+            monkeypatch.setattr(attribution, "_command", lambda: command)
             log = str(tmp_path / "logs" / "nvrx" / "job_attribution.log")
             config = AttributionConfig("localhost", str(tmp_path / "logs"), log, **fields)
             made.append(AttributionManager(config, is_store_host=True, state_dir=state_dir))
@@ -270,16 +271,20 @@ def test_the_state_of_a_service_outlives_it_where_the_job_has_a_name(tmp_path):
     """A job that is started again by its name finds its history; one without keeps none."""
     log = str(tmp_path / "nvrx" / "job_attribution.log")
     run_dir = str(tmp_path / "run")
-    assert service.state_dir(log, "42", run_dir) == str(tmp_path / "nvrx/job_attribution_state/42")
-    assert service.state_dir(log, "../a b", run_dir).endswith("/job_attribution_state/.._a_b")
+    assert attribution.state_dir(log, "42", run_dir) == str(
+        tmp_path / "nvrx/job_attribution_state/42"
+    )
+    assert attribution.state_dir(log, "../a b", run_dir).endswith("/job_attribution_state/.._a_b")
     for unusable in (None, "", "..", "."):
-        assert service.state_dir(log, unusable, run_dir) == str(tmp_path / "run" / "attribution")
-    assert service.state_dir(None, "42", run_dir) == str(tmp_path / "run" / "attribution")
+        assert attribution.state_dir(log, unusable, run_dir) == str(
+            tmp_path / "run" / "attribution"
+        )
+    assert attribution.state_dir(None, "42", run_dir) == str(tmp_path / "run" / "attribution")
 
 
 def test_a_cycle_that_ends_before_the_service_answers_is_submitted(managed, tmp_path, monkeypatch):
     """Its verdict is asked for first; the present cycle's log follows."""
-    monkeypatch.setattr(endpoint, "DEFAULT_ATTRIBUTION_PORT", service.DEFAULT_ATTRIBUTION_PORT)
+    monkeypatch.setattr(endpoint, "DEFAULT_ATTRIBUTION_PORT", attribution.DEFAULT_ATTRIBUTION_PORT)
     one = Watched(managed("late", startup_timeout=LIMIT_S), job_id="j7", log_complete=True)
     one.watch.begin(0)
     one.watch.ended()
@@ -312,7 +317,7 @@ def test_a_service_that_does_not_come_up_is_ended(managed, mode, limit_s, proble
 
 def test_a_service_that_ignores_sigterm_is_killed(managed, monkeypatch):
     """SIGTERM, a bounded wait, SIGKILL."""
-    monkeypatch.setattr(service, "STOP_GRACE_S", 0.2)
+    monkeypatch.setattr(attribution, "STOP_GRACE_S", 0.2)
     manager = managed("deaf")
     manager.start_if_needed()
     pid = manager._child.pid

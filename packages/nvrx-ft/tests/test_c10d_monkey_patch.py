@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 
 from nvidia_resiliency_ext.fault_tolerance import c10d_monkey_patch
-from nvidia_resiliency_ext.fault_tolerance._workers.env import PortReservation
+from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.fault_tolerance.c10d_monkey_patch import (
     _wait_for_tcp_store_server,
     apply_c10d_patch,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
+from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 

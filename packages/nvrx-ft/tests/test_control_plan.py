@@ -18,7 +18,8 @@ from rendezvous_store import PREFIX, Served, rules
 from nvidia_resiliency_ext.fault_tolerance import launcher
 from nvidia_resiliency_ext.fault_tolerance._agent.many_nodes import must_agree, rules_of
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS
-from nvidia_resiliency_ext.fault_tolerance._control import plan, plane, program
+from nvidia_resiliency_ext.fault_tolerance._control import plan, plane
+from nvidia_resiliency_ext.fault_tolerance._control import plane as program
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (

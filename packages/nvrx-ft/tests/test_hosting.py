@@ -16,18 +16,19 @@ from typing import Any
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import launcher
-from nvidia_resiliency_ext.fault_tolerance._agent.cycle_records import (
+from nvidia_resiliency_ext.fault_tolerance._agent.run_files import (
     CycleRecords,
     StoreHost,
     cycle_info_environment,
 )
-from nvidia_resiliency_ext.fault_tolerance._hosting import plan as log_token
-from nvidia_resiliency_ext.fault_tolerance._hosting.plan import (
+from nvidia_resiliency_ext.fault_tolerance._hosting import services as log_token
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CycleNodes,
+    HostPlace,
     HostPlan,
+    HostServices,
     nodes_of_members,
 )
-from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlace, HostServices
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import Member
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Candidate

@@ -16,8 +16,8 @@ import time
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import Mailbox
-from nvidia_resiliency_ext.fault_tolerance._ipc.messages import MESSAGES
+from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
+from nvidia_resiliency_ext.fault_tolerance._core.messages import MESSAGES
 from nvidia_resiliency_ext.fault_tolerance.data import (
     ErrorMsg,
     WorkloadAction,
@@ -349,7 +349,7 @@ def test_mailbox_serves_from_its_owners_loop(path):
 
 def test_mailbox_drops_the_oldest_of_too_many_clients(path, monkeypatch):
     """The number of clients is bounded; new ones get in at the cost of the oldest."""
-    monkeypatch.setattr("nvidia_resiliency_ext.fault_tolerance._ipc.mailbox._MOST_CLIENTS", 2)
+    monkeypatch.setattr("nvidia_resiliency_ext.fault_tolerance._core.mailbox._MOST_CLIENTS", 2)
     with Mailbox(path) as mailbox, contextlib.ExitStack() as stack:
         clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)]
         for client in clients:

@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import data
-from nvidia_resiliency_ext.fault_tolerance._ipc.messages import MESSAGES, FtMessageSet
+from nvidia_resiliency_ext.fault_tolerance._core.messages import MESSAGES, FtMessageSet
 from nvidia_resiliency_ext.shared_utils.errors import WireError
 from nvidia_resiliency_ext.shared_utils.wire import FrameReader
 

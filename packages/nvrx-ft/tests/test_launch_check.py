@@ -10,11 +10,7 @@ import sys
 import ports
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._cli.check_across import (
-    NodeReport,
-    compare,
-    nodes_finding,
-)
+from nvidia_resiliency_ext.fault_tolerance._cli.check import NodeReport, compare, nodes_finding
 from nvidia_resiliency_ext.fault_tolerance._cli.check_local import (
     exit_code_of,
     failed,

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args
 from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
     LaunchConfig,
     LogFunnelPorts,
@@ -29,6 +28,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.local_world import (
     local_world_size,
 )
 from nvidia_resiliency_ext.fault_tolerance._workers.command import worker_command
+from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 
 ARGUMENTS = ["--out=${local_rank}.txt", "$local_rank", "$$x", "$HOME", "plain", "${other}", "$"]

@@ -15,13 +15,13 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent import job
 from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import LocalRendezvous
+from nvidia_resiliency_ext.fault_tolerance._core.exceptions import ErrorFile, read_error_file
 from nvidia_resiliency_ext.fault_tolerance._core.machine import RoundClosed
-from nvidia_resiliency_ext.fault_tolerance._process.exceptions import ErrorFile, read_error_file
 from nvidia_resiliency_ext.fault_tolerance._report import failures as faults
 from nvidia_resiliency_ext.fault_tolerance._report import failures as records
 from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
 from nvidia_resiliency_ext.fault_tolerance._workers import output, workers
-from nvidia_resiliency_ext.fault_tolerance._workers.env import PortInUseError, PortReservation
+from nvidia_resiliency_ext.fault_tolerance._workers.command import PortInUseError, PortReservation
 from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock

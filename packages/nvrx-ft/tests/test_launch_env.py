@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent.many_nodes import Meeting
-from nvidia_resiliency_ext.fault_tolerance._workers.env import JobEnvironment, shared_variables
+from nvidia_resiliency_ext.fault_tolerance._workers.command import JobEnvironment, shared_variables
 
 JOB = JobEnvironment(2, "default", "job", "run", 3, "/run/launcher", (), inprocess_store="h:1234")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._core.resources import IdleMeter
+from nvidia_resiliency_ext.fault_tolerance._core.local_world import IdleMeter
 
 BEFORE = """cpu  300 0 300 2400 0 0 0 0 0 0
 cpu0 100 0 100 800 0 0 0 0 50 0

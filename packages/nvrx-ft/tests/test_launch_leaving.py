@@ -44,7 +44,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
     TellPreempted,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, records
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
     Candidate,
     PlacementRules,
@@ -55,6 +54,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Note,
     WorkerState,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 
 GOES = Cause("preempted", "host a must go: SIGUSR1 was received", host="a")

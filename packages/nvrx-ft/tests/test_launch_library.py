@@ -14,16 +14,12 @@ from typing import Any
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent.agent import Result
-from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._torch import elastic
-from nvidia_resiliency_ext.fault_tolerance._torch.library_plan import (
-    config_from_plan,
-    plan_from_config,
-)
-from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
-from nvidia_resiliency_ext.fault_tolerance._workers.env import PortReservation
+from nvidia_resiliency_ext.fault_tolerance._torch.elastic import config_from_plan, plan_from_config
+from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation, WorkerCommand
 from nvidia_resiliency_ext.fault_tolerance._workers.function_worker import FunctionCall
+from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance.launcher import (
     LaunchConfig,

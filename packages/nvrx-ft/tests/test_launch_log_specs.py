@@ -12,7 +12,6 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing import Std as TorchStd
 
-from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args
 from nvidia_resiliency_ext.fault_tolerance._config.syntax import Std
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._torch.elastic import launch_agent
@@ -22,6 +21,7 @@ from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import (
     load_specs,
 )
 from nvidia_resiliency_ext.fault_tolerance._workers.output import Filter, Stream, Target
+from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
 from nvidia_resiliency_ext.fault_tolerance.launcher import LaunchConfig
 
 ENVIRON = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}

@@ -13,7 +13,7 @@ from nvidia_resiliency_ext.fault_tolerance import launcher, per_cycle_logs
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._plan import plan
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
-from nvidia_resiliency_ext.fault_tolerance._torch import library_plan
+from nvidia_resiliency_ext.fault_tolerance._torch import elastic
 from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
 from nvidia_resiliency_ext.fault_tolerance.launcher import LogFunnelPorts
 
@@ -110,7 +110,7 @@ def config(specs: object, **changes: object) -> launcher.LaunchConfig:
 def planned(described: launcher.LaunchConfig) -> LogPlan:
     """Return the log plan of a described job."""
     command = WorkerCommand(argv=("true",), entry="true", is_module=False, is_python=False)
-    return library_plan.plan_from_config(described, command, {}).logs
+    return elastic.plan_from_config(described, command, {}).logs
 
 
 def test_a_program_describes_cycle_logs_by_torchs_class() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._cli.parser import get_args_parser, parse_args
 from nvidia_resiliency_ext.fault_tolerance._config import syntax, values
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS, OLD_SPELLINGS
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
+from nvidia_resiliency_ext.fault_tolerance.cli_args import get_args_parser, parse_args
 
 pytestmark = pytest.mark.usefixtures("clean_launch_environment")
 
@@ -380,7 +380,7 @@ def test_version_names_what_is_installed(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_reader_may_leave_early() -> None:
     """`ft_launcher --help | head` ends quietly."""
     program = (
-        "from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args\n"
+        "from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args\n"
         "import sys; sys.stdin.read(); parse_args(['--help'])"
     )
     with subprocess.Popen(

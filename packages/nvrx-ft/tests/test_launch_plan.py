@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args
 from nvidia_resiliency_ext.fault_tolerance._config.syntax import Std
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._workers.output import Stream
+from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 
 ENVIRON = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
@@ -438,7 +438,7 @@ def test_planning_imports_neither_torch_nor_yaml(script: str) -> None:
     """Without a file, planning a launch loads no large module."""
     program = """
 import os, sys
-from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args
+from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
 plan_from_args(parse_args(sys.argv[1:]), os.environ)
 print(*{"torch", "numpy", "psutil", "yaml", "grpc", "asyncio", "importlib.metadata"}

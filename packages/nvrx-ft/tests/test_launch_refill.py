@@ -3,8 +3,8 @@
 
 from nvidia_resiliency_ext.fault_tolerance._agent import decide
 from nvidia_resiliency_ext.fault_tolerance._core.machine import BudgetChanged, Node, Policy
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget, RefillingBudget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Phase
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget, RefillingBudget
 
 
 def test_a_restart_counts_for_the_window_only():

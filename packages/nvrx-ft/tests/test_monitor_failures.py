@@ -19,16 +19,16 @@ import pytest
 from monitored_ranks import Node, wait_until
 
 from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import RefusalLog
+from nvidia_resiliency_ext.fault_tolerance._core.mailbox import RefusalLog
 from nvidia_resiliency_ext.fault_tolerance._monitor import handle as sweep
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages as control
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages as rank_messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.acceptor import Doorway
-from nvidia_resiliency_ext.fault_tolerance._monitor.boot import LineHandler
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, MonitorStartError
 from nvidia_resiliency_ext.fault_tolerance._monitor.link import LinkError, RankLink
 from nvidia_resiliency_ext.fault_tolerance._monitor.server import MonitorServer, _Order
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout, SlotMemory, read_slot
+from nvidia_resiliency_ext.fault_tolerance.rank_monitor_server import LineHandler
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.channel import Channel
 from nvidia_resiliency_ext.shared_utils.children import start_child

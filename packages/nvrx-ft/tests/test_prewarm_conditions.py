@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._prewarm import conditions, imports
-from nvidia_resiliency_ext.fault_tolerance._prewarm.imports import (
+from nvidia_resiliency_ext.fault_tolerance._workers import conditions
+from nvidia_resiliency_ext.fault_tolerance._workers import conditions as imports
+from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
+from nvidia_resiliency_ext.fault_tolerance._workers.conditions import (
     DEFAULT_IMPORTS,
     import_list,
     with_optional,
 )
-from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
 
 
 @dataclass(frozen=True)
@@ -263,8 +264,8 @@ def test_decisions_import_nothing_heavy():
     """The modules that the launcher loads at start bring no torch, numpy, psutil or asyncio."""
     code = (
         "import sys\n"
-        "from nvidia_resiliency_ext.fault_tolerance._prewarm import "
-        "conditions, imports, pool, standby\n"
+        "from nvidia_resiliency_ext.fault_tolerance._workers import "
+        "conditions, pool, standby\n"
         "print([n for n in ('torch', 'numpy', 'psutil', 'yaml', 'asyncio') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._prewarm import pool as pools
-from nvidia_resiliency_ext.fault_tolerance._prewarm.pool import (
+from nvidia_resiliency_ext.fault_tolerance._workers import pool as pools
+from nvidia_resiliency_ext.fault_tolerance._workers.pool import (
     Begun,
     Disable,
     EndStandby,

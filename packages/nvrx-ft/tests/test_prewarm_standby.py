@@ -14,8 +14,9 @@ import ft_conformance as conformance
 import pytest
 import standby_crew
 
-from nvidia_resiliency_ext.fault_tolerance._prewarm import standby as standbys
-from nvidia_resiliency_ext.fault_tolerance._prewarm.standby import (
+from nvidia_resiliency_ext.fault_tolerance._workers import standby as standbys
+from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
+from nvidia_resiliency_ext.fault_tolerance._workers.standby import (
     Begun,
     Failed,
     GoOrder,
@@ -24,7 +25,6 @@ from nvidia_resiliency_ext.fault_tolerance._prewarm.standby import (
     StandbyError,
     Stdio,
 )
-from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
@@ -185,7 +185,7 @@ def test_dies_with_the_launcher(tmp_path):
         f"""
         import os, signal, sys
         from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
-        from nvidia_resiliency_ext.fault_tolerance._prewarm.standby import Standby
+        from nvidia_resiliency_ext.fault_tolerance._workers.standby import Standby
         command = WorkerCommand((sys.executable, {str(path)!r}), {str(path)!r}, False, True)
         env = {{"PATH": os.environ["PATH"], "PYTHONPATH": {str(tmp_path)!r}}}
         standby = Standby.start(command, env, 0, imports=("sleeping",))

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._process.processes import end_program
+from nvidia_resiliency_ext.fault_tolerance._core.processes import end_program
 
 LEAVES = """
 import atexit, os, sys, threading, time
-from nvidia_resiliency_ext.fault_tolerance._process.processes import end_program
+from nvidia_resiliency_ext.fault_tolerance._core.processes import end_program
 
 class AtItsEnd:
     def __del__(self, write=os.write):
@@ -29,7 +29,7 @@ import os, socket, sys, threading, time
 from datetime import timedelta
 os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
 from torch.distributed import TCPStore
-from nvidia_resiliency_ext.fault_tolerance._process.processes import end_program
+from nvidia_resiliency_ext.fault_tolerance._core.processes import end_program
 
 class Slow:
     def __del__(self, sleep=time.sleep):

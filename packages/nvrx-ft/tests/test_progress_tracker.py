@@ -9,8 +9,10 @@ import time
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._core.iteration_file import IterationFile
-from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
+from nvidia_resiliency_ext.fault_tolerance.progress_tracker import (
+    IterationFile,
+    TrainingProgressTracker,
+)
 
 USUAL_LIMIT = IterationFile.__init__.__defaults__
 

@@ -5,7 +5,6 @@ import dataclasses
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, summary
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
@@ -14,7 +13,12 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Note,
     Phase,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import BlameRules, blamed, note
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import (
+    BlameRules,
+    Budget,
+    blamed,
+    note,
+)
 
 RULES = BlameRules(limit=3, window_s=100.0)
 
@@ -108,7 +112,7 @@ def test_the_rules_travel_to_a_control_plane():
 
 def test_only_failures_of_the_node_count():
     """A node that was drained, or a job that began anew, is nobody's fault."""
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import is_of_the_node
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import is_of_the_node
 
     assert is_of_the_node(Cause("killed", "").kind)
     assert not any(map(is_of_the_node, ("drained", "left", "opened", "mismatch")))

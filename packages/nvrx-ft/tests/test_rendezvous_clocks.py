@@ -17,8 +17,8 @@ from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import (
 )
 from nvidia_resiliency_ext.fault_tolerance._core.machine import RoundReady
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import Preempted
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import clocks
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.clocks import Reading, off_by, read
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import Reading, off_by, read
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock, SystemClock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
@@ -79,8 +79,8 @@ def test_what_is_not_known_well_enough_is_not_said() -> None:
 
 def test_a_line_names_the_worst_and_stays_short() -> None:
     """A thousand wrong clocks are one line of five names and a number."""
-    assert clocks.sentence([]) == ""
-    line = clocks.sentence([(f"node{i}", float(-i)) for i in range(6, 1006)])
+    assert agreement.sentence([]) == ""
+    line = agreement.sentence([(f"node{i}", float(-i)) for i in range(6, 1006)])
     assert "node1005 is 1005.0 s behind" in line
     assert "and 995 more" in line
     assert len(line) < 300

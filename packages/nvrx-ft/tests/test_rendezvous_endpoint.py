@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent.many_nodes import rules_of
-from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     EndpointError,
@@ -17,6 +16,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     read_token,
     wait_until_reachable,
 )
+from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
 from nvidia_resiliency_ext.shared_utils import store_sockets
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError

@@ -13,7 +13,6 @@ from rendezvous_store import CAUSE, PREFIX, Served, arrival, hosted, name, rules
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, host_loop, keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import (
     AskRanks,
     Close,
@@ -39,7 +38,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     WorkerState,
     encode,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import Exclusions
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget, Exclusions
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     NodeSession,
     Opened,

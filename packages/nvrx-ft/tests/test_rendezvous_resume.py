@@ -19,8 +19,7 @@ from rendezvous_store import Served, arrival, name, rules
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host as host_module
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import reputation as marks_module
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import restarts as marks_module
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host, RoundFollower
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog, known_from
@@ -33,7 +32,11 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Phase,
     Place,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import BlameRules, Exclusions
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import (
+    BlameRules,
+    Budget,
+    Exclusions,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Leaves,
     News,

@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._cli.parser import parse_args
 from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks, unfit
 from nvidia_resiliency_ext.fault_tolerance._health.segment_health import (
     Unit,
@@ -16,6 +15,7 @@ from nvidia_resiliency_ext.fault_tolerance._health.segment_health import (
     task_file,
     unit_of,
 )
+from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 
 TASK = Unit("123", "7")

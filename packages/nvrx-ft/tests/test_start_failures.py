@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent.start_failures import StartFailures
-from nvidia_resiliency_ext.fault_tolerance._process.exceptions import (
+from nvidia_resiliency_ext.fault_tolerance._core.exceptions import (
     ErrorFile,
     last_exception,
     read_error_output,

@@ -3,13 +3,16 @@
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._core.timeout_reduction import reduction_device_type
 from nvidia_resiliency_ext.fault_tolerance.data import (
     HeartbeatTimeouts,
     SectionAction,
     SectionTimeouts,
 )
-from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc, TimeoutsCalcError
+from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import (
+    TimeoutsCalc,
+    TimeoutsCalcError,
+    reduction_device_type,
+)
 
 OPEN, CLOSE, CLOSE_ALL = SectionAction
 

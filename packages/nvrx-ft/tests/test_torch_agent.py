@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._workers.env import PortReservation
+from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 
 PROGRAM = Path(__file__).parent / "programs" / "torch_agent_node.py"
 NODES = 2

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nvidia_resiliency_ext.fault_tolerance._prewarm import standby as standbys
+from nvidia_resiliency_ext.fault_tolerance._workers import standby as standbys
 from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
 from nvidia_resiliency_ext.shared_utils.children import start_child
 

@@ -30,7 +30,6 @@ from unittest import mock
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, host_loop, keys, store
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host as host_module
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host, RoundFollower
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
@@ -41,6 +40,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Phase,
     encode,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Lost,
     News,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import ft_conformance as conformance
 
-from nvidia_resiliency_ext.fault_tolerance._prewarm.standby import Begun, GoOrder, Ready, Standby
 from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
+from nvidia_resiliency_ext.fault_tolerance._workers.standby import Begun, GoOrder, Ready, Standby
 from nvidia_resiliency_ext.shared_utils.children import start_child
 
 TRAINING = str(Path(__file__).parent.parent / "programs" / "ft_standby_ddp.py")

@@ -39,7 +39,7 @@ class StuckError(DeadlineExceededError):
 
 
 class AbandonableCall(Generic[T]):
-    """Run a function in a daemon thread that nobody has to wait for.
+    """Run a function in a daemon thread for which no caller has to wait.
 
     `function` takes no argument; its result or exception is kept.
 

@@ -169,6 +169,9 @@ class Child:
     def signal_group(self, sig: int) -> bool:
         """Send a signal to the whole process group; return whether the group still had a process.
 
+        The group may outlive the process. It is then signalled only while /proc shows members of
+        the session that the process made and no new process with its number.
+
         Args:
             sig: Number of the signal.
 

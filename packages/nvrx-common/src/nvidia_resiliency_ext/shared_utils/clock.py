@@ -38,7 +38,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when it is told to; for tests and simulations.
+    """A clock that only `advance` moves; for tests and simulations.
 
     `monotonic_s` and `wall_s` are the first readings of both clocks, in seconds.
 

@@ -138,6 +138,8 @@ class TokenFile(_ChangingFile):
     def admits(self, header: str | bytes | None) -> bool:
         """Tell whether a client's header `authorization` holds the token.
 
+        The comparison takes equally long for every wrong value.
+
         Args:
             header: Value of the header; None: not sent.
         """

@@ -80,7 +80,7 @@ class PeerClosedError(WireError, ConnectionError):
 
 
 class PeerRefusedError(NvrxError, PermissionError):
-    """The process at the other end runs as somebody else.
+    """The process at the other end runs as another user.
 
     Args:
         pid: Process at the other end, as the kernel sees it.

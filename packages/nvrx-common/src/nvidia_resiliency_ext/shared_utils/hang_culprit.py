@@ -90,7 +90,7 @@ class Finding:
 
 
 def find_culprit(ranks: Sequence[RankState], world_size: int = 0) -> Finding:
-    """Return whom a hang is blamed on.
+    """Return the ranks that are blamed for a hang, and the evidence.
 
     Args:
         ranks: All ranks that could be looked at.
@@ -209,6 +209,8 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 def describe(finding: Finding) -> str:
     """Return one sentence that names the culprit of a hang and the ranks that waited.
+
+    Example: `rank 2 on host a is stopped; ranks 0, 1 and 3 waited for it`.
 
     Args:
         finding: The finding.

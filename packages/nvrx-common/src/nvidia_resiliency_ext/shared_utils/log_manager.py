@@ -31,7 +31,7 @@ __all__ = ["LogConfig", "LogManager", "setup_logger"]
 
 
 class LogConfig:
-    """What the environment says about logging, read when asked; never instantiated."""
+    """Logging settings of the environment, read at each call; never instantiated."""
 
     name = "nvrx"
     _aggr_file_prefix = "nvrx_log_"
@@ -113,7 +113,7 @@ class LogConfig:
 
     @classmethod
     def get_log_to_stdout_cfg(cls) -> bool:
-        """Say whether the console handler writes to stdout instead of stderr."""
+        """Return whether the console handler writes to stdout instead of stderr."""
         return settings.flag("NVRX_LOG_TO_STDOUT")
 
 

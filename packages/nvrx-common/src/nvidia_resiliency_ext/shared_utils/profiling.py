@@ -37,7 +37,7 @@ _FILE_VARIABLE = "NVRX_PROFILING_FILE"
 
 
 class ProfilingEvent(enum.Enum):
-    """A moment between a failure and the training that goes on after it."""
+    """A moment between a failure and the first training after it."""
 
     FAILURE_DETECTED = "failure_detected"
     WORKER_TERMINATED = "worker_terminated"

@@ -37,7 +37,7 @@ MAX_PLACE = 160
 
 
 class Activity(enum.Enum):
-    """What a rank is doing, as far as that bears on whose fault a hang is."""
+    """Activity of a rank, as far as it matters for finding the culprit of a hang."""
 
     FAILED = "failed"
     STOPPED = "stopped"
@@ -48,7 +48,7 @@ class Activity(enum.Enum):
 
 
 class Call(enum.Enum):
-    """What the innermost Python call of the main thread is."""
+    """Kind of the innermost Python call of the main thread."""
 
     COLLECTIVE = "collective"
     DEVICE = "device"
@@ -58,7 +58,7 @@ class Call(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What the kernel says about a process.
+    """State of a process as the kernel reports it.
 
     Attributes:
         state: State letter of the main thread; `?` when the process is gone.
@@ -225,7 +225,7 @@ def _in_collective(pid: int, thread: procfs.Thread) -> bool | None:
 
 
 def classify(kernel: Kernel, stack: Stack) -> Activity:
-    """Return what a rank is doing.
+    """Return the activity of a rank.
 
     | main thread | in a collective | in backward, device wait | in its own code | no stack |
     | --- | --- | --- | --- | --- |

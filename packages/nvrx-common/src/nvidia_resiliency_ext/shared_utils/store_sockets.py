@@ -68,7 +68,7 @@ def listen_at(family: int, address: tuple[Any, ...]) -> socket.socket:
 
 
 def reach(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Connect to whoever listens at an address.
+    """Connect to a listening socket at an address.
 
     Where the system takes clients' ports from a range that has the store's in it, and nobody
     listens yet, a client that asks often enough is given that very port, and connects to itself.

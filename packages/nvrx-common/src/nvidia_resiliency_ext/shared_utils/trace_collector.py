@@ -86,7 +86,7 @@ class TorchFRTraceCollector(TraceCollector):
         return self.save(self.take())
 
     def take(self) -> dict[str, Any]:
-        """Return what the recorder knows; quick, for the moment before an abort.
+        """Return the recorder's content; quick, for the moment before an abort.
 
         Raises:
             NoFlightRecorderError: This torch has none.

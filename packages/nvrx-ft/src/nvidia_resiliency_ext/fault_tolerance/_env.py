@@ -3,8 +3,8 @@
 
 Variables are read at the faces (programs, public functions), which hand the environment on as a
 mapping; code further inside takes its names from here. What only workers are given is listed
-where it is made, in `_workers/env.py`; the start-up hook of standbys can import nothing and has two
-names of its own; logging and the record of events are nvrx-common's.
+where it is made, in `_workers/command.py`; the start-up hook of standbys can import nothing and
+has two names of its own; logging and the record of events are nvrx-common's.
 
 | group | who sets them | who reads them |
 | --- | --- | --- |

@@ -13,8 +13,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
     As with the launcher's `main`, without `args` the process is taken for the program's own.
     """
-    from nvidia_resiliency_ext.fault_tolerance._control.program import run_command_line
-    from nvidia_resiliency_ext.fault_tolerance._process.processes import end_program
+    from nvidia_resiliency_ext.fault_tolerance._control.plane import run_command_line
+    from nvidia_resiliency_ext.fault_tolerance._core.processes import end_program
 
     end_program(run_command_line(args), is_own=args is None)
 

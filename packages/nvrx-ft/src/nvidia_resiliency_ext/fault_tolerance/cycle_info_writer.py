@@ -2,10 +2,10 @@
 """Public names of cycle information: one small file about each cycle, for other programs."""
 
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import cycle_log_file
-from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoWriter
-from nvidia_resiliency_ext.fault_tolerance._report.cycle_reporter import (
+from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import (
     CycleInfoReporter,
     CycleInfoRoundSnapshot,
+    CycleInfoWriter,
     utc_iso_now,
 )
 

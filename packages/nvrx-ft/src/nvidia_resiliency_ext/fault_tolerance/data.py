@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plain data that a rank, its monitor and the launcher exchange; not how it travels.
 
-Nothing here does I/O. The encoding is in `_ipc/messages.py`, the sockets are in `ipc_connector`.
+Nothing here does I/O. The encoding is in `_core/messages.py`, the sockets are in `ipc_connector`.
 """
 
 import os
@@ -152,7 +152,7 @@ class SectionAction(Enum):
 
 
 class WorkloadAction(Enum):
-    """What a rank may ask its launcher to do."""
+    """Requests that a rank may send to its launcher."""
 
     Continue = 0
     ExcludeThisNode = 1

@@ -17,9 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
-    RDZV_SHUTDOWN_REASON_FAILURE,
-)
+from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_FAILURE
 from nvidia_resiliency_ext.fault_tolerance._torch.handler import StoreRendezvousHandler, node_check
 from nvidia_resiliency_ext.fault_tolerance._torch.membership import Seat, read_roster
 from nvidia_resiliency_ext.fault_tolerance._torch.settings import (
@@ -59,7 +57,7 @@ class RendezvousTimeout(Timeouts):
 
 @dataclass(frozen=True)
 class RendezvousSettings:
-    """What a job's rendezvous goes by; the same on all nodes.
+    """A job's rendezvous settings; the same on all nodes.
 
     Args:
         run_id: The job's name.

@@ -6,8 +6,8 @@ import select
 import threading
 from collections import deque
 
-from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import Mailbox
-from nvidia_resiliency_ext.fault_tolerance._ipc.messages import MESSAGES
+from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
+from nvidia_resiliency_ext.fault_tolerance._core.messages import MESSAGES
 from nvidia_resiliency_ext.fault_tolerance.data import ErrorMsg, OkMsg
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import PeerClosedError, WireError

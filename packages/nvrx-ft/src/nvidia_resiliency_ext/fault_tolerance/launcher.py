@@ -16,7 +16,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-    from nvidia_resiliency_ext.fault_tolerance._cli.parser import get_args_parser, parse_args
     from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
         LaunchConfig,
         LogFunnelPorts,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
         run,
     )
     from nvidia_resiliency_ext.fault_tolerance._workers.run_path import run_script_path
+    from nvidia_resiliency_ext.fault_tolerance.cli_args import get_args_parser, parse_args
 
 __all__ = [
     "FT_LAUNCHER_IPC_SOCKET",
@@ -80,13 +80,13 @@ _MODULES = {
     "determine_local_world_size": "_core.local_world",
     "elastic_launch": "_torch.elastic",
     "ensure_node_is_healthy": "_health.admission",
-    "get_args_parser": "_cli.parser",
+    "get_args_parser": "cli_args",
     "get_node_health_check": "_health.admission",
     "get_rdzv_endpoint": "_config.launch_config",
     "get_use_env": "_config.launch_config",
     "init_node_health_check": "_health.admission",
     "launch_agent": "_torch.elastic",
-    "parse_args": "_cli.parser",
+    "parse_args": "cli_args",
     "parse_min_max_nnodes": "_config.syntax",
     "run": "_torch.elastic",
     "run_script_path": "_workers.run_path",
@@ -122,7 +122,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         # Before the job takes over signals, or after it gave them back: nothing is running.
         _die_of_interrupt()
-    from nvidia_resiliency_ext.fault_tolerance._process.processes import end_program
+    from nvidia_resiliency_ext.fault_tolerance._core.processes import end_program
 
     end_program(code, is_own=args is None)
 

@@ -10,11 +10,11 @@ import importlib
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._logs.grpc_writer import GrpcWriterThread
     from nvidia_resiliency_ext.fault_tolerance._logs.reader import (
         MultiplexingReaderThread,
         ReaderConfig,
     )
+    from nvidia_resiliency_ext.fault_tolerance._logs.sinks import GrpcWriterThread
     from nvidia_resiliency_ext.fault_tolerance._torch.cycle_log_specs import (
         PipeBasedLogsSpecs,
         PipeSubprocessHandler,
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "GrpcWriterThread": "_logs.grpc_writer",
+    "GrpcWriterThread": "_logs.sinks",
     "MultiplexingReaderThread": "_logs.reader",
     "PipeBasedLogsSpecs": "_torch.cycle_log_specs",
     "PipeSubprocessHandler": "_torch.cycle_log_specs",

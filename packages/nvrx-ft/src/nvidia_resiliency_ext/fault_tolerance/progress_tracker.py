@@ -1,16 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counting restarts that brought no progress; it neither restarts nor ends anything.
+"""Counting restarts that brought no progress; it neither restarts nor ends anything."""
 
-Only the launcher process holds a tracker.
-"""
+from __future__ import annotations
 
 import logging
-
-from nvidia_resiliency_ext.fault_tolerance._core.iteration_file import IterationFile
+import os
+import threading
 
 __all__ = ["TrainingProgressTracker"]
 
 logger = logging.getLogger("nvrx")
+_READ_LIMIT_BYTES = 4096
+
+
+class IterationFile:
+    """One file that holds one integer, read by at most one helper thread at a time.
+
+    `read` is called from one thread; `close` waits for the helper only for the time given.
+    """
+
+    def __init__(self, path: str, timeout_s: float = 2.0) -> None:
+        """Remember `path`; nothing is read yet."""
+        self.path = path
+        self.timeout_s = timeout_s
+        self._thread: threading.Thread | None = None
+        self._is_missed = False
+
+    def read(self) -> int | None:
+        """Return the integer; None when the file is absent, unreadable, empty or too slow."""
+        if self._thread is not None and self._thread.is_alive():
+            logger.warning("%s: an earlier read has still not come back, skipped", self.path)
+            return None
+        answer: list[str | OSError] = []
+        thread = threading.Thread(
+            target=_read_into, args=(self.path, answer), name="nvrx-iteration-file", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # the limit of threads
+            logger.warning("%s: %s, skipped", self.path, error)
+            return None
+        self._thread = thread
+        thread.join(self.timeout_s)
+        if not answer:
+            logger.warning("%s: not readable within %.1f s, skipped", self.path, self.timeout_s)
+            return None
+        return self._parse(answer[0])
+
+    def close(self, timeout_s: float = 0.0) -> bool:
+        """Wait for the helper thread; return whether it has ended."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _parse(self, answer: str | OSError) -> int | None:
+        if isinstance(answer, FileNotFoundError):
+            if not self._is_missed:
+                self._is_missed = True
+                logger.warning("%s does not exist (yet): it is read in each cycle", self.path)
+            return None
+        self._is_missed = False
+        if isinstance(answer, OSError):
+            logger.warning("%s: %s, skipped", self.path, answer)
+            return None
+        try:
+            return int(answer)
+        except ValueError:
+            logger.warning("%s: holds %.40r, not one integer, skipped", self.path, answer)
+            return None
+
+
+def _read_into(path: str, answer: list[str | OSError]) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            data = os.read(descriptor, _READ_LIMIT_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        answer.append(error)
+    else:
+        answer.append(data.decode("ascii", "replace").strip())
 
 
 class TrainingProgressTracker:

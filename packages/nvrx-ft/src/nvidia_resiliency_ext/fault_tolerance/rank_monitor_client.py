@@ -1,6 +1,374 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rank's side of the monitor, under the path that programs import it from."""
+"""The rank's side of the monitor: a session, its calls and its state in a checkpoint."""
 
-from ._monitor.client import RankMonitorClient, RankMonitorClientError
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+import weakref
+from typing import TYPE_CHECKING, NoReturn
+
+from nvidia_resiliency_ext.fault_tolerance._core.errors import RankMonitorClientError
+from nvidia_resiliency_ext.fault_tolerance._env import DISABLE_RANK_MONITORS
+from nvidia_resiliency_ext.fault_tolerance.data import (
+    FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
+    FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR,
+    HeartbeatTimeouts,
+    RankInfo,
+    SectionTimeouts,
+    WorkloadControlRequest,
+)
+
+from ._monitor.client_timeouts import ANSWER_LIMIT_S, ClientTimeouts
+from ._monitor.hotpath import training_iteration
+from ._monitor.slot import (
+    NO_ITERATION,
+    SAVE_ASKED,
+    W_SAVE,
+    W_SESSION_ID,
+    SlotError,
+    SlotLayout,
+    SlotMemory,
+    SlotWriter,
+)
+
+if TYPE_CHECKING:
+    import socket
+
+    from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
+    from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
+
+    from ._monitor.messages import Accepted, Hello
 
 __all__ = ["RankMonitorClient", "RankMonitorClientError"]
+
+DUMP_SIGNAL = signal.SIGRTMIN + 5
+"""Makes the rank write the stacks of its threads into the monitor's pipe."""
+
+
+class RankMonitorClient(ClientTimeouts):
+    """A training script's connection to its rank monitor.
+
+    Heartbeats and sections are stores into shared memory; the monitor reads them when a limit is
+    due. If the monitor dies, training goes on and a new monitor at the same path is found in the
+    background, unless the configuration says `monitor_loss=fatal`. Calls from several threads are
+    safe; the two `calculate_and_set_*` calls are collective.
+
+    Example:
+        >>> client = RankMonitorClient()
+        >>> client.init_workload_monitoring()  # doctest: +SKIP
+        >>> with client.section("step"):  # doctest: +SKIP
+        ...     train_step()
+    """
+
+    def __init__(self) -> None:
+        """Connect to nothing yet."""
+        super().__init__()
+        self.rank_info: RankInfo | None = None
+        self.cfg: FaultToleranceConfig | None = None
+        self.iter_idx = 0
+        self.chkpt_manager: object | None = None
+        self.launcher_connector = self._make_launcher_connector()
+        self._memory: SlotMemory | None = None
+        self._dump_fd = -1
+        self._may_dump = False
+        self._num_warmup_iters: int | None = None
+        self._monitor_path = ""
+        self._refusal: str | None = None
+        self._is_foreign = False
+        _CLIENTS.add(self)
+
+    @property
+    def rank_monitor_socket(self) -> socket.socket | None:
+        """The connection to the monitor, None while there is none."""
+        return None if self._link is None else self._link.sock
+
+    def init_workload_monitoring(self, num_warmup_iters: int | None = None) -> None:
+        """Open the session with this rank's monitor.
+
+        Args:
+            num_warmup_iters: Iterations during which the timeout `warmup` stands in for `step`;
+                the configured number if None.
+
+        Raises:
+            RankMonitorClientError: There is a session already, also that of another client in this
+                process, the environment names no monitor, or the monitor cannot be reached or
+                refuses.
+            RuntimeError: This process's rank is unknown.
+            TypeError: The number of iterations is none.
+        """
+        from ._monitor.link import LinkError, RankLink
+
+        if num_warmup_iters is not None and not isinstance(num_warmup_iters, int):
+            raise TypeError(f"num_warmup_iters is a number of iterations, not {num_warmup_iters!r}")
+        self._check_process()
+        if self.is_initialized:
+            raise RankMonitorClientError("the rank monitor client is initialised already")
+        path = os.environ.get(FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR)
+        if not path:
+            raise RankMonitorClientError(
+                f"{FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR} is not set: start the program with"
+                f" ft_launcher, and without {DISABLE_RANK_MONITORS}"
+            )
+        if any(other._serves(path) for other in list(_CLIENTS)):  # noqa: SLF001 - the module's own class
+            raise RankMonitorClientError(
+                "another client of this process has the session of this rank: use that one, or"
+                " call its shutdown_workload_monitoring first"
+            )
+        self.rank_info = RankInfo.get_for_current_rank()
+        self._monitor_path = path
+        self._num_warmup_iters = num_warmup_iters
+        self._refusal = None
+        # A program that uses the signal itself keeps it, and the monitor does without stacks.
+        self._may_dump = signal.getsignal(DUMP_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN, None)
+        link = RankLink(
+            path,
+            make_hello=self._make_hello,
+            take=self._take_session,
+            on_lost=self._on_lost,
+            on_restored=self._on_restored,
+        )
+        self._link = link
+        try:
+            link.open()
+        except LinkError as exc:
+            self._release()
+            raise RankMonitorClientError(str(exc)) from exc
+        self.is_initialized = True
+        if self.cfg is not None and self.cfg.install_exception_hook:
+            from nvidia_resiliency_ext.fault_tolerance.utils import install_exception_handler
+
+            install_exception_handler()
+        self._apply_loaded()
+
+    def shutdown_workload_monitoring(self) -> None:
+        """End the session; harmless without one, never collective, and waits for no peer."""
+        self._check_process()
+        if self.is_initialized:
+            self._keep_calculated()
+            self.is_initialized = False
+            self._release()
+
+    def send_workload_control_request(self, req: WorkloadControlRequest) -> None:
+        """Ask the launcher to exclude this node or to end the job, before the next rendezvous.
+
+        Args:
+            req: What is asked for, and why.
+
+        Raises:
+            RuntimeError: The environment names no launcher.
+            TypeError: It is no request.
+        """
+        if not isinstance(req, WorkloadControlRequest):
+            raise TypeError(
+                "send WorkloadControlRequest(WorkloadAction.ExcludeThisNode, 'why') or"
+                f" ShutdownWorkload, not {req!r}"
+            )
+        self._check_process()
+        if self.launcher_connector is None:
+            raise RuntimeError(
+                f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR} is not set: there is no launcher to ask"
+            )
+        info = self.rank_info or RankInfo.get_for_current_rank()
+        self.launcher_connector.send((info.global_rank, req))
+
+    def _make_launcher_connector(self) -> IpcConnector | None:
+        path = os.environ.get(FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
+        if not path:
+            self.logger.debug("%s is not set", FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
+            return None
+        from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
+
+        return IpcConnector(path)
+
+    def _serves(self, monitor_path: str) -> bool:
+        """Return whether this client has the session with the monitor at this path."""
+        return self.is_initialized and not self._is_foreign and self._monitor_path == monitor_path
+
+    def _check_process(self) -> None:
+        if self._is_foreign:
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise RankMonitorClientError(
+            self._refusal
+            or "the rank monitor client is not initialised: call init_workload_monitoring first"
+        )
+
+    def _ask(self) -> None:
+        from ._monitor.messages import Ask
+
+        link = self._link
+        if link is not None and link.request(Ask, ANSWER_LIMIT_S) is None and self._words is None:
+            self._refuse()
+
+    def _should_save(self, calls: int) -> bool:
+        """Return whether this is the agreed call or a later one; waits until that is agreed."""
+        words = self._words
+        if words is not None and words[W_SAVE] == SAVE_ASKED:
+            words = self._wait_for_agreement()
+        return words is not None and 0 < words[W_SAVE] <= calls
+
+    def _wait_for_agreement(self) -> memoryview | None:
+        from nvidia_resiliency_ext.shared_utils.clock import Deadline
+
+        from ._monitor.messages import HeldForSave
+
+        assert self.cfg is not None
+        # Once the node's time is over the launcher ends the workers anyway.
+        deadline = Deadline.after(self.cfg.preempt_grace)
+        while not deadline.expired():
+            link, words = self._link, self._words
+            if link is None or words is None:
+                self._refuse()
+            if words[W_SAVE] != SAVE_ASKED:
+                return words
+            answer = link.request(HeldForSave, deadline.remaining())
+            if answer is None:
+                link.wait_connected(deadline.remaining())
+        self.logger.error("no agreement at which step to save; going on without")
+        return None
+
+    def _post(self, message: object) -> None:
+        if self._link is not None:
+            self._link.post(message)
+
+    def _make_hello(self) -> tuple[Hello, list[int]]:
+        from ._monitor.messages import Hello
+
+        info = self.rank_info
+        assert info is not None
+        handed = [] if self._memory is None else [self._memory.fd]
+        hello = Hello(
+            rank=info.global_rank,
+            pid=info.pid,
+            num_warmup_iters=self._num_warmup_iters,
+            dump_signal=int(DUMP_SIGNAL) if self._may_dump else 0,
+            hands_back_slot=bool(handed),
+        )
+        return hello, handed
+
+    def _take_session(self, accepted: Accepted, fds: list[int]) -> None:
+        from ._monitor.link import LinkError
+
+        slot_fd, dump_fd = fds
+        try:
+            if self._memory is None:
+                self._begin_session(accepted, slot_fd)
+            else:
+                self._resume_session(accepted, slot_fd)
+        except (SlotError, ValueError) as exc:
+            os.close(slot_fd)
+            os.close(dump_fd)
+            raise LinkError(f"the rank monitor's offer is of no use: {exc}") from exc
+        self._register_dump(dump_fd)
+
+    def _begin_session(self, accepted: Accepted, slot_fd: int) -> None:
+        from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
+        from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
+
+        cfg = FaultToleranceConfig.from_dict(accepted.config)
+        layout = SlotLayout(tuple(accepted.sections))
+        memory = SlotMemory.adopt(slot_fd, layout, must_be_sealed=False)
+        self.cfg = cfg
+        self.hb_timeouts = HeartbeatTimeouts(
+            cfg.initial_rank_heartbeat_timeout, cfg.rank_heartbeat_timeout, were_calculated=False
+        )
+        self.section_timeouts = SectionTimeouts(
+            dict(cfg.rank_section_timeouts), cfg.rank_out_of_section_timeout
+        )
+        self._own_limits = {}
+        self._memory = memory
+        began = self._begin(
+            memory.words, layout.sections, is_answered=not cfg.skip_section_response
+        )
+        self._calc = TimeoutsCalc(
+            sections=layout.sections, start_time=began * 1e-9, safety_factor=cfg.safety_factor
+        )
+        iteration = training_iteration()
+        SlotWriter(memory.words, layout).begin(
+            accepted.session_id, began, NO_ITERATION if iteration is None else iteration
+        )
+
+    def _resume_session(self, accepted: Accepted, slot_fd: int) -> None:
+        """Go on with a new monitor: in the same slot, or in the one that it insists on."""
+        memory = self._memory
+        assert memory is not None
+        if os.path.sameopenfile(slot_fd, memory.fd):
+            os.close(slot_fd)
+        else:
+            fresh = SlotMemory.adopt(slot_fd, memory.layout, must_be_sealed=False)
+            self._memory = fresh
+            self._move(fresh.words)
+            memory.close()
+            memory = fresh
+        memory.words[W_SESSION_ID] = accepted.session_id
+
+    def _register_dump(self, dump_fd: int) -> None:
+        if self._may_dump:
+            faulthandler.register(DUMP_SIGNAL, file=dump_fd, all_threads=True, chain=False)
+        previous, self._dump_fd = self._dump_fd, dump_fd
+        if previous >= 0:
+            os.close(previous)
+
+    def _on_lost(self) -> bool:
+        """Take note, in the link's thread, that the monitor is gone; return whether to go on."""
+        if self.cfg is not None and self.cfg.monitor_loss == "fatal":
+            self._refusal = "the rank monitor is gone, and monitor_loss is fatal"
+            self._stop()
+            self.logger.error("%s", self._refusal)
+            return False
+        self.logger.warning(
+            "the rank monitor is gone: training goes on, and a new monitor is looked for"
+        )
+        return True
+
+    def _on_restored(self) -> None:
+        """Tell a new monitor, in the link's thread, what the launcher's configuration lacks."""
+        from ._monitor.messages import SetTimeouts
+
+        if self._own_limits:
+            self._post(SetTimeouts(0, self._own_limits))
+
+    def _release(self) -> None:
+        self._stop()
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+        if self._dump_fd >= 0:
+            faulthandler.unregister(DUMP_SIGNAL)
+            os.close(self._dump_fd)
+            self._dump_fd = -1
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _disown(self) -> None:
+        """In a forked child: refuse every call from now on, and let go of what is the parent's."""
+        self._stop()
+        self._is_foreign = True
+        self._lock = threading.Lock()  # another thread may have held the parent's at the fork
+        self._refusal = (
+            "this rank monitor client was inherited through fork: make a client of this process's"
+            " own, or use the parent's in the parent"
+        )
+        link, self._link = self._link, None
+        if link is not None:
+            link.disown()
+        if self._dump_fd >= 0:
+            faulthandler.unregister(DUMP_SIGNAL)
+            os.close(self._dump_fd)
+            self._dump_fd = -1
+
+
+_CLIENTS: weakref.WeakSet[RankMonitorClient] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for client in list(_CLIENTS):
+        client._disown()  # noqa: SLF001 - the module's own class
+
+
+os.register_at_fork(after_in_child=_disown_all)

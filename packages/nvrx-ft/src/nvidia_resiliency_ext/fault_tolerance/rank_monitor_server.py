@@ -1,9 +1,397 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank monitor without a launcher, under the path that programs import it from."""
+"""A rank monitor: its process from start to end, and one that serves a rank without a launcher."""
 
-from nvidia_resiliency_ext.fault_tolerance._monitor.standalone import (
-    RankMonitorLogger,
-    RankMonitorServer,
-)
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+from contextlib import ExitStack, contextmanager
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nvidia_resiliency_ext.shared_utils.rundir import RunDir
+from nvidia_resiliency_ext.shared_utils.wire import receive_message
+
+from ._monitor.handle import MonitorHandle
+from ._monitor.messages import LAUNCHER_MESSAGES, LogLine, Start
+from ._monitor.server import MonitorServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from types import FrameType
+
+    from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 
 __all__ = ["RankMonitorLogger", "RankMonitorServer"]
+
+_START_LIMIT_S = 10.0
+_OTHERS_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGQUIT,
+)
+LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_ATOMIC_WRITE_BYTES = 4096
+_MAX_LINE_CHARS = 1 << 16
+"""Longest log line that travels: far below a frame's limit, however its characters are written."""
+
+
+def main(fd: int) -> None:
+    """Run a monitor: take the order from the launcher's socket, serve, clean up, exit.
+
+    Args:
+        fd: The monitor's end of the socketpair.
+    """
+    # Whatever is meant for the job reaches us too (a terminal's Ctrl-C, a scheduler's signal for
+    # the whole step); the launcher alone decides when the monitor leaves.
+    for sig in _OTHERS_SIGNALS:
+        signal.signal(sig, signal.SIG_IGN)
+    launcher = socket.socket(fileno=fd)
+    start = receive_message(launcher, LAUNCHER_MESSAGES, _START_LIMIT_S)
+    if not isinstance(start, Start):
+        raise SystemExit("the monitor's first message must be Start")
+    _name_process(start)
+    lines: SimpleQueue[LogLine] | None = SimpleQueue() if start.run_id else None
+    configure_logging(int(start.config["log_level"]), lines)
+    try:
+        run_dir = RunDir(start.run_dir) if start.run_id and start.run_dir else None
+        server = MonitorServer(start, launcher, lines)
+    except OSError as error:
+        raise _cannot_start(error) from None
+    with ExitStack() as stack:
+        if not start.run_id:
+            stack.enter_context(leave_at_signals(server, LEAVE_SIGNALS))
+        try:
+            server.announce()
+        except OSError as error:
+            raise _cannot_start(error) from None
+        server.run()
+    if run_dir is not None and server.is_dismissed:
+        run_dir.remove()
+    # A job of the slow thread may hang in a dead file system for ever.
+    os._exit(0)
+
+
+def _cannot_start(error: OSError) -> SystemExit:
+    return SystemExit(f"the rank monitor cannot start: {error}")
+
+
+@contextmanager
+def leave_at_signals(
+    server: MonitorServer, leave_signals: tuple[signal.Signals, ...]
+) -> Iterator[None]:
+    """Let these signals end the server's loop in order; afterwards all is as it was.
+
+    To be entered before the server runs and left when it ended, both in the main thread.
+
+    Args:
+        server: Its loop wakes up through a pipe that the interpreter writes to.
+        leave_signals: What to obey.
+    """
+    read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        server.leave()
+
+    def drain() -> None:
+        # Every signal writes a byte, also one that somebody else handles (SIGCHLD).
+        try:
+            os.read(read_fd, _ATOMIC_WRITE_BYTES)
+        except BlockingIOError:
+            return
+
+    previous_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    previous = {sig: signal.signal(sig, on_signal) for sig in leave_signals}
+    server.watch(read_fd, drain)
+    try:
+        yield
+    finally:
+        for sig, handler in previous.items():
+            # None: set by C code that Python cannot name; the default is the best there is.
+            signal.signal(sig, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(previous_fd)
+        os.close(read_fd)
+        os.close(write_fd)
+
+
+class LineHandler(logging.Handler):
+    """Hands log lines to the loop, or to standard error as long as that does not block."""
+
+    def __init__(self, lines: SimpleQueue[LogLine] | None) -> None:
+        """Hand them to `lines`, or to standard error if None."""
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take one line, from any thread; never waits."""
+        text = self.format(record)
+        if len(text) > _MAX_LINE_CHARS:
+            text = f"{text[:_MAX_LINE_CHARS]}... ({len(text)} characters)"
+        if self._lines is not None:
+            self._lines.put(LogLine(record.levelno, text))
+            return
+        poller = select.poll()
+        try:
+            poller.register(2, select.POLLOUT)
+            if poller.poll(0):
+                line = f"{record.levelname} nvrx monitor: {text}\n"
+                os.write(2, line.encode(errors="backslashreplace")[:_ATOMIC_WRITE_BYTES])
+        except OSError:
+            return  # nobody reads it any more
+
+
+def configure_logging(level: int, lines: SimpleQueue[LogLine] | None) -> None:
+    """Send this process's log to the launcher (`lines`), or to standard error if None."""
+    logger = logging.getLogger("nvrx")
+    logger.setLevel(level)
+    logger.propagate = False
+    logger.addHandler(LineHandler(lines))
+
+
+def _name_process(start: Start) -> None:
+    name = f"nvrx-monitor{'' if start.run_id else '-alone'}"
+    try:
+        with open("/proc/self/comm", "w", encoding="ascii") as comm:
+            comm.write(name)
+    except OSError:
+        return  # a nicety
+
+
+class _Settable(Protocol):
+    def set(self) -> None:
+        """Say that it happened."""
+
+
+class RankMonitorLogger(logging.Logger):
+    """The logger of a monitor: names the connected rank, and writes layered-restart lines.
+
+    Messages go on to the logger "nvrx".
+    """
+
+    def __init__(
+        self,
+        name: str = "nvrx.monitor",
+        level: int = logging.INFO,
+        is_restarter_logger: bool = False,
+    ) -> None:
+        """Make a logger under "nvrx".
+
+        Args:
+            name: Its name.
+            level: What it passes on.
+            is_restarter_logger: Whether layered-restart lines are written.
+        """
+        super().__init__(name, level)
+        self.parent = logging.getLogger("nvrx")
+        self.is_restarter_logger = is_restarter_logger
+        self.rank: int | None = None
+
+    def set_connected_rank(self, rank: int | None) -> None:
+        """Set the rank that is named in later messages.
+
+        Args:
+            rank: The rank; None: no rank.
+        """
+        self.rank = rank
+
+    def makeRecord(self, *args: Any, **kwargs: Any) -> logging.LogRecord:  # noqa: N802 - logging's
+        """Add the rank as an attribute of the record.
+
+        Args:
+            args: As for `logging.Logger.makeRecord`.
+            kwargs: As for `logging.Logger.makeRecord`.
+        """
+        record = super().makeRecord(*args, **kwargs)
+        record.connected_rank = self.rank
+        return record
+
+    def log_for_restarter(self, message: str) -> None:
+        """Write a line that only tools for layered restarts want.
+
+        Args:
+            message: The line.
+        """
+        if self.is_restarter_logger:
+            self.info("%s", message)
+
+    def log_restarter_event(self, message: str) -> None:
+        """Write a line of the layered-restart protocol.
+
+        Args:
+            message: The line.
+        """
+        self.log_for_restarter(message)
+
+
+class RankMonitorServer:
+    """A monitor for one rank, without a launcher.
+
+    It judges and kills like the launcher's monitor, but it sweeps nothing: what it knows of the
+    job is one rank. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end it in order.
+    """
+
+    RANK_MONITOR_INIT_TIMEOUT = 180.0
+    """Seconds that `run_in_subprocess` waits for the monitor."""
+
+    def __init__(
+        self,
+        cfg: FaultToleranceConfig,
+        ipc_socket_path: str,
+        rank_monitor_ready_event: _Settable,
+        logger: RankMonitorLogger,
+        is_restarter_logger: bool,
+    ) -> None:
+        """Listen for the rank.
+
+        Args:
+            cfg: The configuration.
+            ipc_socket_path: Where to listen.
+            rank_monitor_ready_event: Set by `serve` when signals are obeyed, too.
+            logger: Writes the layered-restart lines.
+            is_restarter_logger: Whether there are any.
+        """
+        start = Start(
+            config=cfg.to_dict(),
+            socket_paths=[ipc_socket_path],
+            run_dir=os.path.dirname(os.path.abspath(ipc_socket_path)),
+            is_restarter_logger=is_restarter_logger,
+        )
+        self._server = MonitorServer(start, None, restarter=logger)
+        self._ready = rank_monitor_ready_event
+
+    def serve(self) -> None:
+        """Watch the rank until a signal ends this."""
+        with contextlib.ExitStack() as stack:
+            if threading.current_thread() is threading.main_thread():
+                stack.enter_context(leave_at_signals(self._server, LEAVE_SIGNALS))
+            self._ready.set()
+            self._server.run()
+
+    def stop(self) -> None:
+        """End `serve` soon; from any thread."""
+        self._server.leave()
+
+    @staticmethod
+    def run(
+        cfg: FaultToleranceConfig,
+        ipc_socket_path: str,
+        rank_monitor_ready_event: _Settable,
+        is_restarter_logger: bool,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Be a monitor: the body of a process.
+
+        Args:
+            cfg: The configuration.
+            ipc_socket_path: Where to listen.
+            rank_monitor_ready_event: Set when it listens.
+            is_restarter_logger: Whether to write layered-restart lines.
+            env: Added to the environment.
+        """
+        os.environ.update(env or {})
+        configure_logging(cfg.log_level, None)
+        logger = RankMonitorLogger(level=cfg.log_level, is_restarter_logger=is_restarter_logger)
+        RankMonitorServer(
+            cfg, ipc_socket_path, rank_monitor_ready_event, logger, is_restarter_logger
+        ).serve()
+
+    @staticmethod
+    def run_in_subprocess(
+        cfg: FaultToleranceConfig,
+        ipc_socket_path: str,
+        is_restarter_logger: bool = False,
+        mp_ctx: object = None,
+        env: Mapping[str, str] | None = None,
+    ) -> MonitorProcess:
+        """Start a monitor in a process of its own and wait until it listens.
+
+        It ends when this process does, however that happens.
+
+        Args:
+            cfg: The configuration.
+            ipc_socket_path: Where to listen.
+            is_restarter_logger: Whether to write layered-restart lines.
+            mp_ctx: Accepted for callers that choose a start method: it is always an exec of an
+                interpreter without torch.
+            env: Added to the environment.
+
+        Raises:
+            RuntimeError: It was not ready in time.
+        """
+        del mp_ctx
+        handle = MonitorHandle.start(
+            cfg.to_dict(),
+            [ipc_socket_path],
+            timeout_s=RankMonitorServer.RANK_MONITOR_INIT_TIMEOUT,
+            env={**os.environ, **(env or {})},
+            run_dir=os.path.dirname(os.path.abspath(ipc_socket_path)),
+            is_restarter_logger=is_restarter_logger,
+        )
+        return MonitorProcess(handle)
+
+
+class MonitorProcess:
+    """A monitor's process with the face of `multiprocessing.Process`.
+
+    It is daemonic: it ends with this process. It goes on if only this object is dropped.
+    """
+
+    def __init__(self, handle: MonitorHandle) -> None:
+        """Take over a monitor that is ready."""
+        self._handle = handle
+        self._owner_pid = os.getpid()
+        _PROCESSES.add(self)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._handle.child.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        status = self._handle.child.poll()
+        return None if status is None else status.returncode
+
+    def is_alive(self) -> bool:
+        """Return whether it runs."""
+        return self.exitcode is None
+
+    def terminate(self) -> None:
+        """Ask it to end in order."""
+        self._handle.child.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill it."""
+        self._handle.child.signal(signal.SIGKILL)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it ended, at most `timeout` seconds."""
+        if self._handle.child.wait(timeout) is not None:
+            self._handle.close()
+            _PROCESSES.discard(self)
+
+
+_PROCESSES: set[MonitorProcess] = set()
+
+
+def _end_all() -> None:
+    for process in list(_PROCESSES):
+        if process._owner_pid != os.getpid():  # noqa: SLF001 - the module's own class
+            continue  # a forked child ends: the monitor is its parent's
+        process.terminate()
+        process.join(1.0)
+        process.kill()
+        process.join(1.0)
+
+
+atexit.register(_end_all)

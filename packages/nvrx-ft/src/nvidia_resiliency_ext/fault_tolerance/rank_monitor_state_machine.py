@@ -36,7 +36,7 @@ class InvalidStateTransitionException(Exception):  # noqa: N818 - a public name
 
 
 class RestarterEventLogger(Protocol):
-    """What the state machine needs of a logger."""
+    """The logger that the state machine needs."""
 
     def log_restarter_event(self, message: str) -> None:
         """Write one line for tools that follow restarts.
@@ -148,14 +148,14 @@ class RankMonitorStateMachine:
             self.transition_to(_S.ABORTED)
 
     def handle_signal(self) -> None:
-        """The monitor was told to end."""
+        """Record that the monitor got a signal to end."""
         if self.state in _HANDLING:
             self.transition_to(_S.ABORTED)
         elif self.state is not _S.UNINITIALIZED:
             self.transition_to(_S.FINALIZED)
 
     def periodic_restart_check(self) -> None:
-        """Say that the restart is still under way."""
+        """Log that the restart is still under way."""
         if not self.is_restarting():
             raise AssertionError(f"no restart is under way in state {self.state.name}")
         self.transition_to(_S.HANDLING_PROCESSING)

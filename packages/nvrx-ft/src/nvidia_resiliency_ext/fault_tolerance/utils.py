@@ -1,6 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small public helpers under one path; the code is in `_infra`, `_ipc` and `_process`."""
 
+from nvidia_resiliency_ext.fault_tolerance._core.errors import (
+    DEFAULT_NO_RESTART_EXIT_CODE,
+    RDZV_NO_RESTART_REASONS,
+    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
+    RDZV_SHUTDOWN_REASON_FAILURE,
+    RDZV_SHUTDOWN_REASON_GRACEFUL,
+    RDZV_SHUTDOWN_REASON_NO_PROGRESS,
+)
+from nvidia_resiliency_ext.fault_tolerance._core.exceptions import (
+    get_rank,
+    install_exception_handler,
+)
 from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     get_infrastructure_rank,
     get_log_aggregator_shard_index,
@@ -10,32 +22,18 @@ from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     ranks_to_range_str,
     slurm_sort_addrs,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
-    DEFAULT_NO_RESTART_EXIT_CODE,
-    RDZV_NO_RESTART_REASONS,
-    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
-    RDZV_SHUTDOWN_REASON_FAILURE,
-    RDZV_SHUTDOWN_REASON_GRACEFUL,
-    RDZV_SHUTDOWN_REASON_NO_PROGRESS,
-)
-from nvidia_resiliency_ext.fault_tolerance._ipc.messages import (
+from nvidia_resiliency_ext.fault_tolerance._core.messages import (
     read_obj_from_ipc_socket,
     read_obj_from_ipc_stream,
     recv_all,
     write_obj_to_ipc_stream,
     write_object_to_ipc_socket,
 )
-from nvidia_resiliency_ext.fault_tolerance._process.exceptions import (
-    get_rank,
-    install_exception_handler,
-)
-from nvidia_resiliency_ext.fault_tolerance._process.patching import (
-    patched_method,
-    reduce_cuda_ctx_size,
-)
-from nvidia_resiliency_ext.fault_tolerance._process.processes import (
+from nvidia_resiliency_ext.fault_tolerance._core.processes import (
     get_processes_by_pgids,
     is_process_alive,
+    patched_method,
+    reduce_cuda_ctx_size,
     terminate_mp_processes,
     wait_for_mp_events,
     wait_until_process_terminated,

@@ -22,11 +22,11 @@ class RestartError(NvrxError):
 
 
 class RestartAbort(BaseException):
-    """Ends the wrapper on this rank at once; the others go on without it."""
+    """Ends the wrapper on this rank at once; the others continue without it."""
 
 
 class HealthCheckError(RestartError):
-    """A health check found this rank unfit; its cause is what the check raised."""
+    """A health check found this rank unhealthy; the exception of the check is its cause."""
 
 
 class InternalError(RestartError):

@@ -13,8 +13,8 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.inprocess._checks import check_duration
-from nvidia_resiliency_ext.inprocess._monitor.ring import Ring
+from nvidia_resiliency_ext.inprocess._inputs import check_duration
+from nvidia_resiliency_ext.inprocess._monitor.timeouts import Ring
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.exception import RestartError
 
@@ -41,7 +41,7 @@ class _Periodic(threading.Thread):
         self._should_end = threading.Event()
 
     def run(self) -> None:
-        """Do it once per interval; the first time at once."""
+        """Run once per interval, the first time at once."""
         while True:
             try:
                 self._do()

@@ -191,6 +191,8 @@ class SlurmClient:
 def expand_path(pattern: str, job: SlurmJob) -> str:
     """Return an output path with Slurm's patterns (`%j` and others) replaced.
 
+    A number after the percent sign is the least width of a number, filled with zeros.
+
     Args:
         pattern: The path as Slurm reports it.
         job: The job.

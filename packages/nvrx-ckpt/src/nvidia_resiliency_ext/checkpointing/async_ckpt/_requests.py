@@ -20,7 +20,7 @@ PAYLOAD_INDEX = 1
 
 
 class AsyncRequest(NamedTuple):
-    """A save to be done outside of the trainer, and what the trainer does after it.
+    """A function to run outside of the trainer, and the functions that the trainer runs after it.
 
     Args:
         async_fn: Work to do; None for nothing.

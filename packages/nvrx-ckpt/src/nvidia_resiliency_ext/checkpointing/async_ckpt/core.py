@@ -80,7 +80,7 @@ class ObjectTracker(type):
 
 @dataclass
 class QueueStats:
-    """What a queue has done so far, on this rank.
+    """Counts and times of a queue on this rank.
 
     Attributes:
         scheduled: Saves scheduled.

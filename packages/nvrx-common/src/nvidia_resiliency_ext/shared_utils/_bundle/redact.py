@@ -74,6 +74,8 @@ _HARMLESS = frozenset({"", "null", "none", "true", "false", "yes", "no"})
 def redact(text: str) -> tuple[str, int]:
     """Return a text without its secrets, and how many there were.
 
+    Text or lines that are JSON stay JSON.
+
     Args:
         text: The text.
     """

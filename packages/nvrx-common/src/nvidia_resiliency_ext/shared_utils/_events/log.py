@@ -162,7 +162,7 @@ class EventLog:
         return self._all_dropped_count
 
     def environment(self) -> dict[str, str]:
-        """Return what the environment of a child must hold so that its ``join`` finds this file."""
+        """Return the environment variables by which a child's `join` finds this file."""
         given = {
             "NVRX_EVENT_DIR": os.path.abspath(self._file.directory),
             "NVRX_LAUNCH_ID": self.launch_id,

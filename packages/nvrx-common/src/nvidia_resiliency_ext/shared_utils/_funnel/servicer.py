@@ -141,7 +141,7 @@ class LogAggregationServicer:
         return pb.StreamResponse(status="OK", bytes_received=received, committed_seq=seq)
 
     def StreamLogsAcked(self, request_iterator: Iterable[Any], context: Any) -> Any:  # noqa: N802
-        """Say that only `serve` has it; a client then uses StreamLogs."""
+        """Reply that this method is not implemented here; a client then uses StreamLogs."""
         import grpc
 
         del request_iterator

@@ -111,6 +111,9 @@ class LogTarget:
     def close(self, deadline_s: float | None = 30.0) -> bool:
         """End the last line, wait for all confirmations and end the stream; harmless if repeated.
 
+        Lines that are not confirmed at the deadline are left in files for a later client of the
+        same name that opens the same path; one warning names the place.
+
         Args:
             deadline_s: Seconds to wait for confirmations; None: no limit. Default 30.
 

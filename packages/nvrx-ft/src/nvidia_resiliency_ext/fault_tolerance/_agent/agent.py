@@ -18,6 +18,12 @@ from typing import Any, Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine, preemption
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_FAILURE
+from nvidia_resiliency_ext.fault_tolerance._core.exceptions import (
+    ErrorFile,
+    read_error_file,
+    read_error_output,
+)
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
     Effect,
@@ -26,18 +32,10 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Phase,
     Policy,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
-    RDZV_SHUTDOWN_REASON_FAILURE,
-)
 from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import limit_in_words, states_of
 from nvidia_resiliency_ext.fault_tolerance._monitor.messages import WorkersChanged
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
-from nvidia_resiliency_ext.fault_tolerance._process.exceptions import (
-    ErrorFile,
-    read_error_file,
-    read_error_output,
-)
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import RefillingBudget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import RefillingBudget
 from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
 from nvidia_resiliency_ext.fault_tolerance._report.failures import (
     Failure,

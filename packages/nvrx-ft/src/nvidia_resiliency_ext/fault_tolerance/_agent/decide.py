@@ -50,6 +50,12 @@ import dataclasses
 import signal
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
+from nvidia_resiliency_ext.fault_tolerance._core.errors import (
+    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
+    RDZV_SHUTDOWN_REASON_FAILURE,
+    RDZV_SHUTDOWN_REASON_GRACEFUL,
+    RDZV_SHUTDOWN_REASON_NO_PROGRESS,
+)
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     EXIT_FAILURE,
     EXIT_OK,
@@ -100,12 +106,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
     SaveAgreed,
     StartGrace,
     TellPreempted,
-)
-from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
-    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
-    RDZV_SHUTDOWN_REASON_FAILURE,
-    RDZV_SHUTDOWN_REASON_GRACEFUL,
-    RDZV_SHUTDOWN_REASON_NO_PROGRESS,
 )
 
 Decision = tuple[Node, tuple[Effect, ...]]

@@ -17,26 +17,28 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
+from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
 from nvidia_resiliency_ext.fault_tolerance._core.infra import infrastructure_rank
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
     Policy,
     Signalled,
     StopRequested,
+    request_event,
 )
+from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import end_of_job, is_told
-from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
-    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
-)
 from nvidia_resiliency_ext.fault_tolerance._health.admission import make_gate
-from nvidia_resiliency_ext.fault_tolerance._hosting.plan import CycleNodes, host_plan_of
-from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlace, HostServices
-from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import Mailbox
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
+    CycleNodes,
+    HostPlace,
+    HostServices,
+    host_plan_of,
+)
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import RefillingBudget
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import Exclusions
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Exclusions, RefillingBudget
 from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
 from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog, hand_up_error_file
 from nvidia_resiliency_ext.fault_tolerance._report.torch_events import (
@@ -44,7 +46,7 @@ from nvidia_resiliency_ext.fault_tolerance._report.torch_events import (
     JobFacts,
     TorchEvents,
 )
-from nvidia_resiliency_ext.fault_tolerance._workers.env import (
+from nvidia_resiliency_ext.fault_tolerance._workers.command import (
     OF_AN_OUTER_RANK,
     CycleStamp,
     JobEnvironment,
@@ -68,12 +70,10 @@ from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalInbox
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Parts, Result
-from .cycle_records import CycleRecords, StoreHost, cycle_info_environment
 from .monitor_link import MonitorPerRank, NoMonitor, SharedMonitor, longest_limit_s
-from .paths import make_place
 from .preemption import PreemptionDesk
 from .rendezvous import LocalRendezvous, Rendezvous
-from .requests import request_event
+from .run_files import CycleRecords, StoreHost, cycle_info_environment, make_place
 from .standbys import StandbyStarter
 
 if TYPE_CHECKING:

@@ -32,7 +32,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
     is_elastic,
     settings_of,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     DEFAULT_PORT,
@@ -46,7 +45,11 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
     PlacementRules,
     validate,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import BlameRules, Exclusions
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import (
+    BlameRules,
+    Budget,
+    Exclusions,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     CALL_TIMEOUT_S,
     JobStore,
@@ -62,7 +65,7 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
-from .cycle_records import CycleRecords, StoreHost
+from .run_files import CycleRecords, StoreHost
 from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address
 
 if TYPE_CHECKING:

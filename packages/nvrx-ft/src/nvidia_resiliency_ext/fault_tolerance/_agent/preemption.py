@@ -23,8 +23,6 @@ from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 
-__all__ = ["PreemptionDesk", "SaveLink"]
-
 logger = logging.getLogger("nvrx")
 
 DeskEvent = Preempted | RanksHeld | GraceOver

@@ -28,7 +28,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
     SaveAgreed,
     agreed_call,
 )
-from nvidia_resiliency_ext.fault_tolerance._workers.env import PortReservation
+from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 RoundEvent = (

@@ -13,16 +13,18 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 
-from nvidia_resiliency_ext.fault_tolerance._core.resources import IdleMeter, available_bytes
+from nvidia_resiliency_ext.fault_tolerance._core.local_world import IdleMeter, available_bytes
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
-from nvidia_resiliency_ext.fault_tolerance._prewarm import pool as pools
-from nvidia_resiliency_ext.fault_tolerance._prewarm.conditions import (
+from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
+from nvidia_resiliency_ext.fault_tolerance._workers import pool as pools
+from nvidia_resiliency_ext.fault_tolerance._workers.conditions import (
     cold_reason,
     go_reason,
+    should_hold_first_cycle,
     wants_standbys,
 )
-from nvidia_resiliency_ext.fault_tolerance._prewarm.imports import should_hold_first_cycle
-from nvidia_resiliency_ext.fault_tolerance._prewarm.standby import (
+from nvidia_resiliency_ext.fault_tolerance._workers.output import worker_output
+from nvidia_resiliency_ext.fault_tolerance._workers.standby import (
     PIPED,
     Begun,
     Failed,
@@ -32,8 +34,6 @@ from nvidia_resiliency_ext.fault_tolerance._prewarm.standby import (
     StandbyError,
     Stdio,
 )
-from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
-from nvidia_resiliency_ext.fault_tolerance._workers.output import worker_output
 from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
     STILL_IMPORTING,
     ColdStarter,

@@ -57,7 +57,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
-from nvidia_resiliency_ext.fault_tolerance._workers.env import PortReservation
+from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer, WakeUp
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState

@@ -14,28 +14,14 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Literal
 
-from nvidia_resiliency_ext.fault_tolerance._attribution import endpoint as attribution
+from nvidia_resiliency_ext.fault_tolerance._config import attribution
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import count_gpus
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import end_of_job
 from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
-from nvidia_resiliency_ext.fault_tolerance._workers.env import PortReservation
+from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.shared_utils import doctor
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
-
-__all__ = [
-    "Finding",
-    "Status",
-    "exit_code_of",
-    "failed",
-    "json_within",
-    "local_findings",
-    "passed",
-    "render",
-    "skipped",
-    "versions",
-]
-
 
 # Of what is too long, the first so many of a list are told, and so many characters of a text.
 _MOST_ITEMS = 20
@@ -171,7 +157,7 @@ def _attribution(plan: LaunchPlan) -> Iterator[Finding]:
     elif config.is_managed:
         if plan.max_nodes == 1:
             yield _free("attribution port", attribution.DEFAULT_ATTRIBUTION_PORT)
-        from nvidia_resiliency_ext.fault_tolerance._attribution.service import is_installed
+        from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import is_installed
 
         where = "this launcher runs it"
         yield passed(name, where) if is_installed() else failed(name, "it is not installed")

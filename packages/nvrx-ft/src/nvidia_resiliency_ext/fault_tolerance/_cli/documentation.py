@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.fault_tolerance._config.table import Option
 
-__all__ = ["flags_markdown", "options_markdown"]
-
 
 def options_markdown() -> str:
     """Return a table of the options for each group, in Markdown."""

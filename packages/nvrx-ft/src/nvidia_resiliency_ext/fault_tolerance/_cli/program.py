@@ -6,9 +6,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.fault_tolerance.cli_args import PROGRAM, parse_args, usage_error
 from nvidia_resiliency_ext.shared_utils.console import open_missing_streams, write_err
-
-from .parser import PROGRAM, parse_args, usage_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,5 +3,5 @@
 
 `table.py` lists the options; `values.py` turns text into values; `settings.py` holds the dataclass;
 `yaml_file.py` reads one section of a file; `sources.py` merges file and flags;
-`documentation.py` writes the reference page. The command line itself is `_cli/parser.py`.
+`documentation.py` writes the reference page. The command line itself is `cli_args.py`.
 """

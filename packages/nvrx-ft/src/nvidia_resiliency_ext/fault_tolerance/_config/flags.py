@@ -9,21 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import DEFAULT_NO_RESTART_EXIT_CODE
+from nvidia_resiliency_ext.fault_tolerance._core.errors import DEFAULT_NO_RESTART_EXIT_CODE
 
 from . import syntax, table
 from . import values as v
-
-__all__ = [
-    "BACKENDS",
-    "DEPRECATED",
-    "FLAGS",
-    "GROUPS",
-    "OLD_SPELLINGS",
-    "OTHER_SPELLINGS",
-    "TORCHRUN",
-    "Flag",
-]
 
 TORCHRUN = "torchrun"
 BACKENDS = ("c10d", "static")
@@ -162,7 +151,7 @@ _TORCHRUN_FLAGS = (
         "master-port",
         v.integer_in(0, 65535),
         29500,
-        "Port of rank 0, or of the meeting at --master-addr; not given, each cycle has its own.",
+        "Port of rank 0, or of the rendezvous at --master-addr; not given, each cycle has its own.",
     ),
     _torchrun("local-addr", v.TEXT, None, "Address of this node."),
     _torchrun(
@@ -176,7 +165,7 @@ _TORCHRUN_FLAGS = (
         "event-log-handler",
         v.TEXT,
         "null",
-        "Handler of torch that is told of starts and ends as torchrun does.",
+        "Handler of torch that gets starts and ends, as under torchrun.",
     ),
     _torchrun(
         "duplicate-stdout-filters",

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import DEFAULT_NO_RESTART_EXIT_CODE
+from nvidia_resiliency_ext.fault_tolerance._core.errors import DEFAULT_NO_RESTART_EXIT_CODE
 
 from .syntax import parse_min_max_nnodes
 
@@ -20,12 +20,6 @@ if TYPE_CHECKING:
 
     from .settings import FaultToleranceConfig
 
-__all__ = [
-    "LaunchConfig",
-    "LogFunnelPorts",
-    "get_rdzv_endpoint",
-    "get_use_env",
-]
 
 # Settings of the rendezvous that stand for `--ft-rdzv-impl` and `--ft-use-infra-group-rank`.
 RDZV_IMPL = "rdzv_impl"

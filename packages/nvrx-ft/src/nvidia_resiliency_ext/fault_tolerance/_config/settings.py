@@ -15,8 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nvidia_resiliency_ext.fault_tolerance._core.errors import (
+    FaultToleranceConfigError,
+    SectionMissingError,
+    nearest,
+)
+
 from . import values
-from .errors import FaultToleranceConfigError, SectionMissingError, nearest
 from .table import DEPRECATED_KEYS, DEPRECATED_OF_KEY, OPTION_OF_KEY, OPTIONS
 from .yaml_file import Entry, read_section
 
@@ -24,33 +29,22 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable
 
-__all__ = [
-    "FaultToleranceConfig",
-    "Given",
-    "Layers",
-    "layers_from_args",
-    "layers_from_old",
-    "merge_attribution_address",
-    "merge_entries",
-    "merge_file",
-]
-
 
 @dataclass
 class FaultToleranceConfig:
-    """What the launcher, the monitor and the ranks of a job agree on.
+    """Configuration of fault tolerance, shared by the launcher, the monitor and the ranks of a job.
 
     A plain value: two are equal when all options are, and one may be pickled or sent as the dict
     of `to_dict`. Everything is checked when it is made, and all mistakes are reported at once. It
     is not locked against later assignment, which is not checked.
 
+    Raises:
+        ValueError: A value is not allowed; the message names the field, the value and the rule.
+
     Example:
         >>> config = FaultToleranceConfig(rank_section_timeouts={"step": 60}, log_level="DEBUG")
         >>> config.rank_section_timeouts, config.log_level
         ({'step': 60.0}, 10)
-
-    Raises:
-        ValueError: A value is not allowed; the message names the field, the value and the rule.
     """
 
     workload_check_interval: float = 5.0

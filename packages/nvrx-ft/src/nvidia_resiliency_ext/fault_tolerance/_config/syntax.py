@@ -14,26 +14,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.local_world import MOST_WORKERS
 
 from .values import Kind
 
-__all__ = [
-    "ADDRESS",
-    "CONFIGURATION",
-    "ENDPOINT",
-    "FILTERS",
-    "NODES",
-    "NUMA_MODES",
-    "PROCESSES",
-    "RANKS",
-    "SIGNALS",
-    "STREAMS",
-    "Std",
-    "parse_configuration",
-    "parse_endpoint",
-    "parse_min_max_nnodes",
-    "parse_ranks",
-    "parse_signals",
-    "streams_by_rank",
-]
-
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 _HIGHEST_PORT = 65535
 

@@ -11,18 +11,6 @@ from typing import NamedTuple
 
 from . import values as v
 
-__all__ = [
-    "DEPRECATED_KEYS",
-    "DEPRECATED_OF_KEY",
-    "GROUPS",
-    "INFRA_RANKS",
-    "OPTIONS",
-    "OPTION_OF_KEY",
-    "RESTART_POLICY",
-    "DeprecatedKey",
-    "Option",
-]
-
 FAULT_TOLERANCE = "fault tolerance"
 HEALTH = "health"
 LOGGING = "logging"
@@ -424,7 +412,7 @@ OPTIONS: tuple[Option, ...] = (
         v.or_none(v.COMMAND),
         None,
         HEALTH,
-        "Command that is told of a bad node, as JSON on its standard input; no shell runs it.",
+        "Command that runs for a bad node, with JSON on its standard input; no shell is used.",
     ),
     Option(
         "preempt_deadline",

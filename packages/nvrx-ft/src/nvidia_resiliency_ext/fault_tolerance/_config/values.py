@@ -12,36 +12,6 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = [
-    "ABSOLUTE_PATH",
-    "BOOL",
-    "COMMAND",
-    "COUNT",
-    "FACTOR",
-    "HANDLED_SIGNAL_OR_NONE",
-    "INTEGER",
-    "INTERVAL",
-    "INTERVAL_OR_NONE",
-    "LOG_LEVEL",
-    "MODULES",
-    "MOMENT_OR_NONE",
-    "PATHS",
-    "PATH_TEMPLATE",
-    "SECONDS",
-    "SECONDS_OR_NONE",
-    "SECTIONS",
-    "SIGNAL",
-    "SIZE_MB",
-    "TEXT",
-    "Kind",
-    "choice",
-    "describe",
-    "integer_in",
-    "is_none",
-    "or_none",
-    "read",
-]
-
 _NONE_WORDS = ("", "none", "null")
 _TRUE_WORDS = ("true", "yes", "1")
 _FALSE_WORDS = ("false", "no", "0")

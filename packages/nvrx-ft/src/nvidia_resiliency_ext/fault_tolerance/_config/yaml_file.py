@@ -12,12 +12,15 @@ import os
 import stat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .errors import FaultToleranceConfigError, SectionMissingError, similar
+from nvidia_resiliency_ext.fault_tolerance._core.errors import (
+    FaultToleranceConfigError,
+    SectionMissingError,
+    similar,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["SECTION", "SIZE_LIMIT_BYTES", "Entry", "read_section"]
 
 SECTION = "fault_tolerance"
 SIZE_LIMIT_BYTES = 1 << 20

@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from nvidia_resiliency_ext.fault_tolerance._attribution.settings import AttributionConfig
-from nvidia_resiliency_ext.fault_tolerance._cli.parser import FlagParser
 from nvidia_resiliency_ext.fault_tolerance._config import syntax
-from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
+from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS, Flag
 from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
-from nvidia_resiliency_ext.fault_tolerance._hosting.plan import HostPlan
+from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlan
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import (
     agreed_on_logs,
@@ -30,14 +29,13 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
     LEASE,
     SEGMENT,
 )
+from nvidia_resiliency_ext.fault_tolerance.cli_args import FlagParser
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
     rdzv_config_get_as_float,
     rdzv_config_get_as_int,
 )
 from nvidia_resiliency_ext.shared_utils.console import write_err
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
-
-__all__ = ["CONTROL_FLAGS", "PROGRAM", "ControlPlan", "get_args_parser", "plan_of", "usage_error"]
 
 PROGRAM = "nvrx-control"
 EXIT_USAGE = 2

@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control plane at work: assembles what the host of a job runs, and follows it to its end.
-
-It keeps nothing on disk but what others read. When it is started again it asks the launchers,
-which go on training meanwhile, where the job stands.
-"""
+"""The program `nvrx-control`: runs the coordinator of a job and what belongs to it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
-from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
-    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
+from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
+    HostPlace,
+    HostServices,
+    token_file,
 )
-from nvidia_resiliency_ext.fault_tolerance._hosting.plan import token_file
-from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlace, HostServices
 from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThread, StorePlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
@@ -34,14 +32,15 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     read_token,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import ForeignValueError
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import Exclusions
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Exclusions
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, load_torch
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.console import open_missing_streams, write_err
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalInbox
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir, remove_stale_run_dirs
 
-from .plan import PROGRAM, ControlPlan
+from .plan import CONTROL_FLAGS, PROGRAM, ControlPlan, get_args_parser, plan_of, usage_error
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
@@ -270,3 +269,39 @@ def _rules_from(settings: Mapping[str, str]) -> HostRules:
     except ConfigError as error:
         # Nobody gave them to this program.
         raise NvrxError(str(error)) from None
+
+
+EXIT_FAILURE = 1
+
+
+def run_command_line(argv: Sequence[str] | None) -> int:
+    """Serve a job until it is over or a signal ends the control plane; return the exit code.
+
+    Raises:
+        SystemExit: with 2 after one line, when the command line or a file is wrong; with 0 for
+            `--help` and `--version`.
+    """
+    open_missing_streams()
+    args = get_args_parser().parse_args(argv)
+    try:
+        if args.print_config:
+            from nvidia_resiliency_ext.fault_tolerance._cli.check import print_config
+
+            return print_config(args, os.environ, CONTROL_FLAGS)
+        plan = plan_of(args, os.environ)
+    except (ConfigError, OSError) as error:
+        usage_error(error)
+    from nvidia_resiliency_ext.shared_utils.log_manager import setup_logger
+
+    setup_logger().setLevel(plan.log_level)
+    for text in plan.warnings:
+        logger.warning("%s", text)
+    try:
+        with ControlPlane(plan, os.environ) as plane:
+            plane.run()
+    except ConfigError as error:
+        usage_error(error)
+    except NvrxError as error:
+        write_err(f"{PROGRAM}: error: {' '.join(str(error).split())}\n")
+        return EXIT_FAILURE
+    return 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a cycle ended: the one value that launchers, the store host and records share."""
+"""Why a cycle ended: the one value that launchers, coordinator and records share."""
 
 from __future__ import annotations
 

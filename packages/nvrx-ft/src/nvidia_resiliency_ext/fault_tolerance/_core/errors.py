@@ -1,11 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public exceptions of the launcher, the rank's side and the timeout calculation."""
+"""Exceptions of launcher, rank and timeouts, and the reasons for which a job is ended."""
 
 from __future__ import annotations
 
-from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from typing import TYPE_CHECKING, Final
 
-__all__ = ["RankMonitorClientError", "TimeoutsCalcError"]
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+DEFAULT_NO_RESTART_EXIT_CODE: Final = 93
+RDZV_SHUTDOWN_REASON_GRACEFUL: Final = "graceful"
+RDZV_SHUTDOWN_REASON_FAILURE: Final = "failure"
+RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP: Final = "attribution_stop"
+RDZV_SHUTDOWN_REASON_NO_PROGRESS: Final = "no_progress"
+RDZV_NO_RESTART_REASONS: Final = frozenset(
+    {RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP, RDZV_SHUTDOWN_REASON_NO_PROGRESS}
+)
 
 
 class UnhealthyNodeException(Exception):  # noqa: N818  # the name is public
@@ -45,3 +57,34 @@ class RankMonitorClientError(NvrxError):
 
 class TimeoutsCalcError(Exception):
     """Timeouts cannot be calculated, or a section event does not fit the ones before it."""
+
+
+class FaultToleranceConfigError(ConfigError):
+    """One or more settings are wrong.
+
+    Args:
+        problems: One sentence each: where, which key, which value, what is allowed.
+    """
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "; ".join(self.problems)
+
+
+class SectionMissingError(FaultToleranceConfigError):
+    """A file has no `fault_tolerance` section, or an empty one."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean X?` for the known name most like `name`, or an empty text."""
+    return "".join(f"; did you mean {match}?" for match in similar(name, known))
+
+
+def similar(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known name most like `name`, or nothing."""
+    import difflib
+
+    return difflib.get_close_matches(name[:100], list(known), n=1, cutoff=0.6)

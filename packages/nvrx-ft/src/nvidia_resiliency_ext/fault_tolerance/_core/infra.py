@@ -19,26 +19,6 @@ from typing import Final, NamedTuple
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 
-__all__ = [
-    "compact_nodes",
-    "default_replacement_group_size",
-    "expand_nodelist",
-    "get_infrastructure_rank",
-    "get_log_aggregator_shard_index",
-    "has_adapters",
-    "has_gpu_driver",
-    "hostnames_to_slurm_nodelist",
-    "infrastructure_rank",
-    "is_slurm_job_array",
-    "log_aggregator_shard_index",
-    "nodes_per_array_task",
-    "parse_bool_env",
-    "ranks_to_range_str",
-    "replacement_group_id",
-    "slurm_sort_addrs",
-]
-
-
 _BOOLS: Final = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import enum
+import logging
 from dataclasses import dataclass
 
+from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction, WorkloadControlRequest
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 
 from .cause import Cause
@@ -380,3 +382,24 @@ Effect = (
     | ReportHeld
     | ReleaseRanks
 )
+logger = logging.getLogger("nvrx")
+_REQUESTS = {
+    WorkloadAction.ExcludeThisNode: Request.EXCLUDE_NODE,
+    WorkloadAction.ShutdownWorkload: Request.SHUTDOWN,
+}
+
+
+def request_event(message: object) -> RequestReceived | None:
+    """Return the event of a `(global rank, WorkloadControlRequest)`, or None for nothing to do."""
+    if not (isinstance(message, (tuple, list)) and len(message) == 2):  # noqa: PLR2004  # a pair
+        logger.warning("a rank sent a message that is no request: %.200r", message)
+        return None
+    rank, request = message
+    if not isinstance(request, WorkloadControlRequest):
+        logger.warning("rank %s sent a message that is no request: %.200r", rank, request)
+        return None
+    logger.info("rank %s asks: %s (%s)", rank, request.action.name, request.description)
+    kind = _REQUESTS.get(request.action)
+    if kind is None:
+        return None
+    return RequestReceived(kind, f"rank {rank}: {request.description}")

@@ -24,8 +24,6 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 from .cause import Cause
 
-__all__ = ["agreed_call", "announce_at", "end_of_job", "is_told"]
-
 
 def agreed_call(calls: Iterable[int]) -> int:
     """Return the call at which all ranks save, from how often each has called."""

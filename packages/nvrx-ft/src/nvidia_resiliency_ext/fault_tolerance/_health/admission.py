@@ -41,22 +41,6 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
     from nvidia_resiliency_ext.shared_utils.health_check import Check, HealthResult, NodeHealthCheck
 
-__all__ = [
-    "FIRST_DELAY_S",
-    "SHORT_CYCLE_S",
-    "GateSettings",
-    "NodeChecks",
-    "NodeGate",
-    "crashes_after",
-    "delay_s",
-    "ensure_node_is_healthy",
-    "get_node_health_check",
-    "init_node_health_check",
-    "injected_failure",
-    "make_gate",
-    "unfit",
-]
-
 
 SHORT_CYCLE_S = 10.0
 FIRST_DELAY_S = 1.0

@@ -26,8 +26,6 @@ from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 
-__all__ = ["BadNode", "BadNodeHook", "RunRecord", "is_allowed", "of_cause"]
-
 logger = logging.getLogger("nvrx")
 
 SCHEMA = "nvrx_bad_node.v1"

@@ -17,8 +17,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.infra import has_gpu_driver
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import count_gpus, count_visible
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-__all__ = ["GpuMemory", "MemoryRules", "busy", "wait_for_memory"]
-
 logger = logging.getLogger("nvrx")
 
 

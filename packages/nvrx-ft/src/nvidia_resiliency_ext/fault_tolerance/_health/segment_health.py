@@ -19,18 +19,6 @@ from nvidia_resiliency_ext.shared_utils.console import plain
 from nvidia_resiliency_ext.shared_utils.health_check import Check, Finding
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
-__all__ = [
-    "MAX_FIRST_LINE_BYTES",
-    "Exclusion",
-    "SegmentHealthCheck",
-    "Unit",
-    "read_exclusion",
-    "state_file",
-    "state_text",
-    "task_file",
-    "unit_of",
-]
-
 logger = logging.getLogger("nvrx")
 
 MAX_FIRST_LINE_BYTES = 8192

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the host of a job runs beside the store: log servers, cycle information, attribution.
-
-It follows the rounds. What is switched off is not imported, and nothing here waits for a file
-system or a service while the job runs.
-"""
+"""Services beside the coordinator's store: log servers, cycle information, attribution."""
 
 from __future__ import annotations
 
@@ -11,26 +7,139 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
+from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.job_metadata import task_id_from_env
-
-from .plan import IN_A_FILE, NO_SERVER, HostPlan, make_token, token_file
+from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
     from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-    from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers, Loop
-    from nvidia_resiliency_ext.fault_tolerance._report.cycle_reporter import CycleInfoReporter
+    from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import AttributionWatch
+    from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
+    from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import Member
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Candidate, Placement
+    from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import (
+        CycleInfoReporter,
+        CycleInfoRoundSnapshot,
+    )
+    from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
-    from .plan import CycleNodes
 
-__all__ = ["HostPlace", "HostServices", "evidence_of"]
+# Said in place of a token, which is hexadecimal.
+NO_SERVER = "none"
+IN_A_FILE = "in a file"
+_NAME = "log_token"
+_TOKEN_BYTES = 32
+
+
+class TokenFile(NamedTuple):
+    """Where the token is, and whether the user has put it there."""
+
+    path: str
+    is_given: bool
+
+
+def token_file(environ: Mapping[str, str], job_token_file: str | None, run_dir: str) -> TokenFile:
+    """Return the file with the token of the log servers, which may be one that is still to come."""
+    given = environ.get(_env.LOG_FUNNEL_TOKEN_FILE) or job_token_file
+    return TokenFile(given, True) if given else TokenFile(os.path.join(run_dir, _NAME), False)
+
+
+def make_token(path: str) -> str:
+    """Make a token, put it into a file and return it."""
+    token = os.urandom(_TOKEN_BYTES).hex()
+    write_token(path, token)
+    return token
+
+
+def write_token(path: str, token: str) -> None:
+    """Put a token into a file that only we may read."""
+    atomic_write(path, token.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class CycleNodes:
+    """The nodes of a cycle: those that work, each one's rank, and those that wait."""
+
+    active: Sequence[str]
+    ranks: Sequence[int]
+    standby: Sequence[str] = ()
+
+    def snapshot(self, cycle: int) -> CycleInfoRoundSnapshot:
+        """Return what is reported of a cycle with these nodes."""
+        from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoRoundSnapshot
+
+        return CycleInfoRoundSnapshot(cycle, self.active, self.standby, self.ranks)
+
+
+def nodes_of(placement: Placement, hosts: Mapping[str, str]) -> CycleNodes:
+    """Return the nodes of a closed round by their hosts' names."""
+    return CycleNodes(
+        active=[hosts.get(one.node, one.addr) for one in placement.active],
+        ranks=[_rank(one, rank) for rank, one in enumerate(placement.active)],
+        standby=[
+            hosts.get(one.node, one.addr) for one in (*placement.standby, *placement.excluded)
+        ],
+    )
+
+
+def nodes_of_members(members: Sequence[Member]) -> CycleNodes:
+    """Return the nodes of a round that another host has closed; who waits is not known."""
+    ranked = sorted(members, key=lambda member: member.candidate.previous_rank or 0)
+    return CycleNodes(
+        active=[member.host or member.candidate.addr for member in ranked],
+        ranks=[_rank(member.candidate, rank) for rank, member in enumerate(ranked)],
+    )
+
+
+def _rank(node: Candidate, rank: int) -> int:
+    return node.infra_rank if node.infra_rank >= 0 else rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPlan:
+    """What the host of a job runs beside the store.
+
+    Attributes:
+        logs: Which log servers there are, and where they may write.
+        cycle_info_dir: Where files about cycles go; None: nowhere.
+        cycle_info_job_id: The job in their names; None takes the scheduler's.
+        job_name: The job's name at a service where no scheduler has one; None: it has none.
+        attribution: The service that is asked why a cycle ended.
+        excludes_named: Whether hosts that it names get no place any more.
+        token_file: File with the job's token.
+    """
+
+    logs: LogPlan = field(default_factory=LogPlan)
+    cycle_info_dir: str | None = None
+    cycle_info_job_id: str | None = None
+    job_name: str | None = None
+    attribution: AttributionConfig = field(default_factory=AttributionConfig)
+    excludes_named: bool = False
+    token_file: str | None = None
+
+
+def host_plan_of(plan: LaunchPlan) -> HostPlan:
+    """Return what the launcher with the job's store runs for a launch."""
+    config = plan.fault_tolerance
+    return HostPlan(
+        logs=plan.logs,
+        cycle_info_dir=config.cycle_info_dir,
+        cycle_info_job_id=plan.cycle_info_job_id,
+        job_name=plan.job_name,
+        attribution=plan.attribution,
+        excludes_named=config.attribution_node_action == "exclude",
+        token_file=config.rdzv_token_file,
+    )
+
 
 logger = logging.getLogger("nvrx")
 
@@ -75,7 +184,7 @@ class HostServices:
         plan: HostPlan,
         environ: Mapping[str, str],
         place: HostPlace,
-        loop: Loop,
+        loop: EventLoop,
         clock: Clock,
         *,
         is_shared: bool,
@@ -132,7 +241,7 @@ class HostServices:
         plan = self._plan
         if plan.cycle_info_dir is None:
             return
-        from nvidia_resiliency_ext.fault_tolerance._report.cycle_reporter import CycleInfoReporter
+        from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoReporter
 
         self._reporter = CycleInfoReporter(
             plan.cycle_info_dir, plan.logs.applog_prefix, plan.cycle_info_job_id
@@ -157,11 +266,11 @@ class HostServices:
         if excludes and not self._is_shared:
             logger.info("a job of one node excludes none: bad nodes are only logged")
             excludes = False
-        from nvidia_resiliency_ext.fault_tolerance._attribution.service import (
+        from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import (
             AttributionManager,
+            AttributionWatch,
             state_dir,
         )
-        from nvidia_resiliency_ext.fault_tolerance._attribution.watch import AttributionWatch
 
         job_id = plan.cycle_info_job_id or task_id_from_env() or plan.job_name
         manager = AttributionManager(

@@ -22,19 +22,18 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
 )
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from .plan import nodes_of, nodes_of_members
+from .services import nodes_of, nodes_of_members
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules, Member
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.reputation import Exclusions
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Exclusions
     from nvidia_resiliency_ext.shared_utils.clock import Clock
 
     from .services import HostServices
 
-__all__ = ["StoreHostThread", "StorePlan"]
 
 logger = logging.getLogger("nvrx")
 

@@ -15,9 +15,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["BATCH_BYTES", "Backlog", "Gap", "Queue", "Record", "Spill", "SpillStore"]
-
-
 _SEGMENT_BYTES = 16 << 20
 
 

@@ -18,9 +18,6 @@ from .outlet import MEMORY_BYTES, SPILL_BYTES, Outlet, Target
 from .reader import MultiplexingReaderThread, ReaderConfig, open_pipe, pipe_bytes
 from .sinks import FilePlace, FunnelAddress, FunnelPlace, LogPlace
 
-__all__ = ["CapturedStreams", "CycleLogs"]
-
-
 _STREAMS = (1, 2)
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import re
 
-__all__ = ["MAX_LINE_BYTES", "LineAssembler", "cycle_log_file", "rank_prefix"]
-
 
 def cycle_log_file(base_log_file: str, cycle: int) -> str:
     """Return the log of one cycle: `/logs/job.log` gives `/logs/job_cycle3.log`.

@@ -19,7 +19,6 @@ from .sinks import NotYetError
 if TYPE_CHECKING:
     from .sinks import LogPlace, Sink
 
-__all__ = ["MEMORY_BYTES", "Outlet", "Target"]
 
 logger = logging.getLogger("nvrx")
 

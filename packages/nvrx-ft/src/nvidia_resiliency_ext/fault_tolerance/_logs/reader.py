@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from .lines import LineAssembler
     from .outlet import Outlet, Target
 
-__all__ = ["SMALLEST_BYTES", "MultiplexingReaderThread", "ReaderConfig", "open_pipe", "pipe_bytes"]
-
 
 LARGEST_BYTES = 1 << 20
 SMALLEST_BYTES = 1 << 16
@@ -201,7 +199,7 @@ class MultiplexingReaderThread(threading.Thread):
     # The thread ------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Read until told to stop."""
+        """Read until `stop` is called."""
         try:
             while self._stops_at is None or self._pipes:
                 count = self._round()

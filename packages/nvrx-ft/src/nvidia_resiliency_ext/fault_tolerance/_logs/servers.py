@@ -11,19 +11,19 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 from nvidia_resiliency_ext.shared_utils.clock import Clock, Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
 
-__all__ = ["LogServerError", "LogServers", "ServerPlan", "endpoint_of", "server_commands"]
 
 logger = logging.getLogger("nvrx")
 
@@ -37,19 +37,6 @@ _NODES_COME_BACK_S = 5.0
 
 class LogServerError(NvrxError):
     """A log server cannot run here."""
-
-
-class Loop(Protocol):
-    """What is needed of the launcher's loop."""
-
-    def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever `fd` is readable."""
-
-    def unwatch(self, fd: int) -> None:
-        """Stop watching `fd`."""
-
-    def call_at(self, at: float, callback: Callable[[], None]) -> object:
-        """Call `callback` once at a monotonic time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +121,7 @@ class LogServers:
         host: str,
         token_file: str | None,
         environ: Mapping[str, str],
-        loop: Loop,
+        loop: EventLoop,
         clock: Clock,
     ) -> None:
         self._plan = plan

@@ -1,30 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where lines are written: a local file, or a file that a log server keeps.
-
-The log funnel's client is imported only when a server is used.
-"""
+"""Where lines are written: a local file, or a file that a log server keeps."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import queue
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
     from nvidia_resiliency_ext.shared_utils.grpc_log_client import LogFunnelClient, LogTarget
 
-__all__ = [
-    "FilePlace",
-    "FunnelAddress",
-    "FunnelPlace",
-    "LogPlace",
-    "NotYetError",
-    "Sink",
-    "funnel_of",
-]
 
 # Together with what waits before it this is the 64 MiB that a node may hold.
 FUNNEL_MEMORY_BYTES = 48 << 20
@@ -202,3 +194,57 @@ class FunnelPlace:
         if self._client is None:
             return True
         return self._client.close(timeout_s)
+
+
+_CLOSE_S = 30.0
+
+
+class GrpcWriterThread(threading.Thread):
+    """Sends `(path, whole lines)` pairs of a queue to a log server, until it is shut down.
+
+    The server's client keeps lines while the server is away. The queue is the caller's: it should
+    have a limit.
+
+    Args:
+        write_queue: Where the pairs come from; lines are bytes, or text, which becomes UTF-8.
+            None ends the thread, too.
+        grpc_server_address: `host:port`.
+        node_id: What the server calls this node.
+        logger: Where problems are said.
+    """
+
+    def __init__(
+        self,
+        write_queue: queue.Queue[tuple[str, bytes | str] | None],
+        grpc_server_address: str,
+        node_id: str,
+        logger: logging.Logger,
+    ) -> None:
+        super().__init__(name="nvrx-log-sender", daemon=True)
+        self._queue = write_queue
+        self._place = FunnelPlace(FunnelAddress(grpc_server_address, str(node_id)))
+        self._logger = logger
+        self._sinks: dict[str, Sink] = {}
+
+    def shutdown(self) -> None:
+        """Let it send what is in the queue now, and end; `join` waits for that.
+
+        Raises:
+            queue.Full: The queue has had no room for 30 s.
+        """
+        self._queue.put(None, timeout=_CLOSE_S)
+
+    def run(self) -> None:
+        """Send until None comes, then wait until the server has everything, 30 s at most."""
+        while (item := self._queue.get()) is not None:
+            path, lines = item
+            if isinstance(lines, str):
+                lines = lines.encode(errors="surrogateescape")
+            try:
+                if path not in self._sinks:
+                    self._sinks[path] = self._place.open(path)
+                self._sinks[path].write(memoryview(lines))
+            except (OSError, NvrxError) as error:
+                self._logger.error("lines for %s are lost: %s", path, error)  # noqa: TRY400
+        if not self._place.close(_CLOSE_S):
+            self._logger.error("the log server has not confirmed all lines")

@@ -25,7 +25,6 @@ from .messages import RANK_MESSAGES, Hello
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Connection", "Doorway", "Watcher"]
 
 HELLO_LIMIT_S = 5.0
 MAX_PENDING = 8

@@ -21,15 +21,6 @@ if TYPE_CHECKING:
 
     from .link import RankLink
 
-__all__ = [
-    "ANSWER_LIMIT_S",
-    "ClientTimeouts",
-    "limits_of",
-    "only_known",
-    "read_state",
-    "write_state",
-]
-
 
 _HEARTBEAT = "heartbeat"
 _SECTION = "section"

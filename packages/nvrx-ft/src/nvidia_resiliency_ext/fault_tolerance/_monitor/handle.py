@@ -28,8 +28,6 @@ from .slot import SlotError, SlotLayout, SlotMemory
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["SWEEP_LIMIT_S", "MonitorHandle", "MonitorStartError", "sweep"]
-
 
 SWEEP_LIMIT_S = 1.5
 QUIET_SCANS = 2
@@ -121,7 +119,7 @@ _BOOT = (
     "  b+=c\n"
     " return b\n"
     "sys.path[:]=r(int.from_bytes(r(4),'big')).decode('utf-8','surrogateescape').split('\\0')\n"
-    "from nvidia_resiliency_ext.fault_tolerance._monitor.boot import main\n"
+    "from nvidia_resiliency_ext.fault_tolerance.rank_monitor_server import main\n"
     "main(f)\n"
 )
 DEFAULT_READY_LIMIT_S = 30.0

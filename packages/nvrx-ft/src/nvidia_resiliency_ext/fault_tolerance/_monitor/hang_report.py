@@ -26,22 +26,6 @@ if TYPE_CHECKING:
 
     from .timeout_rules import Verdict
 
-__all__ = [
-    "HEALTH_RULES",
-    "Evidence",
-    "cause_kind",
-    "describe",
-    "describe_evidence",
-    "fault_fields",
-    "found_in_words",
-    "hang_report",
-    "inspect_process",
-    "limit_in_words",
-    "plain_states",
-    "save_evidence",
-    "states_of",
-]
-
 
 logger = logging.getLogger("nvrx")
 

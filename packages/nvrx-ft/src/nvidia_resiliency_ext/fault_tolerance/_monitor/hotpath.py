@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
 
-__all__ = ["HotPath", "training_iteration"]
 
 logger = logging.getLogger("nvrx")
 
@@ -87,7 +86,7 @@ class HotPath:
         self._reset_figures(0)
 
     def send_heartbeat(self) -> None:
-        """Say that this rank is alive.
+        """Send a heartbeat of this rank.
 
         Raises:
             RankMonitorClientError: Not initialised; or the monitor is lost and that counts.
@@ -188,7 +187,7 @@ class HotPath:
             self._ask()
 
     def should_checkpoint(self) -> bool:
-        """Say whether to save a checkpoint now and leave: this job, or this node, is about to go.
+        """Return whether to save a checkpoint now and leave: the job or this node ends soon.
 
         All ranks get True at the same call, counted from the session's start, without a collective:
         every rank calls it at the same places of the program, such as once at the end of each
@@ -225,7 +224,7 @@ class HotPath:
         if section in self._unwatched or not self._index or len(self._unwatched) >= _MAX_UNWATCHED:
             return
         self._unwatched.add(section)
-        from nvidia_resiliency_ext.fault_tolerance._config.errors import nearest
+        from nvidia_resiliency_ext.fault_tolerance._core.errors import nearest
 
         hint = nearest(section, self._index)
         level = logging.WARNING if hint else logging.INFO

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nvidia_resiliency_ext.fault_tolerance._process.exceptions import read_error_file
+from nvidia_resiliency_ext.fault_tolerance._core.exceptions import read_error_file
 from nvidia_resiliency_ext.shared_utils.hang_culprit import (
     Confidence,
     Finding,
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from .port import RankPort, Testimony
     from .timeout_rules import Verdict
 
-__all__ = ["Inquiries", "Workers"]
 
 logger = logging.getLogger("nvrx")
 

@@ -28,7 +28,6 @@ from .messages import RANK_MESSAGES, Accepted, Answer, Hello, Refused
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LinkError", "RankLink"]
 
 logger = logging.getLogger("nvrx")
 

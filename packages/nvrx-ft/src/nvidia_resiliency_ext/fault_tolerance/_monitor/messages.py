@@ -15,39 +15,6 @@ from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.wire import MessageSet
 
-__all__ = [
-    "LAUNCHER_MESSAGES",
-    "RANK_MESSAGES",
-    "Accepted",
-    "Answer",
-    "Ask",
-    "CycleChanged",
-    "CycleKnown",
-    "Examine",
-    "FirstActivity",
-    "FirstStep",
-    "HangFound",
-    "HeldForSave",
-    "Hello",
-    "LeaseHeld",
-    "Leave",
-    "LogLine",
-    "RankJoined",
-    "RankLeft",
-    "RankUnkillable",
-    "RanksSeen",
-    "Ready",
-    "Refused",
-    "Save",
-    "SaveKnown",
-    "Sentence",
-    "SetTimeouts",
-    "SlotReplaced",
-    "Start",
-    "StepBegun",
-    "WorkersChanged",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:

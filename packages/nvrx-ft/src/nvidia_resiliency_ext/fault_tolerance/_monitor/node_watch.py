@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         NicHealthCheck,
     )
 
-__all__ = ["NodeWatch", "Unfit"]
 
 logger = logging.getLogger("nvrx")
 

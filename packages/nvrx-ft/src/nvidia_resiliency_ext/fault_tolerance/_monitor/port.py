@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nvidia_resiliency_ext.fault_tolerance._ipc.mailbox import RefusalLog
+from nvidia_resiliency_ext.fault_tolerance._core.mailbox import RefusalLog
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.worker_thread import WorkerThread
 
@@ -18,7 +18,7 @@ from . import messages, session
 from .acceptor import Doorway, Watcher
 from .hang_report import Evidence, inspect_process, save_evidence
 from .node_watch import Unfit
-from .policy import change_limits, policy_of
+from .session import change_limits, policy_of
 from .slot import SAVE_ASKED, W_SAVE, SlotError, SlotLayout, SlotMemory, SlotView, read_slot
 from .timeout_rules import Verdict, judge
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from .acceptor import Connection
     from .session import RestartLines
 
-__all__ = ["PortHost", "RankPort", "Testimony"]
 
 logger = logging.getLogger("nvrx")
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from .timeout_rules import Verdict
 
-__all__ = ["MonitorServer"]
 
 logger = logging.getLogger("nvrx")
 

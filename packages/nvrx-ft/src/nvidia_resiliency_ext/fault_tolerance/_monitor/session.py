@@ -1,83 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the life of one rank's session as a pure machine; it reads, signals and sends nothing.
-
-`step(state, event, now, policy)` returns the next state and the effects to carry out, in order.
-
-| phase | event | next | effects |
-| --- | --- | --- | --- |
-| IDLE | Joined | LIVE | Accept |
-| not IDLE | Joined, holder alive | same | Refuse |
-| not IDLE | Joined, holder dead | LIVE | End, Accept |
-| LIVE, SUSPECT | Woke | same | Look |
-| LIVE, SUSPECT | Condemned | ASKING | Inspect, Accuse |
-| LIVE, SUSPECT | Summoned (another rank broke a rule) | ASKING | Inspect |
-| LIVE | Looked, a rule is broken | SUSPECT | |
-| SUSPECT | Looked, the same rule still broken | ASKING | Inspect, Accuse |
-| SUSPECT | Looked, no rule broken | LIVE | |
-| ASKING | Inspected, can dump | DUMPING | AskStacks |
-| ASKING | Inspected, cannot dump | SAVING | SaveEvidence |
-| DUMPING | Woke (quiet, or out of time) | SAVING | SaveEvidence |
-| SAVING | Saved, or Woke (the disk is slow) | HEARD | Testify |
-| ASKING to HEARD | Sentenced | ENDING or KILLING | Terminate |
-| HEARD | Released | FREE | |
-| FREE | Woke (nobody has ended the cycle) | LIVE | |
-| ENDING | Woke | KILLING | Kill |
-| KILLING | Woke | STUCK | ReportUnkillable |
-| LIVE to FREE | Closed | IDLE | End |
-| ENDING to STUCK | Closed | same | |
-| any | Died | IDLE | End |
-"""
+"""Decide what happens in one rank's session; it reads, signals and sends nothing."""
 
 from __future__ import annotations
 
+import math
 import signal
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .timeout_rules import Timeouts, Verdict, judge, next_look
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, MutableMapping
+
     from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
         RankMonitorStateMachine,
     )
 
     from .slot import SlotView
-
-__all__ = [
-    "LOOKED_INTO",
-    "Accept",
-    "Accuse",
-    "AskStacks",
-    "Closed",
-    "Condemned",
-    "Died",
-    "Dumped",
-    "Effect",
-    "End",
-    "Event",
-    "Inspect",
-    "Inspected",
-    "Joined",
-    "Kill",
-    "Look",
-    "Looked",
-    "Phase",
-    "Policy",
-    "Refuse",
-    "Released",
-    "ReportUnkillable",
-    "RestartLines",
-    "SaveEvidence",
-    "Saved",
-    "Sentenced",
-    "SessionState",
-    "Summoned",
-    "Terminate",
-    "Testify",
-    "Woke",
-    "step",
-]
 
 
 class RestartLines:
@@ -481,3 +422,71 @@ def _condemn(state: SessionState, now: float, policy: Policy) -> Result:
     is_final = policy.termination_signal == signal.SIGKILL
     phase = Phase.KILLING if is_final else Phase.ENDING
     return replace(state, phase=phase, wake_at=now + ESCALATION_S), (Terminate(),)
+
+
+_PLAIN_LIMITS = frozenset(
+    {
+        "initial_rank_heartbeat_timeout",
+        "rank_heartbeat_timeout",
+        "rank_out_of_section_timeout",
+    }
+)
+_SECTIONS = "rank_section_timeouts"
+
+
+def policy_of(config: Mapping[str, Any], num_warmup_iters: int | None = None) -> Policy:
+    """Return the rules that a configuration asks for.
+
+    Args:
+        config: The configuration in its plain form.
+        num_warmup_iters: What the rank asked for at init, instead of the configured number.
+    """
+    settings = dict(config)
+    if num_warmup_iters is not None:
+        settings["num_warmup_iterations"] = num_warmup_iters
+    return Policy(
+        timeouts=Timeouts.from_config(settings),
+        longest_pause_s=float(settings["workload_check_interval"]),
+        evidence_timeout_s=float(settings["hang_evidence_timeout"]),
+        termination_signal=_signal_number(settings["rank_termination_signal"]),
+    )
+
+
+def change_limits(config: MutableMapping[str, Any], changes: Mapping[str, Any]) -> str | None:
+    """Change the timeouts of a configuration in place.
+
+    Args:
+        config: The configuration in its plain form.
+        changes: Some of its timeouts; a section that is not in `config` has no place in the slot
+            and is passed over.
+
+    Returns:
+        What is wrong with `changes`; nothing was changed then. None when all is well.
+    """
+    sections = changes.get(_SECTIONS) or {}
+    unknown = sorted(changes.keys() - _PLAIN_LIMITS - {_SECTIONS})
+    if unknown:
+        return f"these are not limits: {', '.join(unknown)}"
+    if not isinstance(sections, dict):
+        return f"{_SECTIONS} must be a mapping"
+    plain = {name: value for name, value in changes.items() if name != _SECTIONS}
+    for name, value in (*plain.items(), *sections.items()):
+        if not _is_limit(value):
+            return f"{name}: {value!r} is no number of seconds"
+    known = dict(config[_SECTIONS])
+    known.update({name: value for name, value in sections.items() if name in known})
+    config.update(plain)
+    config[_SECTIONS] = known
+    return None
+
+
+def _is_limit(value: object) -> bool:
+    if value is None:
+        return True
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and value >= 0
+
+
+def _signal_number(value: str | int) -> int:
+    return signal.Signals[value].value if isinstance(value, str) else int(value)

@@ -16,19 +16,6 @@ from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-__all__ = [
-    "NO_ITERATION",
-    "NO_STEPS",
-    "SAVE_ASKED",
-    "SlotError",
-    "SlotLayout",
-    "SlotMemory",
-    "SlotView",
-    "SlotWriter",
-    "Steps",
-    "read_slot",
-]
-
 STEP = "step"
 """The section whose first end shows that training goes on."""
 

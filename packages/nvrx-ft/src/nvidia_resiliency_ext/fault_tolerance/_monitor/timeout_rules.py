@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from .slot import SlotView
 
-__all__ = ["Timeouts", "Verdict", "judge", "next_look"]
 
 WARMUP = "warmup"
 MIN_SLEEP_S = 0.01

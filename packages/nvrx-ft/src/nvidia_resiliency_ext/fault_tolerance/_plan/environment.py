@@ -11,21 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config import values
-from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
+from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-__all__ = [
-    "ThreadsRule",
-    "allows_many_launchers",
-    "check_one_launcher_per_node",
-    "deprecated_variables",
-    "log_level",
-    "monitor_notes",
-    "omp_rule",
-    "timer_file",
-]
 
 
 class ThreadsRule(NamedTuple):

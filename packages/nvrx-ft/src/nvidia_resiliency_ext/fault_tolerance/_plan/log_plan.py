@@ -18,16 +18,6 @@ from nvidia_resiliency_ext.fault_tolerance._config.syntax import parse_min_max_n
 if TYPE_CHECKING:
     import argparse
 
-__all__ = [
-    "ORPHANS_NEED_NO_PIPES",
-    "LogPlan",
-    "LogServerPlan",
-    "agreed_on_logs",
-    "log_notes",
-    "log_plan",
-    "log_problems",
-    "server_problems",
-]
 
 _AUTOMATIC = -1
 _SHORTEST_QUEUE = 64

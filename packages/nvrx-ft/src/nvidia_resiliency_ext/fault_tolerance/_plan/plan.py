@@ -15,17 +15,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
-from nvidia_resiliency_ext.fault_tolerance._attribution.settings import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config import syntax, values
-from nvidia_resiliency_ext.fault_tolerance._config.errors import FaultToleranceConfigError
+from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS
 from nvidia_resiliency_ext.fault_tolerance._config.launch_config import get_rdzv_endpoint
 from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
+from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import (
     devices_of_ranks,
     local_world_size,
 )
-from nvidia_resiliency_ext.fault_tolerance._prewarm.imports import import_list
 from nvidia_resiliency_ext.fault_tolerance._report.torch_events import NO_HANDLER, check_handler
 from nvidia_resiliency_ext.fault_tolerance._workers.command import (
     WorkerCommand,
@@ -38,6 +37,7 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import (
     visible_gpus,
     worker_command,
 )
+from nvidia_resiliency_ext.fault_tolerance._workers.conditions import import_list
 from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import OutputSpecs, load_specs
 from nvidia_resiliency_ext.fault_tolerance._workers.numa import Binding
 from nvidia_resiliency_ext.fault_tolerance._workers.output import OutputSettings, Stream
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 
-__all__ = ["LaunchPlan", "PrewarmSettings", "job_name", "log_warnings", "plan_from_args"]
 
 _DEFAULT_MASTER_PORT = next(flag.default for flag in FLAGS if flag.name == "master-port")
 _DEFAULT_ID = next(flag.default for flag in FLAGS if flag.name == "rdzv-id")

@@ -14,8 +14,6 @@ from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
 
-__all__ = ["NvlinkDomainError", "nvlink_domain", "own_domain", "parse_domain"]
-
 _COMMAND: Final = ("nvidia-smi", "-q")
 # A node of eight GPUs prints about 0.2 MB.
 _MOST_BYTES: Final = 16 << 20

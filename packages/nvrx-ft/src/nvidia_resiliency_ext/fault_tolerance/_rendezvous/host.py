@@ -25,11 +25,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.preemption import agreed_call
-from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
+from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_SHUTDOWN_REASON_FAILURE,
     RDZV_SHUTDOWN_REASON_GRACEFUL,
 )
+from nvidia_resiliency_ext.fault_tolerance._core.preemption import agreed_call
 from nvidia_resiliency_ext.shared_utils.hang_culprit import (
     Confidence,
     Finding,
@@ -38,12 +38,11 @@ from nvidia_resiliency_ext.shared_utils.hang_culprit import (
 )
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
 
-from . import reputation
-from .budget import Budget
+from . import restarts
 from .keys import LEASES_IN_DOUBT, LEASES_TO_EXPIRY
 from .placement import Candidate, NotEnough, Placement, PlacementError, PlacementRules, place
 from .records import Arrival, Entry, HangStage, Kind, Note, Phase, WorkerState
-from .reputation import BlameRules, Failures, is_named
+from .restarts import BlameRules, Budget, Failures, is_named
 
 # A node that dies between its two writes delays a round by no more than this.
 LOOK_AGAIN_S = 1.0
@@ -283,7 +282,7 @@ def place_all(
     result = place(candidates, rules.placement, bad_groups)
     if isinstance(result, NotEnough):
         return result
-    blamed = reputation.blamed(memory.failures, now, rules.blame)
+    blamed = restarts.blamed(memory.failures, now, rules.blame)
     named = [c for c in candidates if is_named(there[c.node].host, c.addr, memory.excluded)]
     failed = [c for c in candidates if there[c.node].host in blamed and c not in named]
     out: list[tuple[list[Candidate], str]] = []

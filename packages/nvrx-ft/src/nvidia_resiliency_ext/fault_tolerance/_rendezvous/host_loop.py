@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-from . import clocks, host, keys, reputation
+from . import agreement, host, keys, restarts
 from .host import (
     AskRanks,
     Close,
@@ -47,7 +47,7 @@ from .records import (
     decode,
     encode,
 )
-from .reputation import Exclusions, is_named
+from .restarts import Exclusions, is_named
 from .store import JobStore, StoreLostError
 
 logger = logging.getLogger("nvrx")
@@ -122,7 +122,7 @@ class Host:
         self._entry_at = self._looked_at = self._looks_at = clock.monotonic()
         # A clock that is set meanwhile must not move what was read before.
         self._wall_ahead_s = clock.wall() - self._entry_at
-        self._clocks: dict[str, clocks.Reading] = {}
+        self._clocks: dict[str, agreement.Reading] = {}
         self._resuming_since: float | None = None
         # Written once, by whatever thread asks for the end.
         self._end_asked: End | None = None
@@ -213,14 +213,14 @@ class Host:
     def _note_blame(self, entry: Entry) -> None:
         """Count a restart against the host that caused it."""
         cause, rules, now = entry.cause, self._rules.blame, self._clock.monotonic()
-        if cause is None or not cause.host or not reputation.is_of_the_node(cause.kind):
+        if cause is None or not cause.host or not restarts.is_of_the_node(cause.kind):
             return
         if cause.kind == "node_lost":
             self._report_bad_node(cause)
-        before = reputation.blamed(self._memory.failures, now, rules)
-        failures = reputation.note(self._memory.failures, cause.host, now, rules)
+        before = restarts.blamed(self._memory.failures, now, rules)
+        failures = restarts.note(self._memory.failures, cause.host, now, rules)
         self._memory = dataclasses.replace(self._memory, failures=failures)
-        if cause.host in reputation.blamed(failures, now, rules) - before:
+        if cause.host in restarts.blamed(failures, now, rules) - before:
             what = (
                 f"host {cause.host} caused {rules.limit} restarts within {rules.window_s:g} s: "
                 "it works only where there is no spare"
@@ -251,14 +251,14 @@ class Host:
         """Read the clock of a node that has arrived since the last look."""
         if note.kind is Kind.ARRIVED and note.arrival is not None and note.arrival.clock:
             now = self._clock.monotonic()
-            self._clocks[note.node] = clocks.read(
+            self._clocks[note.node] = agreement.read(
                 note.arrival.clock, self._looked_at + self._wall_ahead_s, now + self._wall_ahead_s
             )
 
     def _clocks_off(self, there: Mapping[str, Arrival]) -> Mapping[str, float]:
         """Return which of the nodes have clocks that are off, and by how much."""
         self._clocks = {n: reading for n, reading in self._clocks.items() if n in there}
-        return clocks.off_by(self._clocks)
+        return agreement.off_by(self._clocks)
 
     def _read_leases(self) -> None:
         """Look which leases moved; a node is known by its lease from its arrival on."""
@@ -318,7 +318,7 @@ class Host:
         """Go on from what the host before knew of hosts and nodes."""
         self._memory = dataclasses.replace(
             self._memory,
-            failures=reputation.failures_in(told, self._clock.monotonic()),
+            failures=restarts.failures_in(told, self._clock.monotonic()),
             unhealthy=self._memory.unhealthy | frozenset(told.unhealthy),
         )
         for name, why in reversed(told.named):
@@ -329,7 +329,7 @@ class Host:
         if not self._entry.is_controlled:
             return None
         unhealthy = {note.node for note in self._notes if note.kind is Kind.UNHEALTHY}
-        return reputation.marks_of(
+        return restarts.marks_of(
             self._memory.failures,
             self._exclusions.why,
             self._memory.unhealthy | unhealthy,
@@ -488,7 +488,7 @@ class Host:
             world_size=world_size,
             master_addr=first.addr,
             master_port=first.master_port,
-            clocks=clocks.sentence((there[n].host or n, off_s) for n, off_s in off.items()),
+            clocks=agreement.sentence((there[n].host or n, off_s) for n, off_s in off.items()),
         )
         if self._create(closed):
             self._memory = dataclasses.replace(

@@ -6,9 +6,6 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-__all__ = ["NodeIdentity"]
-
-
 _TEXT: Final = re.compile(r"(.{1,255})_([0-9]{1,10})_([0-9]{1,10})")
 
 

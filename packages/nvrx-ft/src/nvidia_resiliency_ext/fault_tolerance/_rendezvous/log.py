@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 
-from . import keys, reputation
+from . import keys, restarts
 from .records import Entry, ForeignValueError, Kind, Marks, Note, Phase, decode, encode
 from .store import JobStore
 
@@ -150,7 +150,7 @@ def known_from(notes: tuple[Note, ...]) -> Known | None:
         for note in latest.values()
         if note.arrival is not None and note not in members and note.node not in gone
     )
-    known_marks = reputation.merged(n.entry.marks for n in told if n.entry)
+    known_marks = restarts.merged(n.entry.marks for n in told if n.entry)
     return Known(entry, members, spares, tuple(gone.values()), known_marks)
 
 

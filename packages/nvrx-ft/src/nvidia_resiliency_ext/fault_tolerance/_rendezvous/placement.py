@@ -27,23 +27,6 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from .keys import NodeIdentity
 
-__all__ = [
-    "NO_DOMAIN",
-    "Candidate",
-    "NotEnough",
-    "Placement",
-    "PlacementError",
-    "PlacementRules",
-    "by_domain",
-    "few",
-    "place",
-    "seat",
-    "summary",
-    "validate",
-    "why_excluded",
-    "why_too_few_segments",
-]
-
 
 def by_domain(domains: Sequence[str]) -> dict[str, list[int]]:
     """Return the indices of the nodes of each domain; the domain of the first node comes first."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import RDZV_NO_RESTART_REASONS
+from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_NO_RESTART_REASONS
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 from . import keys

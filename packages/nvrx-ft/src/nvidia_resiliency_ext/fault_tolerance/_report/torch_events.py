@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from .failures import Failure
 
-__all__ = ["NO_HANDLER", "JobFacts", "TorchEvents", "check_handler"]
 
 logger = logging.getLogger("nvrx")
 

@@ -29,14 +29,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._core.errors import (
-    NoRestartRequested,
-    TerminalWorkerGroupFailure,
-)
-from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
     RDZV_NO_RESTART_REASONS,
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
     RDZV_SHUTDOWN_REASON_GRACEFUL,
     RDZV_SHUTDOWN_REASON_NO_PROGRESS,
+    NoRestartRequested,
+    TerminalWorkerGroupFailure,
 )
 from nvidia_resiliency_ext.fault_tolerance.data import (
     FT_LAUNCHER_IPC_SOCKET_ENV_VAR,

@@ -27,8 +27,6 @@ from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["PipeBasedLogsSpecs", "PipeSubprocessHandler"]
-
 
 class PipeSubprocessHandler:
     """Starts a command whose stdout and stderr lead into one pipe.
@@ -78,7 +76,7 @@ class PipeSubprocessHandler:
             os.close(writing)
 
     def take_pipe(self) -> int | None:
-        """Return the pipe's reading end; whoever takes it owns it."""
+        """Return the pipe's reading end; the caller owns it."""
         fd, self.pipe_fd = self.pipe_fd, None
         return fd
 
@@ -184,7 +182,7 @@ class PipeBasedLogsSpecs(LogsSpecs):
                 logs.read(fd, handler.rank)
 
     def clear_all_pipes_from_reader(self) -> None:
-        """Say that the workers are gone: their pipes are read to the ends, for 2 s at most."""
+        """Record that the workers are gone: their pipes are read to the ends, for 2 s at most."""
         if self._logs is not None:
             self._logs.end_cycle()
 

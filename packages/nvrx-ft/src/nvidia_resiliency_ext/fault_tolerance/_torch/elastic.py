@@ -1,34 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher as a library: torch's `elastic_launch` calls served by our own loop.
-
-`run`, `launch_agent` and `elastic_launch` behave as their namesakes of torch: a failure is a
-`ChildFailedError` of torch, which is imported only then. Function entry points start in fresh
-interpreters, never from standbys, whatever `start_method` says. What of a configuration has no
-effect on one node is said in `library_plan.plan_from_config`.
-"""
+"""The launcher as a library: `elastic_launch` and `LaunchConfig` served by our own loop."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
+from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._agent.agent import Result
 from nvidia_resiliency_ext.fault_tolerance._agent.job import Job
-from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LaunchConfig
+from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
+from nvidia_resiliency_ext.fault_tolerance._config.flags import BACKENDS
+from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
+    RDZV_IMPL,
+    USE_INFRA_GROUP_RANK,
+    LaunchConfig,
+)
+from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+from nvidia_resiliency_ext.fault_tolerance._config.syntax import parse_signals
 from nvidia_resiliency_ext.fault_tolerance._core.errors import (
+    FaultToleranceConfigError,
     NoRestartRequested,
     UnhealthyNodeException,
 )
+from nvidia_resiliency_ext.fault_tolerance._core.local_world import MOST_WORKERS, devices_of_ranks
 from nvidia_resiliency_ext.fault_tolerance._core.machine import EXIT_OK
+from nvidia_resiliency_ext.fault_tolerance._plan import environment
+from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import ORPHANS_NEED_NO_PIPES, LogPlan
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import (
     LaunchPlan,
+    check_job_id,
+    fixed_port,
     log_warnings,
+    missing_hook,
     plan_from_args,
+    random_id,
 )
+from nvidia_resiliency_ext.fault_tolerance._report.torch_events import check_handler
 from nvidia_resiliency_ext.fault_tolerance._workers.command import (
     WorkerCommand,
     cpu_binding,
@@ -36,13 +48,263 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import (
     visible_gpus,
 )
 from nvidia_resiliency_ext.fault_tolerance._workers.function_worker import FunctionCall
+from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import OutputSpecs
+from nvidia_resiliency_ext.fault_tolerance._workers.output import OutputSettings, Stream
+from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
+    rdzv_config_get_as_bool,
+    rdzv_config_get_as_int,
+)
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 
-from .library_plan import config_from_plan, plan_from_config
-
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+    from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import Specs
     from nvidia_resiliency_ext.fault_tolerance._workers.numa import Binding
+
+POLICIES = ("any-failed", "min-healthy")
+IMPLEMENTATIONS = ("barrier", "legacy")
+HIGHEST_PORT = 65535
+HIGHEST_EXIT_CODE = 255
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """Where the workers' output goes; `LaunchConfig.logs_specs` of a parsed command line."""
+
+    log_dir: str | None = None
+    output: OutputSettings = field(default_factory=lambda: OutputSettings({}, {}, None))
+    output_specs: OutputSpecs | None = None
+    logs: LogPlan = field(default_factory=LogPlan)
+    attribution: AttributionConfig | None = None
+
+
+def config_from_plan(plan: LaunchPlan) -> LaunchConfig:
+    """Return the configuration that describes `plan` to callers of `elastic_launch`."""
+    return LaunchConfig(
+        min_nodes=plan.min_nodes,
+        max_nodes=plan.max_nodes,
+        nproc_per_node=plan.nproc_per_node,
+        fault_tol_cfg=plan.fault_tolerance,
+        logs_specs=LogSettings(
+            plan.log_dir,
+            plan.output,
+            plan.output_specs,
+            plan.logs,
+            plan.attribution,
+        ),
+        run_id=plan.run_id,
+        role=plan.role,
+        rdzv_endpoint=plan.rdzv_endpoint,
+        rdzv_backend=plan.rdzv_backend,
+        rdzv_configs={**plan.rdzv_configuration, **_rdzv_flags(plan)},
+        max_restarts=plan.max_restarts,
+        restart_policy=plan.restart_policy,
+        term_timeout=plan.term_timeout_s,
+        workers_stop_timeout=plan.workers_stop_timeout_s,
+        monitor_interval=plan.monitor_interval_s,
+        start_method=plan.start_method,
+        log_line_prefix_template=plan.log_line_prefix_template,
+        local_addr=plan.local_addr,
+        event_log_handler=plan.event_log_handler,
+        numa_options=getattr(plan.command.numa, "mode", None),
+        duplicate_stdout_filters=plan.output.filters.get(Stream.STDOUT) or None,
+        duplicate_stderr_filters=plan.output.filters.get(Stream.STDERR) or None,
+        virtual_local_rank=plan.virtual_devices is not None,
+        signals_to_handle=",".join(signal.name for signal in plan.signals_to_handle),
+        master_addr=plan.master_addr,
+        master_port=plan.master_port,
+        node_rank=plan.node_rank,
+        node_health_check_endpoint=plan.node_health_check_endpoint,
+        no_restart_exit_code=plan.no_restart_exit_code,
+        cycle_info_job_id=plan.cycle_info_job_id,
+    )
+
+
+def _rdzv_flags(plan: LaunchPlan) -> dict[str, str]:
+    """Return the flags of the rendezvous that a `LaunchConfig` has no field for, if given."""
+    flags = {}
+    if plan.rdzv_impl != IMPLEMENTATIONS[0]:
+        flags[RDZV_IMPL] = plan.rdzv_impl
+    if not plan.use_infra_group_rank:
+        flags[USE_INFRA_GROUP_RANK] = "false"
+    return flags
+
+
+def plan_from_config(
+    config: LaunchConfig, command: WorkerCommand, environ: Mapping[str, str]
+) -> LaunchPlan:
+    """Return the plan of a job that a program describes.
+
+    Nothing of the command line's world has a part in it, neither flags nor `PET_` variables. What
+    `LaunchConfig` does not know has the launcher's default. Taken without any effect: `rdzv_*` of
+    one node (it meets nobody), `metrics_cfg`, `monitor_interval` (a death is noticed at once) and
+    `start_method` (functions always start in fresh interpreters).
+
+    Raises:
+        ValueError: The configuration asks for what this version does not offer, or for what cannot
+            be; the message names all of it.
+    """
+    environment.check_one_launcher_per_node(environ)
+    given: FaultToleranceConfig | None = config.fault_tol_cfg
+    fault_tolerance = FaultToleranceConfig() if given is None else given
+    if given is None:
+        fault_tolerance.log_level = environment.log_level(environ)
+    logs = _log_settings(config.logs_specs)
+    problems = _problems(config)
+    problems += missing_hook(fault_tolerance.bad_node_hook, environ)
+    if logs is None:
+        problems.append("logs_specs: takes what config_from_args returns, or a LogsSpecs of torch")
+    elif logs.logs.applog_prefix is not None and fault_tolerance.orphan_workers == "keep":
+        problems.append(ORPHANS_NEED_NO_PIPES)
+    attribution = AttributionConfig()
+    devices: tuple[str, ...] | None = None
+    try:
+        check_handler(config.event_log_handler)
+        if config.virtual_local_rank:
+            devices = devices_of_ranks(environ, config.nproc_per_node)
+        if logs is not None:
+            attribution = logs.attribution or AttributionConfig.from_args(
+                argparse.Namespace(), logs.logs.applog_prefix, fault_tolerance
+            )
+    except ValueError as error:
+        problems.append(str(error))
+    if problems or logs is None:
+        raise FaultToleranceConfigError(problems)
+    threads = environment.omp_rule(environ, config.nproc_per_node)
+    filters = _filters(config)
+    return LaunchPlan(
+        command=command,
+        nproc_per_node=config.nproc_per_node,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        run_id=config.run_id or ("none" if config.max_nodes > 1 else random_id()),
+        role=config.role,
+        max_restarts=config.max_restarts,
+        restart_policy=config.restart_policy,
+        term_timeout_s=config.term_timeout,
+        workers_stop_timeout_s=(
+            config.workers_stop_timeout
+            if config.shutdown_timeout is None
+            else config.shutdown_timeout
+        ),
+        monitor_interval_s=config.monitor_interval,
+        start_method=config.start_method,
+        master_addr=config.master_addr,
+        master_port=fixed_port(config.master_port or None, config.rdzv_endpoint, config.max_nodes),
+        local_addr=config.local_addr,
+        rdzv_backend=config.rdzv_backend,
+        rdzv_endpoint=config.rdzv_endpoint,
+        rdzv_configuration={
+            key: str(value)
+            for key, value in config.rdzv_configs.items()
+            if key not in {RDZV_IMPL, USE_INFRA_GROUP_RANK} and value is not None
+        },
+        rdzv_impl=str(config.rdzv_configs.get(RDZV_IMPL, IMPLEMENTATIONS[0])),
+        use_infra_group_rank=rdzv_config_get_as_bool(
+            config.rdzv_configs, USE_INFRA_GROUP_RANK, True
+        )
+        is not False,
+        node_rank=_node_rank(config),
+        log_dir=logs.log_dir,
+        output=replace(logs.output, filters=filters),
+        output_specs=logs.output_specs and replace(logs.output_specs, filters=filters),
+        event_log_handler=config.event_log_handler,
+        virtual_devices=devices,
+        log_line_prefix_template=config.log_line_prefix_template,
+        signals_to_handle=parse_signals(config.signals_to_handle),
+        omp_num_threads=threads.omp_num_threads,
+        no_restart_exit_code=config.no_restart_exit_code,
+        monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
+        node_health_check_endpoint=config.node_health_check_endpoint,
+        cycle_info_job_id=config.cycle_info_job_id,
+        fault_tolerance=fault_tolerance,
+        logs=logs.logs,
+        attribution=attribution,
+        warnings=(threads.warning,) if threads.warning else (),
+    )
+
+
+def _node_rank(config: LaunchConfig) -> int | None:
+    """Return the node's order: its field, or where torch's static backend has it."""
+    if config.node_rank is None and config.rdzv_backend == "static":
+        return rdzv_config_get_as_int(config.rdzv_configs, "rank")
+    return config.node_rank
+
+
+def _filters(config: LaunchConfig) -> dict[Stream, tuple[str, ...]]:
+    return {
+        Stream.STDOUT: tuple(config.duplicate_stdout_filters or ()),
+        Stream.STDERR: tuple(config.duplicate_stderr_filters or ()),
+    }
+
+
+def _log_settings(specs: object) -> LogSettings | None:
+    """Return what log specifications say; None for what is none."""
+    if specs is None:
+        return LogSettings()
+    if isinstance(specs, LogSettings):
+        return specs
+    # By its method: importing the class would import torch.
+    plan_of = getattr(specs, "log_plan", None)
+    plan = plan_of() if plan_of is not None else None
+    if isinstance(plan, LogPlan):
+        return LogSettings(logs=plan)
+    if callable(getattr(specs, "reify", None)):
+        return LogSettings(output_specs=OutputSpecs(cast("Specs", specs), {}))
+    return None
+
+
+def _problems(config: LaunchConfig) -> list[str]:
+    """Return a sentence for each field that asks for what cannot be had."""
+    problems = []
+    if not 1 <= config.min_nodes <= config.max_nodes:
+        problems.append(
+            f"min_nodes={config.min_nodes}, max_nodes={config.max_nodes}: "
+            f"1 <= min_nodes <= max_nodes must hold"
+        )
+    if config.max_nodes > 1:
+        problems += _problems_of_meeting(config)
+    if not 1 <= config.nproc_per_node <= MOST_WORKERS:
+        problems.append(f"nproc_per_node={config.nproc_per_node}: is not from 1 to {MOST_WORKERS}")
+    for name in ("max_restarts", "term_timeout", "workers_stop_timeout", "shutdown_timeout"):
+        value = getattr(config, name)
+        if value is not None and value < 0:
+            problems.append(f"{name}={value}: must not be negative")
+    if config.restart_policy not in POLICIES:
+        problems.append(f"restart_policy={config.restart_policy!r}: use {' or '.join(POLICIES)}")
+    if config.master_port is not None and not 0 <= config.master_port <= HIGHEST_PORT:
+        problems.append(f"master_port={config.master_port}: is not from 0 to {HIGHEST_PORT}")
+    if not 1 <= config.no_restart_exit_code <= HIGHEST_EXIT_CODE:
+        code = config.no_restart_exit_code
+        problems.append(f"no_restart_exit_code={code}: is not from 1 to {HIGHEST_EXIT_CODE}")
+    try:
+        parse_signals(config.signals_to_handle)
+    except ValueError as error:
+        problems.append(f"signals_to_handle: {error}")
+    try:
+        check_job_id(config.cycle_info_job_id)
+    except ValueError as error:
+        problems.append(str(error))
+    if config.rank_monitors:
+        problems.append("rank_monitors: the launcher starts its own; leave it out")
+    return problems
+
+
+def _problems_of_meeting(config: LaunchConfig) -> list[str]:
+    """Return a sentence for each field that keeps several nodes from meeting."""
+    problems = []
+    if not config.rdzv_endpoint:
+        problems.append("rdzv_endpoint: say where the nodes meet, as host:port")
+    if config.rdzv_backend not in BACKENDS:
+        problems.append(f"rdzv_backend={config.rdzv_backend!r}: use {' or '.join(BACKENDS)}")
+    implementation = config.rdzv_configs.get(RDZV_IMPL, IMPLEMENTATIONS[0])
+    if implementation not in IMPLEMENTATIONS:
+        problems.append(f"{RDZV_IMPL}={implementation!r}: use {' or '.join(IMPLEMENTATIONS)}")
+    try:
+        rdzv_config_get_as_bool(config.rdzv_configs, USE_INFRA_GROUP_RANK)
+    except ValueError as error:
+        problems.append(str(error))
+    return problems
+
 
 Entrypoint = Callable[..., Any] | str
 

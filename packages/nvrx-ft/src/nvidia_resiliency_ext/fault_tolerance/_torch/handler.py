@@ -22,17 +22,16 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from nvidia_resiliency_ext.fault_tolerance._agent.requests import request_event
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
-from nvidia_resiliency_ext.fault_tolerance._core.machine import Request
-from nvidia_resiliency_ext.fault_tolerance._core.rdzv_reasons import (
+from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_NO_RESTART_REASONS,
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
     RDZV_SHUTDOWN_REASON_FAILURE,
     RDZV_SHUTDOWN_REASON_GRACEFUL,
+    UnhealthyNodeException,
 )
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Request, request_event
 from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks, unfit
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
@@ -44,8 +43,7 @@ from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from .followers import CycleFollowers, RoundsThread
-from .guest_store import BellStore, GuestStore, connect_guest
+from .followers import BellStore, CycleFollowers, GuestStore, RoundsThread, connect_guest
 from .membership import LAST_WORDS_S, JobOverError, JoinTimeoutError, MemberSettings, Membership
 from .settings import NodeOptions
 
@@ -148,7 +146,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers meet in the agent's store: they do not."""
+        """Whether workers use the agent's store as theirs: False."""
         return False
 
     def next_rendezvous(self) -> Any:
@@ -217,7 +215,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         return self._member.is_next_round_open
 
     def shutdown(self, reason: str = RDZV_SHUTDOWN_REASON_GRACEFUL) -> bool:
-        """End the job for everybody and let go of everything; False when nobody could be told.
+        """End the job on all nodes and release all resources.
+
+        Returns False if no node could be notified.
 
         The first reason stays. A node that has left, such as an unhealthy one, goes alone. The
         store host waits here for the others, 3 s at most.

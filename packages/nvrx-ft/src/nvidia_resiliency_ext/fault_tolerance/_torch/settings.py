@@ -19,12 +19,12 @@ from nvidia_resiliency_ext.fault_tolerance._core.infra import (
 )
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import settings_of
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.budget import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import read_token
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, validate
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
     rdzv_config_get_as_bool,
     rdzv_config_get_as_float,
@@ -37,7 +37,6 @@ from .membership import MemberSettings
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-__all__ = ["Duration", "NodeOptions", "Timeouts", "host_rules", "member_settings", "node_options"]
 
 # Restarts are counted by the agent that uses the handler.
 _NO_LIMIT = 1 << 30

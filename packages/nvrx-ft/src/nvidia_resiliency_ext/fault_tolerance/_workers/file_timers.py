@@ -19,8 +19,6 @@ from typing import NamedTuple
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 
-__all__ = ["FileTimers", "TimerRequest", "parse_request"]
-
 logger = logging.getLogger("nvrx")
 
 # What a client writes at once, and so the longest line that is not cut.

@@ -18,8 +18,6 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from .output import Filter, Stream, Target, WorkerOutput
 
-__all__ = ["GROUP", "LogSpecsError", "OutputSpecs", "Specs", "load_specs"]
-
 GROUP = "torchrun.logs_specs"
 
 

@@ -12,18 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = [
-    "NUMACTL",
-    "Binding",
-    "CpuBinding",
-    "MachineTopology",
-    "NumaBinding",
-    "Topology",
-    "cpus_near",
-    "read_ranges",
-]
-
-
 _DATA_CACHES = frozenset({"Data", "Unified"})
 _MOST_CPUS = 1 << 16
 

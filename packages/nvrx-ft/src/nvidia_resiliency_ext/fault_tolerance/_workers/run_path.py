@@ -6,8 +6,6 @@ from __future__ import annotations
 import runpy
 import sys
 
-__all__ = ["run_script_path"]
-
 
 def run_script_path(script: str, *args: str) -> None:
     """Run a script as `__main__`, with `sys.argv` as if it had been started by itself.

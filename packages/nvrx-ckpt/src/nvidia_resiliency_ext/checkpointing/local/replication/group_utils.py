@@ -133,7 +133,7 @@ class ExchangePlanEntry:
 
 @dataclass
 class ExchangePlan:
-    """Who sends which state to whom; equal on all ranks of a group.
+    """Transfers of states between ranks; the same plan on all ranks of a group.
 
     Args:
         group: The group whose ranks take part.

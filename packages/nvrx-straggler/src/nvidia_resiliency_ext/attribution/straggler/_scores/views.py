@@ -147,7 +147,7 @@ class SlowKernel:
 
 @dataclass(frozen=True, slots=True)
 class RankDetail:
-    """What a rank's report says beside scores.
+    """A rank's figures in a report beside its scores.
 
     Attributes:
         compute_us: GPU time in kernels that are compared, in this window.

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paths of a launch, and what it keeps of each cycle beside the record of events."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
+    IN_A_FILE,
+    NO_SERVER,
+    TokenFile,
+    token_file,
+    write_token,
+)
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+from nvidia_resiliency_ext.fault_tolerance._workers.output import (
+    OutputFiles,
+    OutputSettings,
+    Target,
+    WorkerOutput,
+)
+from nvidia_resiliency_ext.shared_utils.rundir import RunDir
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
+    from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelAddress
+    from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+
+
+logger = logging.getLogger("nvrx")
+MAX_NAME_PART = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The paths and names of one launch.
+
+    Attributes:
+        run_dir: The private directory for sockets, removed at the end.
+        run_id: Unique for this launch; processes are found by it.
+        host: This node's name.
+        record_dir: Where events, failures and stacks go.
+        record_is_temporary: Whether that is the run directory.
+        output: What the user wants of the workers' output.
+        files: The folders of workers.
+        spare_files: Those in the run directory, for cycles in which the others have no room.
+        launcher_socket: The mailbox.
+        monitor_sockets: One per local rank; empty without monitors.
+    """
+
+    run_dir: RunDir
+    run_id: str
+    host: str
+    record_dir: str
+    record_is_temporary: bool
+    output: OutputSettings
+    files: OutputFiles
+    spare_files: OutputFiles
+    launcher_socket: str
+    monitor_sockets: tuple[str, ...]
+
+
+def make_place(plan: LaunchPlan, environ: Mapping[str, str], stack: contextlib.ExitStack) -> Place:
+    """Make the directories of a launch; what is temporary is removed when `stack` is closed.
+
+    Raises:
+        LogDirectoryError: The log directory cannot be written.
+    """
+    run_dir = RunDir.create("ft")
+    stack.callback(_remove_again, run_dir.path)
+    stack.callback(run_dir.remove)
+    run_id = os.urandom(8).hex()
+    # What an object of the user's says about output takes the place of the flags, folders included.
+    output = plan.output if plan.output_specs is None else OutputSettings({}, {}, None)
+    spare_files = OutputFiles(os.path.join(run_dir.path, "attempts"))
+    if plan.log_dir is not None and plan.output_specs is None:
+        files = OutputFiles.beneath(plan.log_dir, f"{_file_name(plan.run_id)}_{run_id[:8]}")
+    elif output.writes_files:
+        files = OutputFiles.in_new_folder()
+        logger.info("logs of the workers: %s", files.root)
+    else:
+        files = spare_files
+    record_dir = environ.get("NVRX_EVENT_DIR") or plan.log_dir
+    watched = plan.nproc_per_node if plan.monitors_enabled else 0
+    return Place(
+        run_dir=run_dir,
+        run_id=run_id,
+        host=socket.gethostname(),
+        record_dir=record_dir or run_dir.path,
+        record_is_temporary=record_dir is None,
+        output=output,
+        files=files,
+        spare_files=spare_files,
+        launcher_socket=run_dir.socket_path("launcher.sock"),
+        monitor_sockets=tuple(run_dir.socket_path(f"rmon{rank}.sock") for rank in range(watched)),
+    )
+
+
+def _file_name(job_id: str) -> str:
+    """Return a job's id as part of a file name: whoever chose it must not choose the folder."""
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in job_id[:MAX_NAME_PART])
+    return safe.lstrip(".") or "job"
+
+
+def _remove_again(path: str) -> None:
+    """Remove the run directory also when it is not the one that was made.
+
+    A worker that empties the temporary folder makes the next cycle create it anew.
+    """
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHost:
+    """The node that runs the job's servers and writes what is written once per job.
+
+    Attributes:
+        is_here: Whether it is this one.
+        address: Where its servers listen, as other nodes reach it.
+        is_shared: Whether other nodes send to its servers.
+    """
+
+    is_here: bool = True
+    address: str = "127.0.0.1"
+    is_shared: bool = False
+
+
+def cycle_info_environment(plan: LaunchPlan) -> dict[str, str]:
+    """Return what workers are told of cycle information; the same in all cycles."""
+    directory = plan.fault_tolerance.cycle_info_dir
+    if directory is None:
+        return {}
+    from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoReporter
+    from nvidia_resiliency_ext.shared_utils.job_metadata import job_id_from_env
+
+    job_id = plan.cycle_info_job_id
+    path = CycleInfoReporter.current_cycle_info_path(
+        directory, job_id_from_env() or "" if job_id is None else job_id
+    )
+    return {_env.CURRENT_CYCLE_INFO: path}
+
+
+class CycleRecords:
+    """Cycle logs of one node; `close` ends all of it.
+
+    Attributes:
+        asks_for_log_server: Whether this node must be told of the job's log servers.
+
+    Raises:
+        NvrxError: A directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        environ: Mapping[str, str],
+        place: Place,
+        store_host: StoreHost,
+    ) -> None:
+        self._plan = plan
+        self._environ = environ
+        self._place = place
+        self._store_host = store_host
+        self._token: TokenFile = token_file(
+            environ, plan.fault_tolerance.rdzv_token_file, place.run_dir.path
+        )
+        self.asks_for_log_server = plan.logs.server is not None and not store_host.is_here
+        self._lock = threading.Lock()  # guards the next field
+        self._log_server_said = ""
+        self._logs: CycleLogs | None = None
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._stack.close)
+            self._open_logs()
+            on_failure.pop_all()
+
+    def _open_logs(self) -> None:
+        logs = self._plan.logs
+        if logs.applog_prefix is None:
+            return
+        from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
+
+        self._logs = CycleLogs(
+            logs.applog_prefix,
+            workers=self._plan.nproc_per_node,
+            funnel=self._funnel(),
+            spill_dir=self._environ.get(_env.NODE_LOCAL_TMPDIR),
+        )
+        self._stack.callback(self._close_logs)
+        if logs.launcher_log_file is not None and logs.launcher_pipe_fd is not None:
+            self._logs.read_own(logs.launcher_pipe_fd, logs.launcher_log_file)
+        elif logs.launcher_log_file is not None:
+            self._logs.capture_own_streams(logs.launcher_log_file)
+
+    def _funnel(self) -> FunnelAddress | None:
+        """Return the log server that this node sends to, if there is one."""
+        logs = self._plan.logs
+        if logs.server is None and logs.server_endpoint is None:
+            return None
+        from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelAddress, funnel_of
+
+        node_id = logs.node_id or self._place.host
+        if logs.server is not None:
+            return funnel_of(logs.server.ports, self._store_host.address, node_id, self._token.path)
+        given = self._token.path if self._token.is_given else None
+        return FunnelAddress(str(logs.server_endpoint), node_id, given)
+
+    # While the job runs ------------------------------------------------------------------------
+
+    def log_server_said(self, said: str | None) -> None:
+        """Take what the job's host says of its log servers; from any thread, told again.
+
+        Args:
+            said: A token, a word of `log_token`, or None: nothing in time.
+        """
+        with self._lock:
+            first, self._log_server_said = not self._log_server_said, said or NO_SERVER
+        if said == IN_A_FILE and self._token.is_given:
+            return
+        if said is not None and said not in (IN_A_FILE, NO_SERVER):
+            if not self._token.is_given:
+                write_token(self._token.path, said)
+                if self._logs is not None:
+                    self._logs.try_again()
+            return
+        # Who has sent lines to a server goes on waiting for it.
+        if first:
+            self._write_files_instead(said)
+
+    def _write_files_instead(self, said: str | None) -> None:
+        why = "the job's host runs no log server"
+        if said == IN_A_FILE:
+            why = (
+                "the job's log server asks for a token from a file:"
+                f" give this node {_env.LOG_FUNNEL_TOKEN_FILE}, too"
+            )
+        logger.warning("%s; this node writes its logs itself", why)
+        if self._logs is not None:
+            self._logs.write_files_instead()
+
+    def begin(self, assignment: Assignment) -> None:
+        """Take note that the workers of a cycle are about to start on this node."""
+        if self._logs is not None:
+            self._logs.begin_cycle(assignment.cycle, assignment.world_size)
+
+    def output(self, output: WorkerOutput, rank: int) -> WorkerOutput:
+        """Return where a worker's streams go: into its pipe, if there are cycle logs."""
+        logs = self._logs
+        if logs is None:
+            return output
+        piped = Target(open_pipe=lambda: logs.open_pipe(rank))
+        return dataclasses.replace(output, stdout=piped, stderr=piped)
+
+    # The end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Write what is left, for some seconds at most, and end the threads."""
+        self._stack.close()
+
+    def _close_logs(self) -> None:
+        logs, self._logs = self._logs, None
+        if logs is not None and not logs.close():
+            logger.error("not all output of the workers is in %s", self._plan.logs.applog_prefix)

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of attribution from flags and configuration, and the forms of an endpoint. Pure."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, urlsplit
+
+from nvidia_resiliency_ext.fault_tolerance._config import values
+
+if TYPE_CHECKING:
+    import argparse
+
+    from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+
+
+DEFAULT_ATTRIBUTION_PORT = 50050
+MANAGED = "localhost"
+MANAGED_HOST = "127.0.0.1"
+_FLAG = "--ft-attribution-endpoint"
+_FORMS = "localhost, http://HOST:PORT, https://HOST:PORT or unix:///PATH"
+_BIND_ALL = frozenset({"0.0.0.0", "::", "*", "[::]", ""})  # noqa: S104 - refused here
+
+
+def is_managed(endpoint: str) -> bool:
+    """Return whether the store host runs the service itself."""
+    return endpoint == MANAGED
+
+
+def is_served(endpoint: str) -> bool:
+    """Return whether any service speaks this way; `grpc://` is taken for older scripts only."""
+    return not endpoint.startswith("grpc://")
+
+
+def client_endpoint(endpoint: str) -> str:
+    """Return the address that the client asks.
+
+    Raises:
+        ValueError: It is no address of a service.
+    """
+    if is_managed(endpoint):
+        return f"http://{MANAGED_HOST}:{DEFAULT_ATTRIBUTION_PORT}"
+    if "://" not in endpoint:
+        raise ValueError(f"{_FLAG} {endpoint!r}: is not {_FORMS}")
+    parts, port = _split(endpoint, _FLAG)
+    if parts.scheme == "unix":
+        if parts.netloc or not parts.path.startswith("/") or parts.path == "/":
+            raise ValueError(f"{_FLAG} {endpoint!r}: a socket is written unix:///PATH")
+        return endpoint
+    if parts.scheme not in ("http", "https", "grpc"):
+        raise ValueError(f"{_FLAG} {endpoint!r}: is not {_FORMS}")
+    host = parts.hostname or ""
+    if host in _BIND_ALL:
+        what = "is no host" if not host else "listens everywhere, but is nobody's address"
+        raise ValueError(f"{_FLAG} {endpoint!r}: {host!r} {what}; name the host")
+    if port is None:
+        raise ValueError(f"{_FLAG} {endpoint!r}: the port is missing")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ValueError(f"{_FLAG} {endpoint!r}: only scheme, host, port and path are taken")
+    return endpoint
+
+
+def check_export_url(url: str) -> None:
+    """Refuse what results cannot be sent to.
+
+    Raises:
+        ValueError: It is no plain http or https address.
+    """
+    flag = "--ft-attribution-export-url"
+    parts, _ = _split(url, flag)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{flag} {url!r}: is no http or https address")
+    if parts.query or parts.fragment:
+        raise ValueError(f"{flag} {url!r}: a query or a fragment has no place in it")
+
+
+def _split(text: str, flag: str) -> tuple[SplitResult, int | None]:
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{flag} {text!r}: {error}") from None
+    return parts, port
+
+
+DEFAULT_ATTRIBUTION_STARTUP_TIMEOUT = 20.0
+ATTRIBUTION_STOP_ACTIONS = ("log", "no-restart")
+
+
+@dataclass(frozen=True)
+class AttributionEndpoint:
+    """An attribution service, and whether its action STOP ends the job.
+
+    Args:
+        endpoint: Address: `http://HOST:PORT` or `unix:///PATH`.
+        enforce_stop: End the job on STOP instead of logging it. Default False.
+    """
+
+    endpoint: str
+    enforce_stop: bool = False
+
+
+@dataclass(frozen=True)
+class AttributionConfig:
+    """A launcher's settings for attribution.
+
+    Args:
+        endpoint: `localhost`: the store host runs the service; else its address; None: off.
+        applog_dir: The directory of the cycle logs; the service reads nothing else.
+        log_file: Where the output of a managed service goes.
+        startup_timeout: How long a managed service may take to answer.
+        llm_api_key_file: File with the key of the model endpoint.
+        llm_base_url: Address of the model endpoint.
+        llm_model: Name of the model.
+        analysis_backend: Where the analysis runs: lib or mcp.
+        stop_action: What STOP leads to: a line in the log, or the end of the job.
+        log_level: Level of the service's log.
+        export_url: Where a managed service sends its results.
+
+    Raises:
+        ValueError: A value is unusable, or two of them contradict each other.
+    """
+
+    endpoint: str | None = None
+    applog_dir: str | None = None
+    log_file: str | None = None
+    startup_timeout: float = DEFAULT_ATTRIBUTION_STARTUP_TIMEOUT
+    llm_api_key_file: str | None = None
+    llm_base_url: str | None = None
+    llm_model: str | None = None
+    analysis_backend: str | None = None
+    stop_action: str = "log"
+    log_level: str | None = None
+    export_url: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.stop_action not in ATTRIBUTION_STOP_ACTIONS:
+            raise ValueError(
+                f"--ft-attribution-stop-action {self.stop_action!r}: is not one of"
+                f" {', '.join(ATTRIBUTION_STOP_ACTIONS)}"
+            )
+        if self.export_url is not None:
+            check_export_url(self.export_url)
+            if not self.is_managed:
+                raise ValueError(
+                    "--ft-attribution-export-url needs --ft-attribution-endpoint localhost: a"
+                    " service that somebody else runs has settings of its own"
+                )
+        if self.endpoint is not None:
+            client_endpoint(self.endpoint)
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether a service is asked at all."""
+        return self.endpoint is not None
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether the store host runs the service."""
+        return self.endpoint is not None and is_managed(self.endpoint)
+
+    @property
+    def enforce_stop(self) -> bool:
+        """Whether STOP ends the job."""
+        return self.stop_action == "no-restart"
+
+    @property
+    def client_endpoint(self) -> AttributionEndpoint | None:
+        """The service, and whether its STOP ends the job; None if attribution is off."""
+        if self.endpoint is None:
+            return None
+        return AttributionEndpoint(client_endpoint(self.endpoint), self.enforce_stop)
+
+    @classmethod
+    def from_args(
+        cls,
+        args: argparse.Namespace,
+        base_log_file: str | None,
+        ft_cfg: FaultToleranceConfig,
+    ) -> AttributionConfig:
+        """Return the settings of a command line and a configuration; the command line wins.
+
+        Args:
+            args: What `parse_args` returned.
+            base_log_file: `--ft-per-cycle-applog-prefix`.
+            ft_cfg: The configuration.
+
+        Raises:
+            ValueError: A value is unusable, or something that it needs is missing.
+        """
+
+        def flag(name: str) -> Any:
+            return getattr(args, f"ft_attribution_{name}", None)
+
+        def option(name: str) -> Any:
+            given = flag(name)
+            if given is None:
+                return getattr(ft_cfg, f"attribution_{name}")
+            return None if values.is_none(given) else given
+
+        endpoint = option("endpoint")
+        if endpoint is not None and not base_log_file:
+            raise ValueError(
+                "--ft-attribution-endpoint needs --ft-per-cycle-applog-prefix: the service reads"
+                " cycle logs"
+            )
+        timeout = flag("startup_timeout")
+        config = cls(
+            endpoint=endpoint,
+            applog_dir=os.path.dirname(base_log_file) if base_log_file else None,
+            log_file=_service_log(getattr(args, "ft_nvrx_logfile", None), base_log_file),
+            startup_timeout=DEFAULT_ATTRIBUTION_STARTUP_TIMEOUT if timeout is None else timeout,
+            llm_api_key_file=flag("llm_api_key_file"),
+            llm_base_url=flag("llm_base_url"),
+            llm_model=flag("llm_model"),
+            analysis_backend=flag("analysis_backend"),
+            stop_action=option("stop_action") or "log",
+            log_level=flag("log_level"),
+            export_url=option("export_url"),
+        )
+        if config.is_managed:
+            _check_port(args)
+        return config
+
+
+def _service_log(nvrx_logfile: str | None, base_log_file: str | None) -> str | None:
+    """Return the log of a managed service, beside the launchers' or below the cycle logs."""
+    if nvrx_logfile:
+        return f"{os.path.splitext(nvrx_logfile)[0]}_attribution.log"
+    if not base_log_file:
+        return None
+    directory, name = os.path.split(base_log_file)
+    return os.path.join(directory, "nvrx", f"{os.path.splitext(name)[0]}_attribution.log")
+
+
+def _check_port(args: argparse.Namespace) -> None:
+    if not getattr(args, "ft_enable_log_server", False) and not getattr(
+        args, "ft_nvrx_logfile", None
+    ):
+        return
+    from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
+
+    ports = LogFunnelPorts.from_launcher_args(args).listen_ports()
+    if DEFAULT_ATTRIBUTION_PORT in ports:
+        raise ValueError(
+            f"--ft-log-server-port {args.ft_log_server_port}: the log servers take ports"
+            f" {ports[0]} to {ports[-1]}, and the attribution service listens on"
+            f" {DEFAULT_ATTRIBUTION_PORT}; choose another"
+        )

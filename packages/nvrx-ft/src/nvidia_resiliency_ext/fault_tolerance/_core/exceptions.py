@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A failing rank's exception: torch's error file, and the end of the process at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import stat
+import sys
+from dataclasses import dataclass
+from types import TracebackType
+
+from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
+
+MAX_ERROR_FILE_BYTES = 1 << 20
+LATEST_TIMESTAMP = float(1 << 32)
+MAX_OUTPUT_BYTES = 1 << 16
+# torch puts the rank before each line of a traceback of its own.
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
+_TRACEBACK = "Traceback (most recent call last):\n"
+_SYNTAX_ERROR = re.compile(r"^(?:SyntaxError|IndentationError|TabError): .*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFile:
+    """What a worker said of its exception: the message, the traceback and the time (unix s).
+
+    Attributes:
+        path: The file that `@record` wrote; empty when this was read from the worker's stderr.
+        message: Type and text of the exception.
+        traceback: Its lines, or an empty text.
+        timestamp: When it was raised, None when that is not known.
+    """
+
+    path: str
+    message: str
+    traceback: str
+    timestamp: float | None
+
+
+def read_error_file(path: str) -> ErrorFile | None:
+    """Return what the worker wrote to its error file, or None; any content is tolerated."""
+    try:
+        raw = read_regular_file(path, MAX_ERROR_FILE_BYTES)
+    except OSError:
+        return None
+    try:
+        document = json.loads(raw)
+    except (ValueError, RecursionError):
+        return ErrorFile(path, raw[:2000].decode("utf-8", "replace"), "", None) if raw else None
+    message = document.get("message", document) if isinstance(document, dict) else document
+    if not isinstance(message, dict):
+        return ErrorFile(path, str(message)[:2000], "", None)
+    extra = message.get("extraInfo")
+    extra = extra if isinstance(extra, dict) else {}
+    return ErrorFile(
+        path,
+        str(message.get("message", ""))[:2000],
+        str(extra.get("py_callstack", ""))[:100_000],
+        _timestamp(extra.get("timestamp")),
+    )
+
+
+def read_error_output(path: str, since: int) -> ErrorFile | None:
+    """Return the last uncaught exception in a worker's stderr file, or None where there is none.
+
+    Args:
+        path: The file that the worker's stderr went to.
+        since: Bytes that it held before this worker was started.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        begin = max(since, status.st_size - MAX_OUTPUT_BYTES)
+        raw = os.pread(fd, MAX_OUTPUT_BYTES, begin)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return last_exception(raw.decode("utf-8", "replace"))
+
+
+def last_exception(text: str) -> ErrorFile | None:
+    """Return the exception whose traceback stands last in a program's output, or None."""
+    text = _RANK_PREFIX.sub("", text)
+    at = text.rfind(_TRACEBACK)
+    if at < 0 or (at > 0 and text[at - 1] != "\n"):
+        found = _SYNTAX_ERROR.search(text)  # A script that cannot be compiled has no header.
+        return None if found is None else ErrorFile("", found.group()[:2000], "", None)
+    lines = text[at:].splitlines()
+    for number, line in enumerate(lines[1:], start=1):
+        if line and not line[0].isspace():
+            return ErrorFile("", line[:2000], "\n".join(lines[: number + 1]), None)
+    return None
+
+
+def _timestamp(stamp: object) -> float | None:
+    """Return a worker's own time of failure (unix s), or None for what cannot be one."""
+    if isinstance(stamp, bool) or not isinstance(stamp, (str, int, float)):
+        return None
+    try:
+        seconds = float(stamp)
+    except (ValueError, OverflowError):
+        return None
+    return seconds if 0.0 < seconds < LATEST_TIMESTAMP else None
+
+
+logger = logging.getLogger("nvrx")
+
+
+def get_rank() -> int:
+    """Return this process's global rank: the process group's, else `RANK`'s.
+
+    Raises:
+        RuntimeError: neither knows a rank.
+    """
+    from nvidia_resiliency_ext.fault_tolerance.data import current_global_rank
+
+    return current_global_rank()
+
+
+def install_exception_handler() -> None:
+    """Make an uncaught exception log itself, print its traceback and end the process with code 1.
+
+    Ctrl-C keeps its present meaning. Installing twice changes nothing.
+    """
+    if isinstance(sys.excepthook, _ExitingHook):
+        return
+    sys.excepthook = _ExitingHook(sys.excepthook)
+
+
+class _ExitingHook:
+    def __init__(self, previous: object) -> None:
+        self._previous = previous
+
+    def __call__(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        traceback: TracebackType | None,
+    ) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            assert callable(self._previous)
+            self._previous(kind, error, traceback)
+            return
+        try:
+            _report(kind, error, traceback)
+        finally:
+            # Exit handlers of a broken rank may wait for peers that will never answer.
+            os._exit(1)
+
+
+def _report(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    import traceback as formatting
+
+    try:
+        rank = str(get_rank())
+    except RuntimeError:
+        rank = "unknown"
+    lines = "".join(formatting.format_exception(kind, error, traceback))
+    logger.error("uncaught exception on rank %s: %s", rank, error)
+    prefix = f"[rank {rank}] "
+    text = "".join(prefix + line for line in lines.splitlines(keepends=True))
+    sys.stdout.flush()
+    sys.stderr.write(text)
+    sys.stderr.flush()

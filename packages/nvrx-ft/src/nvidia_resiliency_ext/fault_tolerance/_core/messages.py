@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages and single objects that ranks, their monitor and the launcher send each other."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.fault_tolerance.data import (
+    AuthkeyMsg,
+    ErrorMsg,
+    HeartbeatMsg,
+    HeartbeatTimeouts,
+    InitMsg,
+    OkMsg,
+    RankInfo,
+    SectionAction,
+    SectionMsg,
+    SectionTimeouts,
+    UpdateConfigMsg,
+    WorkloadAction,
+    WorkloadControlRequest,
+)
+from nvidia_resiliency_ext.shared_utils.errors import FrameTooLargeError, PeerClosedError, WireError
+from nvidia_resiliency_ext.shared_utils.wire import MAX_FRAME_BYTES, MessageSet
+
+if TYPE_CHECKING:
+    from asyncio import StreamReader, StreamWriter
+
+
+@dataclass(frozen=True, slots=True)
+class OkAttributes:
+    """`OkMsg` as it travels: its attributes have no fixed names."""
+
+    attributes: dict[str, Any]
+
+
+class FtMessageSet(MessageSet):
+    """All messages of `data`, and those given; an `OkMsg` passes as a message of its own only.
+
+    Args:
+        extra: further dataclasses and enums that may appear in messages.
+
+    Example:
+        >>> from nvidia_resiliency_ext.shared_utils.wire import FrameReader
+        >>> [payload] = FrameReader().feed(FtMessageSet().encode(OkMsg(cycle=3)))
+        >>> FtMessageSet().decode(payload)
+        OkMsg(cycle=3)
+    """
+
+    def __init__(self, *extra: type) -> None:
+        super().__init__(
+            AuthkeyMsg,
+            ErrorMsg,
+            HeartbeatMsg,
+            HeartbeatTimeouts,
+            InitMsg,
+            OkAttributes,
+            RankInfo,
+            SectionAction,
+            SectionMsg,
+            SectionTimeouts,
+            UpdateConfigMsg,
+            WorkloadAction,
+            WorkloadControlRequest,
+            *extra,
+        )
+
+    def encode(self, message: object) -> bytes:
+        """Return the whole frame of a message, length included.
+
+        Raises:
+            WireError: it holds what is not in the set, or is too large.
+        """
+        if isinstance(message, OkMsg):
+            message = OkAttributes(vars(message))
+        return super().encode(message)
+
+    def decode(self, payload: bytes) -> object:
+        """Return the message of a payload, as `FrameReader` yields it.
+
+        Raises:
+            WireError: it is no message of the set.
+        """
+        message = super().decode(payload)
+        return OkMsg(**message.attributes) if isinstance(message, OkAttributes) else message
+
+
+MESSAGES = FtMessageSet()
+
+
+logger = logging.getLogger("nvrx")
+
+_LENGTH = struct.Struct(">I")
+
+
+def recv_all(sock: socket.socket, n: int) -> bytes:
+    """Return exactly `n` bytes from a blocking socket.
+
+    Args:
+        sock: The socket.
+        n: Number of bytes.
+
+    Raises:
+        PeerClosedError: The peer closed the connection before (a `ConnectionError`).
+    """
+    data = bytearray()
+    while len(data) < n:
+        chunk = sock.recv(min(n - len(data), MAX_FRAME_BYTES))
+        if not chunk:
+            raise PeerClosedError(f"the peer closed after {len(data)} of {n} bytes")
+        data += chunk
+    return bytes(data)
+
+
+def read_obj_from_ipc_socket(sock: socket.socket, raise_exc: bool = False) -> object:
+    """Return the next object from a blocking socket.
+
+    When the connection is lost or what comes is no message, that is logged and None returned, or
+    raised if `raise_exc`; the stream is then useless.
+
+    A lost connection and malformed data give None and a log line at DEBUG, or are raised; the
+    stream cannot be used after that.
+
+    Args:
+        sock: The socket.
+        raise_exc: Raise instead of returning None. Default False.
+    """
+    try:
+        size = _checked_size(recv_all(sock, _LENGTH.size))
+        return MESSAGES.decode(recv_all(sock, size))
+    except (WireError, OSError) as error:
+        if raise_exc:
+            raise
+        logger.debug("no object could be read: %s", error)
+        return None
+
+
+def write_object_to_ipc_socket(obj: object, sock: socket.socket) -> None:
+    """Send one object over a blocking socket.
+
+    Args:
+        obj: A message of the closed set in `data`.
+        sock: The socket.
+
+    Raises:
+        WireError: The message holds an object that may not be sent, or is over 1 MiB.
+        OSError: The peer is gone, or the socket's time limit has passed.
+    """
+    sock.sendall(MESSAGES.encode(obj), socket.MSG_NOSIGNAL)
+
+
+async def read_obj_from_ipc_stream(reader: StreamReader) -> object:
+    """Return the next object from a stream.
+
+    Args:
+        reader: The stream.
+
+    Raises:
+        EOFError: The stream ended (asyncio's `IncompleteReadError`).
+        WireError: The received data is no message.
+    """
+    size = _checked_size(await reader.readexactly(_LENGTH.size))
+    return MESSAGES.decode(await reader.readexactly(size))
+
+
+async def write_obj_to_ipc_stream(obj: object, writer: StreamWriter) -> None:
+    """Send one object over a stream and wait until the stream's buffer has drained.
+
+    Args:
+        obj: A message of the closed set in `data`.
+        writer: The stream.
+
+    Raises:
+        WireError: The message holds an object that may not be sent, or is over 1 MiB.
+        ConnectionError: The peer is gone.
+    """
+    writer.write(MESSAGES.encode(obj))
+    await writer.drain()
+
+
+def _checked_size(head: bytes) -> int:
+    (size,) = _LENGTH.unpack(head)
+    if size > MAX_FRAME_BYTES:
+        raise FrameTooLargeError(size, MAX_FRAME_BYTES)
+    return int(size)

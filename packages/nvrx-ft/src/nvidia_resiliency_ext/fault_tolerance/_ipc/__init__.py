@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Messages and mailboxes on Unix sockets."""

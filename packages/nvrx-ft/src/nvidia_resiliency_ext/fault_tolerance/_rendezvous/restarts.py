@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many restarts a job has left, and which hosts are blamed for them. Pure."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .records import Entry, Marks
+
+
+class RefillingBudget:
+    """At most `max_restarts` within the last `window_s` seconds. Times are monotonic seconds."""
+
+    def __init__(self, max_restarts: int, window_s: float) -> None:
+        self._max_restarts = max_restarts
+        self._window_s = window_s
+        self._cycle = 0
+        self._times: list[float] = []
+
+    def round_begins(self, cycle: int, ages_s: tuple[float, ...], now: float) -> None:
+        """Take note of a round; `ages_s` are all restarts that others know of."""
+        if ages_s:
+            self._times = [now - age for age in ages_s]
+        elif cycle > self._cycle:
+            self._times.append(now)
+        self._cycle = cycle
+
+    def left(self, now: float) -> int:
+        """Return how many restarts are left at `now`."""
+        self._times = [at for at in self._times if now - at < self._window_s]
+        return max(0, self._max_restarts - len(self._times))
+
+    def next_change(self, now: float) -> float | None:
+        """Return when the next restart ceases to count, or None."""
+        times = [at + self._window_s for at in self._times if at + self._window_s > now]
+        return min(times, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """At most `max_restarts`, in all or within the last `window_s` seconds."""
+
+    max_restarts: int
+    window_s: float | None = None
+
+    def left(self, entry: Entry, since_entry_s: float = 0.0) -> int:
+        """Return how many restarts are left, `since_entry_s` after `entry` was written.
+
+        The number of a round is the number of restarts so far.
+        """
+        if self.window_s is None:
+            return max(0, self.max_restarts - entry.round)
+        recent = [age for age in entry.restart_ages_s if age + since_entry_s <= self.window_s]
+        return max(0, self.max_restarts - len(recent))
+
+
+Failures = Mapping[str, tuple[float, ...]]
+"""By host: when its failures were, in seconds of one monotonic clock."""
+_OF_THE_NODE = frozenset(
+    {
+        "killed", "exited", "exception", "hang_section", "hang_heartbeat", "node_lost",
+        "unhealthy", "start",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BlameRules:
+    """A host with `limit` failures within `window_s` is to blame; a limit of 0 blames nobody."""
+
+    limit: int = 3
+    window_s: float = 3600.0
+
+
+def is_of_the_node(kind: str) -> bool:
+    """Return whether a cause of this kind counts against the host that it names."""
+    return kind in _OF_THE_NODE
+
+
+def note(failures: Failures, host: str, now: float, rules: BlameRules) -> Failures:
+    """Return the failures with one more; those before the window are forgotten."""
+    since = now - rules.window_s
+    kept = {name: tuple(at for at in times if at > since) for name, times in failures.items()}
+    kept[host] = (*kept.get(host, ()), now)[-max(1, rules.limit) :]
+    return {name: times for name, times in kept.items() if times}
+
+
+def blamed(failures: Failures, now: float, rules: BlameRules) -> frozenset[str]:
+    """Return the hosts that are to blame now."""
+    if rules.limit < 1:
+        return frozenset()
+    since = now - rules.window_s
+    return frozenset(
+        host for host, times in failures.items() if sum(at > since for at in times) >= rules.limit
+    )
+
+
+logger = logging.getLogger("nvrx")
+
+
+class Exclusions:
+    """The named hosts of one job; any thread. They stay named until the job ends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._why: Mapping[str, str] = {}
+
+    @property
+    def why(self) -> Mapping[str, str]:
+        """Why each host is named."""
+        return self._why
+
+    def add(self, hosts: Iterable[str], why: str) -> None:
+        """Name hosts; what is known already stays as it is."""
+        with self._lock:
+            new = [host for host in hosts if host not in self._why]
+            # Replaced as a whole: who reads it holds one state.
+            self._why = {**dict.fromkeys(new, why), **self._why}
+        if new:
+            text = "attribution names bad nodes, which get no place in the next round: %s: %s"
+            logger.warning(text, ", ".join(new), why)
+
+
+def is_named(host: str, addr: str, named: Iterable[str]) -> bool:
+    """Return whether a node is one of those that are named."""
+    own = {_key(host), _key(addr)}
+    return any(_key(name) in own for name in named)
+
+
+def _key(name: str) -> str:
+    lowered = name.lower()
+    is_address = ":" in lowered or lowered.replace(".", "").isdecimal()
+    return lowered if is_address else lowered.partition(".")[0]
+
+
+MOST_HOSTS = 32
+MOST_NODES = 64
+MOST_TEXT = 200
+
+
+def marks_of(
+    failures: Failures,
+    named: Mapping[str, str],
+    unhealthy: Iterable[str],
+    now: float,
+    rules: BlameRules,
+) -> Marks | None:
+    """Return what a decision says of hosts and nodes, None where that is nothing.
+
+    Args:
+        failures: When hosts failed, by the caller's monotonic clock.
+        named: Hosts that somebody outside the job named, and why; the newest first.
+        unhealthy: Nodes that said that they are.
+        now: The time by that clock.
+        rules: Which failures still count.
+    """
+    since = now - rules.window_s
+    recent = {name: [at for at in times if at > since] for name, times in failures.items()}
+    newest = sorted((name for name in recent if recent[name]), key=lambda name: -recent[name][-1])
+    marks = Marks(
+        failures=tuple(
+            (name, tuple(round(now - at, 3) for at in recent[name])) for name in newest[:MOST_HOSTS]
+        ),
+        named=tuple((name, why[:MOST_TEXT]) for name, why in named.items())[:MOST_HOSTS],
+        unhealthy=tuple(sorted(unhealthy))[:MOST_NODES],
+    )
+    return None if marks == Marks() else marks
+
+
+def merged(told: Iterable[Marks | None]) -> Marks:
+    """Return what any of several decisions says: not everybody has heard the last one."""
+    failures: dict[str, tuple[float, ...]] = {}
+    named: dict[str, str] = {}
+    unhealthy: set[str] = set()
+    for marks in told:
+        if marks is not None:
+            for name, ages in marks.failures:
+                failures[name] = max(failures.get(name, ()), ages, key=len)
+            named.update(marks.named)
+            unhealthy.update(marks.unhealthy)
+    return Marks(tuple(failures.items()), tuple(named.items()), tuple(sorted(unhealthy)))
+
+
+def failures_in(marks: Marks, now: float) -> Failures:
+    """Return when hosts failed, by a clock that shows `now`: later than they did, never sooner."""
+    return {name: tuple(sorted(now - age for age in ages)) for name, ages in marks.failures}
