@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from monitor_lab import Lab
 
 from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
-from nvidia_resiliency_ext.inprocess._protocol.board import Board
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.shared_utils import procfs
 
 _PINGS = 200_000
@@ -117,13 +117,13 @@ def death_s(port: int) -> float:
         lab = Lab(port, 2, Path(folder), log_file="")
         try:
             lab.up()
-            board = wait_for_leases(lab, 1)
+            iteration_store = wait_for_leases(lab, 1)
             waiting = threading.Event()
             seen: list[float] = []
 
             def wait() -> None:
                 waiting.set()
-                assert board.outcome(0, 30.0) is not None
+                assert iteration_store.outcome(0, 30.0) is not None
                 seen.append(time.monotonic())
 
             thread = threading.Thread(target=wait)
@@ -137,17 +137,19 @@ def death_s(port: int) -> float:
             lab.close()
 
 
-def wait_for_leases(lab: Lab, count: int) -> Board:
-    """Wait until the monitor has renewed its lease so often; return a board of the call."""
+def wait_for_leases(lab: Lab, count: int) -> IterationStore:
+    """Wait until the monitor has renewed its lease so often; return the call's iteration store."""
     from torch.distributed import TCPStore
 
     timeout = timedelta(seconds=30)
-    board = Board(TCPStore("127.0.0.1", lab.port, is_master=False, timeout=timeout), lab.prefix)
+    iteration_store = IterationStore(
+        TCPStore("127.0.0.1", lab.port, is_master=False, timeout=timeout), lab.prefix
+    )
     deadline = time.monotonic() + 30.0
     while time.monotonic() < deadline:
-        nodes = board.nodes()
-        if nodes and board.leases([nodes[0].node_id])[nodes[0].node_id] > count:
-            return board
+        nodes = iteration_store.nodes()
+        if nodes and iteration_store.leases([nodes[0].node_id])[nodes[0].node_id] > count:
+            return iteration_store
         threading.Event().wait(0.05)
     raise TimeoutError("the monitor does not reach the store")
 

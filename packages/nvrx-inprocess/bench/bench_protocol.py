@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a restart says through a real TCPStore, and how long barriers and decisions take.
 
-The store is hosted by a keeper process. Ranks are simulated by a few threads with a connection
-each; bytes are those of the kernel's TCP counters, torch's own framing included.
+The store is hosted by a store server process. Ranks are simulated by a few threads with a
+connection each; bytes are those of the kernel's TCP counters, torch's own framing included.
 
     python packages/nvrx-inprocess/bench/bench_protocol.py [--ranks 8,64,256,1024] [--repeats 5]
 """
@@ -25,12 +25,11 @@ from typing import Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from nvidia_resiliency_ext.inprocess._protocol.board import Board
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
-from nvidia_resiliency_ext.inprocess._store.hosting import keep_store
-from nvidia_resiliency_ext.inprocess._store.keys import iteration_keys
+from nvidia_resiliency_ext.inprocess._store.names import Endpoint, iteration_keys
+from nvidia_resiliency_ext.inprocess._store_server.hosting import host_store
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.store import BarrierTimeout, TCPStore
 
@@ -58,22 +57,24 @@ class Ranks:
         self.participants = frozenset(range(ranks))
         self.per_node = per_node
         self.stores = [TCPStore.connect(endpoint, _TIMEOUT) for _ in range(_THREADS)]
-        self.boards = [Board(store, prefix) for store in self.stores]
+        self.iteration_stores = [IterationStore(store, prefix) for store in self.stores]
 
-    def each(self, work: Callable[[Board, int], object], *, per_node: bool = False) -> float:
+    def each(
+        self, work: Callable[[IterationStore, int], object], *, per_node: bool = False
+    ) -> float:
         """Call `work` for each rank, or the first of each node; return the seconds it took."""
         step = self.per_node if per_node else 1
         chosen = sorted(self.participants)[::step]
 
         def run(number: int) -> None:
             for rank in chosen[number::_THREADS]:
-                work(self.boards[number], rank)
+                work(self.iteration_stores[number], rank)
 
         return in_threads(run, _THREADS)
 
     def operations(self) -> int:
         """Return how often the store was asked."""
-        return sum(board.operations for board in self.boards)
+        return sum(iteration_store.operations for iteration_store in self.iteration_stores)
 
     def bytes(self) -> int:
         """Return how much went over the connections."""
@@ -82,11 +83,11 @@ class Ranks:
 
 def in_threads(run: Callable[[int], object], count: int) -> float:
     """Run in threads that begin together; return seconds until the last has ended."""
-    gate = threading.Barrier(count + 1)
+    interrupter = threading.Barrier(count + 1)
     errors: list[BaseException] = []
 
     def guarded(number: int) -> None:
-        gate.wait()
+        interrupter.wait()
         try:
             run(number)
         except BaseException as error:  # noqa: BLE001 - raised below
@@ -95,7 +96,7 @@ def in_threads(run: Callable[[int], object], count: int) -> float:
     threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
-    gate.wait()
+    interrupter.wait()
     began = time.perf_counter()
     for thread in threads:
         thread.join()
@@ -110,27 +111,30 @@ def restart(endpoint: Endpoint, ranks: int, per_node: int, faulty: str, prefix: 
     job = Ranks(endpoint, ranks, per_node, prefix)
     everybody = job.participants
     before = job.bytes()
-    decider = Board(TCPStore.connect(endpoint, _TIMEOUT), prefix)
+    decider = IterationStore(TCPStore.connect(endpoint, _TIMEOUT), prefix)
 
-    def report(board: Board, rank: int) -> None:
-        board.interrupt(0, [InterruptionRecord(rank, Interruption.EXCEPTION)], everybody)
+    def report(iteration_store: IterationStore, rank: int) -> None:
+        iteration_store.interrupt(0, [InterruptionRecord(rank, Interruption.EXCEPTION)], everybody)
 
     if faulty == "all":
         job.each(report)
     else:
-        report(job.boards[0], 0)
+        report(job.iteration_stores[0], 0)
 
-    def hear(board: Board, _: int) -> None:
-        assert board.outcome(0, 10)
-        assert board.wait_all_reported(0, 10.0 if faulty == "all" else 0.001) or faulty == "one"
-        assert board.records(0)
+    def read_events(iteration_store: IterationStore, _: int) -> None:
+        assert iteration_store.outcome(0, 10)
+        assert (
+            iteration_store.wait_all_reported(0, 10.0 if faulty == "all" else 0.001)
+            or faulty == "one"
+        )
+        assert iteration_store.records(0)
 
-    job.each(hear, per_node=True)
+    job.each(read_events, per_node=True)
 
-    def arrive(board: Board, rank: int) -> None:
+    def arrive(iteration_store: IterationStore, rank: int) -> None:
         # The last to come is somebody else here: the decision's own cost is counted apart.
         if rank != ranks - 1:
-            board.arrive(0, Arrival(rank, rank, ranks, is_out=False), everybody)
+            iteration_store.arrive(0, Arrival(rank, rank, ranks, is_out=False), everybody)
 
     arrivals_s = job.each(arrive)
     counted = job.operations() + 2, job.bytes() - before
@@ -140,8 +144,8 @@ def restart(endpoint: Endpoint, ranks: int, per_node: int, faulty: str, prefix: 
     assert decider.decision(0, 10)
     read_s = time.perf_counter() - began
 
-    def learn(board: Board, _: int) -> None:
-        assert board.decision(0, 10)
+    def learn(iteration_store: IterationStore, _: int) -> None:
+        assert iteration_store.decision(0, 10)
 
     nodes = len(everybody) // per_node
     learned = job.operations(), job.bytes()
@@ -159,7 +163,7 @@ def restart(endpoint: Endpoint, ranks: int, per_node: int, faulty: str, prefix: 
     }
 
 
-def decide(endpoint: Endpoint, decider: Board, ranks: int, prefix: str) -> float:
+def decide(endpoint: Endpoint, decider: IterationStore, ranks: int, prefix: str) -> float:
     """Let the last rank arrive; return the seconds until all who wait know the decision."""
     known: list[float] = []
     ready = threading.Barrier(_WATCHERS + 1)
@@ -238,13 +242,13 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     here = Endpoint("127.0.0.1", 0, is_served=False)
-    keeper = keep_store(here, "bench", TCPStore.connect, is_single_node=True)
+    store_server = host_store(here, "bench", TCPStore.connect, is_single_node=True)
     try:
         counts = [int(text) for text in options.ranks.split(",")]
-        for line in figures(keeper.endpoint, counts, options.repeats):
+        for line in figures(store_server.endpoint, counts, options.repeats):
             print(json.dumps({**line, "load": os.getloadavg()[0]}), flush=True)
     finally:
-        keeper.stop()
+        store_server.stop()
     return 0
 
 

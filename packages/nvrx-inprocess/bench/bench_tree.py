@@ -65,7 +65,7 @@ print(json.dumps({"first_ms": first, "again_ms": again, "second_ms": second}))
 """
 _ROLL = r"""
 import json, sys, time
-from nvidia_resiliency_ext.inprocess._ranks import roll
+from nvidia_resiliency_ext.inprocess._ranks import gather as roll
 
 size = int(sys.argv[1])
 text = "".join(

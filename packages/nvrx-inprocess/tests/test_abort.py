@@ -24,13 +24,9 @@ import ports
 import pytest
 
 from nvidia_resiliency_ext.inprocess import abort
-from nvidia_resiliency_ext.inprocess._abort import (
-    destroyed,
-    gloo_sockets,
-    groups,
-    torch_distributed,
-)
-from nvidia_resiliency_ext.inprocess._abort.unread import UnreadConnections
+from nvidia_resiliency_ext.inprocess._unblock import aborts, gloo, groups
+from nvidia_resiliency_ext.inprocess._unblock import groups as destroyed
+from nvidia_resiliency_ext.inprocess._unblock.gloo import UnreadConnections
 from nvidia_resiliency_ext.inprocess.state import State
 from nvidia_resiliency_ext.shared_utils.abort_hooks import register_abort_hook
 from nvidia_resiliency_ext.shared_utils.trace_collector import NoFlightRecorderError
@@ -95,11 +91,11 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
 
 def test_stand_in_backends_are_aborted_all_at_once(use: Use) -> None:
     """Each waits for the others, as NCCL's do: one after the other would never end."""
-    meeting = threading.Barrier(5)
+    all_started = threading.Barrier(5)
     happened: list[str] = []
 
     def meet() -> None:
-        meeting.wait(30)
+        all_started.wait(30)
         happened.append("aborted")
 
     shared = StandInBackend(meet)
@@ -142,7 +138,7 @@ def test_stuck_stand_in_backend_is_left_behind(use: Use) -> None:
 
     destroyed = use(StandInGroup(cuda=StandInBackend(hang)))
     limited = abort.AbortTorchDistributed(timeout=dt.timedelta(seconds=0.05))
-    with pytest.raises(torch_distributed.AbortTimeoutError, match="has not ended"):
+    with pytest.raises(aborts.AbortTimeoutError, match="has not ended"):
         limited(STATE)
     go_on.set()
     assert ended.wait(30)
@@ -198,11 +194,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch, use: Use) -> list[str]:
     """A stand-in recorder and one stand-in backend; returns what happens."""
     happened = use(StandInGroup(cuda=StandInBackend(lambda: happened.append("aborted"))))
     made = type("Collector", (StandInCollector,), {"happened": happened})
-    init = torch_distributed.Recording.__init__
-    monkeypatch.setattr(
-        torch_distributed.Recording, "__init__", lambda *args: init(*args, collector=made)
-    )
-    monkeypatch.setattr(torch_distributed, "_RECORDER_TIMEOUT_S", 30.0)
+    init = aborts.Recording.__init__
+    monkeypatch.setattr(aborts.Recording, "__init__", lambda *args: init(*args, collector=made))
+    monkeypatch.setattr(aborts, "_RECORDER_TIMEOUT_S", 30.0)
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
     return happened
 
@@ -301,9 +295,9 @@ def test_record_that_does_not_answer(
 ) -> None:
     """A recorder that hangs is given up, and the abort goes on."""
     go_on = threading.Event()
-    monkeypatch.setattr(torch_distributed, "_RECORDER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(aborts, "_RECORDER_TIMEOUT_S", 0.01)
     monkeypatch.setattr(StandInCollector, "take", lambda _self: go_on.wait(30))
-    with pytest.raises(torch_distributed.AbortTimeoutError, match="flight-record"):
+    with pytest.raises(aborts.AbortTimeoutError, match="flight-record"):
         abort.AbortTorchDistributed(str(tmp_path))(STATE)
     go_on.set()
     join_recorders()
@@ -324,13 +318,13 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
         two, _ = server.accept()
     with one, two:
         yield one, two
-    gloo_sockets.let_go_of_gloo_connections()
+    gloo.let_go_of_gloo_connections()
 
 
 def test_other_sockets_are_left_alone(connection: tuple[socket.socket, socket.socket]) -> None:
     """A process without gloo has nothing ended, whatever sockets it has."""
     one, two = connection
-    assert gloo_sockets.end_gloo_connections() == 0
+    assert gloo.end_gloo_connections() == 0
     one.sendall(b"x")
     assert two.recv(1) == b"x"
 
@@ -339,22 +333,22 @@ def test_loop_that_never_rests(
     connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Connections of a gloo thread that is always at work are found, too, and soon."""
-    real = gloo_sockets._read
+    real = gloo._read
 
     def read(path: str) -> str:
         if path.endswith("/comm"):
             return "gloo_tcp_loop"
         return real(path)
 
-    monkeypatch.setattr(gloo_sockets, "_read", read)
-    monkeypatch.setattr(gloo_sockets, "system_call", lambda _: ())
+    monkeypatch.setattr(gloo, "_read", read)
+    monkeypatch.setattr(gloo, "system_call", lambda _: ())
     reading, writing = os.pipe()
     with select.epoll() as loop, select.epoll() as other, socket.create_server(("", 0)) as listener:
         for descriptor in (reading, listener.fileno(), connection[0].fileno()):
             loop.register(descriptor)
         other.register(connection[1].fileno())
         began = time.monotonic()
-        assert gloo_sockets.end_gloo_connections() == 1
+        assert gloo.end_gloo_connections() == 1
         assert time.monotonic() - began < 60.0
     os.close(reading)
     os.close(writing)
@@ -368,7 +362,7 @@ def test_loop_that_never_rests_beside_a_like_one(
 
     Though it has a pipe, a listener and a connection, as gloo's has.
     """
-    real = gloo_sockets._read
+    real = gloo._read
     busy = f"/task/{threading.get_native_id()}/"
 
     def read(path: str) -> str:
@@ -376,7 +370,7 @@ def test_loop_that_never_rests_beside_a_like_one(
             return "gloo_tcp_loop" if path.endswith("/comm") else "running"
         return real(path)
 
-    monkeypatch.setattr(gloo_sockets, "_read", read)
+    monkeypatch.setattr(gloo, "_read", read)
     with contextlib.ExitStack() as stack:
         looked = []
         for one in connection:
@@ -393,10 +387,10 @@ def test_loop_that_never_rests_beside_a_like_one(
         thread.start()
         try:
             deadline = time.monotonic() + 30
-            while gloo_sockets._wait(str(thread.native_id)) is None:
+            while gloo._wait(str(thread.native_id)) is None:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)  # nothing tells when it begins to wait
-            assert gloo_sockets.end_gloo_connections() == 1
+            assert gloo.end_gloo_connections() == 1
             assert connection[0].recv(1) == b""
             connection[1].setblocking(False)
             with pytest.raises(BlockingIOError):
@@ -417,14 +411,14 @@ def test_number_that_is_something_else_by_now(
         socket.create_server(("127.0.0.1", 0)) as listener,
         (tmp_path / "f").open("w") as f,
     ):
-        assert not gloo_sockets._end(f.fileno())
-        assert not gloo_sockets._end(listener.fileno())
-        assert not gloo_sockets._end(one.fileno())
+        assert not gloo._end(f.fileno())
+        assert not gloo._end(listener.fileno())
+        assert not gloo._end(one.fileno())
         one.sendall(b"x")
         assert two.recv(1) == b"x"
         closed = f.fileno()
-    assert not gloo_sockets._end(closed)
-    assert gloo_sockets._end(connection[0].fileno())
+    assert not gloo._end(closed)
+    assert gloo._end(connection[0].fileno())
     assert connection[0].recv(1) == b""
 
 
@@ -633,7 +627,7 @@ def test_engine_that_is_not_installed() -> None:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Install a stand-in TransformerEngine; returns what is called."""
 
-    def install(fp8_room: str, error: Exception | None = None) -> list[str]:
+    def install(fp8_module: str, error: Exception | None = None) -> list[str]:
         called: list[str] = []
 
         def destroy_ub() -> None:
@@ -642,14 +636,14 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
                 raise error
 
         manager = types.SimpleNamespace(reset=lambda: called.append("reset"))
-        rooms: dict[str, dict[str, object]] = {
+        modules: dict[str, dict[str, object]] = {
             "transformer_engine": {},
             "transformer_engine.pytorch": {},
             "transformer_engine.pytorch.module": {},
             "transformer_engine.pytorch.module.base": {"destroy_ub": destroy_ub},
-            fp8_room: {"FP8GlobalStateManager": manager},
+            fp8_module: {"FP8GlobalStateManager": manager},
         }
-        for name, content in rooms.items():
+        for name, content in modules.items():
             module = types.ModuleType(name)
             module.__path__ = []  # type: ignore[attr-defined]
             module.__spec__ = importlib.machinery.ModuleSpec(name, None)
@@ -660,10 +654,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     return install
 
 
-@pytest.mark.parametrize("room", ["fp8", "quantization"])
-def test_stand_in_engine(engine: Callable[..., list[str]], room: str) -> None:
+@pytest.mark.parametrize("module", ["fp8", "quantization"])
+def test_stand_in_engine(engine: Callable[..., list[str]], module: str) -> None:
     """User buffers are destroyed and the FP8 state is reset, where older and newer versions are."""
-    called = engine(f"transformer_engine.pytorch.{room}")
+    called = engine(f"transformer_engine.pytorch.{module}")
     assert abort.AbortTransformerEngine()(STATE) is STATE
     assert called == ["destroy_ub", "reset"]
 

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._abort.base import Abort
-from nvidia_resiliency_ext.inprocess._abort.chain import run_abort
+from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort, run_abort
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.state import FrozenState, State
 
@@ -76,7 +75,7 @@ class Nameless:
         return state
 
 
-def test_one_that_cannot_be_told() -> None:
+def test_one_that_cannot_be_notified() -> None:
     """Neither a member nor what it raises has to have a text; what is no abort is an error."""
     calls: list[str] = []
     one, two = Member("one", calls), Member("two", calls, Unspeakable())

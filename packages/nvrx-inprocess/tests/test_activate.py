@@ -3,7 +3,7 @@
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._ranks.numbering import clamp_active, round_down
+from nvidia_resiliency_ext.inprocess._ranks.layout import clamp_active, round_down
 
 
 @pytest.mark.parametrize(

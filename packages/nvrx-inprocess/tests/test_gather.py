@@ -12,8 +12,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from nvidia_resiliency_ext.inprocess import _gather
-from nvidia_resiliency_ext.inprocess._ranks import roll
+from nvidia_resiliency_ext.inprocess._ranks import gather
+from nvidia_resiliency_ext.inprocess._ranks import gather as roll
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.exception import InternalError
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as RestartTimeoutError
@@ -168,7 +168,7 @@ def test_names_of_the_same_iteration_stay():
     def one(rank):
         store = dist.PrefixStore("", common)
         for _ in range(3):
-            _gather.gather(store, _gather.Caller(rank, rank, 7), ["k"], range(2), _WAIT)
+            gather.gather(store, gather.Caller(rank, rank, 7), ["k"], range(2), _WAIT)
 
     on_ranks(one, range(2))
     store = dist.PrefixStore("", common)
@@ -231,21 +231,21 @@ def test_missing_ranks_are_named():
 
 def test_record_is_written_by_those_who_wait_if_the_last_rank_dies(monkeypatch):
     """All have told, but the one that should have written the record is gone: another writes it."""
-    monkeypatch.setattr(_gather, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(gather, "_LOOK_EVERY_S", 0.02)
     store = dist.HashStore()
     store.append("rank_assignment/0/0/entries", roll.entry(1, ["b"]))
-    runs = _gather.gather(store, _gather.Caller(0, 0, 0), ["a"], [0, 1], _WAIT)
+    runs = gather.gather(store, gather.Caller(0, 0, 0), ["a"], [0, 1], _WAIT)
     assert runs == [(("a",), range(1)), (("b",), range(1, 2))]
 
 
 def test_long_record_is_left_to_the_list(monkeypatch):
     """A record that a torch store would refuse is not written; the ranks read the list."""
-    monkeypatch.setattr(_gather, "_MAX_RECORD_BYTES", 10)
+    monkeypatch.setattr(gather, "_MAX_RECORD_BYTES", 10)
     common = dist.HashStore()
 
     def one(rank):
-        caller, store = _gather.Caller(rank, rank, 0), dist.PrefixStore("", common)
-        return _gather.gather(store, caller, ["k"], range(3), _WAIT)
+        caller, store = gather.Caller(rank, rank, 0), dist.PrefixStore("", common)
+        return gather.gather(store, caller, ["k"], range(3), _WAIT)
 
     assert set(map(str, on_ranks(one, range(3)).values())) == {"[(('k',), range(0, 3))]"}
 
@@ -271,7 +271,7 @@ def test_nothing_keeps_the_store_alive():
     """After a call neither the tree nor the module holds the store."""
     store, tree = dist.HashStore(), Tree([Layer()])
     state = tree(RankAssignmentCtx(State(0, 1), store, set())).state
-    _gather._passes[store] = {}
+    gather._passes[store] = {}
     seen = weakref.ref(store)
     del store
     gc.collect()
@@ -286,11 +286,11 @@ def test_tree_in_a_chain_is_refused():
         Tree([Layer()])(RankAssignmentCtx(state, dist.HashStore(), set()))
 
 
-def test_stand_in_is_told_from_a_store():
+def test_stand_in_is_notified_from_a_store():
     """Only what has torch's operations is used as a store."""
-    assert _gather.can_gather(dist.HashStore())
-    assert not _gather.can_gather(object())
-    assert not _gather.can_gather(None)
+    assert gather.can_gather(dist.HashStore())
+    assert not gather.can_gather(object())
+    assert not gather.can_gather(None)
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -319,7 +319,7 @@ def test_record_says_what_the_list_says(seed):
 )  # fmt: skip
 def test_foreign_record_is_reported(text):
     """A record that no rank wrote is an error that names key and value."""
-    with pytest.raises(roll.ForeignRollError, match="'where' in the store"):
+    with pytest.raises(roll.ForeignKeysError, match="'where' in the store"):
         roll.read("where", text, [0, 1])
 
 
@@ -328,7 +328,7 @@ def test_foreign_record_is_reported(text):
 )
 def test_foreign_line_is_reported(line):
     """A line that no rank wrote is an error, not an entry."""
-    with pytest.raises(roll.ForeignRollError):
+    with pytest.raises(roll.ForeignKeysError):
         roll.parse("where", f"{line}\n")
 
 
@@ -348,11 +348,11 @@ def test_damaged_texts_give_an_error_or_a_result(seed):
         found = roll.parse("k", "".join(text))
         if found.keys() >= set(range(6)):
             roll.read("k", roll.compose("k", found, range(6)), range(6))
-    except roll.ForeignRollError:
+    except roll.ForeignKeysError:
         pass
     try:
         runs = roll.read("k", "".join(record), range(6))
-    except roll.ForeignRollError:
+    except roll.ForeignKeysError:
         return
     assert [rank for _, run in runs for rank in run] == list(range(6))
 
@@ -361,13 +361,13 @@ def test_foreign_bytes_are_reported():
     """Bytes that are no text are an error that names the key."""
     store = dist.HashStore()
     store.set("rank_assignment/0/0/entries", "\xff\xfe\n")
-    with pytest.raises(roll.ForeignRollError, match="rank_assignment/0/0/entries"):
-        _gather.gather(store, _gather.Caller(0, 0, 0), ["a"], [0, 1], timedelta(seconds=0.05))
+    with pytest.raises(roll.ForeignKeysError, match="rank_assignment/0/0/entries"):
+        gather.gather(store, gather.Caller(0, 0, 0), ["a"], [0, 1], timedelta(seconds=0.05))
 
 
 def test_keys_have_a_limit():
     """Keys beyond the limit are refused on the rank that has them, before anything is written."""
     store = dist.HashStore()
     with pytest.raises(ValueError, match="at most 4096"):
-        _gather.gather(store, _gather.Caller(0, 0, 0), ["a" * 5000], [0, 1], _WAIT)
+        gather.gather(store, gather.Caller(0, 0, 0), ["a" * 5000], [0, 1], _WAIT)
     assert store.num_keys() == 0

@@ -8,21 +8,22 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from nvidia_resiliency_ext.inprocess._call import doing
+from nvidia_resiliency_ext.inprocess._call import watchdog
 from nvidia_resiliency_ext.inprocess._monitor.messages import WAITED
-from nvidia_resiliency_ext.inprocess._monitor.stacks import StackDump, read_dump, seen_before_end
+from nvidia_resiliency_ext.inprocess._monitor.page import StackDump, read_dump, seen_before_end
 from nvidia_resiliency_ext.inprocess._protocol.decision import (
     Arrival,
+    Seen,
     decode_decision,
     encode_decision,
+    find_hang,
 )
-from nvidia_resiliency_ext.inprocess._protocol.hang import Seen, find_hang
 from nvidia_resiliency_ext.inprocess._protocol.lists import (
     decide,
     format_arrival,
     parse_arrivals,
 )
-from nvidia_resiliency_ext.inprocess._store.errors import ForeignValueError
+from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity, Kernel
 
@@ -64,7 +65,7 @@ def test_whom_a_hang_is_blamed_on(
     assert text in (hang.text if hang else "")
 
 
-def test_the_decision_carries_what_its_arrivals_have_told() -> None:
+def test_the_decision_carries_what_its_arrivals_have_notified() -> None:
     """Texts of a program come back as they were, as one line; all ranks read the same verdict."""
     odd = Seen(Activity.WORKING, "a;b:c%,é.py:1 in <listcomp>", "runs; in: a,b 100%\nsecond line")
     told = [
@@ -97,8 +98,8 @@ def test_foreign_words_are_named(text: str) -> None:
 
 def test_what_the_main_thread_does_is_seen_from_another_one() -> None:
     """The place is the program's own line, though the main thread sits in the library's."""
-    found: list[doing.Doing] = []
-    thread = threading.Thread(target=lambda: found.append(doing.of_main_thread()))
+    found: list[watchdog.MainThreadActivity] = []
+    thread = threading.Thread(target=lambda: found.append(watchdog.of_main_thread()))
     thread.start()
     thread.join()
     assert found[0].call == "own"
@@ -124,7 +125,7 @@ def test_an_exception_of_a_collective_is_that_of_a_rank_that_waited(
 
     with pytest.raises(type(error)) as caught:
         collective()
-    told = doing.of_raised(caught.value)
+    told = watchdog.of_raised(caught.value)
     assert told.call == call
     assert told.place.endswith("in collective") == bool(call)
 
@@ -145,7 +146,7 @@ def test_stacks_are_written_at_the_signal() -> None:
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
-def test_a_process_that_cannot_write_stacks_is_told_by_the_kernel() -> None:
+def test_a_process_that_cannot_write_stacks_is_notified_by_the_kernel() -> None:
     """Without a free signal there is no dump, and the kernel's view is all there is."""
     seen = seen_before_end(Kernel("T"), read_dump(-1))
     assert seen == Seen(Activity.STOPPED, "", "is stopped (SIGSTOP or a debugger)")

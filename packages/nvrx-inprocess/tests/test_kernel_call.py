@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._abort.kernel_call import (
+from nvidia_resiliency_ext.inprocess._unblock.waits import (
     Wait,
     kernel_wait,
     own_memory,
@@ -64,7 +64,7 @@ def test_a_sleep_that_was_held_up_is_no_wait() -> None:
             process.kill()
 
 
-def test_who_does_not_wait_is_not_told_to_wait() -> None:
+def test_who_does_not_wait_is_not_notified_to_wait() -> None:
     """A thread at work, and one that is not there, wait for nothing."""
     assert kernel_wait(os.getpid())[0] is None
     assert kernel_wait(2**22 + 1) == (None, 0, 0)

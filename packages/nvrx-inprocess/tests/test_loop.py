@@ -15,11 +15,11 @@ import pytest
 
 from nvidia_resiliency_ext.inprocess import rank_assignment, rank_filter
 from nvidia_resiliency_ext.inprocess._call import loop as loop_module
-from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
+from nvidia_resiliency_ext.inprocess._call.interrupt import AtomicLock, MainThreadInterrupter
 from nvidia_resiliency_ext.inprocess._call.loop import CallLoop, Parts
-from nvidia_resiliency_ext.inprocess._call.newsbox import NewsBox
 from nvidia_resiliency_ext.inprocess._call.report import Phase, describe_interruption
 from nvidia_resiliency_ext.inprocess._call.settings import Settings
+from nvidia_resiliency_ext.inprocess._call.watchdog import EventQueue
 from nvidia_resiliency_ext.inprocess._monitor.messages import (
     Completed,
     Decided,
@@ -46,25 +46,25 @@ class Monitor:
         self.is_abandoned = False
         self.left: list[bool] = []
         self.has_left = threading.Event()
-        self.last_words: list[tuple[int, int, frozenset[int]]] = []
+        self.departures: list[tuple[int, int, frozenset[int]]] = []
         self.records: tuple[InterruptionRecord, ...] = ()
-        self.hear: Callable[[Any], None]
+        self.receive: Callable[[Any], None]
 
     def begin(self, iteration: int, rank: int, world_size: int, _who: object) -> None:
         self.iteration, self.rank, self.world_size = iteration, rank, world_size
 
     def report(self, kind: Interruption) -> None:
         self.records = (InterruptionRecord(self.rank, kind),)
-        self.hear(Interrupted(self.iteration, self.records))
+        self.receive(Interrupted(self.iteration, self.records))
 
     def completed(self) -> None:
-        self.hear(Completed(self.iteration))
+        self.receive(Completed(self.iteration))
 
     def arrive(self, call: str, place: str) -> None:
         self.said = call, place
         size = self.world_size
         all_ranks = tuple(Arrival(each, each, size, is_out=False) for each in range(size))
-        self.hear(Decided(self.iteration, Decision(all_ranks, (), self.records)))
+        self.receive(Decided(self.iteration, Decision(all_ranks, (), self.records)))
 
     def leave(self, is_lost: bool, *, is_discarded: bool = False) -> bool:
         del is_discarded
@@ -87,26 +87,26 @@ def call_of(
     """Make the loop of a call; `arguments` are those of `Wrapper`."""
     arguments = {"rank_assignment": ShiftRanks(), **arguments}
     page, monitor, nothing = ProgressPage.create(), monitor or Monitor(), Nothing()
-    box: NewsBox[Any] = NewsBox(time.monotonic, 1.0, page.stamp_auto)
+    events: EventQueue[Any] = EventQueue(time.monotonic, 1.0, page.stamp_auto)
     parts = Parts(
         base_store=nothing,
         link=monitor,
         page=page,
-        gate=MainThreadGate(),
+        interrupter=MainThreadInterrupter(),
         lock=AtomicLock(),
         watchdog=nothing,
-        box=box,
+        events=events,
         record=nothing,
         inject=lambda _fn, args, kwargs: (args, kwargs),
-        say_last_word=lambda *said: monitor.last_words.append(said),
+        send_departure_notice=lambda *said: monitor.departures.append(said),
     )  # fmt: skip
     loop = CallLoop(Settings(store_factory=TCPStore, **arguments), state, parts, None)
-    monitor.hear = loop.hear
-    with contextlib.closing(page), contextlib.closing(box):
+    monitor.receive = loop.receive
+    with contextlib.closing(page), contextlib.closing(events):
         try:
             yield loop, monitor
         finally:
-            del monitor.hear  # so that all goes at once
+            del monitor.receive  # so that all goes at once
 
 
 def raises_in(iterations: int, state: State) -> Callable[[], str]:
@@ -123,7 +123,7 @@ def raises_in(iterations: int, state: State) -> Callable[[], str]:
 @pytest.mark.filterwarnings("ignore:rank_filter")
 @pytest.mark.parametrize("module", [rank_assignment, rank_filter])
 def test_rank_filter_is_applied(module: ModuleType) -> None:
-    """A filter of either kind has the last word on who works; the others are reserves."""
+    """A filter of either kind has the last say on who works; the others are reserves."""
     for rank, value in enumerate(("works", None)):
         state = State(rank, 2)
         with call_of(state, rank_filter=module.MaxActiveWorldSize(1)) as (loop, _):
@@ -131,13 +131,13 @@ def test_rank_filter_is_applied(module: ModuleType) -> None:
         assert (state.world_size, state.active_world_size) == (2, 1)
 
 
-def test_old_news_stops_nothing() -> None:
+def test_old_events_stops_nothing() -> None:
     """An interruption that is told again, as by another monitor, costs no second restart."""
     aborted: list[int] = []
 
     class LateState(State):
         def advance(self) -> None:
-            loop.hear(Interrupted(self.iteration, monitor.records))
+            loop.receive(Interrupted(self.iteration, monitor.records))
             super().advance()
 
     class Note(Abort):
@@ -161,7 +161,7 @@ def test_report_tells_the_last_call_of_who_has_not_reported() -> None:
 
         def function() -> None:
             if state.iteration == 0:
-                monitor.hear(Interrupted(0, (), 0.75))
+                monitor.receive(Interrupted(0, (), 0.75))
                 time.sleep(30)
 
         loop.run(function, (), {})
@@ -179,7 +179,7 @@ def test_report_has_every_phase() -> None:
     assert report.seconds["detect"] == 0
 
 
-def test_a_restart_is_told_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_restart_is_notified_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
     """By default, too, a line says what happened, who goes on and after how long."""
     state = State(0, 1)
     caplog.set_level("DEBUG", "nvrx")
@@ -212,7 +212,7 @@ def test_a_restart_is_told_in_one_sentence(caplog: pytest.LogCaptureFixture) -> 
         ),
     ],
 )
-def test_what_happened_is_told_in_words(
+def test_what_happened_is_notified_in_words(
     kinds: dict[int, str], lost: list[int], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sentence names ranks, what was seen of them with its limit, and who is lost."""
@@ -321,7 +321,7 @@ def test_who_never_calls_the_function_is_done_without() -> None:
         assert monitor.left == [False]
 
 
-def test_last_word_is_said_where_the_others_wait() -> None:
+def test_departure_notice_is_said_where_the_others_wait() -> None:
     """A rank without monitor that fails between two iterations is missed in the second one."""
     state = State(0, 1)
 
@@ -335,7 +335,7 @@ def test_last_word_is_said_where_the_others_wait() -> None:
     with call_of(state, rank_assignment=Fails()) as (loop, monitor):
         with pytest.raises(KeyError, match="no number"):
             loop.run(raises_in(1, state), (), {})
-        assert monitor.last_words == [(0, 1, frozenset({0}))]
+        assert monitor.departures == [(0, 1, frozenset({0}))]
 
 
 def test_who_is_in_the_function_when_the_store_is_lost_comes_out() -> None:
@@ -343,7 +343,7 @@ def test_who_is_in_the_function_when_the_store_is_lost_comes_out() -> None:
     with call_of(State(0, 1)) as (loop, monitor):
 
         def function() -> None:
-            monitor.hear(StoreLost("the store at here:1: gone"))
+            monitor.receive(StoreLost("the store at here:1: gone"))
             time.sleep(30)
 
         began = time.monotonic()
@@ -359,7 +359,7 @@ def test_who_has_completed_does_not_need_the_store() -> None:
     class Late(Monitor):
         def completed(self) -> None:
             super().completed()
-            self.hear(StoreLost("gone"))
+            self.receive(StoreLost("gone"))
 
     aborted: list[int] = []
 
@@ -387,7 +387,7 @@ def test_no_abort_goes_on_after_the_call() -> None:
     with call_of(State(0, 1), abort=Slow()) as (loop, monitor):
 
         def function() -> None:
-            monitor.hear(Interrupted(0, ()))
+            monitor.receive(Interrupted(0, ()))
             raise SystemExit(3)
 
         with pytest.raises(SystemExit):

@@ -19,13 +19,13 @@ from monitor_lab import Lab, environ_of_monitor, open_files, wait_gone, with_tor
 from torch.distributed import TCPStore
 
 from nvidia_resiliency_ext.inprocess import store as stores
-from nvidia_resiliency_ext.inprocess._monitor import messages, store_side
-from nvidia_resiliency_ext.inprocess._monitor.place import NodePlace
-from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
-from nvidia_resiliency_ext.inprocess._monitor.store_side import Desk
-from nvidia_resiliency_ext.inprocess._protocol.board import Board
-from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
-from nvidia_resiliency_ext.inprocess._store.hosting import keep_store
+from nvidia_resiliency_ext.inprocess._monitor import messages, store_threads
+from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.start import NodeDirectory
+from nvidia_resiliency_ext.inprocess._monitor.store_threads import StoreWorker
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
+from nvidia_resiliency_ext.inprocess._store.names import Endpoint
+from nvidia_resiliency_ext.inprocess._store_server.hosting import host_store
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.wire import receive_message, send_message, send_with_fds
 
@@ -82,10 +82,10 @@ def host():
     process.communicate()
 
 
-def board(lab) -> Board:
-    """Return a board of the lab's call."""
+def iteration_store(lab) -> IterationStore:
+    """Return an iteration store of the lab's call."""
     store = TCPStore("127.0.0.1", lab.port, is_master=False, timeout=timedelta(seconds=20))
-    return Board(store, lab.prefix)
+    return IterationStore(store, lab.prefix)
 
 
 def test_exception_restarts_all_ranks(make) -> None:
@@ -94,10 +94,10 @@ def test_exception_restarts_all_ranks(make) -> None:
     ranks = lab.up()
     ranks[1].do("report", "EXCEPTION")
     for rank in ranks:
-        assert rank.hear("Interrupted", 0) == ["Interrupted", 0, [[1, "EXCEPTION"]]]
+        assert rank.expect("Interrupted", 0) == ["Interrupted", 0, [[1, "EXCEPTION"]]]
         rank.do("arrive")
     for rank in ranks:
-        assert rank.hear("Decided", 0) == ["Decided", 0, [0, 1], [], [[1, "EXCEPTION"]]]
+        assert rank.expect("Decided", 0) == ["Decided", 0, [0, 1], [], [[1, "EXCEPTION"]]]
     lab.begin(1)
     lab.finish(1, [0, 1])
 
@@ -108,10 +108,10 @@ def test_killed_rank_is_terminated_and_the_rest_goes_on(make) -> None:
     first, *rest = lab.up()
     first.kill()
     for rank in rest:
-        assert rank.hear("Interrupted", 0)[2] == [[0, "TERMINATED"]]
+        assert rank.expect("Interrupted", 0)[2] == [[0, "TERMINATED"]]
         rank.do("arrive")
     for rank in rest:
-        assert rank.hear("Decided", 0)[2:4] == [[1, 2], [0]]
+        assert rank.expect("Decided", 0)[2:4] == [[1, 2], [0]]
     lab.begin(1, [1, 2])
     lab.finish(1, [1, 2])
 
@@ -122,10 +122,10 @@ def test_stopped_rank_times_out_and_is_killed(make) -> None:
     ranks = lab.up()
     wait_for_nodes(lab, {0, 1})
     ranks[1].kill(signal.SIGSTOP)
-    assert ranks[0].hear("Interrupted", 0)[2] == [[1, "SOFT_TIMEOUT"]]
+    assert ranks[0].expect("Interrupted", 0)[2] == [[1, "SOFT_TIMEOUT"]]
     ranks[0].do("arrive")
     assert ranks[1].wait() in {-signal.SIGTERM, -signal.SIGKILL}
-    made = ranks[0].hear("Decided", 0)
+    made = ranks[0].expect("Decided", 0)
     assert made[2:4] == [[0], [1]]
     assert [1, "HARD_TIMEOUT"] in made[4]
 
@@ -135,7 +135,7 @@ def test_silent_ping_is_a_hang(make) -> None:
     lab = make(2, **FAST, soft_timeout_s=0.6, hard_timeout_s=30.0, barrier_timeout_s=60.0)
     ranks = lab.up()
     ranks[0].do("ping")
-    assert ranks[1].hear("Interrupted", 0)[2] == [[0, "SOFT_TIMEOUT"]]
+    assert ranks[1].expect("Interrupted", 0)[2] == [[0, "SOFT_TIMEOUT"]]
 
 
 def test_killed_monitor_is_replaced_and_nobody_is_interrupted(make) -> None:
@@ -154,8 +154,8 @@ def test_killed_monitor_is_replaced_and_nobody_is_interrupted(make) -> None:
     # What had been said before is known to the new one: rank 0 need not complete again.
     ranks[1].do("completed")
     for rank in ranks:
-        rank.hear("Completed", 0)
-    assert not [line for rank in ranks for line in rank.heard if line[0] == "Interrupted"]
+        rank.expect("Completed", 0)
+    assert not [line for rank in ranks for line in rank.received if line[0] == "Interrupted"]
 
 
 def test_stopped_monitor_is_replaced_and_nobody_is_interrupted(make) -> None:
@@ -168,18 +168,18 @@ def test_stopped_monitor_is_replaced_and_nobody_is_interrupted(make) -> None:
         # What is said to a stopped monitor is said to its successor.
         rank.do("completed")
     for rank in ranks:
-        rank.hear("Completed", 0)
+        rank.expect("Completed", 0)
     assert {lab.monitor_pid(0), lab.monitor_pid(1)}.isdisjoint({old})
     assert wait_gone(old, 5.0)
-    assert not [line for rank in ranks for line in rank.heard if line[0] == "Interrupted"]
+    assert not [line for rank in ranks for line in rank.received if line[0] == "Interrupted"]
 
 
 def test_monitor_that_was_stopped_before_the_call_is_replaced(make, monkeypatch) -> None:
     """A rank that comes to a stopped monitor ends it and starts another one."""
     lab = make(1)
     (rank,) = lab.start(0, options=("prestart", "start_limit=5"))
-    rank.hear("started")
-    place = NodePlace.find(lab.environ)
+    rank.expect("started")
+    place = NodeDirectory.find(lab.environ)
     handle = wait_for(place.find_monitor)
     with handle:
         lab.monitors.add(handle.pid)
@@ -206,17 +206,17 @@ def test_monitor_killed_with_a_rank(make) -> None:
     ranks[2].kill()
     os.kill(lab.monitor_pid(0), signal.SIGKILL)
     for rank in ranks[:2]:
-        assert rank.hear("Interrupted", 0)[2] == [[2, "TERMINATED"]]
+        assert rank.expect("Interrupted", 0)[2] == [[2, "TERMINATED"]]
         rank.do("arrive")
     for rank in ranks[:2]:
-        assert rank.hear("Decided", 0)[2:4] == [[0, 1], [2]]
+        assert rank.expect("Decided", 0)[2:4] == [[0, 1], [2]]
     lab.begin(1, [0, 1])
     lab.finish(1, [0, 1])
 
 
 def wait_for_nodes(lab, ranks) -> None:
     """Wait until the ranks stand in the registry of the call."""
-    there = board(lab)
+    there = iteration_store(lab)
     deadline = time.monotonic() + 20.0
     known: set[int] = set()
     while known != ranks and time.monotonic() < deadline:
@@ -238,10 +238,10 @@ def test_lost_node_is_seen_by_its_neighbour(make) -> None:
     lab.ranks[2].kill()
     killed = time.monotonic()
     for rank in (0, 1):
-        assert lab.ranks[rank].hear("Interrupted", 0)[2] == [[2, "UNRESPONSIVE"]]
+        assert lab.ranks[rank].expect("Interrupted", 0)[2] == [[2, "UNRESPONSIVE"]]
         lab.ranks[rank].do("arrive")
     for rank in (0, 1):
-        assert lab.ranks[rank].hear("Decided", 0)[2:4] == [[0, 1], [2]]
+        assert lab.ranks[rank].expect("Decided", 0)[2:4] == [[0, 1], [2]]
     assert time.monotonic() - killed < FAST["heartbeat_timeout_s"] + 20.0
     lab.begin(1, [0, 1])
     lab.finish(1, [0, 1])
@@ -253,11 +253,11 @@ def test_time_counts_from_the_start_of_the_iteration(make) -> None:
     lab.start(0)
     lab.attach(0)
     lab.ranks[0].do("freeze")
-    lab.ranks[0].hear("frozen")
+    lab.ranks[0].expect("frozen")
     wait_for_nodes(lab, {0})  # by then it has been looked at
     began = time.monotonic()
     lab.begin(0)
-    assert lab.ranks[0].hear("Interrupted", 0)[2] == [[0, "SOFT_TIMEOUT"]]
+    assert lab.ranks[0].expect("Interrupted", 0)[2] == [[0, "SOFT_TIMEOUT"]]
     assert 2.1 < time.monotonic() - began < 15.0
 
 
@@ -268,7 +268,7 @@ def test_nothing_polls(make) -> None:
     ranks = lab.up()
     ranks[3].do("report", "EXCEPTION")
     for rank in ranks:
-        rank.hear("Interrupted", 0, limit_s=5.0)
+        rank.expect("Interrupted", 0, limit_s=5.0)
 
 
 def test_last_call_ends_when_all_have_reported(make) -> None:
@@ -281,7 +281,7 @@ def test_last_call_ends_when_all_have_reported(make) -> None:
     for rank in ranks[:2]:
         rank.do("report", "EXCEPTION")
     for rank in ranks[:2]:
-        assert len(rank.hear("Interrupted", 0)[2]) == 4
+        assert len(rank.expect("Interrupted", 0)[2]) == 4
     assert time.monotonic() - began < 20.0
 
 
@@ -291,9 +291,9 @@ def test_rank_that_never_came_is_not_waited_for(make) -> None:
     lab.start(0)
     lab.attach(0)
     lab.ranks[0].do("begin", 0, 0, 2, [0, 1])
-    assert lab.ranks[0].hear("Interrupted", 0)[2] == [[1, "UNRESPONSIVE"]]
+    assert lab.ranks[0].expect("Interrupted", 0)[2] == [[1, "UNRESPONSIVE"]]
     lab.ranks[0].do("arrive")
-    assert lab.ranks[0].hear("Decided", 0)[2] == [0]
+    assert lab.ranks[0].expect("Decided", 0)[2] == [0]
 
 
 def test_monitor_that_dies_while_a_rank_comes(make) -> None:
@@ -302,7 +302,7 @@ def test_monitor_that_dies_while_a_rank_comes(make) -> None:
     lab.start(0, 1)
     [dying] = lab.attach(0)
     lab.ranks[1].do("monitor")
-    lab.ranks[1].hear("monitor")  # it has imported all, and comes at once
+    lab.ranks[1].expect("monitor")  # it has imported all, and comes at once
     os.kill(dying, signal.SIGSTOP)
     lab.ranks[1].do("attach")
     deadline = time.monotonic() + 20.0
@@ -311,7 +311,7 @@ def test_monitor_that_dies_while_a_rank_comes(make) -> None:
         threading.Event().wait(0.01)  # a test's look: another process's connection has no event
     with contextlib.suppress(ProcessLookupError):  # rank 0 may have ended it
         os.kill(dying, signal.SIGKILL)
-    assert lab.ranks[1].hear("attached")[1] != dying
+    assert lab.ranks[1].expect("attached")[1] != dying
 
 
 @pytest.mark.parametrize("is_with_torch", [False, True])
@@ -321,7 +321,7 @@ def test_torch_is_imported_where_it_is_needed(make, port, is_with_torch) -> None
     lab.up()
     lab.ranks[0].do("report", "EXCEPTION")
     for rank in (0, 1):
-        assert lab.ranks[rank].hear("Interrupted", 0)[2] == [[0, "EXCEPTION"]]
+        assert lab.ranks[rank].expect("Interrupted", 0)[2] == [[0, "EXCEPTION"]]
     assert procfs.maps_name(lab.monitor_pid(0), "libtorch") is is_with_torch
 
 
@@ -330,7 +330,7 @@ def test_two_that_come_at_once_have_one_monitor(make) -> None:
     lab = make(4)
     lab.start(0, 1, 2, 3, options=["prestart"])
     for rank in lab.all:
-        rank.hear("started")
+        rank.expect("started")
     assert len(set(lab.attach(0, 1, 2, 3))) == 1
 
 
@@ -352,20 +352,20 @@ def test_lost_leaver_is_missed_and_discarded_one_is_not(make) -> None:
     lab = make(3)
     ranks = lab.up()
     ranks[0].do("leave", True)
-    assert ranks[0].hear("left") == ["left", True]
+    assert ranks[0].expect("left") == ["left", True]
     for rank in ranks[1:]:
-        assert rank.hear("Interrupted", 0)[2] == [[0, "BASE_EXCEPTION"]]
+        assert rank.expect("Interrupted", 0)[2] == [[0, "BASE_EXCEPTION"]]
         rank.do("arrive")
     for rank in ranks[1:]:
-        assert rank.hear("Decided", 0)[2:4] == [[1, 2], [0]]
+        assert rank.expect("Decided", 0)[2:4] == [[1, 2], [0]]
     lab.begin(1, [1])
     ranks[2].do("leave", True, True)
-    assert ranks[2].hear("left") == ["left", True]
+    assert ranks[2].expect("left") == ["left", True]
     lab.finish(1, [1])
-    assert not [line for line in ranks[1].heard if line[:2] == ["Interrupted", 1]]
+    assert not [line for line in ranks[1].received if line[:2] == ["Interrupted", 1]]
 
 
-def test_lost_store_is_told(make, host) -> None:
+def test_lost_store_is_notified(make, host) -> None:
     """When the store's host dies, every rank is told."""
     process, port = host
     lab = make(2, port=port, **FAST)
@@ -373,7 +373,7 @@ def test_lost_store_is_told(make, host) -> None:
     wait_for_nodes(lab, {0, 1})
     process.kill()
     for rank in ranks:
-        assert rank.hear("StoreLost")[2]
+        assert rank.expect("StoreLost")[2]
 
 
 def test_operations_of_a_lost_store_are_not_waited_for(make, host, monkeypatch) -> None:
@@ -381,17 +381,19 @@ def test_operations_of_a_lost_store_are_not_waited_for(make, host, monkeypatch) 
     process, port = host
     posted: queue.SimpleQueue = queue.SimpleQueue()
     lost: list[str] = []
-    desk = Desk(MonitorSettings(**make(1, port=port, **FAST).settings), posted.put, lost.append)
-    desk.submit(lambda board: board.nodes())
+    store_worker = StoreWorker(
+        MonitorSettings(**make(1, port=port, **FAST).settings), posted.put, lost.append
+    )
+    store_worker.submit(lambda iteration_store: iteration_store.nodes())
     posted.get(timeout=60)()
-    assert desk.pending == 0
-    monkeypatch.setattr(store_side, "_CONNECT_LIMIT", timedelta(seconds=0.2))
+    assert store_worker.pending == 0
+    monkeypatch.setattr(store_threads, "_CONNECT_LIMIT", timedelta(seconds=0.2))
     process.kill()
     for _ in range(3):
-        desk.submit(lambda board: board.nodes())
+        store_worker.submit(lambda iteration_store: iteration_store.nodes())
     while not lost:
         posted.get(timeout=60)()
-    assert desk.pending == 0
+    assert store_worker.pending == 0
 
 
 def test_store_that_hangs_holds_up_no_timeout(make, host) -> None:
@@ -404,36 +406,36 @@ def test_store_that_hangs_holds_up_no_timeout(make, host) -> None:
     ranks[1].kill(signal.SIGSTOP)
     assert ranks[1].wait() in {-signal.SIGTERM, -signal.SIGKILL}
     ranks[2].do("leave", True)
-    assert ranks[2].hear("left") == ["left", True], "the monitor did not take note within 5 s"
-    text = ranks[0].hear("StoreLost")[2]
+    assert ranks[2].expect("left") == ["left", True], "the monitor did not take note within 5 s"
+    text = ranks[0].expect("StoreLost")[2]
     assert f"the store at 127.0.0.1:{port}: it has not answered for 2 s (heartbeat_timeout" in text
 
 
 def test_store_that_is_stopped_goes_on(make) -> None:
-    """A keeper of this node that somebody has stopped is woken before the store is given up."""
+    """A stopped store server of this node is resumed before the store is given up."""
     here = Endpoint("127.0.0.1", 0, is_served=False)
     job = f"woken-{os.getpid()}"
-    keeper = keep_store(here, job, stores.TCPStore.connect, is_single_node=True)
+    store_server = host_store(here, job, stores.TCPStore.connect, is_single_node=True)
     try:
-        lab = make(2, port=keeper.endpoint.port, **FAST, prefix=f"nvrx/{job}/0.0/0/")
+        lab = make(2, port=store_server.endpoint.port, **FAST, prefix=f"nvrx/{job}/0.0/0/")
         lab.prefix = f"nvrx/{job}/0.0/0/"
         ranks = lab.up()
         wait_for_nodes(lab, {0, 1})
-        os.kill(keeper.process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, keeper.process.pid, os.WSTOPPED)
+        os.kill(store_server.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, store_server.process.pid, os.WSTOPPED)
         ranks[1].do("report", "EXCEPTION")
-        assert ranks[0].hear("Interrupted")
+        assert ranks[0].expect("Interrupted")
         lab.end_ranks()
     finally:
-        keeper.stop()
+        store_server.stop()
 
 
 def test_hostile_clients(make) -> None:
-    """Garbage, half frames, floods, strangers and liars cost the monitor nothing but them."""
+    """The monitor refuses garbage, half frames, floods, silent clients and liars, and serves on."""
     lab = make(2, **FAST)
     lab.start(0)
     lab.attach(0)
-    place = NodePlace.find(lab.environ)
+    place = NodeDirectory.find(lab.environ)
     socks = [place.connect() for _ in range(80)]
     socks[-1].sendall(b"\xff" * 100)
     socks[-2].sendall(struct.pack(">I", 50) + b"half")
@@ -474,7 +476,7 @@ def test_another_process_cannot_take_a_rank(make) -> None:
     lab.up()
     [impostor] = lab.start(0)
     impostor.do("attach")
-    kind, name, text = impostor.hear("error")
+    kind, name, text = impostor.expect("error")
     assert (kind, name) == ("error", "InternalError")
     assert "RANK=0 belongs to process" in text
 
@@ -493,7 +495,7 @@ def test_narrow_hosts(make, environ) -> None:
     lab = make(2, **FAST)
     first, second = lab.up(environ=environ)
     second.kill()
-    assert first.hear("Interrupted", 0)[2] == [[1, "TERMINATED"]]
+    assert first.expect("Interrupted", 0)[2] == [[1, "TERMINATED"]]
 
 
 def test_files_are_private_and_go(make, tmp_path) -> None:
@@ -549,7 +551,7 @@ def test_nothing_is_left(make) -> None:
     """When the ranks have ended the monitor ends, and its directory is gone."""
     lab = make(2)
     ranks = lab.up()
-    place = NodePlace.find(lab.environ)
+    place = NodeDirectory.find(lab.environ)
     assert environ_of_monitor(lab.monitor_pid(0))["fds"] <= 24
     for rank in ranks:
         rank.kill()
@@ -562,7 +564,7 @@ def test_removed_directory_is_not_made_again(make) -> None:
     """A monitor whose directory somebody removed serves on, and leaves none behind."""
     lab = make(2)
     lab.up()
-    place = NodePlace.find(lab.environ)
+    place = NodeDirectory.find(lab.environ)
     with place.locked(5.0):
         place.remove()
     lab.finish(0, [0, 1])
@@ -574,7 +576,7 @@ def test_unfit_directory_keeps_no_monitor(make) -> None:
     """A monitor whose directory was opened to everybody ends with its ranks, and leaves it."""
     lab = make(1)
     lab.up()
-    place = NodePlace.find(lab.environ)
+    place = NodeDirectory.find(lab.environ)
     os.chmod(place.path, 0o777)
     lab.finish(0, [0])
     lab.close()
@@ -589,9 +591,9 @@ def test_socket_of_another_user_is_refused(make, monkeypatch, socket_folder) -> 
 
     if os.geteuid() != 0:
         pytest.skip("only root can be two users")
-    place = NodePlace(str(socket_folder / "p"))
+    place = NodeDirectory(str(socket_folder / "p"))
     with place.locked(1.0), place.listen():
-        monkeypatch.setattr(NodePlace, "find", lambda _: place)
+        monkeypatch.setattr(NodeDirectory, "find", lambda _: place)
         monkeypatch.setattr("os.geteuid", lambda: 12345)
         with pytest.raises(InternalError, match="not ours"):
             start.connect_or_start(Deadline.after(1.0), {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The monitor's smaller parts: page, names, messages, meeting place, files, traffic."""
+"""The monitor's smaller parts: page, names, messages, node directory, files, traffic."""
 
 import fcntl
 import os
@@ -19,12 +19,11 @@ import pytest
 from nvidia_resiliency_ext.inprocess import monitor_process, sibling_monitor
 from nvidia_resiliency_ext.inprocess._monitor import factory, messages
 from nvidia_resiliency_ext.inprocess._monitor import page as page_module
-from nvidia_resiliency_ext.inprocess._monitor import place as place_module
+from nvidia_resiliency_ext.inprocess._monitor import start as start_module
+from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView, Phase, ProgressPage
-from nvidia_resiliency_ext.inprocess._monitor.place import NodePlace
-from nvidia_resiliency_ext.inprocess._monitor.registration import Registration
-from nvidia_resiliency_ext.inprocess._monitor.roll import RollFile
-from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.registration import Registration, StateFile
+from nvidia_resiliency_ext.inprocess._monitor.start import NodeDirectory
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.shared_utils.channel import Channel
@@ -210,7 +209,7 @@ def test_channel_survives_anything(seed) -> None:
     theirs.close()
 
 
-# --- meeting place ---
+# --- node directory ---
 
 
 @pytest.fixture
@@ -229,11 +228,11 @@ def test_all_of_a_job_meet(environ) -> None:
     """Job, cycle and address name the place; it is 0700, and the same for all."""
     base = {**environ, "MASTER_ADDR": "a", "MASTER_PORT": "1", "SLURM_JOB_ID": "7"}
     places = [
-        NodePlace.find(each).path
+        NodeDirectory.find(each).path
         for each in (base, {**base, "MASTER_PORT": "2"}, {**base, "NVRX_CYCLE": "1"})
     ]
     assert len(set(places)) == 3
-    assert NodePlace.find(dict(base)).path == places[0]
+    assert NodeDirectory.find(dict(base)).path == places[0]
     assert all(stat.S_IMODE(os.stat(path).st_mode) == 0o700 for path in places)
 
 
@@ -242,35 +241,35 @@ def test_place_is_the_launchers_where_there_is_one(environ, short_path) -> None:
     launchers = os.path.join(short_path, "run")
     os.mkdir(launchers, 0o700)
     environ["FT_LAUNCHER_IPC_SOCKET"] = os.path.join(launchers, "launcher.sock")
-    assert os.path.dirname(NodePlace.find(environ).path) == launchers
+    assert os.path.dirname(NodeDirectory.find(environ).path) == launchers
     environ["FT_LAUNCHER_IPC_SOCKET"] = os.path.join(short_path, "gone", "launcher.sock")
-    assert os.path.dirname(NodePlace.find(environ).path) == short_path
+    assert os.path.dirname(NodeDirectory.find(environ).path) == short_path
 
 
 def test_place_that_others_own_is_passed_over(environ, short_path) -> None:
     """A name that is taken by a file, a link or an open directory is not used."""
-    first = NodePlace.find(environ).path
+    first = NodeDirectory.find(environ).path
     os.rename(first, first + "-moved")
     os.symlink(first + "-moved", first)
     environ["TMPDIR"] = os.path.join(short_path, "second")
     os.mkdir(environ["TMPDIR"], 0o700)
-    assert NodePlace.find(environ).path.startswith(environ["TMPDIR"])
+    assert NodeDirectory.find(environ).path.startswith(environ["TMPDIR"])
     os.unlink(first)
     os.mkdir(first)
     os.chmod(first, 0o777)
-    assert NodePlace.find(environ).path.startswith(environ["TMPDIR"])
+    assert NodeDirectory.find(environ).path.startswith(environ["TMPDIR"])
     with pytest.raises(UnsafePathError):
-        NodePlace(first)._open_lock()
+        NodeDirectory(first)._open_lock()
 
 
 def test_lock_has_a_deadline(environ) -> None:
     """Whoever waits for a lock that is never freed gets an error, and the lock stays usable."""
-    place = NodePlace.find(environ)
+    place = NodeDirectory.find(environ)
     with place.locked(1.0):
         with pytest.raises(DeadlineExceededError):
-            NodePlace(place.path)._lock(0.05)
+            NodeDirectory(place.path)._lock(0.05)
         with pytest.raises(DeadlineExceededError):
-            NodePlace(place.path)._lock(0.0)
+            NodeDirectory(place.path)._lock(0.0)
     with place.locked(10.0):
         pass
     for thread in threading.enumerate():
@@ -280,18 +279,18 @@ def test_lock_has_a_deadline(environ) -> None:
 
 def test_all_tries_for_a_lock_share_one_deadline(environ, monkeypatch) -> None:
     """However often the directory is removed meanwhile: the time is that of all tries together."""
-    place = NodePlace.find(environ)
+    place = NodeDirectory.find(environ)
     left_s: list[float] = []
     is_current = iter([False, False, True])
-    monkeypatch.setattr(place_module, "lock_file", lambda _fd, left: left_s.append(left))
-    monkeypatch.setattr(NodePlace, "_is_current", lambda *_: next(is_current))
+    monkeypatch.setattr(start_module, "lock_file", lambda _fd, left: left_s.append(left))
+    monkeypatch.setattr(NodeDirectory, "_is_current", lambda *_: next(is_current))
     os.close(place._lock(10.0))
     assert 10.0 >= left_s[0] > left_s[1] > left_s[2] > 0.0
 
 
 def test_lock_survives_removal(environ) -> None:
     """Who waited for the lock of a directory that was removed gets that of a new one."""
-    place = NodePlace.find(environ)
+    place = NodeDirectory.find(environ)
     entered = threading.Event()
 
     def enter() -> None:
@@ -309,16 +308,16 @@ def test_lock_survives_removal(environ) -> None:
 
 def test_lock_is_not_made_in_a_directory_that_goes(environ, monkeypatch) -> None:
     """Who comes while a directory is being removed gets a new one, which stays."""
-    place = NodePlace.find(environ)
+    place = NodeDirectory.find(environ)
     removed = []
-    really = place_module.remove_tree_at
+    really = start_module.remove_tree_at
 
     def remove_slowly(name: str, directory: int) -> None:
-        with NodePlace.find(environ).locked(1.0):
+        with NodeDirectory.find(environ).locked(1.0):
             removed.append(name)
         really(name, directory)
 
-    monkeypatch.setattr(place_module, "remove_tree_at", remove_slowly)
+    monkeypatch.setattr(start_module, "remove_tree_at", remove_slowly)
     with place.locked(1.0):
         place.remove()
     assert len(removed) == 1
@@ -330,7 +329,7 @@ def test_lock_is_not_made_in_a_directory_that_goes(environ, monkeypatch) -> None
 
 def test_stale_siblings_are_removed(environ) -> None:
     """Directories without a monitor go, that of a living one stays."""
-    places = [NodePlace.find({**environ, "MASTER_PORT": str(port)}) for port in (1, 2, 3)]
+    places = [NodeDirectory.find({**environ, "MASTER_PORT": str(port)}) for port in (1, 2, 3)]
     with places[1].locked(1.0):
         listener = places[1].listen()
     places[0].remove_stale_siblings()
@@ -346,10 +345,10 @@ def test_stale_siblings_are_removed(environ) -> None:
 
 def test_roll_is_read_by_a_follower(tmp_path) -> None:
     """What one monitor writes another reads; a broken file is no file."""
-    roll = RollFile(str(tmp_path), "call")
+    roll = StateFile(str(tmp_path), "call")
     assert roll.read() == {}
     roll.write({3: (10, 20)})
-    assert RollFile(str(tmp_path), "call").read() == {3: (10, 20)}
+    assert StateFile(str(tmp_path), "call").read() == {3: (10, 20)}
     [path] = tmp_path.iterdir()
     path.write_text("{]")
     assert roll.read() == {}
@@ -360,8 +359,8 @@ def test_roll_is_read_by_a_follower(tmp_path) -> None:
 # --- traffic ---
 
 
-class CountingBoard:
-    """A board that counts operations."""
+class CountingIterationStore:
+    """An iteration store that counts operations."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -384,13 +383,13 @@ class CountingBoard:
 
 
 class NoThread:
-    """A desk that does everything at once."""
+    """A store worker that does everything at once."""
 
     def __init__(self) -> None:
-        self.board = CountingBoard()
+        self.iteration_store = CountingIterationStore()
 
     def submit(self, run, done=None) -> None:
-        result = run(self.board)
+        result = run(self.iteration_store)
         if done is not None:
             done(result)
 
@@ -398,17 +397,17 @@ class NoThread:
 def test_idle_traffic_of_a_node(tmp_path) -> None:
     """A node with one rank costs two store operations per heartbeat interval at most."""
     settings = MonitorSettings("p", "m:f", heartbeat_interval_s=1.0, heartbeat_timeout_s=30.0)
-    desk = NoThread()
+    store_worker = NoThread()
     lost = []
-    registration = Registration(settings, str(tmp_path), desk, lost.extend)
+    registration = Registration(settings, str(tmp_path), store_worker, lost.extend)
     registration.came(0, 1, 1, lambda _: None)
     registration.tick(0.0, {0, 1})
-    start = desk.board.count
+    start = store_worker.iteration_store.count
     beats = 1000
     for second in range(1, beats + 1):
         registration.tick(float(second), {0, 1})
     waits = beats / 10  # one wait for the outcome in ten seconds
-    assert desk.board.count - start + waits <= 2 * beats
+    assert store_worker.iteration_store.count - start + waits <= 2 * beats
     assert lost == []
     registration.close()
 

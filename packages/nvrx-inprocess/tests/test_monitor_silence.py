@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a monitor that lives, but says nothing, is given up."""
 
-from nvidia_resiliency_ext.inprocess._monitor.silence import Patience, Silence
+from nvidia_resiliency_ext.inprocess._monitor.timeouts import Patience, Silence
 
 PATIENCE = Patience.within(30.0)
 
@@ -36,7 +36,7 @@ def test_whatever_is_heard_ends_the_silence() -> None:
     for step in range(1, 100):
         silence.missed(step * PATIENCE.interval_s)
         if step % 3 == 0:
-            silence.heard(step * PATIENCE.interval_s)
+            silence.received(step * PATIENCE.interval_s)
         assert not silence.is_over(is_stopped=True)
 
 

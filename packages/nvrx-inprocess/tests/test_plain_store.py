@@ -14,11 +14,11 @@ import pytest
 import torch.distributed as dist
 from protocol_schedules import RealRun
 
-from nvidia_resiliency_ext.inprocess._monitor.store_side import connect_store
-from nvidia_resiliency_ext.inprocess._protocol.board import Board
+from nvidia_resiliency_ext.inprocess._monitor.store_threads import connect_store
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.inprocess._store import plain
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.errors import ForeignValueError, StoreLostError
+from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError, StoreLostError
 from nvidia_resiliency_ext.inprocess._store.plain import (
     PlainStore,
     StrangeStoreError,
@@ -26,9 +26,9 @@ from nvidia_resiliency_ext.inprocess._store.plain import (
 )
 
 LONG = timedelta(seconds=20)
-# The greeting ends with two texts of 32 bytes after their lengths; the answer is one of them.
-GREETING_BYTES = 5 + 1 + (8 + 47) + 2 * (8 + 32)
-GREETING_ANSWER_BYTES = 8 + 32
+# The handshake ends with two texts of 32 bytes after their lengths; the answer is one of them.
+HANDSHAKE_BYTES = 5 + 1 + (8 + 48) + 2 * (8 + 32)
+HANDSHAKE_ANSWER_BYTES = 8 + 32
 
 
 @pytest.fixture(params=[True, False], ids=["libuv", "no libuv"])
@@ -114,7 +114,7 @@ def test_schedules(first: int) -> None:
     assert not wrong
 
 
-class Stranger:
+class FakeServer:
     """Listens, and answers each connection with a function."""
 
     def __init__(self, answer: Any) -> None:
@@ -132,7 +132,7 @@ class Stranger:
                     connection.settimeout(0.5)
                     self._answer(connection)
 
-    def __enter__(self) -> "Stranger":  # noqa: PYI034  # Self is not in Python 3.10
+    def __enter__(self) -> "FakeServer":  # noqa: PYI034  # Self is not in Python 3.10
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -141,15 +141,15 @@ class Stranger:
         self._thread.join()
 
 
-def greet(connection: socket.socket) -> None:
-    """Answer the greeting as a store does, in two pieces."""
+def handshake(connection: socket.socket) -> None:
+    """Answer the handshake as a store does, in two pieces."""
     data = b""
-    while len(data) < GREETING_BYTES:
-        part = connection.recv(GREETING_BYTES - len(data))
+    while len(data) < HANDSHAKE_BYTES:
+        part = connection.recv(HANDSHAKE_BYTES - len(data))
         if not part:
             raise ConnectionError
         data += part
-    answer = data[-GREETING_ANSWER_BYTES:]
+    answer = data[-HANDSHAKE_ANSWER_BYTES:]
     connection.sendall(answer[:8])
     connection.sendall(answer[8:])
 
@@ -160,24 +160,24 @@ def hold(connection: socket.socket) -> None:
         pass
 
 
-STRANGERS = {
+FAKE_SERVERS = {
     "something else": lambda connection: connection.sendall(b"HTTP"),
     "hangs up": lambda connection: connection.recv(1),
 }
 
 
-@pytest.mark.parametrize("answer", STRANGERS.values(), ids=STRANGERS)
-def test_what_is_no_store_is_told_apart(answer: Any) -> None:
+@pytest.mark.parametrize("answer", FAKE_SERVERS.values(), ids=FAKE_SERVERS)
+def test_what_is_no_store_is_notified_apart(answer: Any) -> None:
     """A program that says something else, or hangs up, is no TCPStore."""
-    with Stranger(answer) as stranger, pytest.raises(StrangeStoreError):
-        PlainStore("127.0.0.1", stranger.port, LONG)
+    with FakeServer(answer) as server, pytest.raises(StrangeStoreError):
+        PlainStore("127.0.0.1", server.port, LONG)
 
 
 def test_who_says_nothing_is_no_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that is stopped looks like that: it is lost, and torch would wait as well."""
     monkeypatch.setattr(plain, "ANSWER_TIMEOUT_S", 0.2)
-    with Stranger(hold) as stranger, pytest.raises(StoreLostError, match=r"nothing for 0.2 s") as e:
-        PlainStore("127.0.0.1", stranger.port, LONG)
+    with FakeServer(hold) as server, pytest.raises(StoreLostError, match=r"nothing for 0.2 s") as e:
+        PlainStore("127.0.0.1", server.port, LONG)
     assert not isinstance(e.value, StrangeStoreError)
 
 
@@ -196,20 +196,20 @@ def test_any_answer_ends(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(seed)
 
     def babble(connection: socket.socket) -> None:
-        greet(connection)
+        handshake(connection)
         for _ in range(chance.randrange(4)):
             connection.recv(4096)
             connection.sendall(chance.randbytes(chance.randrange(1, 40)))
 
-    with Stranger(babble) as stranger:
-        store = PlainStore("127.0.0.1", stranger.port, LONG)
+    with FakeServer(babble) as server:
+        store = PlainStore("127.0.0.1", server.port, LONG)
         monkeypatch.setattr(plain, "ANSWER_TIMEOUT_S", 0.1)
-        board = Board(store, "p/")  # type: ignore[arg-type]
+        iteration_store = IterationStore(store, "p/")  # type: ignore[arg-type]
         for operation in (
-            board.nodes,
-            lambda: board.outcome(0, 0.05),
-            lambda: board.renew_lease(0),
-            lambda: board.leases([0]),
+            iteration_store.nodes,
+            lambda: iteration_store.outcome(0, 0.05),
+            lambda: iteration_store.renew_lease(0),
+            lambda: iteration_store.leases([0]),
         ):
             with contextlib.suppress(StoreLostError, ForeignValueError):
                 operation()
@@ -217,18 +217,18 @@ def test_any_answer_ends(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_that_hangs_is_lost_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who greets and then says nothing is a lost store, for a wait and for a question alike."""
+    """A server that is silent after the handshake is a lost store, for a wait and a question."""
 
     def fall_silent(connection: socket.socket) -> None:
-        greet(connection)
+        handshake(connection)
         hold(connection)
 
-    with Stranger(fall_silent) as stranger:
+    with FakeServer(fall_silent) as server:
         for use in (lambda b: b.outcome(0, 0.1), lambda b: b.renew_lease(0)):
-            store = PlainStore("127.0.0.1", stranger.port, LONG)
-            board = Board(store, "p/")  # type: ignore[arg-type]
+            store = PlainStore("127.0.0.1", server.port, LONG)
+            iteration_store = IterationStore(store, "p/")  # type: ignore[arg-type]
             with monkeypatch.context() as patch:
                 patch.setattr(plain, "ANSWER_TIMEOUT_S", 0.1)
                 with pytest.raises(StoreLostError, match="no answer within"):
-                    use(board)
+                    use(iteration_store)
             store.close()

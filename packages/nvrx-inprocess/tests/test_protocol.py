@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from protocol_schedules import Schedule
 
-from nvidia_resiliency_ext.inprocess._protocol import board as board_module
-from nvidia_resiliency_ext.inprocess._protocol.board import Board
+from nvidia_resiliency_ext.inprocess._protocol import iteration_store as iteration_store_module
 from nvidia_resiliency_ext.inprocess._protocol.decision import (
     Arrival,
     Decision,
@@ -19,6 +18,7 @@ from nvidia_resiliency_ext.inprocess._protocol.decision import (
     encode_decision,
     encode_records,
 )
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.inprocess._protocol.lists import (
     NodeEntry,
     decide,
@@ -32,7 +32,7 @@ from nvidia_resiliency_ext.inprocess._protocol.lists import (
     parse_nodes,
     parse_records,
 )
-from nvidia_resiliency_ext.inprocess._store.errors import ForeignValueError
+from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
 SCHEDULES = 1000
@@ -274,12 +274,16 @@ def overwriting(self: Any, key: str, expected: str, wanted: str) -> str:
     ("owner", "name", "broken"),
     [
         (
-            board_module,
+            iteration_store_module,
             "is_whole",
             lambda arrivals, participants: len(arrivals) >= len(participants),
         ),
-        (board_module, "is_complete", lambda entries: len(entries) >= entries[0].world_size),
-        (Board, "_settle_completion", never),
+        (
+            iteration_store_module,
+            "is_complete",
+            lambda entries: len(entries) >= entries[0].world_size,
+        ),
+        (IterationStore, "_settle_completion", never),
     ],
 )
 def test_the_schedules_notice_faults(
@@ -294,7 +298,7 @@ def test_the_schedules_notice_faults(
 def test_the_schedules_notice_a_value_that_is_set_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were outcome and decision overwritten instead of set once, some schedules would go wrong."""
     settle = "nvidia_resiliency_ext.inprocess._store.access.StoreAccess.swap"
-    real = board_module.StoreAccess.swap
+    real = iteration_store_module.StoreAccess.swap
 
     def swap(self: Any, key: str, expected: str, wanted: str) -> str:
         is_settled = key.endswith(("outcome", "decision")) and expected == ""

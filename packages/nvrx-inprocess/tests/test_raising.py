@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._call import raising
+from nvidia_resiliency_ext.inprocess import monitor_thread
 from nvidia_resiliency_ext.inprocess.monitor_thread import (
     RankShouldRestart,
     async_abort_main_thread,
@@ -75,8 +75,8 @@ def test_unknown_thread() -> None:
 
 def test_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one identifier means several threads it is an error, and nothing is raised in any."""
-    real = raising._set_async_exc
-    monkeypatch.setattr(raising, "_set_async_exc", lambda *args: 2 * real(*args))
+    real = monitor_thread._set_async_exc
+    monkeypatch.setattr(monitor_thread, "_set_async_exc", lambda *args: 2 * real(*args))
     caught: list[BaseException] = []
     is_there, is_tried = threading.Event(), threading.Event()
 
@@ -195,7 +195,7 @@ def test_many_unraisable() -> None:
                 spin(0.001)
 
 
-def test_swallowed_request_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_swallowed_request_is_notified(caplog: pytest.LogCaptureFixture) -> None:
     """On level DEBUG a line names the place where a request was swallowed."""
     caplog.set_level(logging.DEBUG, logger="nvrx")
     try:
@@ -203,7 +203,7 @@ def test_swallowed_request_is_told(caplog: pytest.LogCaptureFixture) -> None:
     except RankShouldRestart:
         line = sys._getframe().f_lineno
     # The end of the block, where the interpreter lets go of it.
-    place = rf"test_raising\.py:({line}|{line + 1}) in test_swallowed_request_is_told"
+    place = rf"test_raising\.py:({line}|{line + 1}) in test_swallowed_request_is_notified"
     assert re.search(place, caplog.text)
     assert "why" in caplog.text
     caplog.clear()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._ranks.numbering import failing, fill, shift
+from nvidia_resiliency_ext.inprocess._ranks.layout import failing, fill, shift
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.exception import InternalError, RestartError
 from nvidia_resiliency_ext.inprocess.rank_assignment import (

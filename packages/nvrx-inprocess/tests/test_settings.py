@@ -8,10 +8,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from nvidia_resiliency_ext.inprocess._abort.base import Abort
-from nvidia_resiliency_ext.inprocess._call import meeting
-from nvidia_resiliency_ext.inprocess._call.meeting import require_place
+from nvidia_resiliency_ext.inprocess._call import rendezvous
+from nvidia_resiliency_ext.inprocess._call.rendezvous import require_valid_rank
 from nvidia_resiliency_ext.inprocess._call.settings import Settings, bounded, check_settings
+from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.rank_assignment import (
     ActiveWorldSizeDivisibleBy,
@@ -264,14 +264,14 @@ def test_a_rank_without_a_place_waits_for_nobody(environ, said, monkeypatch) -> 
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=said):
-        require_place(State.from_env())
+        require_valid_rank(State.from_env())
 
 
-def test_ranks_that_do_not_come_together_are_told_why(monkeypatch) -> None:
+def test_ranks_that_do_not_come_together_are_notified_why(monkeypatch) -> None:
     """One rank too many or too few at the start says what it may come from."""
     store = dist.HashStore()
-    monkeypatch.setattr(meeting, "_next_call", 0)
-    monkeypatch.setattr(meeting, "_connect", lambda *_: store)
+    monkeypatch.setattr(rendezvous, "_next_call", 0)
+    monkeypatch.setattr(rendezvous, "_connect", lambda *_: store)
     settings = Settings(
         store_factory=TCPStore,
         rank_assignment=StandInAssignment(),
@@ -279,7 +279,7 @@ def test_ranks_that_do_not_come_together_are_told_why(monkeypatch) -> None:
         barrier_timeout=seconds(0.05),
     )
     with pytest.raises(BarrierTimeout, match=r"1 of 2 ranks .* \(barrier_timeout\): .*WORLD_SIZE"):
-        meeting.meet(settings, State(0, 2), {})
-    meeting._next_call = 0
+        rendezvous.hold_rendezvous(settings, State(0, 2), {})
+    rendezvous._next_call = 0
     with pytest.raises(BarrierOverflow, match=r"2 ranks for 1 places: another job .*MASTER_PORT"):
-        meeting.meet(settings, State(0, 1), {})
+        rendezvous.hold_rendezvous(settings, State(0, 1), {})

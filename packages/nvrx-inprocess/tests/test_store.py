@@ -20,13 +20,20 @@ import torch.distributed as dist
 from protocol_schedules import RealRun
 
 from nvidia_resiliency_ext.inprocess import store as stores
-from nvidia_resiliency_ext.inprocess._protocol.board import KEPT_FATES, Board, Outcome
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import (
+    KEPT_OUTCOMES,
+    IterationStore,
+    Outcome,
+)
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
-from nvidia_resiliency_ext.inprocess._store.errors import ForeignValueError, StoreLostError
-from nvidia_resiliency_ext.inprocess._store.keys import iteration_keys
+from nvidia_resiliency_ext.inprocess._store.names import (
+    Endpoint,
+    ForeignValueError,
+    StoreLostError,
+    iteration_keys,
+)
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.state import Mode, State
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
@@ -87,21 +94,21 @@ def test_compare_set_of_missing_keys_is_the_same_everywhere(make: Make) -> None:
     assert access.peek("a") == "3"
 
 
-def test_who_waits_for_a_fate_is_told_at_once(make: Make) -> None:
+def test_who_waits_for_a_outcome_is_notified_at_once(make: Make) -> None:
     """Outcome and decision wake those who wait for them, whatever torch's server does for swaps."""
     access = StoreAccess(make())
     found: list[str | None] = []
     waiter = StoreAccess(make())
-    thread = threading.Thread(target=lambda: found.append(waiter.get("fate", 180.0)))
+    thread = threading.Thread(target=lambda: found.append(waiter.get("outcome", 180.0)))
     thread.start()
     threading.Event().wait(0.05)  # that it waits by now cannot be seen in every store
     began = time.monotonic()
-    assert access.settle("fate", "one") == "one"
+    assert access.settle("outcome", "one") == "one"
     thread.join()
     assert found == ["one"]
     assert time.monotonic() - began < 90
-    assert access.settle("fate", "other") == "one"
-    assert access.get("fate", 1) == "one"
+    assert access.settle("outcome", "other") == "one"
+    assert access.get("outcome", 1) == "one"
 
 
 def test_waits_end_when_their_time_is_over(make: Make) -> None:
@@ -123,8 +130,10 @@ def test_waits_end_when_their_time_is_over(make: Make) -> None:
 def test_a_wait_that_ends_in_vain_is_no_value(server: Any) -> None:
     """Somebody who peeks at a missing key wakes those who wait for it; they do not see a value."""
     found: list[str | None] = []
-    board = Board(server.clone(), P)
-    thread = threading.Thread(target=lambda: found.append(board.decision(0, 1.0)), daemon=True)  # type: ignore[arg-type]
+    iteration_store = IterationStore(server.clone(), P)
+    thread = threading.Thread(
+        target=lambda: found.append(iteration_store.decision(0, 1.0)), daemon=True
+    )  # type: ignore[arg-type]
     thread.start()
     key = iteration_keys(P, 0).decision
     while thread.is_alive():
@@ -291,7 +300,7 @@ def test_foreign_values_are_named(key: str, use: Callable[[Any], object], make: 
         assert key in caught.value.key
 
 
-BOARD_USES: dict[str, Callable[[Board], object]] = {
+ITERATION_STORE_USES: dict[str, Callable[[IterationStore], object]] = {
     "outcome": lambda b: (b.outcome(0, 0.1), b.interrupt(0, FAULT, frozenset({0, 1}))),
     "completions": lambda b: b.complete(0, Arrival(0, 0, 1, is_out=False)),
     "completed": lambda b: b.complete(0, Arrival(0, 0, 1, is_out=False)),
@@ -307,111 +316,113 @@ BOARD_USES: dict[str, Callable[[Board], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", BOARD_USES)
+@pytest.mark.parametrize("name", ITERATION_STORE_USES)
 def test_foreign_values_of_an_iteration_are_named(name: str, make: Make) -> None:
-    """Garbage at any key of the protocol is named, and the board still works for other keys."""
+    """Garbage at any key of the protocol is named; other keys still work."""
     for number, garbage in enumerate(GARBAGE):
         prefix = f"{P}{number}/"
-        board = Board(make(), prefix)
+        iteration_store = IterationStore(make(), prefix)
         key = getattr(iteration_keys(prefix, 0), name)
         other = make()
         other.set(key, garbage)
         other.add("done", 1)  # torch does not wait for what it sets, but for this
         with pytest.raises(ForeignValueError, match=name) as caught:
-            BOARD_USES[name](board)
+            ITERATION_STORE_USES[name](iteration_store)
         assert caught.value.key == key
-        board.renew_lease(1)
-        assert board.leases([1]) == {1: 1}
+        iteration_store.renew_lease(1)
+        assert iteration_store.leases([1]) == {1: 1}
 
 
 def test_foreign_leases_and_nodes_are_named(make: Make) -> None:
     """Garbage where nodes and leases stand is named."""
     store = make()
-    board = Board(make(), P)
+    iteration_store = IterationStore(make(), P)
     store.set(f"{P}nodes", "garbage")
     store.set(f"{P}lease_4", "garbage")
     with pytest.raises(ForeignValueError, match="nodes"):
-        board.nodes()
+        iteration_store.nodes()
     with pytest.raises(ForeignValueError, match="lease_4"):
-        board.leases([4])
+        iteration_store.leases([4])
     with pytest.raises(ForeignValueError, match="lease_4"):
-        board.renew_lease(4)
+        iteration_store.renew_lease(4)
 
 
 def test_nodes_and_leases(make: Make) -> None:
     """Announced nodes are known with a lease; a node that nobody announced has none."""
-    board = Board(make(), P)
+    iteration_store = IterationStore(make(), P)
     entries = [NodeEntry(0, (0, 1), (7, 8), "a"), NodeEntry(2, (2,), (9,), "b")]
     for entry in entries:
-        board.register_node(entry)
-    board.renew_lease(2)
-    assert board.nodes() == entries
-    assert board.leases([0, 2]) == {0: 1, 2: 2}
-    assert board.leases([0, 5]) == {0: 1}
-    assert board.leases([]) == {}
+        iteration_store.register_node(entry)
+    iteration_store.renew_lease(2)
+    assert iteration_store.nodes() == entries
+    assert iteration_store.leases([0, 2]) == {0: 1, 2: 2}
+    assert iteration_store.leases([0, 5]) == {0: 1}
+    assert iteration_store.leases([]) == {}
 
 
 def test_look_does_what_was_left_undone(make: Make) -> None:
     """Lists that are whole although nobody counted to the end still lead to their value."""
-    board = Board(make(), P)
+    iteration_store = IterationStore(make(), P)
     keys = iteration_keys(P, 0)
     participants = frozenset({0, 1})
-    board.interrupt(0, FAULT, participants)
+    iteration_store.interrupt(0, FAULT, participants)
     other = make()
     other.append(keys.arrivals, "0:0:2;1:1:2;")
     other.add("done", 1)  # torch does not wait for what it appends, but for this
-    assert board.decision(0, 0.05) is None
-    looked = board.look(0, participants)
+    assert iteration_store.decision(0, 0.05) is None
+    looked = iteration_store.look(0, participants)
     assert looked is not None
     assert looked.going_on == {0, 1}
     assert looked.records == tuple(FAULT)
-    assert board.decision(0, 0.05) == looked
+    assert iteration_store.decision(0, 0.05) == looked
     other.append(iteration_keys(P, 1).completions, "0:0:2;1:1:2;")
     other.add("done", 1)
-    assert board.look(1, participants) is None
-    assert board.outcome(1, 1) is Outcome.COMPLETED
+    assert iteration_store.look(1, participants) is None
+    assert iteration_store.outcome(1, 1) is Outcome.COMPLETED
 
 
 def test_late_words_change_nothing(make: Make) -> None:
     """After the decision, reports, arrivals and forgetting leave it and the outcome as they are."""
-    board = Board(make(), P)
+    iteration_store = IterationStore(make(), P)
     participants = frozenset({0, 1})
     for rank in (0, 1):
-        board.interrupt(0, [InterruptionRecord(rank, Interruption.EXCEPTION)], participants)
-        board.arrive(0, Arrival(rank, rank, 2, is_out=False), participants)
-    decided = board.decision(0, 1)
-    assert board.wait_all_reported(0, 1)
-    assert {record.rank for record in board.records(0)} == {0, 1}
-    board.interrupt(0, [InterruptionRecord(1, Interruption.TERMINATED)], participants)
-    board.arrive(0, Arrival(1, None, None, is_out=False), participants)
+        iteration_store.interrupt(
+            0, [InterruptionRecord(rank, Interruption.EXCEPTION)], participants
+        )
+        iteration_store.arrive(0, Arrival(rank, rank, 2, is_out=False), participants)
+    decided = iteration_store.decision(0, 1)
+    assert iteration_store.wait_all_reported(0, 1)
+    assert {record.rank for record in iteration_store.records(0)} == {0, 1}
+    iteration_store.interrupt(0, [InterruptionRecord(1, Interruption.TERMINATED)], participants)
+    iteration_store.arrive(0, Arrival(1, None, None, is_out=False), participants)
     for rank in (0, 1):
-        board.complete(0, Arrival(rank, rank, 2, is_out=False))
-    board.forget(0)
-    assert board.decision(0, 1) == decided
-    assert board.outcome(0, 1) is Outcome.INTERRUPTED
+        iteration_store.complete(0, Arrival(rank, rank, 2, is_out=False))
+    iteration_store.forget(0)
+    assert iteration_store.decision(0, 1) == decided
+    assert iteration_store.outcome(0, 1) is Outcome.INTERRUPTED
 
 
 def test_who_has_nothing_to_report_is_not_waited_for(make: Make) -> None:
     """The last call ends when all have reported but a reserve and who has completed."""
-    board = Board(make(), P)
+    iteration_store = IterationStore(make(), P)
     participants = frozenset(range(4))
-    board.complete(0, Arrival(3, 3, 4, is_out=False))
-    board.complete(0, Arrival(2, 2, 4, is_out=False))
-    board.interrupt(0, [InterruptionRecord(1, Interruption.TERMINATED)], participants)
-    assert not board.wait_all_reported(0, 0.05)
-    board.interrupt(0, [InterruptionRecord(0, Interruption.EXCEPTION)], participants)
-    assert board.wait_all_reported(0, 1)
-    assert {record.rank for record in board.records(0)} == {0, 1}
+    iteration_store.complete(0, Arrival(3, 3, 4, is_out=False))
+    iteration_store.complete(0, Arrival(2, 2, 4, is_out=False))
+    iteration_store.interrupt(0, [InterruptionRecord(1, Interruption.TERMINATED)], participants)
+    assert not iteration_store.wait_all_reported(0, 0.05)
+    iteration_store.interrupt(0, [InterruptionRecord(0, Interruption.EXCEPTION)], participants)
+    assert iteration_store.wait_all_reported(0, 1)
+    assert {record.rank for record in iteration_store.records(0)} == {0, 1}
 
 
 def test_completion_is_not_undone(make: Make) -> None:
     """A report that comes after the completion is answered with it and leaves no trace."""
-    board = Board(make(), P)
-    board.complete(0, Arrival(0, 0, 1, is_out=False))
-    assert board.interrupt(0, FAULT, frozenset({0})) is Outcome.COMPLETED
-    board.arrive(0, Arrival(0, None, None, is_out=False), frozenset({0}))
-    assert board.decision(0, 0.05) is None
-    assert board.outcome(0, 0.05) is Outcome.COMPLETED
+    iteration_store = IterationStore(make(), P)
+    iteration_store.complete(0, Arrival(0, 0, 1, is_out=False))
+    assert iteration_store.interrupt(0, FAULT, frozenset({0})) is Outcome.COMPLETED
+    iteration_store.arrive(0, Arrival(0, None, None, is_out=False), frozenset({0}))
+    assert iteration_store.decision(0, 0.05) is None
+    assert iteration_store.outcome(0, 0.05) is Outcome.COMPLETED
 
 
 @pytest.mark.slow
@@ -471,30 +482,32 @@ def test_a_restart_says_little(world_size: int, faulty: str) -> None:
     base = dist.HashStore()
     participants = frozenset(range(world_size))
     counting = [CountingStore(base) for _ in participants]
-    boards = [Board(store, P) for store in counting]  # type: ignore[arg-type]
+    iteration_stores = [IterationStore(store, P) for store in counting]  # type: ignore[arg-type]
     reporters = {"all": participants, "several": {0, 1, 2, 5}}.get(faulty, {0})
     kinds = {"several": {5: SOFT_TIMEOUT}, "stuck": {0: SOFT_TIMEOUT}}.get(faulty, {})
     for rank in sorted(reporters):
-        boards[rank].interrupt(
+        iteration_stores[rank].interrupt(
             0, [InterruptionRecord(rank, kinds.get(rank, EXCEPTION))], participants
         )
     last_reporter = counting[max(reporters)]
     spared = {id(last_reporter)} if faulty == "all" else set()
-    for rank, board in enumerate(boards):
-        assert board.outcome(0, 1) is Outcome.INTERRUPTED
-        assert board.wait_all_reported(0, 1 if faulty == "all" else 0.001) is (faulty == "all")
+    for rank, iteration_store in enumerate(iteration_stores):
+        assert iteration_store.outcome(0, 1) is Outcome.INTERRUPTED
+        assert iteration_store.wait_all_reported(0, 1 if faulty == "all" else 0.001) is (
+            faulty == "all"
+        )
         # Who has left its function with an exception of its own is told nothing there.
         if rank in reporters and faulty != "all" and rank not in kinds:
-            assert len(board.first_records(0)) == 1
+            assert len(iteration_store.first_records(0)) == 1
         else:
-            assert len(board.records(0)) == len(reporters)
+            assert len(iteration_store.records(0)) == len(reporters)
     out = {0} if faulty == "one leaves" else set()
-    for rank, board in enumerate(boards):
+    for rank, iteration_store in enumerate(iteration_stores):
         number = None if rank in out else rank
         arrival = Arrival(rank, number, world_size if number is not None else None, rank in out)
-        board.arrive(0, arrival, participants, has_reported=rank in reporters)
-    for board in boards:
-        decision = board.decision(0, 1)
+        iteration_store.arrive(0, arrival, participants, has_reported=rank in reporters)
+    for iteration_store in iteration_stores:
+        decision = iteration_store.decision(0, 1)
         assert decision is not None
         assert decision.going_on == participants - out
     spared.add(id(counting[-1]))
@@ -509,24 +522,26 @@ def test_keys_of_old_iterations_go() -> None:
     """However often there is a restart, the store holds as many keys as after some."""
     base = dist.HashStore()
     participants = frozenset(range(3))
-    boards = [Board(base, P) for _ in participants]
+    iteration_stores = [IterationStore(base, P) for _ in participants]
     held = []
     for iteration in range(30):
-        for rank, board in enumerate(boards):
-            board.interrupt(iteration, [InterruptionRecord(rank, EXCEPTION)], participants)
-        for rank, board in enumerate(boards):
-            board.arrive(iteration, Arrival(rank, rank, 3, is_out=False), participants)
-        for board in boards:
-            assert board.outcome(iteration, 1) is Outcome.INTERRUPTED
-            decision = board.decision(iteration, 1)
+        for rank, iteration_store in enumerate(iteration_stores):
+            iteration_store.interrupt(
+                iteration, [InterruptionRecord(rank, EXCEPTION)], participants
+            )
+        for rank, iteration_store in enumerate(iteration_stores):
+            iteration_store.arrive(iteration, Arrival(rank, rank, 3, is_out=False), participants)
+        for iteration_store in iteration_stores:
+            assert iteration_store.outcome(iteration, 1) is Outcome.INTERRUPTED
+            decision = iteration_store.decision(iteration, 1)
             assert decision is not None
-            assert len(decision.records) == len(boards)
+            assert len(decision.records) == len(iteration_stores)
         held.append(base.num_keys())
-    assert set(held[KEPT_FATES:]) == {held[KEPT_FATES]}
+    assert set(held[KEPT_OUTCOMES:]) == {held[KEPT_OUTCOMES]}
     # Of the last iterations it can still be read what became of them.
-    assert Board(base, P).decision(30 - KEPT_FATES, 0.1) == decision
+    assert IterationStore(base, P).decision(30 - KEPT_OUTCOMES, 0.1) == decision
     # A node that was given up, and comes back late, is not one that goes on.
-    late = Board(base, P)
+    late = IterationStore(base, P)
     assert late.outcome(3, 0.01) is Outcome.INTERRUPTED
     forgotten = late.decision(3, 0.01)
     assert forgotten is not None
@@ -594,7 +609,7 @@ def foreign_server() -> Iterator[tuple[subprocess.Popen[str], int]]:
         process.communicate()
 
 
-OPERATIONS: dict[str, Callable[[Board], object]] = {
+OPERATIONS: dict[str, Callable[[IterationStore], object]] = {
     "outcome": lambda b: b.outcome(0, 0.5),
     "interrupt": lambda b: b.interrupt(0, FAULT, frozenset({0, 1})),
     "renew_lease": lambda b: b.renew_lease(0),
@@ -611,8 +626,8 @@ def test_a_lost_store_is_an_error_in_bounded_time(
     process, port = foreign_server
     endpoint = Endpoint("127.0.0.1", port, is_served=True)
     connections = {name: stores.TCPStore.connect(endpoint, LONG) for name in OPERATIONS}
-    boards = {name: Board(store, P) for name, store in connections.items()}
-    boards["leases"].renew_lease(0)
+    iteration_stores = {name: IterationStore(store, P) for name, store in connections.items()}
+    iteration_stores["leases"].renew_lease(0)
     for store in connections.values():
         store.limit_answers(0.3)
     process.send_signal(end)
@@ -623,7 +638,7 @@ def test_a_lost_store_is_an_error_in_bounded_time(
         began = time.monotonic()
         for _ in range(2):
             with pytest.raises(StoreLostError, match="store does not answer"):
-                use(boards[name])
+                use(iteration_stores[name])
         assert time.monotonic() - began < 10, name
 
 
@@ -685,7 +700,9 @@ def test_without_a_world_size_the_variable_is_named(monkeypatch: pytest.MonkeyPa
             stores.TCPStore("127.0.0.1", 0)
 
 
-def test_a_port_that_a_connection_holds_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_a_connection_holds_is_notified_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where nobody listens, but the port is another program's, the host says so."""
     monkeypatch.setenv("RANK", "0")
     taken = "is taken.*EADDRINUSE.*another port"

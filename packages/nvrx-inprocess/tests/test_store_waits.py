@@ -18,13 +18,21 @@ from typing import Any
 import ports
 import pytest
 import torch.distributed as dist
-from gates import interrupt_gate
+from interrupters import interrupt_main_thread
 
-from nvidia_resiliency_ext.inprocess._abort.kernel_call import Wait, is_in_futex, kernel_wait
-from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
-from nvidia_resiliency_ext.inprocess._call.rendezvous import RendezvousError, patient_rendezvous
-from nvidia_resiliency_ext.inprocess._call.restart import RankShouldRestart
-from nvidia_resiliency_ext.inprocess._call.store_waits import StoreWaits
+from nvidia_resiliency_ext.inprocess._call.interrupt import (
+    AtomicLock,
+    MainThreadInterrupter,
+    RankShouldRestart,
+)
+from nvidia_resiliency_ext.inprocess._unblock.waits import (
+    RendezvousError,
+    StoreWaits,
+    Wait,
+    is_in_futex,
+    kernel_wait,
+    patient_rendezvous,
+)
 
 DEADLINE_S = 60.0
 # Shorter than a test may take: a wait that is not ended is then a failure of its own test.
@@ -65,24 +73,24 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 def interrupt(function: Callable[[], object], when: Callable[[], object] = is_in_poll) -> float:
     """Call a function and interrupt it when it waits; return how long it took to leave it."""
-    gate, lock = MainThreadGate(), AtomicLock()
+    interrupter, lock = MainThreadInterrupter(), AtomicLock()
     took_s: list[float] = []
 
     def ask() -> None:
         # Before it is inside, too, the main thread waits for this and that.
-        wait_until(lambda: gate._entry is not None and when())
+        wait_until(lambda: interrupter._entry is not None and when())
         start = time.monotonic()
-        interrupt_gate(gate, "because", 30.0, lock)
+        interrupt_main_thread(interrupter, "because", 30.0, lock)
         took_s.append(time.monotonic() - start)
 
     thread = threading.Thread(target=ask)
     thread.start()
     try:
-        with pytest.raises(RankShouldRestart), gate.inside():
+        with pytest.raises(RankShouldRestart), interrupter.inside():
             function()
     finally:
         # If the test's timeout came at the exit, the exception would be raised in pytest itself.
-        gate.leave()
+        interrupter.leave()
         thread.join()
     return took_s[0]
 

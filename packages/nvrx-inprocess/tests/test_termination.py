@@ -8,10 +8,14 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from gates import await_waiter, is_held_by_others
+from interrupters import await_waiter, is_held_by_others
 
-from nvidia_resiliency_ext.inprocess._call.gate import AtomicLock, MainThreadGate
-from nvidia_resiliency_ext.inprocess._call.termination import Phases, terminate
+from nvidia_resiliency_ext.inprocess._call.interrupt import (
+    AtomicLock,
+    MainThreadInterrupter,
+    Phases,
+    terminate,
+)
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as ThreadTimeoutError
@@ -33,7 +37,7 @@ class Scene:
     """The parts of a termination; notes the order of what happens."""
 
     def __init__(self) -> None:
-        self.gate = MainThreadGate()
+        self.interrupter = MainThreadInterrupter()
         self.lock = AtomicLock()
         self.happened: list[str] = []
         self.phases: list[Phases] = []
@@ -51,7 +55,7 @@ class Scene:
 
         def run() -> None:
             chosen = self.abort if abort is None else abort
-            parts = (chosen, STATE, self.gate, self.lock, self)
+            parts = (chosen, STATE, self.interrupter, self.lock, self)
             self.phases.append(terminate(*parts, "because", quiet_s=quiet_s))  # type: ignore[arg-type]
 
         self.thread = threading.Thread(target=run)
@@ -62,7 +66,7 @@ class Scene:
 def test_order_of_a_termination() -> None:
     """Abort, then the watchdog's pause, then the exception; each phase is told."""
     scene = Scene()
-    with pytest.raises(RankShouldRestart, match="because"), scene.gate.inside():
+    with pytest.raises(RankShouldRestart, match="because"), scene.interrupter.inside():
         try:
             scene.start()
             spin()
@@ -79,7 +83,7 @@ def test_order_of_a_termination() -> None:
 def test_nothing_begins_during_an_atomic_block() -> None:
     """The abort waits for the end of the block, and the next block for the interruption."""
     scene = Scene()
-    with pytest.raises(RankShouldRestart), scene.gate.inside():
+    with pytest.raises(RankShouldRestart), scene.interrupter.inside():
         with scene.lock:
             scene.start()
             await_waiter(scene.lock)
@@ -98,7 +102,7 @@ def test_failing_abort() -> None:
     def fail(_state: FrozenState) -> FrozenState:
         raise OSError("broken")
 
-    with pytest.raises(RankShouldRestart), scene.gate.inside():
+    with pytest.raises(RankShouldRestart), scene.interrupter.inside():
         scene.start(fail)
         spin()
     scene.thread.join()
@@ -115,7 +119,7 @@ def test_abort_that_cannot_be_run(caplog: pytest.LogCaptureFixture) -> None:
             raise OSError("broken")
 
     scene = Scene()
-    with pytest.raises(RankShouldRestart), scene.gate.inside():
+    with pytest.raises(RankShouldRestart), scene.interrupter.inside():
         scene.start(object.__new__(Broken))
         spin()
     scene.thread.join()
@@ -138,7 +142,7 @@ def test_atomic_blocks_while_unwinding() -> None:
     """The clean-up of the function may enter atomic blocks: the lock is free again."""
     scene = Scene()
     entered = False
-    with pytest.raises(RankShouldRestart), scene.gate.inside():
+    with pytest.raises(RankShouldRestart), scene.interrupter.inside():
         try:
             scene.start()
             spin()

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from nvidia_resiliency_ext.inprocess._monitor import boot
-from nvidia_resiliency_ext.inprocess._store import hosting
-from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
-from nvidia_resiliency_ext.inprocess._store.hosting import keep_store
-from nvidia_resiliency_ext.inprocess._store.torch_part import PartialImportError, tcp_store_class
+from nvidia_resiliency_ext.inprocess._store.names import Endpoint
+from nvidia_resiliency_ext.inprocess._store_server import hosting
+from nvidia_resiliency_ext.inprocess._store_server.hosting import host_store
+from nvidia_resiliency_ext.inprocess._store_server.server import PartialImportError, tcp_store_class
 from nvidia_resiliency_ext.inprocess.store import TCPStore
 
 USES = """
 import runpy, sys
 runpy.run_path(sys.argv[1])["make_shell"]()
-from nvidia_resiliency_ext.inprocess._store.torch_part import tcp_store_class
+from nvidia_resiliency_ext.inprocess._store_server.server import tcp_store_class
 
 store = tcp_store_class()("127.0.0.1", 0, wait_for_workers=False, is_master=True)
 store.set("k", "v")
@@ -50,7 +50,7 @@ def test_torch_that_is_there_is_used() -> None:
     assert issubclass(TCPStore, tcp_store_class())
 
 
-def test_other_kinds_of_torch_are_told_apart(
+def test_other_kinds_of_torch_are_notified_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A torch whose extension cannot be had alone is an error of its own; none is another."""
@@ -69,13 +69,13 @@ def test_other_kinds_of_torch_are_told_apart(
         tcp_store_class()
 
 
-def test_keeper_that_needs_all_of_torch_is_started_again(
+def test_store_server_that_needs_all_of_torch_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A keeper that ends without a word is started once more, with all of torch."""
+    """A store server that ends without a word is started once more, with all of torch."""
     (tmp_path / "demanding.py").write_text(DEMANDING)
     monkeypatch.setattr(hosting, "PROGRAM", str(tmp_path / "demanding.py"))
     here = Endpoint("127.0.0.1", 0, is_served=False)
-    keeper = keep_store(here, "job", TCPStore.connect, is_single_node=True)
-    keeper.stop()
-    assert keeper.endpoint.port == 4711
+    store_server = host_store(here, "job", TCPStore.connect, is_single_node=True)
+    store_server.stop()
+    assert store_server.endpoint.port == 4711

@@ -242,8 +242,11 @@ def random_losses(rng, plan):
 def facts(plan):
     """Return rank, active rank and whether it lives, by rank at the call."""
     return {
-        rank: (plan.rank_of(place), plan.numbers[place] if plan.numbers[place] >= 0 else None)
-        for place, rank in enumerate(plan.layout.ranks)
+        rank: (
+            plan.rank_of(position),
+            plan.numbers[position] if plan.numbers[position] >= 0 else None,
+        )
+        for position, rank in enumerate(plan.layout.ranks)
     }
 
 
@@ -277,10 +280,12 @@ def test_equals_the_plain_rules(block):
 def check_limits(plan, layers, where):
     for level, layer in zip(plan.layout.levels, layers, strict=True):
         for branch in level:
-            places = range(branch.start, branch.stop)
-            living = sum(plan.alive[place] for place in places)
+            positions = range(branch.start, branch.stop)
+            living = sum(plan.alive[position] for position in positions)
             assert branch.living == living, where
-            assert branch.active == sum(plan.numbers[place] >= 0 for place in places), where
+            assert branch.active == sum(plan.numbers[position] >= 0 for position in positions), (
+                where
+            )
             assert living == 0 or living >= layer.min_ranks, where
 
 
@@ -308,8 +313,8 @@ def test_lost_nodes_keep_their_rails(seed):
         plan.lose({rng.randrange(plan.world_size)})
         if plan.active_world_size < gpus * used:
             break
-        assert all(place % gpus == n % gpus for n, place in enumerate(plan.holders)), seed
-        nodes = {place // gpus for place in plan.holders}
+        assert all(position % gpus == n % gpus for n, position in enumerate(plan.holders)), seed
+        nodes = {position // gpus for position in plan.holders}
         assert len(nodes) == used, seed
 
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._call import watchdog as room
+from nvidia_resiliency_ext.inprocess._call import watchdog as watchdog_module
 from nvidia_resiliency_ext.inprocess._call.watchdog import Watchdog
 from nvidia_resiliency_ext.inprocess._monitor.page import PageView
 from nvidia_resiliency_ext.inprocess.monitor_process import MonitorProcess
@@ -131,8 +131,10 @@ def test_interpreter_that_takes_no_more_requests(
 ) -> None:
     """When too many calls are pending it tries again at the next interval."""
     answers = iter([-1, -1, -1])
-    add = room._add_pending_call
-    monkeypatch.setattr(room, "_add_pending_call", lambda *args: next(answers, None) or add(*args))
+    add = watchdog_module._add_pending_call
+    monkeypatch.setattr(
+        watchdog_module, "_add_pending_call", lambda *args: next(answers, None) or add(*args)
+    )
     watchdog = Watchdog(target, INTERVAL_S)
     watchdog.start()
     run_until(lambda: len(target.stamps) >= 2)

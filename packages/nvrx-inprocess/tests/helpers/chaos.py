@@ -120,7 +120,7 @@ def _limit_s(trial: Trial) -> float:
 def _left_behind(folder: Path) -> list[str]:
     """Return which processes and files are still there when all should have gone."""
     problems = []
-    # Its processes and directories are known by it; keepers and monitors go after their ranks.
+    # Its processes and directories are known by it; store servers and monitors end after ranks.
     for process in procfs.processes_with_environ("TMPDIR", str(folder)):
         try:
             handle = PidHandle(process.pid, process.start_ticks)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from nvidia_resiliency_ext.inprocess._monitor import factory
-from nvidia_resiliency_ext.inprocess._monitor.store_side import CONNECT
+from nvidia_resiliency_ext.inprocess._monitor.store_threads import CONNECT
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils._process_watch import pidfd_available
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
@@ -33,7 +33,7 @@ def with_torch(port) -> dict[str, str]:
 
 
 class RankProcess:
-    """One rank; `do` sends it a line, `hear` waits for one."""
+    """One rank; `do` sends it a line, `expect` waits for one."""
 
     def __init__(self, lab, rank, settings, *options, environ=None) -> None:
         self.rank = rank
@@ -47,7 +47,7 @@ class RankProcess:
         )
         os.set_blocking(self.process.stdout.fileno(), False)
         self.lines: list[list] = []
-        self.heard: list[list] = []
+        self.received: list[list] = []
         self._rest = b""
 
     @property
@@ -58,7 +58,7 @@ class RankProcess:
         self.process.stdin.write((json.dumps(what) + "\n").encode())
         self.process.stdin.flush()
 
-    def hear(self, name, *begin, limit_s=LIMIT_S) -> list:
+    def expect(self, name, *begin, limit_s=LIMIT_S) -> list:
         """Return the next line that begins like this; what others say is kept."""
         deadline = time.monotonic() + limit_s
         wanted = [name, *begin]
@@ -71,7 +71,9 @@ class RankProcess:
                     raise AssertionError(f"rank {self.rank}: {line}")
             if not self._read(deadline - time.monotonic()):
                 logs = "".join(path.read_text() for path in self.logs.glob("monitor-*.log"))
-                raise AssertionError(f"rank {self.rank} says no {wanted}, but {self.heard}\n{logs}")
+                raise AssertionError(
+                    f"rank {self.rank} says no {wanted}, but {self.received}\n{logs}"
+                )
 
     def _read(self, timeout_s) -> bool:
         with selectors.DefaultSelector() as selector:
@@ -82,7 +84,7 @@ class RankProcess:
         *lines, self._rest = (self._rest + data).split(b"\n")
         found = [json.loads(line) for line in lines]
         self.lines += found
-        self.heard += found
+        self.received += found
         return bool(data)
 
     def kill(self, number=signal.SIGKILL) -> None:
@@ -141,7 +143,7 @@ class Lab:
         """Let ranks come to their monitor; return its number for each."""
         for rank in ranks:
             self.ranks[rank].do("attach")
-        pids = [self.ranks[rank].hear("attached")[1] for rank in ranks]
+        pids = [self.ranks[rank].expect("attached")[1] for rank in ranks]
         self.monitors.update(pids)
         return pids
 
@@ -151,7 +153,7 @@ class Lab:
         for number, rank in enumerate(going):
             self.ranks[rank].do("begin", iteration, number, len(going), list(going))
         for rank in going:
-            self.ranks[rank].hear("begun", iteration)
+            self.ranks[rank].expect("begun", iteration)
 
     def up(self, world=None, **kwargs) -> list[RankProcess]:
         """Start all ranks on one node and begin iteration 0."""
@@ -165,17 +167,17 @@ class Lab:
         for rank in going:
             self.ranks[rank].do("completed")
         for rank in going:
-            self.ranks[rank].hear("Completed", iteration)
+            self.ranks[rank].expect("Completed", iteration)
             self.ranks[rank].do("leave", False)
-            assert self.ranks[rank].hear("left") == ["left", True]
+            assert self.ranks[rank].expect("left") == ["left", True]
             self.ranks[rank].do("close")
-            threads = self.ranks[rank].hear("closed")[1]
+            threads = self.ranks[rank].expect("closed")[1]
             assert "nvrx-link" not in threads
 
     def monitor_pid(self, rank) -> int:
         """Return the number of the monitor that a rank is connected to."""
         self.ranks[rank].do("monitor")
-        pid = self.ranks[rank].hear("monitor")[1]
+        pid = self.ranks[rank].expect("monitor")[1]
         self.monitors.add(pid)
         return pid
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nvidia_resiliency_ext.inprocess._protocol.board import Board, Outcome
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore, Outcome
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
@@ -123,10 +123,12 @@ class Job:
             self.start_monitor(node)
 
     def start_monitor(self, node: Node) -> None:
-        for name, work in (("commands", self.commands), ("news", self.news)):
+        for name, work in (("commands", self.commands), ("news", self.read_outcomes)):
             rng = random.Random(f"{self.seed} {name} {node.number} {node.generation}")
             actor = Actor(f"{name} {node.number}.{node.generation}", node, node.generation, rng)
-            self.runtime.start(actor, lambda store, a=actor, w=work: w(a, Board(store, PREFIX)))
+            self.runtime.start(
+                actor, lambda store, a=actor, w=work: w(a, IterationStore(store, PREFIX))
+            )
 
     # What happens at each operation.
 
@@ -156,25 +158,25 @@ class Job:
 
     # What a monitor's two threads do.
 
-    def commands(self, actor: Actor, board: Board) -> None:
+    def commands(self, actor: Actor, iteration_store: IterationStore) -> None:
         node = actor.node
         initials = tuple(rank.initial for rank in node.ranks)
-        board.register_node(NodeEntry(initials[0], initials, initials, "host"))
+        iteration_store.register_node(NodeEntry(initials[0], initials, initials, "host"))
         # It does not know for whom the one before it has spoken.
         node.spoken.clear()
         for rank in node.ranks:
             # Ranks say again what they have said to the monitor before this one.
             for word in list(rank.said) if rank.finished is None else ():
-                self.say(rank, word, board)
+                self.say(rank, word, iteration_store)
         while not node.over:
             actions = self.actions(actor)
             if actions:
                 rank, word = actor.rng.choice(actions)
                 if word == "speak":
-                    self.speak(node, rank, board)
+                    self.speak(node, rank, iteration_store)
                 else:
                     rank.said.append(word)
-                    self.say(rank, word, board)
+                    self.say(rank, word, iteration_store)
             else:
                 self.runtime.park(actor, lambda: node.over or bool(self.actions(actor, dry=True)))
 
@@ -216,56 +218,58 @@ class Job:
         ring = [self.nodes[(lost.number + step) % count] for step in range(1, count)]
         return next((node for node in ring if not node.lost and not node.over), None)
 
-    def say(self, rank: Rank, word: str, board: Board) -> None:
+    def say(self, rank: Rank, word: str, iteration_store: IterationStore) -> None:
         k, participants = rank.iteration, self.participants[rank.iteration]
         if word == "completed":
-            board.complete(k, rank.arrival())
+            iteration_store.complete(k, rank.arrival())
         elif word == "failed":
-            board.interrupt(k, rank.record(Interruption.EXCEPTION), participants)
+            iteration_store.interrupt(k, rank.record(Interruption.EXCEPTION), participants)
         elif word == "arrived":
-            board.arrive(k, rank.arrival(), participants)
+            iteration_store.arrive(k, rank.arrival(), participants)
         elif word == "ended":
-            board.interrupt(k, rank.record(Interruption.TERMINATED), participants)
-            board.arrive(k, out(rank.initial, left=False), participants)
+            iteration_store.interrupt(k, rank.record(Interruption.TERMINATED), participants)
+            iteration_store.arrive(k, out(rank.initial, left=False), participants)
         elif word == "left":
-            board.interrupt(k, rank.record(Interruption.BASE_EXCEPTION), participants)
-            board.arrive(k, out(rank.initial, left=True), participants)
+            iteration_store.interrupt(k, rank.record(Interruption.BASE_EXCEPTION), participants)
+            iteration_store.arrive(k, out(rank.initial, left=True), participants)
             rank.finished = rank.finished or "left"
         elif word == "discarded":
-            board.arrive(k, out(rank.initial, left=True), participants)
+            iteration_store.arrive(k, out(rank.initial, left=True), participants)
             rank.finished = rank.finished or "discarded"
 
-    def speak(self, node: Node, rank: Rank, board: Board) -> None:
+    def speak(self, node: Node, rank: Rank, iteration_store: IterationStore) -> None:
         k = node.iteration
         node.spoken.add((k, rank.initial))
-        board.interrupt(k, rank.record(Interruption.UNRESPONSIVE), self.participants[k])
-        board.arrive(k, out(rank.initial, left=False), self.participants[k])
+        iteration_store.interrupt(k, rank.record(Interruption.UNRESPONSIVE), self.participants[k])
+        iteration_store.arrive(k, out(rank.initial, left=False), self.participants[k])
 
-    def news(self, actor: Actor, board: Board) -> None:
+    def read_outcomes(self, actor: Actor, iteration_store: IterationStore) -> None:
         node = actor.node
         while not node.over:
             k = node.iteration
-            outcome = board.outcome(k, WAIT_S)
+            outcome = iteration_store.outcome(k, WAIT_S)
             if outcome is None:
-                board.look(k, self.participants[k])
+                iteration_store.look(k, self.participants[k])
                 continue
             self.see_outcome(k, outcome)
             if outcome is Outcome.COMPLETED:
                 self.end(node)
                 return
             if actor.rng.random() < 0.5:
-                board.wait_all_reported(k, WAIT_S)
-            board.records(k)
+                iteration_store.wait_all_reported(k, WAIT_S)
+            iteration_store.records(k)
             node.interrupted.add(k)
             decision = None
             while decision is None:
                 if node.over:
                     return
-                decision = board.decision(k, WAIT_S) or board.look(k, self.participants[k])
+                decision = iteration_store.decision(k, WAIT_S) or iteration_store.look(
+                    k, self.participants[k]
+                )
             self.see_decision(k, decision)
             self.go_on(node, k, decision)
             if k >= 2 and actor.rng.random() < 0.3:
-                board.forget(k - 2)
+                iteration_store.forget(k - 2)
 
     def end(self, node: Node) -> None:
         for rank in node.ranks:

@@ -25,9 +25,9 @@ from other_threads import other_threads
 
 from nvidia_resiliency_ext import inprocess
 from nvidia_resiliency_ext.inprocess import rank_assignment as ranks
-from nvidia_resiliency_ext.inprocess._call import meeting
-from nvidia_resiliency_ext.inprocess._monitor import link
-from nvidia_resiliency_ext.inprocess._store.errors import StoreLostError
+from nvidia_resiliency_ext.inprocess._call import rendezvous
+from nvidia_resiliency_ext.inprocess._monitor import client
+from nvidia_resiliency_ext.inprocess._store.names import StoreLostError
 from nvidia_resiliency_ext.inprocess.monitor_thread import RankShouldRestart
 
 FOLDER = Path(sys.argv[1])
@@ -541,13 +541,13 @@ def monitor_gone() -> Any:
             time.sleep(WAIT_S)
         return seen(wrapper), wrapper.restart_reports[0].cause
 
-    most, link._MOST_LOSSES = link._MOST_LOSSES, 0 if last else 8
+    most, client._MOST_LOSSES = client._MOST_LOSSES, 0 if last else 8
     try:
         return function()
     except inprocess.exception.InternalError as error:
         return str(error)
     finally:
-        link._MOST_LOSSES = most
+        client._MOST_LOSSES = most
 
 
 def trained(faults: int) -> list[float]:
@@ -629,9 +629,9 @@ def tries_again() -> Any:
         assert wrapper is not None
         return os.environ["WORLD_SIZE"]
 
-    connect = meeting._connect
+    connect = rendezvous._connect
     if INITIAL_RANK == 1:
-        meeting._connect = find_no_store
+        rendezvous._connect = find_no_store
     while True:
         tries += 1
         try:
@@ -640,7 +640,7 @@ def tries_again() -> Any:
             if tries == 8:
                 raise
         if INITIAL_RANK == 1:
-            meeting._connect = connect
+            rendezvous._connect = connect
             time.sleep(7)
 
 
@@ -659,7 +659,7 @@ def without_collector() -> Any:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             function()
-        stores = [o for o in gc.get_objects() if type(o) in (dist.TCPStore, meeting.CallStore)]
+        stores = [o for o in gc.get_objects() if type(o) in (dist.TCPStore, rendezvous.CallStore)]
         return before, len(os.listdir("/proc/self/fd")), len(stores)
     finally:
         gc.enable()

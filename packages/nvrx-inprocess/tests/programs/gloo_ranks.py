@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nvidia_resiliency_ext.inprocess._abort import gloo_sockets
+from nvidia_resiliency_ext.inprocess._unblock import gloo
 from nvidia_resiliency_ext.inprocess.abort import AbortTorchDistributed
 from nvidia_resiliency_ext.inprocess.state import State
 
@@ -169,7 +169,7 @@ def run(rank: int, port: int) -> None:
 def main() -> None:
     if "unnamed" in sys.argv:
         # As with versions of gloo whose threads have no name.
-        gloo_sockets._LOOP_NAMES = frozenset({"no such name"})
+        gloo._LOOP_NAMES = frozenset({"no such name"})
     context = multiprocessing.get_context("fork")
     port = int(sys.argv[1])
     ranks = [context.Process(target=run, args=(rank, port)) for rank in range(WORLD_SIZE)]

@@ -14,12 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nvidia_resiliency_ext.inprocess._abort import (
-    destroyed,
-    gloo_sockets,
-    groups,
-    torch_distributed,
-)
+from nvidia_resiliency_ext.inprocess._unblock import aborts, gloo, groups
+from nvidia_resiliency_ext.inprocess._unblock import groups as destroyed
 from nvidia_resiliency_ext.inprocess.abort import AbortTorchDistributed
 from nvidia_resiliency_ext.inprocess.state import State
 
@@ -67,14 +63,14 @@ def play(abort: bool) -> None:
     del mine
 
     def end_and_free() -> int:
-        ended = gloo_sockets.end_gloo_connections()
+        ended = gloo.end_gloo_connections()
         REGISTERED.clear()
         # What the function does in the main thread when its collective fails.
         model.clear()
         return ended
 
     if abort:
-        torch_distributed.end_gloo_connections = end_and_free
+        aborts.end_gloo_connections = end_and_free
         AbortTorchDistributed()(State(0, 2).freeze())
         return
     dist.destroy_process_group = end_and_free

@@ -22,8 +22,8 @@ boot = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(boot)
 boot.make_shell()
 
-from nvidia_resiliency_ext.inprocess._monitor import link, start  # noqa: E402
-from nvidia_resiliency_ext.inprocess._monitor.link import (  # noqa: E402
+from nvidia_resiliency_ext.inprocess._monitor import client, start  # noqa: E402
+from nvidia_resiliency_ext.inprocess._monitor.client import (  # noqa: E402
     MonitorLink,
     MonitorSettings,
 )
@@ -34,7 +34,7 @@ from nvidia_resiliency_ext.inprocess.attribution import Interruption  # noqa: E4
 _lock = threading.Lock()
 
 
-def tell(*what):
+def notify(*what):
     """Write a line."""
     with _lock:
         print(json.dumps(what), flush=True)
@@ -46,7 +46,7 @@ class Rank:
     def __init__(self, rank, world_size, settings):
         self.rank, self.world_size = rank, world_size
         self.page = ProgressPage.create()
-        self.link = MonitorLink(MonitorSettings(**settings), self.page, self.hear)
+        self.link = MonitorLink(MonitorSettings(**settings), self.page, self.on_event)
         self.stuck = threading.Event()
         self.stamper = threading.Thread(target=self.stamp, daemon=True)
         self.stamper.start()
@@ -55,27 +55,27 @@ class Rank:
         while not self.stuck.wait(0.01):
             self.page.stamp_auto()
 
-    def hear(self, news):
-        name = type(news).__name__
-        if isinstance(news, Decided):
-            made = news.decision
+    def on_event(self, event):
+        name = type(event).__name__
+        if isinstance(event, Decided):
+            made = event.decision
             records = [[each.rank, each.interruption.name] for each in made.records]
-            tell(name, news.iteration, sorted(made.going_on), list(made.terminated), records)
-        elif isinstance(news, Interrupted):
-            records = [[each.rank, each.interruption.name] for each in news.records]
-            tell(name, news.iteration, records)
+            notify(name, event.iteration, sorted(made.going_on), list(made.terminated), records)
+        elif isinstance(event, Interrupted):
+            records = [[each.rank, each.interruption.name] for each in event.records]
+            notify(name, event.iteration, records)
         else:
-            tell(name, getattr(news, "iteration", None), getattr(news, "text", ""))
+            notify(name, getattr(event, "iteration", None), getattr(event, "text", ""))
 
     def attach(self):
         self.link.attach(self.rank, self.world_size)
-        tell("attached", self.link.monitor_pid)
+        notify("attached", self.link.monitor_pid)
 
     def begin(self, iteration, rank, world_size, who):
         self.page.rearm()
         self.page.phase = Phase.GUARDED
         self.link.begin(iteration, rank, world_size, who)
-        tell("begun", iteration)
+        notify("begun", iteration)
 
     def report(self, kind):
         self.link.report(Interruption[kind])
@@ -89,21 +89,21 @@ class Rank:
 
     def leave(self, is_lost, is_discarded=False):
         self.page.phase = Phase.IDLE
-        tell("left", self.link.leave(is_lost, is_discarded=is_discarded))
+        notify("left", self.link.leave(is_lost, is_discarded=is_discarded))
 
     def ping(self):
         self.page.stamp_manual()
 
     def freeze(self):
         self.stuck.set()
-        tell("frozen")
+        notify("frozen")
 
     def monitor(self):
-        tell("monitor", self.link.monitor_pid)
+        notify("monitor", self.link.monitor_pid)
 
     def close(self):
         self.link.close()
-        tell("closed", [each.name for each in threading.enumerate()])
+        notify("closed", [each.name for each in threading.enumerate()])
 
 
 def main():
@@ -111,16 +111,16 @@ def main():
     rank = Rank(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
     for option in sys.argv:
         if option.startswith("start_limit="):
-            link.start.START_LIMIT_S = float(option.partition("=")[2])
+            client.start.START_LIMIT_S = float(option.partition("=")[2])
     if "prestart" in sys.argv:
         start.ensure_started()
-        tell("started")
+        notify("started")
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         try:
             getattr(rank, name)(*arguments)
         except Exception as error:  # noqa: BLE001 - the test judges it
-            tell("error", type(error).__name__, str(error))
+            notify("error", type(error).__name__, str(error))
 
 
 main()

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from ._abort.base import Abort
-from ._abort.others import AbortPersistentCheckpointProcesses, AbortTransformerEngine
-from ._abort.torch_distributed import AbortTorchDistributed
+from ._unblock.aborts import (
+    Abort,
+    AbortPersistentCheckpointProcesses,
+    AbortTorchDistributed,
+    AbortTransformerEngine,
+)
 
 __all__ = [
     "Abort",

@@ -8,8 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ._bounded import call_bounded
-from ._checks import check_callable, check_duration
-from ._cuda import device_of_rank
+from ._inputs import check_callable, check_duration, device_of_rank
 from .state import FrozenState
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ._bounded import call_bounded
-from ._checks import check_duration, check_integer
-from ._cuda import device_of_rank, is_in_use
+from ._inputs import check_duration, check_integer, device_of_rank, is_in_use
 from .exception import HealthCheckError, RestartError
 from .state import FrozenState
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import abc
 
-from ._checks import check_integer
+from ._inputs import check_integer
 from .exception import RestartAbort
 from .state import FrozenState
 

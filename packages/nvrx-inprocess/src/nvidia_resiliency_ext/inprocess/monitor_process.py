@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from nvidia_resiliency_ext.inprocess._monitor import factory, start
-from nvidia_resiliency_ext.inprocess._monitor.link import MonitorLink, MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.client import MonitorLink, MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.messages import Decided
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase, ProgressPage
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from datetime import timedelta
 
-    from nvidia_resiliency_ext.inprocess._monitor.messages import News
+    from nvidia_resiliency_ext.inprocess._monitor.messages import Event
     from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
     from nvidia_resiliency_ext.inprocess.progress_watchdog import Timestamp
 
@@ -119,7 +119,7 @@ class MonitorProcess:
         store_factory: Makes the store; can be imported by its name.
         store_kwargs: Its arguments, plain values.
         prefix: Before every key of the call.
-        hear: Called, in another thread, with each piece of news.
+        hear: Called, in another thread, with each event.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - a signature that is given
@@ -138,7 +138,7 @@ class MonitorProcess:
         store_factory: Callable[..., Any],
         store_kwargs: Mapping[str, Any] | None,
         prefix: str = "nvrx/",
-        hear: Callable[[News], None] | None = None,
+        hear: Callable[[Event], None] | None = None,
     ) -> None:
         name, file = factory.name_of(store_factory)
         settings = MonitorSettings(
@@ -159,9 +159,9 @@ class MonitorProcess:
         self._rank = rank
         self._world_size = world_size
         self._participants = frozenset(range(world_size))
-        self._hear_too = hear
+        self._listener = hear
         self._page = ProgressPage.create()
-        self._link = MonitorLink(settings, self._page, self._hear)
+        self._link = MonitorLink(settings, self._page, self._on_event)
 
     def start(self) -> None:
         """Start the monitor of this node, unless it runs."""
@@ -221,11 +221,11 @@ class MonitorProcess:
         self._link.close()
         self._page.close()
 
-    def _hear(self, news: News) -> None:
-        if isinstance(news, Decided):
-            self._participants = frozenset(news.decision.going_on)
-        if self._hear_too is not None:
-            self._hear_too(news)
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Decided):
+            self._participants = frozenset(event.decision.going_on)
+        if self._listener is not None:
+            self._listener(event)
 
 
 def _send(handle: PidHandle, signals: tuple[signal.Signals, ...], log: logging.Logger) -> None:

@@ -19,8 +19,8 @@ from nvidia_resiliency_ext.shared_utils.restarter_lines import (
     format_restarter_line,
 )
 
-from ._abort.base import Abort
-from ._checks import check_integer
+from ._inputs import check_integer
+from ._unblock.aborts import Abort
 from .completion import Completion
 from .initialize import Initialize
 from .state import FrozenState

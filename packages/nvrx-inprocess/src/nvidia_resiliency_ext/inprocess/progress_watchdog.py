@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ._call.watchdog import Watchdog
-from ._checks import check_duration
+from ._inputs import check_duration
 
 if TYPE_CHECKING:
     from datetime import timedelta

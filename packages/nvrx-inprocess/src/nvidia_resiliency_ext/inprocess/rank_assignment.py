@@ -19,18 +19,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess import _gather
-from nvidia_resiliency_ext.inprocess._checks import check_callable, check_duration, check_integer
-from nvidia_resiliency_ext.inprocess._ranks.layout import Layer, LayerFlag, Layout
-from nvidia_resiliency_ext.inprocess._ranks.numbering import (
+from nvidia_resiliency_ext.inprocess._inputs import check_callable, check_duration, check_integer
+from nvidia_resiliency_ext.inprocess._ranks import gather
+from nvidia_resiliency_ext.inprocess._ranks.layout import (
+    Layer,
+    LayerFlag,
+    Layout,
     clamp_active,
     failing,
     fill,
     round_down,
     shift,
 )
-from nvidia_resiliency_ext.inprocess._ranks.tree import TreePlan
-from nvidia_resiliency_ext.inprocess._ranks.views import LeafMap, Node, Picture
+from nvidia_resiliency_ext.inprocess._ranks.tree import LeafMap, Node, TreePlan, TreeView
 from nvidia_resiliency_ext.inprocess.exception import InternalError, RestartError
 from nvidia_resiliency_ext.inprocess.state import Mode, State
 
@@ -259,7 +260,7 @@ class FilterCountGroupedByKey(RankFilter):
         if _rank_of(state) not in terminated:
             living = [rank for rank in range(state.world_size) if rank not in terminated]
             keys = [_key_of(self.key_or_fn, state)]
-            runs = _gather.gather(ctx.store, _caller(state), keys, living, self.timeout)
+            runs = gather.gather(ctx.store, _caller(state), keys, living, self.timeout)
             ctx.terminated_ranks = set(terminated) | failing(runs, self.condition)
         return ctx
 
@@ -298,7 +299,7 @@ class Tree(RankAssignment):
             check_callable("world_size_filter", world_size_filter)
         self.layers = list(layers)
         self.world_size_filter = world_size_filter
-        self._picture: Picture | None = None
+        self._view: TreeView | None = None
         self._store: weakref.ref[Any] | None = None
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
@@ -312,18 +313,18 @@ class Tree(RankAssignment):
             exception.TimeoutError: In the first call some ranks did not report their keys in time.
         """
         if self._begins(ctx):
-            self._picture = self._build(ctx.state, ctx.store)
+            self._view = self._build(ctx.state, ctx.store)
             self._store = _reference(ctx.store)
-        picture, state = self._drawn(), ctx.state
-        plan = picture.plan
+        view, state = self._drawn(), ctx.state
+        plan = view.plan
         plan.lose(ctx.terminated_ranks, self.world_size_filter)
-        picture.iteration = state.iteration
-        place = picture.places.get(-1 if state.initial_rank is None else state.initial_rank)
-        if place is None or not plan.alive[place]:
+        view.iteration = state.iteration
+        position = view.positions.get(-1 if state.initial_rank is None else state.initial_rank)
+        if position is None or not plan.alive[position]:
             raise RankDiscarded(
                 f"initial rank {state.initial_rank} (was rank {state.rank}) is lost"
             )
-        new = picture.state(place)
+        new = view.state(position)
         ctx.state = dataclasses.replace(
             state,
             rank=new.rank,
@@ -338,25 +339,25 @@ class Tree(RankAssignment):
     @property
     def init_rank_map(self) -> LeafMap:
         """Leaves by initial rank, lost ones too; each has a `state`."""
-        picture = self._drawn()
-        return LeafMap(picture, picture.places)
+        view = self._drawn()
+        return LeafMap(view, view.positions)
 
     @property
     def rank_map(self) -> LeafMap:
         """Leaves by present rank."""
-        picture = self._drawn()
-        return LeafMap(picture, picture.plan.order)
+        view = self._drawn()
+        return LeafMap(view, view.plan.order)
 
     @property
     def tree(self) -> Node:
         """The root."""
-        picture = self._drawn()
-        return Node(picture, picture.plan.layout.root)
+        view = self._drawn()
+        return Node(view, view.plan.layout.root)
 
-    def _drawn(self) -> Picture:
-        if self._picture is None:
+    def _drawn(self) -> TreeView:
+        if self._view is None:
             raise InternalError("the tree is built in the first call; there was none")
-        return self._picture
+        return self._view
 
     def _begins(self, ctx: RankAssignmentCtx) -> bool:
         """Tell whether the wrapped function has been called anew.
@@ -364,19 +365,19 @@ class Tree(RankAssignment):
         The state is then one that no assignment has touched. Somebody may call a tree by hand and
         pass the first state each time, with losses and the same store: that goes on.
         """
-        if self._picture is None or self._store is None:
+        if self._view is None or self._store is None:
             return True
         if ctx.state.mode is not Mode.INITIALIZED:
             return False
         return not ctx.terminated_ranks or self._store() is not ctx.store
 
-    def _build(self, state: State, store: Any) -> Picture:
+    def _build(self, state: State, store: Any) -> TreeView:
         keys = [_key_of(layer.key_or_fn, state) for layer in self.layers]
-        if _gather.can_gather(store):
+        if gather.can_gather(store):
             initial_ranks: Sequence[int] = range(state.world_size)
             if state.rank != state.initial_rank:
                 raise InternalError("a Tree gives numbers itself; it stands in no Compose")
-            runs = _gather.gather(store, _caller(state), keys, initial_ranks, _TREE_TIMEOUT)
+            runs = gather.gather(store, _caller(state), keys, initial_ranks, _TREE_TIMEOUT)
             layout = Layout(len(self.layers), runs)
         else:
             initial_ranks, all_keys = _exchange(store, state, keys)
@@ -387,7 +388,7 @@ class Tree(RankAssignment):
                 UserWarning,
                 stacklevel=3,
             )
-        return Picture(self.layers, TreePlan(self.layers, layout), initial_ranks)
+        return TreeView(self.layers, TreePlan(self.layers, layout), initial_ranks)
 
 
 def _exchange(
@@ -425,8 +426,8 @@ def _activate(ctx: RankAssignmentCtx, active_world_size: int) -> RankAssignmentC
     return ctx
 
 
-def _caller(state: State) -> _gather.Caller:
-    return _gather.Caller(_rank_of(state), _initial_rank_of(state), state.iteration)
+def _caller(state: State) -> gather.Caller:
+    return gather.Caller(_rank_of(state), _initial_rank_of(state), state.iteration)
 
 
 def _key_of(key_or_fn: str | Callable[[State], str], state: State) -> str:

@@ -13,8 +13,8 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.inprocess._checks import check_duration
-from nvidia_resiliency_ext.inprocess._monitor.ring import Ring
+from nvidia_resiliency_ext.inprocess._inputs import check_duration
+from nvidia_resiliency_ext.inprocess._monitor.timeouts import Ring
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.exception import RestartError
 

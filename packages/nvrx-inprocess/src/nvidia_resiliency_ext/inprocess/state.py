@@ -12,7 +12,7 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import _env
+from . import _inputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -93,7 +93,7 @@ class State:
         Raises:
             ValueError: One of them is not a number.
         """
-        return cls(_env.number("RANK", 0), _env.number("WORLD_SIZE", 1))
+        return cls(_inputs.number("RANK", 0), _inputs.number("WORLD_SIZE", 1))
 
     def set_distributed_vars(self) -> None:
         """Export `RANK` and `WORLD_SIZE` for this iteration.
@@ -105,7 +105,7 @@ class State:
         if rank is None or world_size is None:
             rank, world_size = self.initial_rank, self.initial_world_size
         if rank is not None and world_size is not None:
-            _env.export_ranks(rank, world_size)
+            _inputs.export_ranks(rank, world_size)
 
     def advance(self) -> None:
         """Begin the next iteration; lets go of the exception and all that its frames hold."""

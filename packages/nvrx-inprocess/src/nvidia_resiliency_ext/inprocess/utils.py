@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
-from . import _env
+from . import _inputs
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -107,7 +107,7 @@ def format_rank_set(ranks: Iterable[int]) -> str:
     Args:
         ranks: The ranks.
     """
-    if _env.wants_verbose_ranks():
+    if _inputs.wants_verbose_ranks():
         return format_rank_set_verbose(ranks)
     return format_rank_set_brief(ranks)
 

@@ -15,19 +15,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import _env
-from ._call.gate import AtomicLock, MainThreadGate, require_main_thread
+from . import _inputs
+from ._call.interrupt import AtomicLock, MainThreadInterrupter, require_main_thread
 from ._call.loop import CallLoop, Parts
-from ._call.meeting import Meeting, check_store_kwargs, meet, require_place
-from ._call.newsbox import NewsBox
-from ._call.record import RestartRecord
-from ._call.report import RestartReport
+from ._call.rendezvous import Rendezvous, check_store_kwargs, hold_rendezvous, require_valid_rank
+from ._call.report import RestartRecord, RestartReport
 from ._call.settings import Settings, bounded, check_settings
-from ._call.watchdog import Watchdog
-from ._checks import check_callable
-from ._monitor.link import MonitorLink
-from ._monitor.page import ProgressPage
-from ._monitor.stacks import StackDump
+from ._call.watchdog import EventQueue, Watchdog
+from ._inputs import check_callable
+from ._monitor.client import MonitorLink
+from ._monitor.page import ProgressPage, StackDump
 from ._monitor.start import ensure_started
 from .abort import Abort, AbortTorchDistributed
 from .completion import Completion
@@ -190,7 +187,7 @@ class Wrapper:
 def _restart_health_check(check: HealthCheck | None) -> Any:
     """Return the user's checks and those of this rank's devices; None when there are neither."""
     members: tuple[Any, ...] = () if check is None else tuple(_flat(check))
-    index = _env.local_rank()
+    index = _inputs.local_rank()
     if index is not None:
         members += checks_of_each_restart(index)
     return Compose(*members) if members else None
@@ -237,47 +234,47 @@ class CallWrapper:
             )
         settings = wrapper.settings
         with contextlib.ExitStack() as stack:
-            stack.callback(_env.restore_ranks, _env.exported_ranks())
+            stack.callback(_inputs.restore_ranks, _inputs.exported_ranks())
             # Last of all: what refers to each other would stay open until a garbage collection.
             stack.callback(self._let_go)
             state = State.from_env()
-            rank = require_place(state)
+            rank = require_valid_rank(state)
             page = ProgressPage.create()
             stack.callback(page.close)
-            meeting = meet(settings, state)
+            rendezvous = hold_rendezvous(settings, state)
             lock = AtomicLock()
-            # Before the gate, which takes a signal that nobody has: it sees that this one is lent.
+            # Before the interrupter, which takes an unused signal: it sees that this one is lent.
             dump = StackDump()
             stack.callback(dump.close)
-            gate = MainThreadGate()
+            interrupter = MainThreadInterrupter()
             watchdog = Watchdog(page, settings.progress_watchdog_interval.total_seconds())
-            box: NewsBox[Any] = NewsBox(
+            events: EventQueue[Any] = EventQueue(
                 time.monotonic,
                 settings.progress_watchdog_interval.total_seconds(),
                 page.stamp_auto,
             )
-            stack.callback(box.close)
-            link = MonitorLink(meeting.monitor_settings, page, self._hear, dump)
-            record = RestartRecord(meeting.call)
+            stack.callback(events.close)
+            link = MonitorLink(rendezvous.monitor_settings, page, self._on_event, dump)
+            record = RestartRecord(rendezvous.call)
             stack.callback(record.close)
             parts = Parts(
-                base_store=meeting.store,
+                base_store=rendezvous.store,
                 link=link,
                 page=page,
-                gate=gate,
+                interrupter=interrupter,
                 lock=lock,
                 watchdog=watchdog,
-                box=box,
+                events=events,
                 record=record,
                 inject=self._inject,
-                say_last_word=meeting.say_last_word,
+                send_departure_notice=rendezvous.send_departure_notice,
             )
             self._loop = CallLoop(settings, state, parts, wrapper.restart_health_check)
             stack.callback(link.close)
             try:
                 link.attach(rank, state.world_size)
             except InternalError:
-                meeting.say_last_word(rank, 0, frozenset(range(state.world_size)))
+                rendezvous.send_departure_notice(rank, 0, frozenset(range(state.world_size)))
                 raise
             stack.callback(self._loop.close)
             watchdog.start()
@@ -285,7 +282,7 @@ class CallWrapper:
             self._stack = stack.pop_all()
         self._page = page
         self._lock = lock
-        self._meeting: Meeting | None = meeting
+        self._rendezvous: Rendezvous | None = rendezvous
         # Without a frame of its own between the caller and the page.
         self.ping = page.stamp_manual  # type: ignore[method-assign]
 
@@ -333,7 +330,7 @@ class CallWrapper:
     @property
     def store(self) -> Any:
         """The job's store, without the prefix of an iteration; None when the call is over."""
-        return None if self._meeting is None else self._meeting.store
+        return None if self._rendezvous is None else self._rendezvous.store
 
     base_store = store
 
@@ -372,13 +369,13 @@ class CallWrapper:
     # Steps -----------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
-        self._meeting = None
+        self._rendezvous = None
         loop = getattr(self, "_loop", None)  # None when the call was never made
         if loop is not None:
             loop.let_go()
 
-    def _hear(self, news: Any) -> None:
-        self._loop.hear(news)
+    def _on_event(self, event: Any) -> None:
+        self._loop.receive(event)
 
     def _inject(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

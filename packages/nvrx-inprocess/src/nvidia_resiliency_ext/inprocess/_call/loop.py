@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop of one wrapped call: run the function, and after an interruption run it again.
 
-It knows nothing of stores and sockets: `MonitorLink` speaks for it, `MainThreadGate` stops it.
+`MonitorLink` sends and receives for it, `MainThreadInterrupter` stops it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nvidia_resiliency_ext.inprocess._abort.destroyed import forget_unfinished, patient_destruction
-from nvidia_resiliency_ext.inprocess._abort.gloo_sockets import let_go_of_gloo_connections
-from nvidia_resiliency_ext.inprocess._call.restart import RankShouldRestart
+from nvidia_resiliency_ext.inprocess._call.interrupt import RankShouldRestart
 from nvidia_resiliency_ext.inprocess._monitor.messages import (
     Completed,
     Decided,
@@ -27,7 +25,10 @@ from nvidia_resiliency_ext.inprocess._monitor.messages import (
     StoreLost,
 )
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase as ProgressPhase
-from nvidia_resiliency_ext.inprocess._protocol.hang import is_searched
+from nvidia_resiliency_ext.inprocess._protocol.decision import is_searched
+from nvidia_resiliency_ext.inprocess._unblock.gloo import let_go_of_gloo_connections
+from nvidia_resiliency_ext.inprocess._unblock.groups import forget_unfinished, patient_destruction
+from nvidia_resiliency_ext.inprocess._unblock.waits import patient_rendezvous
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, format_interruption_records
 from nvidia_resiliency_ext.inprocess.exception import HealthCheckError, InternalError
 from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignmentCtx, RankDiscarded
@@ -36,10 +37,8 @@ from nvidia_resiliency_ext.inprocess.state import Mode
 from nvidia_resiliency_ext.inprocess.store import BarrierTimeout
 from nvidia_resiliency_ext.inprocess.utils import log_exc
 
-from . import doing
-from .collection import YoungGarbage
-from .newsbox import NewsBox
-from .rendezvous import patient_rendezvous
+from . import watchdog
+from .interrupt import terminate
 from .report import (
     Phase,
     RestartReport,
@@ -48,16 +47,16 @@ from .report import (
     detection_s,
     recent_reports,
 )
-from .termination import terminate
+from .watchdog import EventQueue, YoungGarbage
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.inprocess._monitor.link import MonitorLink
+    from nvidia_resiliency_ext.inprocess._monitor.client import MonitorLink
     from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
     from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
     from nvidia_resiliency_ext.inprocess.state import FrozenState, State
 
-    from .gate import AtomicLock, MainThreadGate
-    from .record import RestartRecord
+    from .interrupt import AtomicLock, MainThreadInterrupter
+    from .report import RestartRecord
     from .settings import Settings
     from .watchdog import Watchdog
 
@@ -67,7 +66,7 @@ _LONGEST_TRACE = 1 << 16
 
 _STOPPER_LIMIT_S = 5.0
 
-_News = TypeVar("_News", Completed, Decided, Interrupted)
+_Event = TypeVar("_Event", Completed, Decided, Interrupted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,36 +77,29 @@ class Parts:
         base_store: What `rank_assignment` gets.
         link: Speaks for this rank.
         page: What the monitor sees of this rank.
-        gate: Stops the main thread.
+        interrupter: Stops the main thread.
         lock: What `atomic()` holds.
         watchdog: Makes the main thread's stamps.
-        box: What the monitor has said.
+        events: Events from the monitor.
         record: Where restarts are recorded.
         inject: Puts the call's wrapper into the function's arguments.
-        say_last_word: Says what no monitor says any more, of a rank in an iteration.
+        send_departure_notice: Record this rank's departure in the store when it has no monitor.
     """
 
     base_store: Any
     link: MonitorLink
     page: ProgressPage
-    gate: MainThreadGate
+    interrupter: MainThreadInterrupter
     lock: AtomicLock
     watchdog: Watchdog
-    box: NewsBox[Any]
+    events: EventQueue[Any]
     record: RestartRecord
     inject: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]
-    say_last_word: Callable[[int, int, frozenset[int]], None]
+    send_departure_notice: Callable[[int, int, frozenset[int]], None]
 
 
 class CallLoop:
-    """One wrapped call in its rank. All methods are called by the main thread unless they say so.
-
-    Args:
-        settings: The wrapper's parameters.
-        state: This rank, before ranks were assigned; it is changed as the call goes on.
-        parts: What the loop works with.
-        restart_health_check: Checks this rank before it goes on, or None.
-    """
+    """One wrapped call in its rank. Methods run in the main thread unless they say otherwise."""
 
     def __init__(
         self,
@@ -133,7 +125,7 @@ class CallLoop:
         self._is_run = False
         self._pending: RestartReport | None = None
         self._what_happened = ""
-        self._doing = doing.Doing()
+        self._activity = watchdog.MainThreadActivity()
         self.reports: deque[RestartReport] = recent_reports()
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -170,7 +162,7 @@ class CallLoop:
         return done[0]
 
     def close(self) -> None:
-        """Tell the others that they have to do without this rank, if it was never run."""
+        """Report this rank as lost if the call was never run."""
         if not self._is_run:
             self._is_run = True
             self._parts.link.leave(is_lost=True)
@@ -190,7 +182,7 @@ class CallLoop:
 
     @property
     def _is_child(self) -> bool:
-        """Whether this process was forked in the function: it is no rank, and takes no part."""
+        """Whether this process was forked in the function, so that it is no rank."""
         return os.getpid() != self._pid
 
     # One iteration ---------------------------------------------------------------------------
@@ -214,7 +206,7 @@ class CallLoop:
         state, parts = self.state, self._parts
         state.set_distributed_vars()
         parts.page.rearm()
-        self._reported_at, self._doing = None, doing.Doing()
+        self._reported_at, self._activity = None, watchdog.MainThreadActivity()
         assert state.rank is not None
         logger.debug(
             "iteration %d begins: rank %d of %d, %s",
@@ -231,7 +223,7 @@ class CallLoop:
         """Run the iteration; return the function's value in a tuple, None after an interruption."""
         state, parts, settings = self.state, self._parts, self._settings
         try:
-            with parts.gate.inside():
+            with parts.interrupter.inside():
                 parts.page.phase = ProgressPhase.GUARDED
                 with self._stopping:
                     self._entered = state.iteration
@@ -250,12 +242,12 @@ class CallLoop:
                     if self._is_child:
                         return (value,)
                 parts.page.rearm()
-                self._doing = doing.WAITS
+                self._activity = watchdog.WAITS
                 parts.link.completed()
                 self._await_completion()
                 return (value,)
         except RankShouldRestart as request:
-            if self._is_child or parts.gate.is_of_another(request):
+            if self._is_child or parts.interrupter.is_of_another(request):
                 raise  # of a call around this one
             if self._interruption() is None and self._fatal() is None:
                 # The function itself asked for it.
@@ -264,13 +256,13 @@ class CallLoop:
             if self._is_child:
                 raise
             state.fn_exception = error
-            if not self._doing.call:
-                self._doing = doing.of_raised(error)
+            if not self._activity.call:
+                self._activity = watchdog.of_raised(error)
             self._report()
             self._log(error, f"iteration {state.iteration}")
         finally:
             # A handler of the program's may have raised where the exit began, and prevented it.
-            parts.gate.leave()
+            parts.interrupter.leave()
         return None
 
     def _report(self) -> None:
@@ -292,7 +284,7 @@ class CallLoop:
         limit_s = None
         if self.state.mode is Mode.ACTIVE:
             limit_s = self._settings.completion_timeout.total_seconds()
-        if self._parts.box.wait(self._completion, limit_s) is None:
+        if self._parts.events.wait(self._completion, limit_s) is None:
             raise BarrierTimeout(
                 f"not all ranks have completed iteration {self.state.iteration} within"
                 f" {limit_s:g} s (completion_timeout)"
@@ -300,9 +292,9 @@ class CallLoop:
 
     # What has been said ----------------------------------------------------------------------
 
-    def hear(self, news: Any) -> None:
-        """Take what the monitor says; called in the link's thread."""
-        self._parts.box.add(news)
+    def receive(self, event: Any) -> None:
+        """Queue an event of the monitor; called in the link's thread."""
+        self._parts.events.add(event)
         with self._stopping:
             self._stop_if_interrupted()
 
@@ -312,46 +304,46 @@ class CallLoop:
         An interruption of an iteration that this rank has not entered yet waits until it has.
         """
         iteration = self.state.iteration
-        news = self._interruption() or self._fatal()
-        if news is None or self._entered != iteration or self._stopping_in == iteration:
+        event = self._interruption() or self._fatal()
+        if event is None or self._entered != iteration or self._stopping_in == iteration:
             return
-        # By its number: an old piece of news that comes again stops nothing.
+        # By its number: an old event that comes again stops nothing.
         self._stopping_in = iteration
         self._stopper = threading.Thread(
             target=self._stop_function,
-            args=(iteration, news),
+            args=(iteration, event),
             name="nvrx-inprocess-restart",
             daemon=True,
         )
         self._stopper.start()
 
-    def _stop_function(self, iteration: int, news: Interrupted | StoreLost) -> None:
-        box = self._parts.box  # a late abort may end after the call
+    def _stop_function(self, iteration: int, event: Interrupted | StoreLost) -> None:
+        events = self._parts.events  # a late abort may end after the call
         try:
-            if isinstance(news, Interrupted):
-                self._count_detection(news)
-                if is_searched(news.records):
+            if isinstance(event, Interrupted):
+                self._count_detection(event)
+                if is_searched(event.records):
                     self._look_at_function()
-                self._terminate(format_interruption_records(news.records))
+                self._terminate(format_interruption_records(event.records))
             else:
-                self._terminate(news.text)
+                self._terminate(event.text)
         except Exception as error:  # noqa: BLE001 - the main thread waits for this one's end
             self._log(error, "stopping the function")
         self._stopped_in = iteration
-        box.wake()
+        events.wake()
 
     def _look_at_function(self) -> None:
         """Note what the main thread is in, unless it is out of the function."""
-        if self._reported_at is None and self._doing is not doing.WAITS:
-            self._doing = doing.of_main_thread()
+        if self._reported_at is None and self._activity is not watchdog.WAITS:
+            self._activity = watchdog.of_main_thread()
 
-    def _count_detection(self, news: Interrupted) -> None:
-        unseen_s = detection_s(news.records, self._settings)
+    def _count_detection(self, event: Interrupted) -> None:
+        unseen_s = detection_s(event.records, self._settings)
         if unseen_s:
             self._watch.add(Phase.DETECT, unseen_s)
         # Who has not reported knows only what its monitor says.
         reported_at = self._reported_at
-        waited_s = news.waited_s if reported_at is None else time.monotonic() - reported_at
+        waited_s = event.waited_s if reported_at is None else time.monotonic() - reported_at
         if waited_s:
             self._watch.add(Phase.LAST_CALL, waited_s)
 
@@ -359,7 +351,7 @@ class CallLoop:
         phases = terminate(
             self._settings.abort,
             self.state.freeze(),
-            self._parts.gate,
+            self._parts.interrupter,
             self._parts.lock,
             self._parts.watchdog,
             cause,
@@ -368,12 +360,12 @@ class CallLoop:
         self._watch.add(Phase.ABORT, phases.lock_s + phases.abort_s)
         self._watch.add(Phase.UNWIND, phases.raise_s + phases.unwind_s)
 
-    def _find(self, kind: type[_News]) -> _News | None:
+    def _find(self, kind: type[_Event]) -> _Event | None:
         """Return what was said of this kind about the present iteration."""
-        news: _News | None = self._parts.box.find(
-            lambda news: isinstance(news, kind) and news.iteration == self.state.iteration
+        event: _Event | None = self._parts.events.find(
+            lambda event: isinstance(event, kind) and event.iteration == self.state.iteration
         )
-        return news
+        return event
 
     def _interruption(self) -> Interrupted | None:
         return self._find(Interrupted)
@@ -394,7 +386,7 @@ class CallLoop:
         return self._interruption() if self._stopped_in == self.state.iteration else None
 
     def _loss(self) -> StoreLost | None:
-        lost: StoreLost | None = self._parts.box.find(lambda news: isinstance(news, StoreLost))
+        lost: StoreLost | None = self._parts.events.find(lambda event: isinstance(event, StoreLost))
         return lost
 
     def _fatal(self) -> StoreLost | None:
@@ -417,8 +409,8 @@ class CallLoop:
         """
         state, parts, settings = self.state, self._parts, self._settings
         limit_s = settings.barrier_timeout.total_seconds()
-        news = parts.box.wait(self._stopped, limit_s)
-        if news is None:
+        event = parts.events.wait(self._stopped, limit_s)
+        if event is None:
             raise InternalError(
                 f"iteration {state.iteration} was not interrupted within {limit_s:g} s"
                 " (barrier_timeout) of this rank's report"
@@ -453,8 +445,8 @@ class CallLoop:
     def _arrive(self, limit_s: float) -> Decision:
         parts = self._parts
         parts.page.phase = ProgressPhase.AT_BARRIER
-        parts.link.arrive(self._doing.call, self._doing.place)
-        decided: Decided | None = parts.box.wait(self._decision, limit_s)
+        parts.link.arrive(self._activity.call, self._activity.place)
+        decided: Decided | None = parts.events.wait(self._decision, limit_s)
         if decided is None:
             raise BarrierTimeout(
                 f"not all ranks have come to the end of iteration {self.state.iteration} within"
@@ -482,7 +474,7 @@ class CallLoop:
         )
         old = state.iteration
         state.advance()
-        self._parts.box.forget(lambda news: getattr(news, "iteration", old + 1) <= old)
+        self._parts.events.forget(lambda event: getattr(event, "iteration", old + 1) <= old)
 
     def _say_restarted(self) -> None:
         pending, self._pending = self._pending, None
@@ -507,7 +499,7 @@ class CallLoop:
     # Leaving ---------------------------------------------------------------------------------
 
     def _leave(self, error: BaseException) -> None:
-        """Tell the others that this rank ends, and let the user clean up."""
+        """Report that this rank ends, and run the user's `terminate`."""
         # Where the exception was raised during another one that only served the restart, the
         # user sees its own causes alone.
         error.__suppress_context__ = True
@@ -517,7 +509,7 @@ class CallLoop:
         logger.warning("%s", log_exc(state, error, "leaving"))
         if parts.link.is_abandoned:
             assert state.initial_rank is not None
-            parts.say_last_word(state.initial_rank, self._owed_in, self._participants)
+            parts.send_departure_notice(state.initial_rank, self._owed_in, self._participants)
         else:
             parts.link.leave(is_lost=True, is_discarded=isinstance(error, RankDiscarded))
         if self._stopper is not None:

@@ -1,74 +1,335 @@
 # SPDX-License-Identifier: Apache-2.0
-"""While a call runs, nobody waits inside torch for the store of `env://` or `tcp://` to be there.
-
-torch's client tries again and again to connect, its host waits until all have connected; neither
-ends when a signal comes. Here a client waits in Python, where it can be interrupted, until somebody
-listens, and the host does not wait: process groups wait for each other's keys anyway.
-"""
+"""Bring the ranks of a call together: find or serve the store, agree on the call's keys."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import time
-from collections.abc import Iterator
+import atexit
+import functools
+import inspect
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.inprocess._store.errors import StoreLostError
-from nvidia_resiliency_ext.inprocess._store.sockets import make_within, wait_until_listening
+from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[attr-defined]
 
-__all__ = ["RendezvousError", "patient_rendezvous"]
-
-_NAME = "TCPStore"
-# Of its arguments after host and port; torch 2.4 gives three of them without names.
-_POSITIONS = (
-    "world_size",
-    "is_master",
-    "timeout",
-    "wait_for_workers",
-    "multi_tenant",
-    "master_listen_fd",
-    "use_libuv",
+from nvidia_resiliency_ext.inprocess._bounded import call_bounded
+from nvidia_resiliency_ext.inprocess._inputs import check_duration, check_integer
+from nvidia_resiliency_ext.inprocess._monitor import factory
+from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.store_threads import CONNECT
+from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
+from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
+from nvidia_resiliency_ext.inprocess._store.mixin import pass_barrier
+from nvidia_resiliency_ext.inprocess._store.names import (
+    LAST_PORT,
+    STORE_VARIABLE,
+    Endpoint,
+    ForeignValueError,
+    StoreLostError,
+    cycle_prefix,
+    find_endpoint,
+    job_name,
+    parse_number,
 )
-_LIMIT = timedelta(seconds=300)
-# torch is not exact.
-_GRACE_S = 1.0
+from nvidia_resiliency_ext.inprocess._store_server.hosting import StoreServer, host_store
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+from nvidia_resiliency_ext.inprocess.store import (
+    BarrierOverflow,
+    BarrierTimeout,
+    StoreMixin,
+    TCPStore,
+)
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.inprocess.state import State
+
+    from .settings import Settings
+
+logger = logging.getLogger("nvrx")
+
+_NONCE = "nonce"
+_LONGEST_NONCE = 64
+_HOSTED_LIMIT = timedelta(seconds=5)
+_DEPARTURE_LIMIT = timedelta(seconds=5)
+
+_LATEST_CALL = "latest_call"
+_LOOK = timedelta(seconds=1)
+
+# The number of the next call; a rank that was given up in one goes on with that of the others.
+_next_call = 0
+# Endpoints that this process has seen served, so that later calls need not ask.
+_served: set[tuple[str, int]] = set()
+# Those of the environment of which it was said that they go before arguments.
+_logged: set[Endpoint] = set()
+# Those that this process has started; the last one is asked for stores at other ports, too.
+_store_servers: list[StoreServer] = []
 
 
-class RendezvousError(StoreLostError, RuntimeError):
-    """There is no store for a group; as torch's own error a RuntimeError."""
+@atexit.register
+def _resume_store_servers() -> None:
+    """Resume stopped store servers: they end when no client is left."""
+    for store_server in _store_servers:
+        store_server.wake()
 
 
-@contextlib.contextmanager
-def patient_rendezvous() -> Iterator[None]:
-    """Make torch's rendezvous interruptible inside."""
-    # As an attribute of the package it is the function of the same name.
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")
-    make = getattr(rendezvous, _NAME, None)
-    if make is None:
-        yield  # a torch that does it in another way
-        return
+class CallStore(StoreMixin, TorchPrefixStore):
+    """The keys of one call: made of what stands before them, and of where they are kept."""
 
-    def make_patiently(host_name: str, port: int, *args: Any, **kwargs: Any) -> Any:
-        kwargs |= dict(zip(_POSITIONS, args, strict=False))
-        kwargs["wait_for_workers"] = False
-        if kwargs.get("is_master", False):
-            return make(host_name, port, **kwargs)
-        limit_s = (kwargs.get("timeout") or _LIMIT).total_seconds()
-        deadline = time.monotonic() + limit_s
-        where = f"no store answers at {host_name}:{port}"
-        if not wait_until_listening(host_name, port, limit_s, time.monotonic):
-            raise RendezvousError(f"{where}: nobody listens there, after {limit_s:g} s")
-        left_s = max(0.0, deadline - time.monotonic()) + _GRACE_S
+    def pass_initial_barrier(
+        self, rank: int, world_size: int, timeout: timedelta, look: Callable[[], bool]
+    ) -> None:
+        """Pass the barrier before the first iteration; what `look` raises ends the wait."""
+        access = StoreAccess(self)
+        pass_barrier(access, [rank], "initial_barrier", world_size, timeout, _LOOK, look=look)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """What a call meets in.
+
+    Attributes:
+        store: This rank's connection, with the call's prefix.
+        monitor_settings: What the node's monitor needs to take part.
+        below: The connection without the prefix.
+        call: The call's number in its launch cycle.
+    """
+
+    store: Any
+    monitor_settings: MonitorSettings
+    below: Any
+    call: int
+
+    def send_departure_notice(
+        self, initial_rank: int, iteration: int, participants: frozenset[int]
+    ) -> None:
+        """Record in the store that this rank, which has no monitor, does not continue.
+
+        Best effort: an error is logged.
+        """
+        kind = Interruption.MONITOR_PROCESS_EXCEPTION
+
+        def say() -> None:
+            store = IterationStore(self.below, self.monitor_settings.prefix)
+            store.interrupt(iteration, [InterruptionRecord(initial_rank, kind)], participants)
+            arrival = Arrival(initial_rank, None, None, is_out=True)
+            store.arrive(iteration, arrival, participants, has_reported=True)
+
         try:
-            return make_within(lambda: make(host_name, port, **kwargs), port, left_s)
-        except TimeoutError as error:
-            raise RendezvousError(f"{where}: {error}, after {limit_s:g} s") from None
+            call_bounded("nvrx-departure-notice", say, _DEPARTURE_LIMIT)
+        except Exception as error:  # noqa: BLE001 - what the rank leaves with is told, not this
+            logger.warning("the others cannot be told that this rank ends: %s", error)
 
-    setattr(rendezvous, _NAME, make_patiently)
+
+def check_store_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Check arguments of `TCPStore`: not all of them are used, but none may be a mistake.
+
+    Raises:
+        TypeError: there is no such argument, or it has another type.
+        ValueError: it is out of range.
+    """
     try:
-        yield
-    finally:
-        if getattr(rendezvous, _NAME, None) is make_patiently:
-            setattr(rendezvous, _NAME, make)
+        inspect.signature(TCPStore).bind(**kwargs)
+    except TypeError as error:
+        raise TypeError(f"store_kwargs of TCPStore: {error}") from None
+    host, port, timeout = (kwargs.get(name) for name in ("host_name", "port", "timeout"))
+    if host is not None and not isinstance(host, str):
+        raise TypeError(f"store_kwargs['host_name'] must be a str, not {host!r}")
+    if port is not None:
+        check_integer("store_kwargs['port']", port, least=1)
+        if port > LAST_PORT:
+            raise ValueError(f"store_kwargs['port'] must be at most {LAST_PORT}, not {port}")
+    if "timeout" in kwargs:
+        check_duration("store_kwargs['timeout']", timeout)
+
+
+def require_valid_rank(state: State) -> int:
+    """Return the rank, which has a place among those that are to come; else all would wait for it.
+
+    Raises:
+        ValueError: `RANK` and `WORLD_SIZE` of the environment do not fit each other.
+    """
+    assert state.rank is not None
+    if state.rank >= state.world_size:
+        raise ValueError(
+            f"RANK must be less than WORLD_SIZE: RANK={state.rank} (default 0),"
+            f" WORLD_SIZE={state.world_size} (default 1)"
+        )
+    if state.world_size > 1 and "RANK" not in os.environ:
+        raise ValueError(f"RANK is not set, though WORLD_SIZE={state.world_size}")
+    return state.rank
+
+
+def hold_rendezvous(
+    settings: Settings, state: State, environ: Mapping[str, str] = os.environ
+) -> Rendezvous:
+    """Connect to the job's store and wait until all ranks have come.
+
+    Raises:
+        BarrierTimeout: they have not, within `barrier_timeout`.
+        StoreLostError: there is no store.
+        Exception: what the user's `store_factory` raises.
+    """
+    kwargs = dict(settings.store_kwargs or {})
+    if settings.store_factory is TCPStore:
+        endpoint = find_endpoint(environ, kwargs.get("host_name"), kwargs.get("port"))
+        if endpoint.is_served and state.rank == 0:
+            _say_what_is_unused(endpoint, kwargs)
+        timeout = kwargs.get("timeout", timedelta(seconds=300))
+        store = _connect(endpoint, min(timeout, settings.barrier_timeout), environ)
+        # What connecting may take is no limit for what the function waits for.
+        store.set_timeout(timeout)
+        name, file = CONNECT, ""
+        text = factory.dump_kwargs({"host": endpoint.host, "port": endpoint.port})
+    else:
+        # First of all, so that what the factory raises is what its user sees.
+        store = settings.store_factory(**kwargs)
+        name, file = factory.name_of(settings.store_factory)
+        text = factory.dump_kwargs(kwargs)
+    number, call_store = _gather(store, cycle_prefix(environ), state, settings.barrier_timeout)
+    prefix = f"{cycle_prefix(environ)}{number}"
+    nonce = call_store.get(_NONCE).decode("ascii", "replace")[:_LONGEST_NONCE]
+    own = f"{prefix}/{nonce}/"
+    return Rendezvous(call_store, _monitor_settings(settings, own, name, file, text), store, number)
+
+
+def _gather(store: Any, prefix: str, state: State, limit: timedelta) -> tuple[int, CallStore]:
+    """Wait until all ranks are in the same call; return its number and its keys.
+
+    A rank that failed before, or was waited for in vain, has made another number of tries than the
+    others. So all come to the latest call that any of them has begun: the others have given up
+    those before it.
+
+    Raises:
+        BarrierTimeout: they have not come, within `limit`.
+    """
+    global _next_call  # noqa: PLW0603 - a process takes part in one call after the other
+    assert state.rank is not None
+    access = StoreAccess(store)
+    deadline = Deadline.after(limit.total_seconds())
+    while True:
+        number = _take_number(access, f"{prefix}{_LATEST_CALL}", _next_call)
+        _next_call = number + 1
+        call_store = CallStore(f"{prefix}{number}", store)
+        if state.rank == 0:
+            # What was left behind in a store that outlives jobs must not be met again.
+            call_store.set(_NONCE, secrets.token_hex(8))
+        try:
+            call_store.pass_initial_barrier(
+                state.rank,
+                state.world_size,
+                timedelta(seconds=deadline.remaining()),
+                look=functools.partial(_raise_if_later, access, prefix, number),
+            )
+        except _LaterCallError:
+            continue
+        except BarrierTimeout as error:
+            raise BarrierTimeout(
+                f"{error} (barrier_timeout): a rank has not called the wrapped function, or has"
+                f" another WORLD_SIZE than {state.world_size}"
+            ) from None
+        except BarrierOverflow as error:
+            raise BarrierOverflow(
+                f"{error}: another job has the same MASTER_ADDR and MASTER_PORT, or a rank has"
+                f" another WORLD_SIZE than {state.world_size}"
+            ) from None
+        return number, call_store
+
+
+class _LaterCallError(Exception):
+    """Others have given up this call, and wait in a later one."""
+
+
+def _take_number(access: StoreAccess, key: str, least: int) -> int:
+    """Return the number of the latest call, which is at least `least` from now on."""
+    standing = access.peek(key) or ""
+    while True:
+        latest = _number(key, standing)
+        if latest >= least:
+            return latest
+        wanted = str(least)
+        standing = access.swap(key, standing, wanted)
+        if standing == wanted:
+            return least
+
+
+def _raise_if_later(access: StoreAccess, prefix: str, number: int) -> bool:
+    key = f"{prefix}{_LATEST_CALL}"
+    if _number(key, access.peek(key) or "") > number:
+        raise _LaterCallError
+    return False
+
+
+def _number(key: str, text: str) -> int:
+    number = parse_number(text) if text else -1
+    if number is None:
+        raise ForeignValueError(key, text)
+    return number
+
+
+def _say_what_is_unused(endpoint: Endpoint, kwargs: Mapping[str, Any]) -> None:
+    unused = [f"{name}={kwargs[name]!r}" for name in ("host_name", "port") if name in kwargs]
+    if unused and endpoint not in _logged:
+        _logged.add(endpoint)
+        logger.info(
+            "the store is at %s (%s): %s of store_kwargs is not used",
+            endpoint,
+            STORE_VARIABLE,
+            ", ".join(unused),
+        )
+
+
+def _connect(endpoint: Endpoint, limit: timedelta, environ: Mapping[str, str]) -> TCPStore:
+    where = (endpoint.host, endpoint.port)
+    _resume_store_servers()
+    if not endpoint.is_served and _is_host(environ) and endpoint.is_here():
+        if where in _served:
+            # It is there from an earlier call, unless all were away for long.
+            try:
+                return TCPStore.connect(endpoint, min(limit, _HOSTED_LIMIT))
+            except StoreLostError:
+                pass
+        alone = environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "1")
+        store_server = host_store(
+            endpoint,
+            job_name(environ),
+            TCPStore.connect,
+            is_single_node=alone,
+            beside=_store_servers[-1] if _store_servers else None,
+        )
+        if store_server.process is not None:
+            _store_servers.append(store_server)
+        _served.add(where)
+    return TCPStore.connect(endpoint, limit)
+
+
+def _is_host(environ: Mapping[str, str]) -> bool:
+    """Return whether this is the rank of its node that starts the store server."""
+    local_rank = environ.get("LOCAL_RANK") or environ.get("RANK") or "0"
+    return local_rank == "0"
+
+
+def _monitor_settings(
+    settings: Settings, prefix: str, name: str, file: str, kwargs: str
+) -> MonitorSettings:
+    return MonitorSettings(
+        prefix=prefix,
+        store_factory=name,
+        store_file=file,
+        store_kwargs=kwargs,
+        log_file=settings.monitor_process_logfile or "",
+        pid_file=settings.monitor_process_pidfile or "",
+        interval_s=settings.monitor_process_interval.total_seconds(),
+        heartbeat_interval_s=settings.heartbeat_interval.total_seconds(),
+        heartbeat_timeout_s=settings.heartbeat_timeout.total_seconds(),
+        soft_timeout_s=settings.soft_timeout.total_seconds(),
+        hard_timeout_s=settings.hard_timeout.total_seconds(),
+        barrier_timeout_s=settings.barrier_timeout.total_seconds(),
+        last_call_wait_s=settings.last_call_wait.total_seconds(),
+        termination_grace_s=settings.termination_grace_time.total_seconds(),
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each restart was and how long its phases took."""
+"""Describe each restart, time its phases and record it as an event."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.inprocess import _inputs
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.utils import format_rank_set
+from nvidia_resiliency_ext.shared_utils.events import EventLog, InprocRestart
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 KEPT_REPORTS = 32
 _AT_ONCE = timedelta(0)
+
 # The gravest first: what it caused comes after it.
 _HAPPENED = {
     Interruption.UNRESPONSIVE: "not heard of for {:g} s (heartbeat_timeout)",
@@ -87,11 +90,7 @@ class RestartReport:
 
 
 class Stopwatch:
-    """Collects the phases of the restart that goes on; they may overlap only by being nested.
-
-    Args:
-        monotonic: Returns seconds.
-    """
+    """Measure the phases of the current restart; they may overlap only by being nested."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
@@ -132,12 +131,7 @@ def _limits(settings: Settings) -> dict[Interruption, timedelta]:
 
 
 def describe_interruption(decision: Decision, lost: Iterable[int], settings: Settings) -> str:
-    """Return in words what happened to which ranks, and who takes no further part.
-
-    Args:
-        decision: What was reported, and whom a hang is blamed on.
-        lost: Initial ranks that do not go on.
-        settings: The limits that were passed.
+    """Return in words what happened to which ranks, and which ranks are lost.
 
     Examples: `rank 1: process was killed or crashed; rank 1 is lost`, and, of a hang, `rank 1 runs
     in train.py:41 in load; rank 0 waited for it (rank 0: no progress for 60 s (soft_timeout), or
@@ -168,3 +162,31 @@ def _name_ranks(ranks: Collection[int]) -> str:
 def recent_reports() -> collections.deque[RestartReport]:
     """Return an empty list of the last reports, bounded."""
     return collections.deque(maxlen=KEPT_REPORTS)
+
+
+class RestartRecord:
+    """The record of one call; it writes nothing where no launcher keeps one."""
+
+    def __init__(self, call: int) -> None:
+        self._call = call
+        self._log = EventLog.join(src="wrapper")
+        self._cycle = _inputs.launch_cycle()
+
+    def add(self, report: RestartReport, rank: int) -> None:
+        """Record a restart. One rank does it for all."""
+        event = InprocRestart(
+            call=self._call,
+            iteration=report.iteration,
+            cause=report.cause,
+            ranks=report.ranks,
+            phases={name: seconds for name, seconds in report.seconds.items() if seconds},
+            kept_ranks=report.kept,
+            lost_ranks=report.terminated,
+            hang=report.hang or None,
+            culprits=report.culprits or None,
+        )
+        self._log.record(event, cycle=self._cycle, rank=rank)
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._log.close()

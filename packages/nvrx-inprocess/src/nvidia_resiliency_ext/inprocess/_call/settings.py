@@ -9,8 +9,8 @@ from datetime import timedelta
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.inprocess._abort.base import Abort
 from nvidia_resiliency_ext.inprocess._store.mixin import StoreMixin
+from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort
 from nvidia_resiliency_ext.inprocess.completion import Completion
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.finalize import Finalize
@@ -26,17 +26,6 @@ from nvidia_resiliency_ext.inprocess.terminate import Terminate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-__all__ = [
-    "Settings",
-    "bounded",
-    "check_distributed",
-    "check_paths",
-    "check_relations",
-    "check_renumbering",
-    "check_settings",
-    "check_types",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +92,6 @@ _ORDERS = (
 
 def check_settings(settings: Settings, *, is_distributed_available: bool) -> None:
     """Check all arguments.
-
-    Args:
-        settings: The arguments.
-        is_distributed_available: What `torch.distributed.is_available()` says.
 
     Raises:
         TypeError: An argument has the wrong type; the message begins with its name.

@@ -1,21 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stamps that show that the main thread still runs bytecode. What is too old is not decided here.
+"""Observe the main thread of a call: its stamps, its waits, its activity and its garbage.
 
-The interpreter is asked to make the main thread call a function between two bytecodes. That
-function is libc's `sem_post`: no Python code runs in the main thread, so no exception, of a signal
-handler say, can get lost there. The thread that waits for it stamps at once.
+The interpreter is asked to make the main thread call libc's `sem_post` between two bytecodes: no
+Python code runs there, so no exception of a signal handler can get lost in it. The thread that
+waits for the semaphore stamps at once. Waits use poll(), as an exception that arrives inside a
+condition's bookkeeping can leave its lock in the wrong state.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import ctypes
+import gc
+import select
+import sys
 import threading
-from typing import Protocol
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-__all__ = ["Stamped", "Watchdog"]
+import torch
+
+from nvidia_resiliency_ext.inprocess._monitor.messages import WAITED
+from nvidia_resiliency_ext.shared_utils.event_loop import WakeUp
+from nvidia_resiliency_ext.shared_utils.rank_activity import Frame, stack_of
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
 
 _SEM_T_BYTES = 64  # at least; 32 with glibc on 64 bit
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _sem_post = ctypes.cast(_libc.sem_post, ctypes.c_void_p)
 _add_pending_call = ctypes.pythonapi.Py_AddPendingCall
@@ -35,12 +52,7 @@ class Stamped(Protocol):
 
 
 class Watchdog:
-    """A thread that has the main thread show, once per interval, that it makes progress.
-
-    Args:
-        target: Gets the stamps, from this thread, and from the one that pauses or stops it.
-        interval_s: Seconds between two stamps.
-    """
+    """A thread that has the main thread show, once per interval, that it makes progress."""
 
     def __init__(self, target: Stamped, interval_s: float) -> None:
         self._target = target
@@ -120,3 +132,135 @@ class _Semaphore:
         """Wait until it is posted."""
         while _libc.sem_wait(self._address) != 0:
             pass  # a signal of the process came to this thread
+
+
+class YoungGarbage:
+    """Context manager of a call: what existed before it is not searched again until it ends."""
+
+    def __init__(self) -> None:
+        self._froze = False
+
+    def __enter__(self) -> YoungGarbage:  # noqa: PYI034  # Self is not in Python 3.10
+        # Somebody else's frozen objects could not be told apart from ours afterwards.
+        self._froze = gc.get_freeze_count() == 0
+        if self._froze:
+            gc.freeze()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._froze:
+            gc.unfreeze()
+
+    def collect(self) -> None:
+        """Free what the interrupted function left in cycles: one pass, be it whole or not."""
+        gc.collect()
+
+
+_MOST_FRAMES = 64
+
+# gloo raises a plain RuntimeError, which names the line of its transport.
+_GLOO = "gloo/transport/"
+
+
+@dataclass(frozen=True, slots=True)
+class MainThreadActivity:
+    """What the main thread was in: the words of `messages.Arrived`."""
+
+    call: str = ""
+    place: str = ""
+
+
+WAITS = MainThreadActivity(WAITED)
+"""The function has returned, or has nothing to do: this rank waits for the others."""
+
+
+def of_main_thread() -> MainThreadActivity:
+    """Return what the main thread does now; called by another thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
+    frames: list[Frame] = []
+    while frame is not None and len(frames) < _MOST_FRAMES:
+        frames.append(_of_frame(frame, frame.f_lineno))
+        frame = frame.f_back
+    stack = stack_of(frames)
+    return MainThreadActivity(stack.call.value, stack.place)
+
+
+def of_raised(error: BaseException) -> MainThreadActivity:
+    """Return what raised: a collective that failed, so that this rank waited, or anything else."""
+    if not isinstance(error, torch.distributed.DistError) and _GLOO not in str(error):
+        return MainThreadActivity()
+    frames = [_of_frame(*pair) for pair in traceback.walk_tb(error.__traceback__)]
+    return MainThreadActivity(WAITED, stack_of(frames[: -_MOST_FRAMES - 1 : -1]).place)
+
+
+def _of_frame(frame: FrameType, line: int | None) -> Frame:
+    return frame.f_code.co_filename, line or 0, frame.f_code.co_name
+
+
+T = TypeVar("T")
+
+
+class EventQueue(Generic[T]):
+    """A list that any thread adds to and the main thread waits on; closed by its owner.
+
+    Args:
+        monotonic: Returns seconds.
+        slice_s: How long it waits at most before `between` is called again.
+        between: Called at the start of each slice, such as to show that the thread lives.
+    """
+
+    def __init__(
+        self, monotonic: Callable[[], float], slice_s: float, between: Callable[[], object]
+    ) -> None:
+        self._monotonic = monotonic
+        self._slice_s = slice_s
+        self._between = between
+        self._events: collections.deque[T] = collections.deque()
+        self._wake_up = WakeUp()
+
+    def add(self, event: T) -> None:
+        """Append an event and wake the waiting main thread."""
+        self._events.append(event)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the waiting main thread."""
+        self._wake_up.set()
+
+    def find(self, wanted: Callable[[T], bool]) -> T | None:
+        """Return the first that is wanted, or None."""
+        return next((event for event in tuple(self._events) if wanted(event)), None)
+
+    def wait(self, look: Callable[[], T | None], limit_s: float | None) -> T | None:
+        """Return what `look` finds, as soon as it finds something; None when the time is up."""
+        deadline = None if limit_s is None else self._monotonic() + limit_s
+        poll = select.poll()
+        poll.register(self._wake_up, select.POLLIN)
+        while True:
+            self._between()
+            self._wake_up.clear()
+            found = look()
+            if found is not None:
+                return found
+            left_s = self._slice_s
+            if deadline is not None:
+                left_s = min(left_s, deadline - self._monotonic())
+                if left_s <= 0:
+                    return None
+            poll.poll(left_s * 1000)
+
+    def forget(self, old: Callable[[T], bool]) -> None:
+        """Drop what is old."""
+        for event in tuple(self._events):
+            if old(event):
+                with contextlib.suppress(ValueError):
+                    self._events.remove(event)
+
+    def close(self) -> None:
+        """Close the descriptor; no thread may wait any more."""
+        self._wake_up.close()

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First file of the monitor's program: finds our packages, but leaves torch for later.
+"""Start the monitor or the store server by this file's path, without importing torch.
 
-It is run by its path. Importing the package of this file would import torch before anybody is
-listened to, so the package stands in `sys.modules` as an empty shell at first, under which its
-light modules can be imported; what its attribute `COMPLETE` holds fills it.
+Importing the package would import torch first, for seconds. So the package stands in `sys.modules`
+as an empty shell, under which its light modules can be imported; its attribute `COMPLETE` fills it.
+
+    python boot.py DESCRIPTOR                    the monitor, or one function (`main`)
+    python boot.py --store ARGUMENTS...          the store server (`_store_server/server.py`)
+    python -I -S boot.py --detach PROGRAM ...    a program that is nobody's child
 """
 
 from __future__ import annotations
@@ -44,16 +47,37 @@ def complete_package() -> None:
         spec.loader.exec_module(package)
 
 
-def main() -> int:
-    """Do what the order says that lies in the pipe of which the argument is the descriptor.
+def detach(program: list[str]) -> None:
+    """Run a program whose parent has ended; this interpreter has none of our packages to fork."""
+    os.umask(0o077)
+    os.chdir("/")
+    if os.fork() == 0:
+        os.execv(program[0], program)  # noqa: S606 - that is the point
 
-    That is to be the monitor, with `listener`, `directory`, `starter` and `needs_torch`; or to call
-    a function, with its name in `call` and its arguments.
+
+def serve_store(arguments: list[str]) -> int:
+    """Run the store server below the shell; return its exit code."""
+    _leave_own_folder()
+    make_shell()
+    from nvidia_resiliency_ext.inprocess._store_server import server
+
+    return server.main(arguments)
+
+
+def _leave_own_folder() -> None:
+    own_folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != own_folder]
+
+
+def main() -> int:
+    """Carry out the order in the pipe whose descriptor is the argument; return the exit code.
+
+    An order with `listener`, `directory`, `starter` and `needs_torch` runs the monitor; one with
+    `call`, `args` and `kwargs` calls a function.
     """
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         order = json.load(file)
-    own_folder = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != own_folder]
+    _leave_own_folder()
     sys.path += [entry for entry in order["sys_path"] if entry not in sys.path]
     make_shell()
     if "call" in order:
@@ -69,5 +93,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Threads may sit in the store, where the interpreter's end would not wait for them.
-    os._exit(main())
+    if sys.argv[1] == "--detach":
+        detach(sys.argv[2:])
+    elif sys.argv[1] == "--store":
+        sys.exit(serve_store(sys.argv[2:]))
+    else:
+        # Threads may sit in the store, where the interpreter's end would not wait for them.
+        os._exit(main())

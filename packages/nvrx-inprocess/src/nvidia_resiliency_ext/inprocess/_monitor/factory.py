@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import ModuleType
 
-__all__ = [
-    "UnnameableError",
-    "dump_args",
-    "dump_kwargs",
-    "load_args",
-    "load_kwargs",
-    "load_named",
-    "name_of",
-]
 
 _MAIN_ALIAS = "__nvrx_main__"
 _TAG = "$"

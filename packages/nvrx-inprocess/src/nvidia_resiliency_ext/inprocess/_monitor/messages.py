@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks and their monitor say to each other; values only.
+"""What a rank tells its monitor about one call; values only, nothing is read or opened here.
+
+What ranks and their monitor say to each other; values only.
 
 Each direction has its own closed set. A rank begins with `Hello`, its page attached, and then
 tells what it does; every message may come twice, after a monitor was replaced.
@@ -10,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks, parse_ranks
 from nvidia_resiliency_ext.shared_utils.wire import MessageSet
@@ -20,34 +21,49 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
 
-__all__ = [
-    "FROM_RANK",
-    "TO_RANK",
-    "VERSION",
-    "WAITED",
-    "AreYouThere",
-    "Arrived",
-    "Begun",
-    "Completed",
-    "Decided",
-    "DecisionPart",
-    "Done",
-    "Hello",
-    "Here",
-    "Interrupted",
-    "LeaveNoted",
-    "Left",
-    "News",
-    "Refused",
-    "Reported",
-    "StoreLost",
-    "Welcome",
-    "pack_ranks",
-    "split_decision",
-    "unpack_ranks",
-]
 
-VERSION = 4
+START_LIMIT_S = 10.0
+"""How long a rank waits for its monitor."""
+
+
+@dataclass(frozen=True, slots=True)
+class MonitorSettings:
+    """Times and names of one call of a wrapped function; equal on all ranks.
+
+    Attributes:
+        prefix: What stands before every key of the call.
+        store_factory: `module:qualname` of what makes the store.
+        store_file: Source file of that module, for one that cannot be imported by name.
+        store_kwargs: Arguments of the factory, as text (`factory.dump_kwargs`).
+        log_file: Absolute path of the rank's log file, "" for none; `{rank}` is filled in.
+        pid_file: Absolute path of the rank's pid file, "" for none; `{rank}` is filled in.
+        interval_s: How often stamps are looked at.
+        heartbeat_interval_s: How often a lease is renewed.
+        heartbeat_timeout_s: Age of a lease at which a node counts as lost.
+        soft_timeout_s: Age of a stamp at which a restart is asked for.
+        hard_timeout_s: Age of a stamp at which the process is killed.
+        barrier_timeout_s: How long ranks wait for each other.
+        last_call_wait_s: How long faults are collected after the first one.
+        termination_grace_s: From SIGTERM to SIGKILL.
+    """
+
+    prefix: str
+    store_factory: str
+    store_file: str = ""
+    store_kwargs: str = "{}"
+    log_file: str = ""
+    pid_file: str = ""
+    interval_s: float = 1.0
+    heartbeat_interval_s: float = 1.0
+    heartbeat_timeout_s: float = 30.0
+    soft_timeout_s: float = 60.0
+    hard_timeout_s: float = 90.0
+    barrier_timeout_s: float = 120.0
+    last_call_wait_s: float = 1.0
+    termination_grace_s: float = 5.0
+
+
+VERSION = 5
 WAITED = "waited"
 """In `Arrived`: the rank waited for its peers, or a collective that failed sent it here."""
 _PART_CHARACTERS = 400_000
@@ -65,7 +81,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank comes, or comes back, to say what it began last; its page is attached.
+    """A rank connects, for the first time or again, with its last `Begun` and its page.
 
     With a `dump_signal`, at which it writes its stacks, the file for them is attached, too.
     """
@@ -142,7 +158,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveNoted:
+class LeaveAcknowledged:
     """The monitor knows that the rank leaves, and speaks for it from now on."""
 
 
@@ -158,7 +174,7 @@ class DecisionPart:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """News: the iteration is interrupted, and the last call for faults, of so long, is over."""
+    """Event: the iteration is interrupted, and the last call for faults, of so long, is over."""
 
     iteration: int
     records: tuple[InterruptionRecord, ...]
@@ -167,28 +183,27 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """News: all ranks have completed; the call is over."""
+    """Event: all ranks have completed; the call is over."""
 
     iteration: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLost:
-    """News: nobody can agree on anything any more."""
+    """Event: the store is lost, so that no iteration can be decided."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """News: who goes on."""
+    """Event: the decision, with the ranks that continue."""
 
     iteration: int
     decision: Decision
 
 
-News = Interrupted | Completed | Decided | StoreLost
-
+Event = Interrupted | Completed | Decided | StoreLost
 FROM_RANK = MessageSet(
     Hello, MonitorSettings, Begun, Reported, Interruption, Done, Arrived, Left, AreYouThere
 )
@@ -196,7 +211,7 @@ TO_RANK = MessageSet(
     Welcome,
     Refused,
     Here,
-    LeaveNoted,
+    LeaveAcknowledged,
     DecisionPart,
     Interrupted,
     InterruptionRecord,

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page that a rank shares with its monitor: stamps in 8-byte words; nobody is judged here.
+"""Share memory between a rank and its monitor: stamps in 8-byte words, and a file for stacks.
 
-The rank makes the memory and writes it; the monitor only reads, through `pread`, so that nothing
+The rank creates the page and writes it; the monitor only reads, through `pread`, so that nothing
 that the rank does to the memory can hurt it. Every word is written by one store, and a reader
 relies on no order between two words. Times are CLOCK_MONOTONIC nanoseconds.
+
+The stacks of a rank that is about to be killed are written by `faulthandler` in a signal handler
+that needs neither the GIL nor memory, into a file without a name that the monitor holds too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
+import faulthandler
 import fcntl
+import itertools
+import logging
 import mmap
 import os
 import struct
@@ -20,12 +27,21 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.inprocess._protocol.decision import Seen
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.rank_activity import (
+    Frame,
+    Kernel,
+    classify,
+    in_words,
+    main_frames,
+    stack_of,
+)
+from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PageError", "PageView", "Phase", "ProgressPage", "Stamps"]
 
 _MAGIC = 0x4E56_5258_4950_0001
 _W_MAGIC, _W_AUTO, _W_MANUAL, _W_UNPROTECTED, _W_PHASE, _W_EPOCH = range(6)
@@ -33,10 +49,10 @@ _LAYOUT = struct.Struct("=6q")
 _SIZE_BYTES = _LAYOUT.size
 _NS = 1e-9
 _NAME = "nvrx-progress"
+
 # Numbers of linux/fcntl.h, where this Python does not know them.
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
 _ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
-
 _now_ns = time.monotonic_ns
 
 
@@ -279,3 +295,72 @@ def _file_memory() -> int:
             continue
         return fd
     raise OSError(errno.ENOSPC, "no place for a progress page") from last_error
+
+
+logger = logging.getLogger("nvrx")
+_STACKS_NAME = "nvrx-stacks"
+_LONGEST_DUMP = 1 << 16
+_FRAMES_SHOWN = 8
+_WRAPPER = "/inprocess/_call/loop.py"
+
+
+class StackDump:
+    """The rank's side, for one call.
+
+    Attributes:
+        number: The signal; 0 when there is none to lend, or no file.
+        fd: The file; -1 when there is none.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.fd = 0, -1
+        try:
+            number, self.fd = unused_realtime_signal(), _make_file()
+            faulthandler.register(number, file=self.fd, all_threads=True, chain=False)
+            self.number = number
+        except (OSError, RuntimeError) as error:
+            logger.debug("a hang will be told without stacks: %s", error)
+            self.close()
+
+    def close(self) -> None:
+        """Give signal and file back; harmless when repeated."""
+        number, self.number = self.number, 0
+        if number:
+            faulthandler.unregister(number)
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def read_dump(fd: int) -> str:
+    """Return what a rank has written, "" for nothing."""
+    data = b""
+    with contextlib.suppress(OSError):
+        data = os.pread(fd, _LONGEST_DUMP, 0)
+    return data.decode(errors="replace")
+
+
+def seen_before_end(kernel: Kernel, dump: str) -> Seen:
+    """Return what a rank did, from a look at its process and the stacks that it wrote."""
+    frames = main_frames(dump)
+    stack = stack_of(frames)
+    activity = classify(kernel, stack)
+    words = in_words(activity, kernel, stack)
+    # Up to the wrapper: who called that is of no interest.
+    named = [*itertools.takewhile(lambda frame: not frame[0].endswith(_WRAPPER), frames)]
+    if named:
+        words += f", stack: {' < '.join(map(_in_words, named[:_FRAMES_SHOWN]))}"
+    return Seen(activity, stack.place, words)
+
+
+def _in_words(frame: Frame) -> str:
+    return f"{frame[0].rpartition('/')[2]}:{frame[1]} in {frame[2]}"
+
+
+def _make_file() -> int:
+    if os.environ.get("NVRX_FORCE_NO_MEMFD") != "1" and hasattr(os, "memfd_create"):
+        with contextlib.suppress(OSError):  # seccomp or an old kernel
+            return os.memfd_create(_STACKS_NAME, os.MFD_CLOEXEC)
+    fd, path = tempfile.mkstemp(prefix=_STACKS_NAME)
+    os.unlink(path)
+    return fd

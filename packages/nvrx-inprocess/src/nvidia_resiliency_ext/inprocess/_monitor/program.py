@@ -1,51 +1,132 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The monitor's program: lets ranks in, serves their calls, and ends when nobody needs it."""
+"""The monitor's log files and pid files; both are ours alone and follow no symbolic link.
+
+The monitor's program: lets ranks in, serves their calls, and ends when nobody needs it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
 import signal
 import socket
+import stat
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess._monitor import messages
-from nvidia_resiliency_ext.inprocess._monitor.journal import Journal
-from nvidia_resiliency_ext.inprocess._monitor.loop import Connection
+from nvidia_resiliency_ext.inprocess._monitor.connections import Connection, Processes
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView
-from nvidia_resiliency_ext.inprocess._monitor.place import NodePlace
-from nvidia_resiliency_ext.inprocess._monitor.processes import Processes
 from nvidia_resiliency_ext.inprocess._monitor.serving import Host, Serving
-from nvidia_resiliency_ext.inprocess._monitor.store_side import warm_up
+from nvidia_resiliency_ext.inprocess._monitor.start import NodeDirectory
+from nvidia_resiliency_ext.inprocess._monitor.store_threads import warm_up
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
+from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig, setup_logger
+from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 
-__all__ = ["Monitor", "run"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import TextIO
+
+
+_FORMAT = "%(asctime)s [%(levelname)s] %(message)s"
+_PID_BYTES = 32
+_OPEN = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Journal:
+    """The monitor's log files and pid files.
+
+    Without a log file, and without a directory for node-local logs, it is silent. A file that
+    cannot be written costs its lines and nothing else.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        """Configure the logger "nvrx" of this program."""
+        self._logger = logging.getLogger(LogConfig.name)
+        self._handlers: dict[str, logging.StreamHandler[TextIO]] = {}
+        self._pid_files: set[str] = set()
+        if environ.get("NVRX_NODE_LOCAL_TMPDIR"):
+            with contextlib.suppress(OSError):
+                setup_logger(node_local_tmp_prefix="monproc")
+        if not self._logger.handlers:
+            self._logger.addHandler(logging.NullHandler())
+        self._logger.setLevel(LogConfig.get_log_level(environ))
+        self._logger.propagate = False
+
+    def open_log(self, path: str, initial_rank: int) -> None:
+        """Write a rank's lines to a file, too; it is emptied when this monitor first opens it."""
+        path = path.replace("{rank}", str(initial_rank))
+        if not path or path in self._handlers:
+            return
+        try:
+            stream: TextIO = os.fdopen(_open_regular(path), "w", errors="backslashreplace")
+        except OSError as error:
+            self._logger.warning("monitor_process: the log file %s cannot be used: %s", path, error)
+            return
+        self._handlers[path] = handler = logging.StreamHandler(stream)
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        self._logger.addHandler(handler)
+
+    def write_pid(self, path: str, initial_rank: int) -> None:
+        """Write our number to a rank's pid file."""
+        path = path.replace("{rank}", str(initial_rank))
+        if not path:
+            return
+        try:
+            atomic_write(path, str(os.getpid()).encode(), fsync=False)
+        except OSError as error:
+            self._logger.warning("monitor_process: no pid file %s: %s", path, error)
+            return
+        self._pid_files.add(path)
+
+    def close(self) -> None:
+        """Remove the pid files that still name us, and close the log files."""
+        for path in self._pid_files:
+            with contextlib.suppress(OSError):
+                if read_regular_file(path, _PID_BYTES) == str(os.getpid()).encode():
+                    os.unlink(path)
+        self._pid_files.clear()
+        for handler in self._handlers.values():
+            self._logger.removeHandler(handler)
+            handler.close()
+            handler.stream.close()
+        self._handlers.clear()
+
+
+def _open_regular(path: str) -> int:
+    fd = os.open(path, _OPEN, 0o600)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or status.st_uid != os.geteuid():
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file of ours", path)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, 0)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
 
 logger = logging.getLogger("nvrx")
-
 _HELLO_WITHIN_S = 10.0
 _WARM_UP_AFTER_S = 0.5
-_MOST_STRANGERS = 32
+_MOST_PENDING = 32
 _ASK_AGAIN_S = 0.1
 _LET_IN_AT_ONCE = 64
 _ENDS_WITH_ITS_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 def run(listener_fd: int, directory: str, starter: int, needs_torch: bool) -> int:
-    """Be the monitor; return the exit code.
-
-    Args:
-        listener_fd: The socket that ranks connect to.
-        directory: The node's private directory.
-        starter: The process that started us: while it lives, somebody may still come.
-        needs_torch: Somebody may be about to ask for a store that needs torch.
-    """
+    """Be the monitor; return the exit code."""
     for number in _ENDS_WITH_ITS_RANKS:
         signal.signal(number, signal.SIG_IGN)
     # Not at once: the import keeps the interpreter busy, and somebody may be about to come.
@@ -53,7 +134,7 @@ def run(listener_fd: int, directory: str, starter: int, needs_torch: bool) -> in
     warming.daemon = True
     if needs_torch:
         warming.start()
-    monitor = Monitor(socket.socket(fileno=listener_fd), NodePlace(directory), starter)
+    monitor = Monitor(socket.socket(fileno=listener_fd), NodeDirectory(directory), starter)
     try:
         monitor.run()
     except Exception:
@@ -65,35 +146,29 @@ def run(listener_fd: int, directory: str, starter: int, needs_torch: bool) -> in
 
 
 class Monitor:
-    """All that one monitor process is.
+    """All that one monitor process is."""
 
-    Args:
-        listener: Where ranks come.
-        place: The directory to remove in the end.
-        starter: A process for which it stays, though it may never say anything.
-    """
-
-    def __init__(self, listener: socket.socket, place: NodePlace, starter: int) -> None:
+    def __init__(self, listener: socket.socket, directory: NodeDirectory, starter: int) -> None:
         self._listener = listener
         listener.setblocking(False)
         listener.set_inheritable(False)
-        self._place = place
-        self._socket_inode = place.socket_inode()
+        self._directory = directory
+        self._socket_inode = directory.socket_inode()
         self._loop = EventLoop()
         self._journal = Journal()
         self._processes = Processes(self._loop, self._process_ended)
-        self._host = Host(self._loop, self._processes, self._journal, place.path)
-        self._strangers: dict[Connection, float] = {}
+        self._host = Host(self._loop, self._processes, self._journal, directory.path)
+        self._pending: dict[Connection, float] = {}
         self._servings: dict[str, Serving] = {}
         with contextlib.suppress(ProcessLookupError, OSError):
             self._processes.hold(starter)
         self._loop.watch(listener.fileno(), self._let_in)
         with PidHandle(os.getpid()) as own:
-            place.name_monitor(own.pid, own.start_ticks)
-        place.remove_stale_siblings()
+            directory.name_monitor(own.pid, own.start_ticks)
+        directory.remove_stale_siblings()
 
     def run(self) -> None:
-        """Serve until nobody is left."""
+        """Serve until no rank is left."""
         due_s = time.monotonic()
         while True:
             self._loop.run_once(until=due_s)
@@ -107,8 +182,8 @@ class Monitor:
         """Give everything back."""
         for serving in self._servings.values():
             serving.close()
-        for stranger in list(self._strangers):
-            stranger.close()
+        for pending in list(self._pending):
+            pending.close()
         self._processes.close()
         self._journal.close()
         self._listener.close()
@@ -131,22 +206,22 @@ class Monitor:
                 logger.warning("monitor_process: a connection is refused: %s", error)
                 sock.close()
                 continue
-            self._make_stranger(Connection(self._loop, sock, pid))
+            self._add_pending(Connection(self._loop, sock, pid))
 
-    def _make_stranger(self, connection: Connection) -> None:
-        self._strangers[connection] = time.monotonic() + _HELLO_WITHIN_S
-        connection.on_message = lambda message: self._meet(connection, message)
-        connection.on_over = lambda: self._forget_stranger(connection)
-        while len(self._strangers) > _MOST_STRANGERS:
-            oldest = next(iter(self._strangers))
-            self._forget_stranger(oldest)
+    def _add_pending(self, connection: Connection) -> None:
+        self._pending[connection] = time.monotonic() + _HELLO_WITHIN_S
+        connection.on_message = lambda message: self._on_first_message(connection, message)
+        connection.on_over = lambda: self._remove_pending(connection)
+        while len(self._pending) > _MOST_PENDING:
+            oldest = next(iter(self._pending))
+            self._remove_pending(oldest)
             oldest.close()
 
-    def _forget_stranger(self, connection: Connection) -> None:
-        self._strangers.pop(connection, None)
+    def _remove_pending(self, connection: Connection) -> None:
+        self._pending.pop(connection, None)
 
-    def _meet(self, connection: Connection, message: object) -> None:
-        self._forget_stranger(connection)
+    def _on_first_message(self, connection: Connection, message: object) -> None:
+        self._remove_pending(connection)
         connection.on_over = lambda: None
         problem = self._take_in(connection, message)
         if problem is not None:
@@ -181,11 +256,11 @@ class Monitor:
     # --- time ---
 
     def _tick(self, now: float) -> float:
-        for stranger, until_s in list(self._strangers.items()):
+        for pending, until_s in list(self._pending.items()):
             if now >= until_s:
-                self._forget_stranger(stranger)
-                stranger.close()
-        due_s = min(self._strangers.values(), default=math.inf)
+                self._remove_pending(pending)
+                pending.close()
+        due_s = min(self._pending.values(), default=math.inf)
         for prefix, serving in list(self._servings.items()):
             due_s = min(due_s, serving.tick(now))
             if serving.is_over(now):
@@ -198,27 +273,27 @@ class Monitor:
         return due_s
 
     def _is_idle(self) -> bool:
-        return not (self._servings or len(self._processes) or self._strangers)
+        return not (self._servings or len(self._processes) or self._pending)
 
     def _end(self) -> bool:
-        """End, unless somebody is just coming; return whether."""
+        """Remove the directory, unless a rank is connecting; return whether to end."""
         if not self._is_at_home():
             return True  # our directory was removed: nobody can come, and no lock must be made
         try:
-            with self._place.locked(0.0):
+            with self._directory.locked(0.0):
                 self._let_in()
-                if self._strangers:
+                if self._pending:
                     return False
                 if self._is_at_home():
-                    self._place.remove()
+                    self._directory.remove()
         except DeadlineExceededError:
             # Whoever holds the lock is about to connect to us.
             return False
         except (OSError, NvrxError) as error:
             # Somebody has made the directory unfit: nobody can come, and it stays.
-            logger.warning("monitor_process: %s is left behind: %s", self._place.path, error)
+            logger.warning("monitor_process: %s is left behind: %s", self._directory.path, error)
         return True
 
     def _is_at_home(self) -> bool:
-        inode = self._place.socket_inode()
+        inode = self._directory.socket_inode()
         return inode is not None and inode == self._socket_inode

@@ -1,30 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This node among the nodes of a call: its entry in the store, its lease, the lease it watches."""
+"""A small file in the node's directory: which process is which rank, for a monitor that follows.
+
+The store has the same list for other nodes. This one also says when each process was started, so
+that nobody signals a process that took over a number.
+
+This node among the nodes of a call: its entry in the store, its lease, the lease it watches.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import math
 import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._monitor.ring import Ring
-from nvidia_resiliency_ext.inprocess._monitor.roll import RollFile
-from nvidia_resiliency_ext.inprocess._monitor.settings import START_LIMIT_S
+from nvidia_resiliency_ext.inprocess._monitor.messages import START_LIMIT_S
+from nvidia_resiliency_ext.inprocess._monitor.timeouts import Ring
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
+from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from nvidia_resiliency_ext.inprocess._monitor.settings import MonitorSettings
-    from nvidia_resiliency_ext.inprocess._monitor.store_side import Desk
-    from nvidia_resiliency_ext.inprocess._protocol.board import Board
+    from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
+    from nvidia_resiliency_ext.inprocess._monitor.store_threads import StoreWorker
+    from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 
-__all__ = ["Adopted", "Registration"]
 
-# One look at the neighbour in so many is left out: it makes room for the wait for the outcome, and
-# for what is asked when that was in vain.
+logger = logging.getLogger("nvrx")
+_MAX_BYTES = 1 << 20
+
+
+class StateFile:
+    """The file of one call."""
+
+    def __init__(self, directory: str, prefix: str) -> None:
+        name = hashlib.sha256(prefix.encode()).hexdigest()[:16]
+        self._path = os.path.join(directory, f"ranks-{name}.json")
+
+    def read(self) -> dict[int, tuple[int, int]]:
+        """Return process number and start of each initial rank; empty if there is no such file."""
+        try:
+            fields = json.loads(read_regular_file(self._path, _MAX_BYTES))
+            return {int(rank): (int(pid), int(ticks)) for rank, (pid, ticks) in fields.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            logger.warning("monitor_process: %s cannot be used: %s", self._path, error)
+            return {}
+
+    def write(self, ranks: Mapping[int, tuple[int, int]]) -> None:
+        """Replace the file; a disk that is full costs a follower some knowledge, no more."""
+        try:
+            atomic_write(self._path, json.dumps(dict(ranks)).encode(), fsync=False)
+        except OSError as error:
+            logger.warning("monitor_process: %s cannot be written: %s", self._path, error)
+
+    def remove(self) -> None:
+        """Remove it, if it is there."""
+        try:
+            os.unlink(self._path)
+        except OSError as error:
+            logger.debug("monitor_process: %s stays: %s", self._path, error)
+
+
+# One look at the neighbour in so many is left out, as an outcome costs operations as well.
 _LEFT_OUT = 4
 
 
@@ -54,23 +98,16 @@ class _Look:
 
 
 class Registration:
-    """Keeps the node known, and notices when another node is not heard of.
-
-    Args:
-        settings: Times.
-        directory: Where the roll lies.
-        desk: Runs what is done at the store.
-        lost: Called with the initial ranks of a lost node.
-    """
+    """Keeps the node known, and notices when another node is not heard of."""
 
     def __init__(
         self,
         settings: MonitorSettings,
         directory: str,
-        desk: Desk,
+        store_worker: StoreWorker,
         lost: Callable[[Iterable[int]], None],
     ) -> None:
-        self._desk = desk
+        self._store_worker = store_worker
         self._lost = lost
         self._interval_s = settings.heartbeat_interval_s
         self._ring = Ring(
@@ -80,10 +117,10 @@ class Registration:
             settings.heartbeat_timeout_s + START_LIMIT_S,
         )
         self._participants: Collection[int] = ()
-        self._roll = RollFile(directory, settings.prefix)
+        self._state_file = StateFile(directory, settings.prefix)
         self._ranks: dict[int, tuple[int, int | None]] = {}
-        self._rolled = self._roll.read()
-        self._is_rolled = bool(self._rolled)
+        self._recorded = self._state_file.read()
+        self._was_recorded = bool(self._recorded)
         self._node_id: int | None = None
         self._is_asking = False
         self._is_writing = False
@@ -99,29 +136,24 @@ class Registration:
         start_ticks: int,
         adopt: Callable[[Adopted], None],
     ) -> None:
-        """A rank of this node has come.
-
-        Args:
-            rank: Its initial rank.
-            pid: Its process.
-            start_ticks: When that was started.
-            adopt: Called with each of those that a monitor before us served.
-        """
+        """A rank of this node has come."""
         if self._ranks.get(rank) == (pid, start_ticks):
             return
         self._ranks[rank] = (pid, start_ticks)
-        self._rolled[rank] = (pid, start_ticks)
-        self._roll.write(self._rolled)
+        self._recorded[rank] = (pid, start_ticks)
+        self._state_file.write(self._recorded)
         if self._node_id is not None:
             self._register()
         elif not self._is_asking:
             self._is_asking = True
-            self._desk.submit(lambda board: board.nodes(), lambda nodes: self._asked(nodes, adopt))
+            self._store_worker.submit(
+                lambda store: store.nodes(), lambda nodes: self._asked(nodes, adopt)
+            )
 
     def left(self, rank: int) -> None:
-        """A rank of this node has left the call: whoever follows us must not look after it."""
-        if self._rolled.pop(rank, None) is not None and self._rolled:
-            self._roll.write(self._rolled)
+        """Remove a rank that left the call, so that a later monitor does not watch it."""
+        if self._recorded.pop(rank, None) is not None and self._recorded:
+            self._state_file.write(self._recorded)
 
     def tick(self, now: float, participants: Collection[int]) -> float:
         """Renew the lease and look at the next one, when it is time; return when that is next."""
@@ -135,12 +167,14 @@ class Registration:
             node_id = self._node_id
             must_ask = not self._ring.covers(participants)
             wanted = self._ring.to_read(node_id, participants) if self._beats % _LEFT_OUT else []
-            self._desk.submit(lambda board: _beat(board, node_id, wanted, must_ask), self._beaten)
+            self._store_worker.submit(
+                lambda store: _beat(store, node_id, wanted, must_ask), self._beaten
+            )
         return self._beat_s
 
     def close(self) -> None:
         """Forget the ranks of this node."""
-        self._roll.remove()
+        self._state_file.remove()
 
     def _asked(self, nodes: Iterable[NodeEntry], adopt: Callable[[Adopted], None]) -> None:
         nodes = tuple(nodes)
@@ -150,10 +184,10 @@ class Registration:
         if own is not None:
             for rank, pid in zip(own.ranks, own.pids, strict=True):
                 if rank not in self._ranks:
-                    known_pid, ticks = self._rolled.get(rank, (None, None))
+                    known_pid, ticks = self._recorded.get(rank, (None, None))
                     ticks = ticks if known_pid == pid else None
                     self._ranks[rank] = (pid, ticks)
-                    has_left = self._is_rolled and rank not in self._rolled
+                    has_left = self._was_recorded and rank not in self._recorded
                     adopt(Adopted(rank, pid, ticks, has_left))
         self._register()
 
@@ -167,7 +201,9 @@ class Registration:
         ranks = tuple(sorted(self._ranks))
         pids = tuple(self._ranks[rank][0] for rank in ranks)
         node = NodeEntry(self._node_id, ranks, pids, os.uname().nodename)
-        self._desk.submit(lambda board: board.register_node(node), lambda _: self._registered())
+        self._store_worker.submit(
+            lambda store: store.register_node(node), lambda _: self._registered()
+        )
 
     def _registered(self) -> None:
         self._is_writing = False
@@ -187,9 +223,9 @@ class Registration:
                 self._lost(lost)
 
 
-def _beat(board: Board, node_id: int, wanted: list[int], must_ask: bool) -> _Look:
-    board.renew_lease(node_id)
+def _beat(store: IterationStore, node_id: int, wanted: list[int], must_ask: bool) -> _Look:
+    store.renew_lease(node_id)
     return _Look(
-        nodes=tuple(board.nodes()) if must_ask else None,
-        leases=board.leases(wanted) if wanted else None,
+        nodes=tuple(store.nodes()) if must_ask else None,
+        leases=store.leases(wanted) if wanted else None,
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call as the monitor serves it: hands what happens to the roster, and does what that says.
+"""Serve one call of a node's ranks: pass events to `Membership` and carry out its effects.
 
-It decides nothing itself: `roster`, `verdict` and `ring` do. All of it runs in the loop's thread;
-the store is touched by the threads of `store_side` and `news` only.
+`membership` and `timeouts` decide. All of it runs in the loop's thread; only the threads of
+`store_threads` use the store.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._protocol.decision import encode_decision
-from nvidia_resiliency_ext.inprocess._protocol.hang import Seen
-from nvidia_resiliency_ext.inprocess._store.keys import job_of
-from nvidia_resiliency_ext.inprocess._store.stopped import wake_keepers
+from nvidia_resiliency_ext.inprocess._protocol.decision import Seen, encode_decision
+from nvidia_resiliency_ext.inprocess._store.names import job_of
+from nvidia_resiliency_ext.inprocess._store_server.hosting import resume_store_servers
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.rank_activity import (
@@ -29,12 +28,10 @@ from nvidia_resiliency_ext.shared_utils.rank_activity import (
     inspect_kernel,
 )
 
-from . import messages, roster, verdict
-from .news import Hearer, NewsReader, read_fate
-from .page import PageError, PageView, Phase, Stamps
+from . import membership, messages, timeouts
+from .page import PageError, PageView, Phase, Stamps, read_dump, seen_before_end
 from .registration import Registration
-from .stacks import read_dump, seen_before_end
-from .store_side import Desk, store_name
+from .store_threads import OutcomeListener, OutcomeReader, StoreWorker, read_outcome, store_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,13 +41,11 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
     from nvidia_resiliency_ext.shared_utils.rank_activity import Kernel
 
-    from .journal import Journal
-    from .loop import Connection
-    from .processes import Processes
+    from .connections import Connection, Processes
+    from .messages import MonitorSettings
+    from .program import Journal
     from .registration import Adopted
-    from .settings import MonitorSettings
 
-__all__ = ["Host", "Serving"]
 
 logger = logging.getLogger("nvrx")
 
@@ -71,15 +66,15 @@ class Host:
 
 
 @dataclass(slots=True)
-class _Seat:
-    """What there is of a rank beside its place in the roster."""
+class _RankSession:
+    """What there is of a rank beside its place in the membership."""
 
     pid: int
     start_ticks: int | None
     since_s: float
     page: PageView | None = None
     connection: Connection | None = None
-    watch: verdict.Watch = field(default_factory=verdict.Watch)
+    watch: timeouts.Watch = field(default_factory=timeouts.Watch)
     dump_signal: int = 0
     dump_fd: int = -1
     kernel: Kernel | None = None
@@ -106,35 +101,33 @@ class _Seat:
 
 
 class Serving:
-    """Everything about one call on this node.
-
-    Args:
-        host: Loop, processes and journal of the program.
-        settings: Of the first rank that came.
-        world_size: How many ranks the call has.
-    """
+    """Everything about one call on this node."""
 
     def __init__(self, host: Host, settings: MonitorSettings, world_size: int) -> None:
         self._host = host
         self._settings = settings
         self._world_size = world_size
-        self._limits = verdict.Limits(
+        self._limits = timeouts.Limits(
             soft_s=settings.soft_timeout_s,
             hard_s=settings.hard_timeout_s,
             grace_s=settings.termination_grace_s,
             interval_s=settings.interval_s,
         )
-        self._roster = roster.Roster(world_size)
-        self._seats: dict[int, _Seat] = {}
+        self._membership = membership.Membership(world_size)
+        self._sessions: dict[int, _RankSession] = {}
         self._lost_text: str | None = None
         self._store_name = store_name(settings)
-        self._is_keeper_woken = False
+        self._is_store_server_resumed = False
         self._nobody_since_s: float | None = None
         self._look_s = -math.inf
-        self._hearer = Hearer(self._outcome, self._last_call_over, self._decided, self._store_lost)
-        self._desk = Desk(settings, host.loop.post, self._store_lost)
-        self._news = NewsReader(settings, host.loop.post, self._hearer)
-        self._registration = Registration(settings, host.directory, self._desk, self._do_lost)
+        self._listener = OutcomeListener(
+            self._outcome, self._last_call_over, self._decided, self._store_lost
+        )
+        self._store_worker = StoreWorker(settings, host.loop.post, self._store_lost)
+        self._outcome_reader = OutcomeReader(settings, host.loop.post, self._listener)
+        self._registration = Registration(
+            settings, host.directory, self._store_worker, self._do_lost
+        )
 
     # --- what the program calls ---
 
@@ -155,15 +148,15 @@ class Serving:
             return problem
         now = time.monotonic()
         start_ticks = self._host.processes.hold(connection.pid)
-        seat = self._seats.setdefault(rank, _Seat(connection.pid, start_ticks, now))
-        if seat.connection is not None:
-            seat.connection.close()
-        seat.close_page()
-        seat.start_ticks, seat.page, seat.connection = start_ticks, page, connection
+        session = self._sessions.setdefault(rank, _RankSession(connection.pid, start_ticks, now))
+        if session.connection is not None:
+            session.connection.close()
+        session.close_page()
+        session.start_ticks, session.page, session.connection = start_ticks, page, connection
         if dump_fd is not None:
-            seat.dump_signal, seat.dump_fd = hello.dump_signal, dump_fd
-        connection.on_message = lambda message: self._heard(rank, message)
-        connection.on_over = lambda: self._hung_up(seat, connection)
+            session.dump_signal, session.dump_fd = hello.dump_signal, dump_fd
+        connection.on_message = lambda message: self._on_message(rank, message)
+        connection.on_over = lambda: self._hung_up(session, connection)
         self._host.journal.open_log(hello.settings.log_file, rank)
         self._host.journal.write_pid(hello.settings.pid_file, rank)
         logger.info(
@@ -173,9 +166,9 @@ class Serving:
             connection.pid,
         )
         connection.send(messages.Welcome(os.getpid()))
-        self._roster.attach(rank)
+        self._membership.attach(rank)
         if hello.begun is not None:
-            self._heard(rank, hello.begun)
+            self._on_message(rank, hello.begun)
         self._registration.came(rank, connection.pid, start_ticks, self._adopt)
         if self._lost_text is not None:
             connection.send(messages.StoreLost(self._lost_text))
@@ -184,44 +177,44 @@ class Serving:
 
     def process_ended(self, pid: int) -> None:
         """A process has ended, perhaps a rank of ours."""
-        for rank, seat in self._seats.items():
-            if seat.pid == pid:
+        for rank, session in self._sessions.items():
+            if session.pid == pid:
                 logger.info("monitor_process: initial rank %d, target_pid=%d, ended", rank, pid)
-                self._do(self._roster.ended(rank, self._seen_before_end(rank, seat)))
-                seat.close_page()
+                self._do(self._membership.ended(rank, self._seen_before_end(rank, session)))
+                session.close_page()
 
     def tick(self, now: float) -> float:
         """Do what is due; return when to come again at the latest."""
         if now >= self._look_s:
             self._look_s = self._look_at_all(now)
-        self._mind_store(now)
-        return min(self._look_s, self._registration.tick(now, self._roster.participants))
+        self._check_store(now)
+        return min(self._look_s, self._registration.tick(now, self._membership.participants))
 
     def is_over(self, now: float) -> bool:
-        """Return whether nobody needs this call any more."""
+        """Return whether no rank needs this call any more."""
         if self._has_present:
             self._nobody_since_s = None
             return False
-        if any(seat.connection is not None for seat in self._seats.values()):
+        if any(session.connection is not None for session in self._sessions.values()):
             return False
         if self._nobody_since_s is None:
             self._nobody_since_s = now
         # When all have completed, an operation may still have to tell the others so.
-        is_late = self._roster.is_over and now >= self._nobody_since_s + _LAST_OPERATIONS_S
-        is_settled = self._roster.is_settled and (self._desk.pending == 0 or is_late)
+        is_late = self._membership.is_over and now >= self._nobody_since_s + _LAST_OPERATIONS_S
+        is_settled = self._membership.is_settled and (self._store_worker.pending == 0 or is_late)
         return is_settled or self._lost_text is not None or now >= self._owed_until_s
 
     def close(self) -> None:
         """Give everything back."""
-        self._desk.close()
-        self._news.close()
+        self._store_worker.close()
+        self._outcome_reader.close()
         self._registration.close()
         # Its starter may have been killed: nobody else would.
-        self._wake_keeper()
-        for seat in self._seats.values():
-            seat.close_page()
-            if seat.connection is not None:
-                seat.connection.close()
+        self._resume_store_server()
+        for session in self._sessions.values():
+            session.close_page()
+            if session.connection is not None:
+                session.connection.close()
 
     # --- what ranks say ---
 
@@ -229,10 +222,10 @@ class Serving:
         rank = hello.initial_rank
         if not 0 <= rank < hello.world_size or hello.world_size != self._world_size:
             return f"rank {rank} of {hello.world_size} is none of this call's {self._world_size}"
-        seat = self._seats.get(rank)
-        if seat is not None and seat.pid != pid:
-            return f"RANK={rank} belongs to process {seat.pid} already, {pid} has it, too"
-        member = self._roster.members.get(rank)
+        session = self._sessions.get(rank)
+        if session is not None and session.pid != pid:
+            return f"RANK={rank} belongs to process {session.pid} already, {pid} has it, too"
+        member = self._membership.members.get(rank)
         if member is not None and not member.is_present:
             return f"initial rank {rank} has left this call"
         try:
@@ -241,7 +234,7 @@ class Serving:
             return f"process {pid} cannot be watched: {error}"
         return None
 
-    def _heard(self, rank: int, message: object) -> None:
+    def _on_message(self, rank: int, message: object) -> None:
         if isinstance(message, messages.AreYouThere):
             self._send(rank, messages.Here())
             return
@@ -249,37 +242,39 @@ class Serving:
             logger.info("monitor_process: initial rank %d leaves", rank)
             self._registration.left(rank)
             self._do(
-                self._roster.left(rank, is_lost=message.is_lost, is_discarded=message.is_discarded)
+                self._membership.left(
+                    rank, is_lost=message.is_lost, is_discarded=message.is_discarded
+                )
             )
-            self._send(rank, messages.LeaveNoted())
+            self._send(rank, messages.LeaveAcknowledged())
             return
         try:
             self._do(self._effects_of(rank, message))
         except ValueError as error:
             logger.warning("monitor_process: initial rank %d says nonsense: %s", rank, error)
 
-    def _effects_of(self, rank: int, message: object) -> list[roster.Effect]:
+    def _effects_of(self, rank: int, message: object) -> list[membership.Effect]:
         if isinstance(message, messages.Begun):
             who = messages.unpack_ranks(message.participants)
             # Its time counts from the first look at the iteration.
             self._look_s = time.monotonic()
-            return self._roster.begun(
+            return self._membership.begun(
                 rank, message.iteration, message.rank, message.world_size, who
             )
         if isinstance(message, messages.Reported):
             logger.info(
                 "monitor_process: initial rank %d reports %s", rank, message.interruption.name
             )
-            return self._roster.reported(rank, message.iteration, message.interruption)
+            return self._membership.reported(rank, message.iteration, message.interruption)
         if isinstance(message, messages.Done):
-            return self._roster.completed(rank, message.iteration)
+            return self._membership.completed(rank, message.iteration)
         if isinstance(message, messages.Arrived):
-            return self._roster.arrived(rank, message.iteration, self._seen_of(rank, message))
+            return self._membership.arrived(rank, message.iteration, self._seen_of(rank, message))
         raise ValueError(f"a second {type(message).__name__}")
 
-    def _hung_up(self, seat: _Seat, connection: Connection) -> None:
-        if seat.connection is connection:
-            seat.connection = None
+    def _hung_up(self, session: _RankSession, connection: Connection) -> None:
+        if session.connection is connection:
+            session.connection = None
 
     # --- what is seen of ranks ---
 
@@ -287,66 +282,68 @@ class Serving:
         due_s = now + self._settings.interval_s
         if self._host.processes.must_be_looked_at:
             self._host.processes.look()
-        for rank, seat in list(self._seats.items()):
-            member = self._roster.members[rank]
+        for rank, session in list(self._sessions.items()):
+            member = self._membership.members[rank]
             # Who has not come back may have left the call, unless it is still counted on.
-            is_expected = seat.page is not None or rank in self._roster.participants
-            if member.is_present and is_expected and seat.pid in self._host.processes:
-                due_s = min(due_s, self._judge(rank, seat, now))
+            is_expected = session.page is not None or rank in self._membership.participants
+            if member.is_present and is_expected and session.pid in self._host.processes:
+                due_s = min(due_s, self._evaluate(rank, session, now))
         return due_s
 
-    def _judge(self, rank: int, seat: _Seat, now: float) -> float:
-        stamps = seat.look()
+    def _evaluate(self, rank: int, session: _RankSession, now: float) -> float:
+        stamps = session.look()
         if stamps is None:
             return math.inf
-        is_interrupted = self._roster.is_interrupted(self._roster.members[rank].iteration)
-        since_s = seat.watch.interrupted_s
-        before = replace(seat.watch, interrupted_s=(since_s or now) if is_interrupted else None)
-        found = verdict.judge(before, stamps, self._limits, now)
-        if verdict.HardTimeout() in found.effects:
+        is_interrupted = self._membership.is_interrupted(self._membership.members[rank].iteration)
+        since_s = session.watch.interrupted_s
+        before = replace(session.watch, interrupted_s=(since_s or now) if is_interrupted else None)
+        found = timeouts.evaluate(before, stamps, self._limits, now)
+        if timeouts.HardTimeout() in found.effects:
             # Nobody is killed on one look.
-            again = seat.look()
-            found = verdict.judge(before, again or stamps, self._limits, time.monotonic())
-        seat.watch = found.watch
+            again = session.look()
+            found = timeouts.evaluate(before, again or stamps, self._limits, time.monotonic())
+        session.watch = found.watch
         for effect in found.effects:
-            self._obey(rank, seat, effect)
+            self._apply(rank, session, effect)
         return found.due_s
 
-    def _obey(self, rank: int, seat: _Seat, effect: verdict.Effect) -> None:
-        if isinstance(effect, verdict.SendSignals):
-            if seat.start_ticks is None:
+    def _apply(self, rank: int, session: _RankSession, effect: timeouts.Effect) -> None:
+        if isinstance(effect, timeouts.SendSignals):
+            if session.start_ticks is None:
                 return  # the number may be another process's by now
             names = ", ".join(number.name for number in effect.signals)
-            logger.warning("monitor_process: %s to target_pid=%d", names, seat.pid)
-            self._host.processes.signal(seat.pid, effect.signals)
+            logger.warning("monitor_process: %s to target_pid=%d", names, session.pid)
+            self._host.processes.signal(session.pid, effect.signals)
             return
-        if isinstance(effect, verdict.AskForStacks):
-            self._ask_for_stacks(seat)
+        if isinstance(effect, timeouts.AskForStacks):
+            self._ask_for_stacks(session)
             return
         name = type(effect).__name__
-        logger.warning("monitor_process: initial rank %d, target_pid=%d: %s", rank, seat.pid, name)
-        if isinstance(effect, verdict.GiveUp):
-            self._do(self._roster.ended(rank, self._seen_before_end(rank, seat)))
+        logger.warning(
+            "monitor_process: initial rank %d, target_pid=%d: %s", rank, session.pid, name
+        )
+        if isinstance(effect, timeouts.GiveUp):
+            self._do(self._membership.ended(rank, self._seen_before_end(rank, session)))
         else:
-            is_soft = isinstance(effect, verdict.SoftTimeout)
+            is_soft = isinstance(effect, timeouts.SoftTimeout)
             kind = Interruption.SOFT_TIMEOUT if is_soft else Interruption.HARD_TIMEOUT
-            self._do(self._roster.timed_out(rank, kind))
+            self._do(self._membership.timed_out(rank, kind))
 
     # --- what ranks were doing ---
 
-    def _ask_for_stacks(self, seat: _Seat) -> None:
+    def _ask_for_stacks(self, session: _RankSession) -> None:
         """Look at a rank that is to be ended, and have it write its stacks if it can."""
-        seat.kernel = inspect_kernel(seat.pid)
-        number = seat.dump_signal
-        if seat.dump_fd >= 0 and number > 0 and procfs.catches_signal(seat.pid, number):
-            self._host.processes.signal(seat.pid, (number,))
+        session.kernel = inspect_kernel(session.pid)
+        number = session.dump_signal
+        if session.dump_fd >= 0 and number > 0 and procfs.catches_signal(session.pid, number):
+            self._host.processes.signal(session.pid, (number,))
 
-    def _seen_before_end(self, rank: int, seat: _Seat) -> Seen | None:
+    def _seen_before_end(self, rank: int, session: _RankSession) -> Seen | None:
         """Return what a rank did that was ended for a hard timeout; log its stacks."""
-        if seat.kernel is None or not seat.watch.is_being_killed:
+        if session.kernel is None or not session.watch.is_being_killed:
             return None
-        dump = read_dump(seat.dump_fd) if seat.dump_fd >= 0 else ""
-        seen = seen_before_end(seat.kernel, dump)
+        dump = read_dump(session.dump_fd) if session.dump_fd >= 0 else ""
+        seen = seen_before_end(session.kernel, dump)
         logger.warning("monitor_process: initial rank %d %s\n%s", rank, seen.words, dump)
         return seen
 
@@ -356,8 +353,8 @@ class Serving:
         Raises:
             ValueError: Its word is unknown.
         """
-        seat = self._seats[rank]
-        kernel, seat.kernel = seat.kernel, None
+        session = self._sessions[rank]
+        kernel, session.kernel = session.kernel, None
         if message.call == messages.WAITED:
             return Seen(Activity.WAITING, message.place)
         if not message.call or kernel is None:
@@ -372,22 +369,22 @@ class Serving:
     # --- what the store says ---
 
     def _outcome(self, iteration: int, is_completed: bool) -> None:
-        if not is_completed and iteration == self._roster.position:
+        if not is_completed and iteration == self._membership.position:
             # Before anybody is told: whoever is interrupted does something else.
-            for rank, seat in self._seats.items():
-                if self._roster.members[rank].is_present and not seat.watch.is_being_killed:
-                    seat.kernel = inspect_kernel(seat.pid)
+            for rank, session in self._sessions.items():
+                if self._membership.members[rank].is_present and not session.watch.is_being_killed:
+                    session.kernel = inspect_kernel(session.pid)
         logger.info(
             "monitor_process: iteration %d is %s",
             iteration,
             "completed" if is_completed else "interrupted",
         )
-        self._do(self._roster.outcome(iteration, is_completed=is_completed))
+        self._do(self._membership.outcome(iteration, is_completed=is_completed))
 
     def _last_call_over(
         self, iteration: int, records: tuple[InterruptionRecord, ...], waited_s: float
     ) -> None:
-        self._do(self._roster.last_call_over(iteration, records, waited_s))
+        self._do(self._membership.last_call_over(iteration, records, waited_s))
 
     def _decided(self, iteration: int, decision: Decision) -> None:
         logger.info(
@@ -395,91 +392,94 @@ class Serving:
             iteration,
             len(decision.going_on),
         )
-        self._do(self._roster.decided(iteration, decision))
+        self._do(self._membership.decided(iteration, decision))
 
     def _store_lost(self, text: str) -> None:
-        if self._lost_text is not None or self._roster.is_over:
+        if self._lost_text is not None or self._membership.is_over:
             return
         text = f"{self._store_name}: {text}"
         logger.error("monitor_process: the store is lost: %s", text)
         self._lost_text = text
-        for rank in self._seats:
+        for rank in self._sessions:
             self._send(rank, messages.StoreLost(text))
 
-    def _mind_store(self, now: float) -> None:
+    def _check_store(self, now: float) -> None:
         limit_s = (
             self._settings.heartbeat_timeout_s
-            if self._desk.is_open
+            if self._store_worker.is_open
             else self._settings.barrier_timeout_s
         )
-        # A wait for news notices a broken connection at once, the desk at its next operation.
-        silent_s = max(self._desk.busy_s(now), self._news.broken_s(now))
+        # A waiting thread notices a broken connection at once, the writer at its next operation.
+        silent_s = max(self._store_worker.busy_s(now), self._outcome_reader.broken_s(now))
         if silent_s <= limit_s * _PATIENCE:
-            self._is_keeper_woken = False
+            self._is_store_server_resumed = False
             return
-        if not self._is_keeper_woken:
-            self._is_keeper_woken = True
-            self._wake_keeper()
+        if not self._is_store_server_resumed:
+            self._is_store_server_resumed = True
+            self._resume_store_server()
         if silent_s > limit_s:
-            name = "heartbeat_timeout" if self._desk.is_open else "barrier_timeout"
+            name = "heartbeat_timeout" if self._store_worker.is_open else "barrier_timeout"
             self._store_lost(f"it has not answered for {limit_s:g} s ({name})")
 
-    def _wake_keeper(self) -> None:
-        """Let the store's process go on, if it is on this node and somebody has stopped it."""
-        wake_keepers(job_of(self._settings.prefix))
+    def _resume_store_server(self) -> None:
+        """Resume the store server if it is on this node and stopped."""
+        resume_store_servers(job_of(self._settings.prefix))
 
     def _do_lost(self, ranks: Iterable[int]) -> None:
-        self._do(self._roster.lost(ranks))
+        self._do(self._membership.lost(ranks))
 
     # --- effects ---
 
-    def _do(self, effects: Iterable[roster.Effect]) -> None:
+    def _do(self, effects: Iterable[membership.Effect]) -> None:
         for effect in effects:
             self._do_one(effect)
 
-    def _do_one(self, effect: roster.Effect) -> None:
-        if isinstance(effect, roster.Tell):
-            self._tell(effect.initial_rank, effect.news)
-        elif isinstance(effect, roster.Follow):
-            self._news.follow(effect.iteration, effect.participants)
-        elif isinstance(effect, roster.Interrupt):
+    def _do_one(self, effect: membership.Effect) -> None:
+        if isinstance(effect, membership.Notify):
+            self._notify(effect.initial_rank, effect.event)
+        elif isinstance(effect, membership.Follow):
+            self._outcome_reader.follow(effect.iteration, effect.participants)
+        elif isinstance(effect, membership.Interrupt):
             interrupt = effect
-            if not self._roster.is_anybody_inside:
-                self._news.spare_records(interrupt.iteration)
-            self._desk.submit(
-                lambda board: board.interrupt(
+            if not self._membership.is_anybody_inside:
+                self._outcome_reader.spare_records(interrupt.iteration)
+            self._store_worker.submit(
+                lambda store: store.interrupt(
                     interrupt.iteration, interrupt.records, interrupt.participants
                 )
             )
-        elif isinstance(effect, roster.Arrive):
+        elif isinstance(effect, membership.Arrive):
             arrive = effect
-            self._desk.submit(
-                lambda board: board.arrive(
+            self._store_worker.submit(
+                lambda store: store.arrive(
                     arrive.iteration,
                     arrive.arrival,
                     arrive.participants,
                     has_reported=arrive.has_reported,
                 )
             )
-        elif isinstance(effect, roster.Complete):
+        elif isinstance(effect, membership.Complete):
             complete = effect
-            self._desk.submit(lambda board: board.complete(complete.iteration, complete.arrival))
+            self._store_worker.submit(
+                lambda store: store.complete(complete.iteration, complete.arrival)
+            )
         else:
             iteration = effect.iteration
-            self._desk.submit(
-                lambda board: read_fate(board, iteration, self._hearer), lambda tell: tell()
+            self._store_worker.submit(
+                lambda store: read_outcome(store, iteration, self._listener),
+                lambda notify: notify(),
             )
 
-    def _tell(self, rank: int, news: messages.News) -> None:
-        if isinstance(news, messages.Decided):
-            text = encode_decision(news.decision)
-            for part in messages.split_decision(news.iteration, text):
+    def _notify(self, rank: int, event: messages.Event) -> None:
+        if isinstance(event, messages.Decided):
+            text = encode_decision(event.decision)
+            for part in messages.split_decision(event.iteration, text):
                 self._send(rank, part)
         else:
-            self._send(rank, news)
+            self._send(rank, event)
 
     def _send(self, rank: int, message: object) -> None:
-        connection = self._seats[rank].connection
+        connection = self._sessions[rank].connection
         if connection is not None:
             connection.send(message)
 
@@ -488,13 +488,13 @@ class Serving:
     def _adopt(self, found: Adopted) -> None:
         """Take in a rank that another monitor of this node served, and that has not come yet."""
         rank = found.rank
-        if rank in self._seats:
+        if rank in self._sessions:
             return
-        self._roster.attach(rank)
-        self._seats[rank] = _Seat(found.pid, found.start_ticks, time.monotonic())
+        self._membership.attach(rank)
+        self._sessions[rank] = _RankSession(found.pid, found.start_ticks, time.monotonic())
         logger.info("monitor_process: takes over initial rank %d, target_pid=%d", rank, found.pid)
         if found.has_left:
-            self._do(self._roster.left(rank, is_lost=True))
+            self._do(self._membership.left(rank, is_lost=True))
             return
         try:
             self._host.processes.hold(found.pid, found.start_ticks)
@@ -504,8 +504,8 @@ class Serving:
     @property
     def _has_present(self) -> bool:
         return any(
-            member.is_present and self._seats[rank].pid in self._host.processes
-            for rank, member in self._roster.members.items()
+            member.is_present and self._sessions[rank].pid in self._host.processes
+            for rank, member in self._membership.members.items()
         )
 
     @property

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks agree on, iteration by iteration; `board.py` alone talks to a store."""
+"""What ranks agree on, iteration by iteration; `iteration_store.py` alone talks to a store."""

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.errors import ForeignValueError, parse_number
+from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError, parse_number
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
-from .decision import Arrival, Decision
-from .hang import Seen, find_hang
+from .decision import Arrival, Decision, Seen, find_hang
 
 _END = ";"
 _LEFT = "-"
@@ -120,15 +119,9 @@ def have_all_reported(
     silent: Iterable[Arrival],
     participants: frozenset[int],
 ) -> bool:
-    """Return whether nobody is left of whom a record may still come.
-
-    Args:
-        records: Those that came.
-        silent: Who has nothing to report: arrived, completed, or a reserve.
-        participants: All.
-    """
-    heard = {record.rank for record in records}
-    return participants <= heard.union(entry.initial_rank for entry in silent)
+    """Return whether every participant has reported or has nothing to report."""
+    reported = {record.rank for record in records}
+    return participants <= reported.union(entry.initial_rank for entry in silent)
 
 
 def decide(

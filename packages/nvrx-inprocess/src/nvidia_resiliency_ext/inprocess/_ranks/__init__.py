@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks are numbered and who of them is active: decisions only."""
+"""Number ranks and choose the active ones."""

@@ -1,25 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree as it was at the call: branches over places. It never changes; what does is beside it.
+"""Number ranks, lay them out in a tree and choose replacements. Pure.
 
-A *place* is the position of a rank in depth-first order, so each branch is a range of places, and
-a tree of 100,000 ranks has as many objects as it has branches.
+A *position* is a rank's index in depth-first order, so each branch is a range of positions and a
+tree of 100,000 ranks has as many objects as it has branches. A whole branch (a node, a rack) is
+replaced by a whole idle one position by position, so that GPU 3 of the new node does the work of
+GPU 3 of the lost one. In all other cases one reserve takes one number. Terminated ranks that do
+not exist are ignored.
 """
 
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol
 
-from nvidia_resiliency_ext.inprocess._checks import check_integer
+from nvidia_resiliency_ext.inprocess._inputs import check_integer
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+
     from nvidia_resiliency_ext.inprocess.state import State
+
+    Members = dict[tuple[str, ...], list[Iterable[int]]]
 
 
 class LayerFlag(enum.Flag):
-    """Who takes over the number of a lost active rank.
+    """The rank that takes over the number of a lost active rank.
 
     Attributes:
         RESERVE: An inactive rank below the same branch of this layer.
@@ -78,12 +87,6 @@ class Layer:
         return self.flag is not None and flag in self.flag
 
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    Members = dict[tuple[str, ...], list[Iterable[int]]]
-
-
 class Branch:
     """Ranks that have their keys in common down to one layer.
 
@@ -92,8 +95,8 @@ class Branch:
         key: Its key in that layer.
         parent: The branch above; `None` for the root.
         children: The branches below, none on the last layer.
-        start: Its first place.
-        stop: The place after its last one.
+        start: Its first position.
+        stop: The position after its last one.
         living: How many of its ranks live.
         active: How many of its ranks are active.
         reserves: Places of inactive ranks, the one to take first last; also some that were.
@@ -122,16 +125,12 @@ class Branch:
 
 
 class Layout:
-    """Branches and places of all ranks.
+    """Branches and positions of all ranks.
 
     Attributes:
         levels: The branches of each layer in depth-first order.
-        ranks: By place, the rank at the call.
-        bottom: By place, the branch on the last layer.
-
-    Args:
-        depth: Number of layers.
-        runs: Keys, one per layer, and ranks that have them; ranks ascending over all runs.
+        ranks: By position, the rank at the call.
+        bottom: By position, the branch on the last layer.
 
     Raises:
         ValueError: Somebody has another number of keys.
@@ -203,3 +202,120 @@ def _grow(members: Members) -> tuple[Branch, dict[Branch, list[Iterable[int]]]]:
             branch = child
         leaves[branch] = ranks
     return root, leaves
+
+
+def clamp_active(world_size: int, active_world_size: int | None, maximum: int | None) -> int:
+    """Return how many ranks are active when at most `maximum` may be."""
+    active = world_size if active_world_size is None else min(active_world_size, world_size)
+    return active if maximum is None else min(active, maximum)
+
+
+def round_down(world_size: int, active_world_size: int | None, divisor: int) -> int:
+    """Return how many ranks are active when their number must be a multiple of `divisor`."""
+    active = clamp_active(world_size, active_world_size, None)
+    return active - active % divisor
+
+
+def failing(
+    runs: Iterable[tuple[Sequence[str], range]], condition: Callable[[int], bool]
+) -> set[int]:
+    """Return the ranks of all groups whose size does not fulfil the condition."""
+    members: dict[tuple[str, ...], list[range]] = {}
+    for key, ranks in runs:
+        members.setdefault(tuple(key), []).append(ranks)
+    sizes = {key: sum(map(len, ranks)) for key, ranks in members.items()}
+    holds = {size: bool(condition(size)) for size in sorted(set(sizes.values()))}
+    broken = (ranks for key, ranks in members.items() if not holds[sizes[key]])
+    return set(chain.from_iterable(chain.from_iterable(broken)))
+
+
+def shift(rank: int, world_size: int, terminated: Collection[int]) -> tuple[int | None, int]:
+    """Return the new rank and world size when everybody moves up and keeps the order.
+
+    Returns:
+        The rank, `None` for one that is terminated, and how many live on.
+    """
+    lost = _existing(world_size, terminated)
+    below = bisect_left(lost, rank)
+    is_lost = below < len(lost) and lost[below] == rank
+    return None if is_lost else rank - below, world_size - len(lost)
+
+
+def fill(rank: int, world_size: int, terminated: Collection[int]) -> tuple[int | None, int]:
+    """Return the new rank and world size when the last ranks take the numbers that got free.
+
+    Returns:
+        The rank, `None` for one that is terminated, and how many live on.
+    """
+    lost = _existing(world_size, terminated)
+    remaining = world_size - len(lost)
+    below = bisect_left(lost, rank)
+    if below < len(lost) and lost[below] == rank:
+        return None, remaining
+    if rank < remaining:
+        return rank, remaining
+    # The n-th survivor beyond the new end takes the n-th free number below it.
+    free_below_end = bisect_left(lost, remaining)
+    return lost[rank - remaining - (below - free_below_end)], remaining
+
+
+def _existing(world_size: int, terminated: Collection[int]) -> list[int]:
+    return sorted(rank for rank in set(terminated) if 0 <= rank < world_size)
+
+
+class Plan(Protocol):
+    """What is asked about ranks."""
+
+    layout: Layout
+
+    def is_reserve(self, position: int) -> bool:
+        """Tell whether the rank lives and is not active."""
+        ...
+
+
+def moves(
+    plan: Plan, lost: int, giver: Branch, reserve: int, pending: Container[int]
+) -> list[tuple[int, int]]:
+    """Return pairs of lost positions and the reserves for them, at least one."""
+    bottom = plan.layout.bottom
+    for depth in range(giver.depth + 1, bottom[lost].depth + 1):
+        gone = above(bottom[lost], depth)
+        idle = above(bottom[reserve], depth)
+        if not gone.living and not idle.active:
+            return _pair(plan, gone, idle, pending)
+    return [(lost, reserve)]
+
+
+def _pair(plan: Plan, gone: Branch, idle: Branch, pending: Container[int]) -> list[tuple[int, int]]:
+    pairs = _same_positions(plan, gone, idle, pending)
+    served = {lost for lost, _ in pairs}
+    taken = {reserve for _, reserve in pairs}
+    lost_left = [
+        position
+        for position in range(gone.start, gone.stop)
+        if position in pending and position not in served
+    ]
+    idle_left = [
+        position
+        for position in range(idle.start, idle.stop)
+        if plan.is_reserve(position) and position not in taken
+    ]
+    pairs.extend(zip(lost_left, idle_left, strict=False))
+    return pairs
+
+
+def _same_positions(
+    plan: Plan, gone: Branch, idle: Branch, pending: Container[int]
+) -> list[tuple[int, int]]:
+    if gone.children:
+        return [
+            pair
+            for lost_child, idle_child in zip(gone.children, idle.children, strict=False)
+            for pair in _same_positions(plan, lost_child, idle_child, pending)
+        ]
+    positions = zip(range(gone.start, gone.stop), range(idle.start, idle.stop), strict=False)
+    return [
+        (lost, reserve)
+        for lost, reserve in positions
+        if lost in pending and plan.is_reserve(reserve)
+    ]

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who lives, who is active under which number, and who takes over from whom, in a tree of ranks.
+"""Update numbers, activity and replacements in a tree of ranks after losses; read-only views of it.
 
-Pure: the same losses give the same result on every rank. All that is kept are lists over places
-and active ranks, so a restart costs a few passes over integers, and nothing per rank otherwise.
+Pure: the same losses give the same result on every rank. State is lists over positions and active
+ranks, so a restart costs a few passes over integers.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from itertools import compress
+from collections.abc import Iterator, Mapping
+from itertools import compress, count
 from typing import TYPE_CHECKING
 
-from .layout import Branch, Layer, LayerFlag, Layout, above
-from .numbering import moves
+from nvidia_resiliency_ext.inprocess.state import Mode, State
+
+from .layout import Branch, Layer, LayerFlag, Layout, above, moves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -25,15 +27,11 @@ class TreePlan:
     """The numbers of all ranks, as losses change them.
 
     Attributes:
-        layout: Branches and places.
-        order: By rank, its place; from the first assignment on in depth-first order.
-        alive: By place, whether the rank lives.
-        numbers: By place, the active rank, or `INACTIVE`.
-        holders: By active rank, its place.
-
-    Args:
-        layers: What the user says about each layer.
-        layout: The ranks at the call.
+        layout: Branches and positions.
+        order: By rank, its position; from the first assignment on in depth-first order.
+        alive: By position, whether the rank lives.
+        numbers: By position, the active rank, or `INACTIVE`.
+        holders: By active rank, its position.
     """
 
     def __init__(self, layers: Sequence[Layer], layout: Layout) -> None:
@@ -50,7 +48,7 @@ class TreePlan:
             first = len(self.holders)
             self.numbers[span.start : span.stop] = range(first, first + len(span))
             self.holders.extend(span)
-        self._add_reserves(place for place in range(size) if self.numbers[place] < 0)
+        self._add_reserves(position for position in range(size) if self.numbers[position] < 0)
         self._is_first = True
 
     @property
@@ -92,7 +90,7 @@ class TreePlan:
         return depth
 
     def _activate(self, branch: Branch, limit: int) -> list[range]:
-        """Count the active ranks below a branch; return their places in spans, ascending."""
+        """Count the active ranks below a branch; return their positions in spans, ascending."""
         maximum = self._layers[branch.depth].max_ranks
         limit = limit if maximum is None else min(limit, maximum)
         if not branch.children:
@@ -108,60 +106,60 @@ class TreePlan:
             branch.active += child.active
         return spans
 
-    def _add_reserves(self, places: Iterable[int]) -> None:
+    def _add_reserves(self, positions: Iterable[int]) -> None:
         if self._reserve_depth == len(self._layers):
             return
-        for place in places:
-            branch: Branch | None = self.layout.bottom[place]
+        for position in positions:
+            branch: Branch | None = self.layout.bottom[position]
             while branch is not None and branch.depth >= self._reserve_depth:
-                branch.reserves.append(place)
+                branch.reserves.append(position)
                 branch = branch.parent
 
-    def _end(self, places: Iterable[int]) -> dict[int, int]:
-        """End ranks, and branches with too few others; return lost numbers by place, ascending."""
+    def _end(self, positions: Iterable[int]) -> dict[int, int]:
+        """End ranks, and branches with too few others; return lost numbers by position."""
         levels = self.layout.levels
         touched = [set(level) if self._is_first else set() for level in levels]
         self._is_first = False
         losses: dict[int, int] = {}
 
-        def end(place: int) -> None:
-            self.alive[place] = 0
-            number = self.numbers[place]
+        def end(position: int) -> None:
+            self.alive[position] = 0
+            number = self.numbers[position]
             if number >= 0:
-                self.numbers[place] = INACTIVE
-                losses[place] = number
-            branch: Branch | None = self.layout.bottom[place]
+                self.numbers[position] = INACTIVE
+                losses[position] = number
+            branch: Branch | None = self.layout.bottom[position]
             while branch is not None:
                 branch.living -= 1
                 branch.active -= number >= 0
                 touched[branch.depth].add(branch)
                 branch = branch.parent
 
-        for place in set(places):
-            end(place)
+        for position in set(positions):
+            end(position)
         for depth in reversed(range(len(levels))):
             least = self._layers[depth].min_ranks
             for branch in [each for each in touched[depth] if 0 < each.living < least]:
-                for place in range(branch.start, branch.stop):
-                    if self.alive[place]:
-                        end(place)
+                for position in range(branch.start, branch.stop):
+                    if self.alive[position]:
+                        end(position)
         return dict(sorted(losses.items()))
 
     def _call_reserves(self, losses: dict[int, int]) -> dict[int, int]:
-        """Let reserves take over lost numbers, one place after the other; return what is left."""
+        """Let reserves take over lost numbers, position by position; return what is left."""
         pending, left = dict(losses), {}
-        for place in losses:
-            while place in pending:
-                found = self._reserve_for(place)
+        for position in losses:
+            while position in pending:
+                found = self._reserve_for(position)
                 if found is None:
-                    left[place] = pending.pop(place)
+                    left[position] = pending.pop(position)
                     break
-                for lost, reserve in moves(self, place, *found, pending):
+                for lost, reserve in moves(self, position, *found, pending):
                     self._take(reserve, pending.pop(lost))
         return left
 
-    def _reserve_for(self, place: int) -> tuple[Branch, int] | None:
-        branch: Branch | None = self.layout.bottom[place]
+    def _reserve_for(self, position: int) -> tuple[Branch, int] | None:
+        branch: Branch | None = self.layout.bottom[position]
         while branch is not None and branch.depth >= self._reserve_depth:
             reserves = branch.reserves
             while reserves:
@@ -171,29 +169,29 @@ class TreePlan:
             branch = branch.parent
         return None
 
-    def rank_of(self, place: int) -> int | None:
+    def rank_of(self, position: int) -> int | None:
         """Return the present rank; `None` of one that is lost."""
-        return bisect_left(self.order, place) if self.alive[place] else None
+        return bisect_left(self.order, position) if self.alive[position] else None
 
-    def is_reserve(self, place: int) -> bool:
+    def is_reserve(self, position: int) -> bool:
         """Tell whether the rank lives and is not active."""
-        return bool(self.alive[place]) and self.numbers[place] < 0
+        return bool(self.alive[position]) and self.numbers[position] < 0
 
-    def _take(self, place: int, number: int) -> None:
-        self.numbers[place] = number
-        self.holders[number] = place
-        branch: Branch | None = self.layout.bottom[place]
+    def _take(self, position: int, number: int) -> None:
+        self.numbers[position] = number
+        self.holders[number] = position
+        branch: Branch | None = self.layout.bottom[position]
         while branch is not None:
             branch.active += 1
             branch = branch.parent
 
     def _backfill(self, losses: dict[int, int]) -> list[int]:
-        """Let the last active ranks take over lost numbers; return the numbers that nobody has."""
+        """Give lost numbers to the last active ranks; return the numbers that stay free."""
         if self._domain_depth == len(self._layers):
             return list(losses.values())
         domains: dict[Branch, list[int]] = {}
-        for place, number in losses.items():
-            domain = above(self.layout.bottom[place], self._domain_depth)
+        for position, number in losses.items():
+            domain = above(self.layout.bottom[position], self._domain_depth)
             domains.setdefault(domain, []).append(number)
         gaps: list[int] = []
         for domain, lost in domains.items():
@@ -201,9 +199,9 @@ class TreePlan:
             movers = heapq.nlargest(len(lost), held)[::-1]
             lost.sort()
             for number, mover in zip(lost, movers, strict=False):
-                place = self.holders[mover]
-                self.numbers[place] = number
-                self.holders[number] = place
+                position = self.holders[mover]
+                self.numbers[position] = number
+                self.holders[number] = position
             gaps += movers + lost[len(movers) :]
         return gaps
 
@@ -214,10 +212,10 @@ class TreePlan:
         for gap in gaps:
             self.holders[gap] = INACTIVE
         first = min(gaps)
-        moved = [place for place in self.holders[first:] if place >= 0]
+        moved = [position for position in self.holders[first:] if position >= 0]
         self.holders[first:] = moved
-        for number, place in enumerate(moved, first):
-            self.numbers[place] = number
+        for number, position in enumerate(moved, first):
+            self.numbers[position] = number
 
     def _retire(self, wanted: int) -> None:
         """Make reserves of the last active ranks."""
@@ -227,10 +225,152 @@ class TreePlan:
             )
         retired = sorted(self.holders[wanted:])
         del self.holders[wanted:]
-        for place in retired:
-            self.numbers[place] = INACTIVE
-            branch: Branch | None = self.layout.bottom[place]
+        for position in retired:
+            self.numbers[position] = INACTIVE
+            branch: Branch | None = self.layout.bottom[position]
             while branch is not None:
                 branch.active -= 1
                 branch = branch.parent
         self._add_reserves(retired)
+
+
+class TreeView:
+    """A tree, and the state of the rank that looks at it."""
+
+    def __init__(
+        self, layers: Sequence[Layer], plan: TreePlan, initial_ranks: Sequence[int]
+    ) -> None:
+        self.layers = layers
+        self.plan = plan
+        self.initial_ranks = [initial_ranks[rank] for rank in plan.layout.ranks]
+        self.positions = dict(zip(self.initial_ranks, count(), strict=False))
+        self.iteration = 0
+
+    def state(self, position: int) -> State:
+        """Return where the rank of a position stands; a lost one has no rank."""
+        plan = self.plan
+        is_alive, number = bool(plan.alive[position]), plan.numbers[position]
+        mode = Mode.ACTIVE if number >= 0 else Mode.INACTIVE
+        return State(
+            rank=plan.rank_of(position),
+            world_size=plan.world_size,
+            active_rank=None if number < 0 else number,
+            active_world_size=plan.active_world_size,
+            initial_rank=self.initial_ranks[position],
+            initial_world_size=len(self.initial_ranks),
+            iteration=self.iteration,
+            mode=mode if is_alive else Mode.TERMINATED,
+        )
+
+
+class Leaf:
+    """One rank in the tree."""
+
+    is_leaf = True
+    children: tuple[Node, ...] = ()
+    layer = None
+
+    def __init__(self, view: TreeView, position: int) -> None:
+        self._view = view
+        self._position = position
+
+    @property
+    def state(self) -> State:
+        """Where the rank stands; a copy."""
+        return self._view.state(self._position)
+
+    @property
+    def parent(self) -> Node:
+        """The branch above."""
+        return Node(self._view, self._view.plan.layout.bottom[self._position])
+
+    def iter_leaves(self) -> Iterator[Leaf]:
+        """Yield the leaf itself."""
+        yield self
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Leaf):
+            return NotImplemented
+        return (self._view, self._position) == (other._view, other._position)
+
+    def __hash__(self) -> int:
+        return hash((id(self._view), self._position))
+
+    def __repr__(self) -> str:
+        return f"Leaf({self.state!r})"
+
+
+class Node:
+    """One branch of the tree."""
+
+    is_leaf = False
+
+    def __init__(self, view: TreeView, branch: Branch) -> None:
+        self._view = view
+        self._branch = branch
+
+    @property
+    def name(self) -> str:
+        """The key of the branch."""
+        return self._branch.key
+
+    @property
+    def layer(self) -> Layer:
+        """The user's settings of this branch's layer."""
+        return self._view.layers[self._branch.depth]
+
+    @property
+    def parent(self) -> Node | None:
+        """The branch above; `None` for the root."""
+        parent = self._branch.parent
+        return None if parent is None else Node(self._view, parent)
+
+    @property
+    def children(self) -> tuple[Node | Leaf, ...]:
+        """The branches below, or the leaves."""
+        if self._branch.children:
+            return tuple(Node(self._view, child) for child in self._branch.children)
+        return tuple(self.iter_leaves())
+
+    @property
+    def living_count(self) -> int:
+        """How many of its ranks live."""
+        return self._branch.living
+
+    @property
+    def active_count(self) -> int:
+        """How many of its ranks are active."""
+        return self._branch.active
+
+    def iter_leaves(self) -> Iterator[Leaf]:
+        """Yield all ranks below, lost ones too, in depth-first order."""
+        for position in range(self._branch.start, self._branch.stop):
+            yield Leaf(self._view, position)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Node) and other._branch is self._branch
+
+    def __hash__(self) -> int:
+        return hash(id(self._branch))
+
+    def __repr__(self) -> str:
+        return f"Node({self.name!r}, {self.living_count} living, {self.active_count} active)"
+
+
+class LeafMap(Mapping[int, Leaf]):
+    """Leaves by number; read only."""
+
+    def __init__(self, view: TreeView, positions: Mapping[int, int] | Sequence[int]) -> None:
+        self._view = view
+        self._positions = positions
+
+    def __getitem__(self, number: int) -> Leaf:
+        if not isinstance(self._positions, Mapping) and not 0 <= number < len(self._positions):
+            raise KeyError(number)
+        return Leaf(self._view, self._positions[number])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._positions if isinstance(self._positions, Mapping) else range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self._positions)

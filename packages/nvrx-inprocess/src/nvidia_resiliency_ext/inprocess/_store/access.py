@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nvidia_resiliency_ext.inprocess.utils import torch_older_than
 
-from .errors import ForeignValueError, StoreLostError
+from .names import ForeignValueError, StoreLostError
 from .plain import WaitExpiredError
 from .sockets import is_listening
 
@@ -41,9 +41,6 @@ class StoreAccess:
 
     After a `StoreLostError` it asks the store nothing more: an answer that comes late would be
     taken for that of the next question.
-
-    Args:
-        store: Any torch Store.
     """
 
     def __init__(self, store: Store) -> None:
@@ -175,7 +172,7 @@ class StoreAccess:
             raise ForeignValueError(key, repr(raw[:200])) from None
 
     def _explain_counter(self, key: str) -> None:
-        """TCPStore ends the connection of whoever adds to what is no number: find out."""
+        """Find out whether `add` failed as the value is no number: TCPStore then disconnects."""
         if not is_listening(self._store):
             return
         try:
@@ -209,7 +206,7 @@ class StoreAccess:
 
 
 def is_expiry(error: BaseException, elapsed_s: float, limit_s: float) -> bool:
-    """Return whether an error of a store says that the given time is over.
+    """Return whether a store's error means that a wait expired.
 
     The network's own timeouts use the same words, but come at other times.
     """

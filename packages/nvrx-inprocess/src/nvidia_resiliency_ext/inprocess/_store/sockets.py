@@ -65,7 +65,7 @@ def is_reachable_from_elsewhere(host: str) -> bool:
 
 
 def is_listening(store: Any) -> bool:
-    """Return whether somebody listens where a TCPStore, or one below prefixes, is connected to."""
+    """Return whether the server of a TCPStore, also of one below prefixes, still listens."""
     while not hasattr(store, "port"):
         below = getattr(store, "base_store", None) or getattr(store, "underlying_store", None)
         if below is None:
@@ -81,7 +81,7 @@ def is_listening(store: Any) -> bool:
 def wait_until_listening(
     host: str, port: int, limit_s: float, monotonic: Callable[[], float]
 ) -> bool:
-    """Return whether somebody listens there within the limit; nothing tells when that begins."""
+    """Try to connect until the limit; return whether a server listens."""
     deadline = monotonic() + limit_s
     pause_s = _SHORTEST_PAUSE_S
     while (left_s := deadline - monotonic()) > 0:

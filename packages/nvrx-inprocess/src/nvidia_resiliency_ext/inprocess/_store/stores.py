@@ -17,13 +17,18 @@ from torch.distributed import FileStore as TorchFileStore  # type: ignore[attr-d
 from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[attr-defined]
 from torch.distributed import TCPStore as TorchTCPStore  # type: ignore[attr-defined]
 
-from nvidia_resiliency_ext.inprocess import _env
+from nvidia_resiliency_ext.inprocess import _inputs
 from nvidia_resiliency_ext.shared_utils.store_sockets import serving_options, socket_names
 
-from .endpoint import Endpoint, named_endpoint, port_is_held
-from .errors import NobodyListensError, StoreLostError
-from .keys import iteration_prefix
 from .mixin import StoreMixin
+from .names import (
+    Endpoint,
+    NobodyListensError,
+    StoreLostError,
+    iteration_prefix,
+    named_endpoint,
+    port_is_held,
+)
 from .sockets import limit_answers, listen, make_within, wait_until_listening
 
 logger = logging.getLogger("nvrx")
@@ -63,13 +68,13 @@ class TCPStore(StoreMixin, TorchTCPStore):
     ) -> None:
         endpoint = named_endpoint(os.environ, host_name, port)
         options = {
-            "world_size": _env.world_size() if world_size is None else world_size,
+            "world_size": _inputs.world_size() if world_size is None else world_size,
             "timeout": timeout,
             "wait_for_workers": wait_for_workers,
             "multi_tenant": multi_tenant,
             "use_libuv": use_libuv,
         }
-        is_host = _env.number("RANK", 0) == 0
+        is_host = _inputs.number("RANK", 0) == 0
         if not is_host:
             self._join(endpoint, options)
         elif not self._host(endpoint, options):

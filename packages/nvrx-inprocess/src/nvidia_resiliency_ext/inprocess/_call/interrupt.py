@@ -1,0 +1,508 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Interrupt the main thread: abort, then raise `RankShouldRestart` there until it has left.
+
+The exception is raised in the handler of a signal, so in the main thread; what the main thread does
+while it leaves cannot race with it. Helper threads request, wait and request again.
+"""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from nvidia_resiliency_ext.inprocess._unblock.aborts import run_abort
+from nvidia_resiliency_ext.inprocess._unblock.gloo import BlockedCalls
+from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    Handler = Callable[[int, FrameType | None], Any]
+    from types import CodeType, FrameType
+
+    F = TypeVar("F", bound=Callable[..., object])
+    from types import FrameType, TracebackType
+
+    from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort, AbortStep
+    from nvidia_resiliency_ext.inprocess.state import FrozenState
+
+
+class InterruptSignal:
+    """The handler stands from `install` to `withdraw`, both called by the main thread.
+
+    Attributes:
+        number: The signal.
+
+    Raises:
+        RuntimeError: Every real-time signal is in use.
+    """
+
+    def __init__(self, handler: Handler) -> None:
+        self.number = unused_realtime_signal()
+        self._handler = handler
+        self._main_ident = threading.get_ident()
+        self._previous: Any = None
+        self._blocked: set[Any] = set()
+
+    def install(self) -> None:
+        """Take the signal."""
+        self._previous = signal.signal(self.number, self._handler)
+        self._blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {self.number})
+
+    def send(self) -> None:
+        """Have the handler called; from any thread, and never after `withdraw` has begun."""
+        # Ends a system call; and, for a main thread that blocks all signals, the flag behind it.
+        signal.pthread_kill(self._main_ident, self.number)
+        _thread.interrupt_main(self.number)  # type: ignore[arg-type]  # real-time: no name
+
+    def withdraw(self) -> None:
+        """Give the signal back; the handler may be called once more meanwhile.
+
+        One that the function has put in our handler's place stays.
+        """
+        # What was sent is delivered or taken here: by default it would end the process.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {self.number})
+        try:
+            while signal.sigtimedwait({self.number}, 0) is not None:
+                pass
+            if signal.getsignal(self.number) == self._handler:
+                signal.signal(self.number, self._previous)
+        finally:
+            if self.number not in self._blocked:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {self.number})
+
+
+_codes: set[CodeType] = set()
+
+
+def deferred_section(function: F) -> F:
+    """Mark a function: nothing is raised in it, nor in what it calls."""
+    _codes.add(function.__code__)
+    return function
+
+
+def is_in_deferred_section(frame: FrameType | None) -> bool:
+    """Say whether a marked function is running in this frame or around it."""
+    while frame is not None:
+        if frame.f_code in _codes:
+            return True
+        frame = frame.f_back
+    return False
+
+
+logger = logging.getLogger("nvrx")
+_OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class RankShouldRestart(BaseException):
+    """Raised in the main thread: the function must be left, and will be called again.
+
+    It is no `Exception`, so that `except Exception` in the function lets it through. Code that
+    catches it must raise it again. On level DEBUG a line tells where one has been swallowed.
+    """
+
+    __module__ = "nvidia_resiliency_ext.inprocess.monitor_thread"
+
+    interrupter: object = None  # through which it came; None for one that the user's code raises
+
+    def __del__(self) -> None:
+        # At the end of the interpreter modules are already empty.
+        if not sys.is_finalizing() and logger.isEnabledFor(logging.DEBUG):
+            _log_where(sys._getframe(1), self.args)  # noqa: SLF001 - the one way to a frame
+
+
+def _log_where(frame: FrameType | None, args: tuple[object, ...]) -> None:
+    if frame is None or frame.f_code.co_filename.startswith(_OUR_FOLDER):
+        return
+    logger.debug(
+        "a restart request ended at %s:%d in %s, outside the wrapper: %r",
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        frame.f_code.co_name,
+        args,
+    )
+
+
+# A signal can come just before the system call that it was to end.
+_FIRST_LOOK_S = 0.001
+
+# So often it may come too early, or meet a call that is about to end.
+_FIRST_SIGNALS = 4
+_SHORTEST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 1.0
+_RAISED, _LOST, _LEFT = "raised", "lost", "left"
+
+
+def require_main_thread(what: str) -> None:
+    """Refuse any thread but the main one.
+
+    Raises:
+        RuntimeError: The calling thread is another one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            f"{what} must be called on the main thread: only that thread can be interrupted for a "
+            f"restart; this is {threading.current_thread().name!r}"
+        )
+
+
+class AtomicLock:
+    """Lock held by a block that must not be interrupted, and by an interrupting thread.
+
+    Re-entrant. Who waits comes next, even if another thread takes it over and over. A main thread
+    that waits for it can be interrupted.
+    """
+
+    __slots__ = ("_acquire", "_is_own", "_is_waited_for", "_release", "_turn")
+
+    def __init__(self) -> None:
+        lock = _thread.RLock()
+        self._acquire = lock.acquire
+        self._release = lock.release
+        # As threading.Condition asks it.
+        self._is_own = lock._is_owned  # type: ignore[attr-defined]  # noqa: SLF001
+        # Held by the one who is next.
+        self._turn = _thread.allocate_lock()
+        self._is_waited_for = False
+
+    # Whoever interrupts holds the lock: nothing is raised in a thread that has it.
+
+    def __enter__(self) -> None:
+        if (self._is_waited_for and not self._is_own()) or not self._acquire(False):
+            self._wait()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._release()
+
+    def _wait(self) -> None:
+        with self._turn:
+            self._is_waited_for = True
+            try:
+                self._acquire()
+            finally:
+                self._is_waited_for = False
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """How an interruption went.
+
+    Attributes:
+        first_s: Seconds until the main thread had the exception; `None` if it left by itself.
+        left_s: Seconds until it had left.
+        count: How often it was raised.
+    """
+
+    first_s: float | None
+    left_s: float
+    count: int
+
+
+class _Entry:
+    """One stay of the main thread inside; nothing of it is used for the next one."""
+
+    def __init__(self) -> None:
+        self.message: str | None = None
+        self.is_armed = False
+        # Its put may be called by a handler that has interrupted the same thread's put.
+        self.events: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+
+class MainThreadInterrupter:
+    """Where the main thread can be interrupted: between `enter` and `leave`.
+
+    Raises:
+        RuntimeError: It was made on another thread than the main one.
+    """
+
+    def __init__(self) -> None:
+        require_main_thread("MainThreadInterrupter")
+        # Guards the requests: a message and a signal reach only an entry that is still there.
+        self._lock = threading.Lock()
+        self._entry: _Entry | None = None
+        self._signal: InterruptSignal | None = None
+        self._hook = self._on_unraisable
+        self._previous_hook: Any = None
+
+    def inside(self) -> _Inside:
+        """Return a context manager around what may be interrupted.
+
+        `RankShouldRestart` leaves it if, and only if, it was interrupted while the main thread
+        was inside; it takes the place of a result and of an `Exception`. Only what the function
+        raises that is no `Exception`, such as `SystemExit`, goes before it.
+        """
+        return _Inside(self)
+
+    def is_of_another(self, request: RankShouldRestart) -> bool:
+        """Say whether a request came through another interrupter, of a call around this one."""
+        return request.interrupter not in (None, self)
+
+    def request(self, message: str | None) -> RankShouldRestart:
+        """Return the exception of an interruption here."""
+        request = RankShouldRestart(message)
+        request.interrupter = self
+        return request
+
+    @deferred_section
+    def enter(self) -> None:
+        """Begin to be interruptible.
+
+        Raises:
+            RuntimeError: Not on the main thread, or already inside.
+        """
+        require_main_thread("the wrapped function")
+        if self._entry is not None:
+            raise RuntimeError("the main thread is already inside")
+        self._signal = InterruptSignal(self._on_signal)
+        try:
+            self._signal.install()
+            self._previous_hook = sys.unraisablehook
+            sys.unraisablehook = self._hook
+            self._entry = _Entry()
+        except BaseException:
+            self._restore()
+            raise
+
+    @deferred_section
+    def leave(self) -> str | None:
+        """Stop being interruptible; from the first statement on nothing is raised any more.
+
+        Returns:
+            The message of the interruption that there was, raised or not.
+        """
+        entry, self._entry = self._entry, None
+        try:
+            with self._lock:  # whoever is sending has sent
+                if entry is None:
+                    return None
+                entry.events.put(_LEFT)
+                return entry.message
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        try:
+            # One that was set inside knows ours as its previous one, and keeps working.
+            if sys.unraisablehook is self._hook:
+                sys.unraisablehook = self._previous_hook
+        finally:
+            interrupt_signal, self._signal = self._signal, None
+            if interrupt_signal is not None:
+                interrupt_signal.withdraw()
+
+    def begin(self, message: str) -> InterruptRequest | None:
+        """Raise in the main thread, and return when it has the exception or has left.
+
+        The caller holds the atomic lock, and gives it back before it sees the main thread out.
+
+        Returns:
+            `None` if the main thread was not inside, and nothing was done.
+        """
+        with self._lock:
+            entry = self._entry
+            if entry is None:
+                return None
+            entry.message = message
+        interruption = InterruptRequest(self, entry)
+        interruption.deliver()
+        return interruption
+
+    def send_signal(self, entry: _Entry) -> bool:
+        """Have the armed entry's exception raised; `False` when the main thread has left it."""
+        with self._lock:
+            if self._entry is not entry or self._signal is None:
+                return False
+            self._signal.send()
+            return True
+
+    def _on_signal(self, _number: int, frame: FrameType | None) -> None:
+        entry = self._entry
+        if entry is None or not entry.is_armed or is_in_deferred_section(frame):
+            return  # too late, again, or not here: in the last case the helper asks again
+        entry.is_armed = False
+        entry.events.put(_RAISED)
+        raise self.request(entry.message)
+
+    @deferred_section
+    def _on_unraisable(self, unraisable: Any) -> None:
+        entry = self._entry
+        if entry is not None and issubclass(unraisable.exc_type, RankShouldRestart):
+            entry.events.put(_LOST)
+        self._previous_hook(unraisable)
+
+
+class InterruptRequest:
+    """One request to leave, as the helper thread sees it."""
+
+    def __init__(self, interrupter: MainThreadInterrupter, entry: _Entry) -> None:
+        self._interrupter = interrupter
+        self._entry = entry
+        self._start = time.monotonic()
+        self._first_s: float | None = None
+        self._left_s: float | None = None
+        self._count = 0
+        native_id = threading.main_thread().native_id
+        assert native_id is not None
+        self._blocked_calls = BlockedCalls(native_id)
+
+    def deliver(self) -> None:
+        """Raise once; return when it is raised, or the main thread has left."""
+        pause_s = _FIRST_LOOK_S
+        self._entry.is_armed = True
+        sent = 0
+        while self._left_s is None and self._interrupter.send_signal(self._entry):
+            if self._next(pause_s) == _RAISED:
+                return
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            sent += 1
+            if sent >= _FIRST_SIGNALS:
+                # It is in a call that no signal ends.
+                self._blocked_calls.end()
+
+    def see_out(self, quiet_s: float, lock: AtomicLock) -> Raised:
+        """Wait until the main thread has left; raise again if it was lost or takes too long."""
+        pause_s = _SHORTEST_PAUSE_S
+        patience_s = quiet_s
+        while self._left_s is None:
+            event = self._next(patience_s)
+            if event == _LOST:
+                # In a destructor or a callback. A new one gets the whole time again.
+                self._next(pause_s)
+                patience_s = quiet_s
+            else:
+                patience_s = pause_s
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            if self._left_s is None:
+                with lock:
+                    self.deliver()
+        return Raised(self._first_s, self._left_s, self._count)
+
+    def _next(self, timeout_s: float) -> str | None:
+        try:
+            event = self._entry.events.get(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
+        except queue.Empty:
+            return None
+        elapsed_s = time.monotonic() - self._start
+        if event == _LEFT:
+            self._left_s = elapsed_s
+        if event == _RAISED:
+            self._count += 1
+            self._first_s = elapsed_s if self._first_s is None else self._first_s
+        return event
+
+
+class _Inside:
+    def __init__(self, interrupter: MainThreadInterrupter) -> None:
+        self._interrupter = interrupter
+
+    @deferred_section
+    def __enter__(self) -> None:
+        self._interrupter.enter()
+
+    @deferred_section
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        message = self._interrupter.leave()
+        if message is None or isinstance(error, RankShouldRestart):
+            return
+        if error is None or isinstance(error, Exception):
+            raise self._interrupter.request(message)
+
+
+# Of the 30 s between the default soft and hard timeouts. One member may use half of it, as much as
+# `AbortTorchDistributed` allows itself.
+ABORT_DEADLINE_S = 20.0
+
+
+class Pausable(Protocol):
+    """What stamps progress."""
+
+    def pause(self) -> object:
+        """Stamp no more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Where the time of a termination went, in seconds.
+
+    Attributes:
+        lock_s: Until no atomic block was running.
+        abort_s: The abort.
+        raise_s: Until the main thread had the exception; 0 if it left by itself.
+        unwind_s: Until it was out of the function; 0 if it was out already.
+        raised: How often the exception was raised.
+        steps: The members of the abort.
+    """
+
+    lock_s: float
+    abort_s: float
+    raise_s: float
+    unwind_s: float
+    raised: int
+    steps: tuple[AbortStep, ...]
+
+
+def terminate(  # noqa: PLR0913 - one of each part
+    abort: Abort | None,
+    state: FrozenState,
+    interrupter: MainThreadInterrupter,
+    lock: AtomicLock,
+    watchdog: Pausable,
+    message: str,
+    *,
+    quiet_s: float,
+    deadline_s: float = ABORT_DEADLINE_S,
+) -> Phases:
+    """Unblock the main thread and make it leave; from a helper thread, returns when it is out.
+
+    Args:
+        abort: What unblocks it.
+        state: Given to the abort.
+        interrupter: Where the main thread is.
+        lock: Held by atomic blocks.
+        watchdog: Paused before the exception is raised.
+        message: Argument of the exception.
+        quiet_s: How long the first unwinding is left in peace.
+        deadline_s: How long the abort may take; what is late is left to itself.
+    """
+    start = time.monotonic()
+    with lock:
+        locked = time.monotonic()
+        try:
+            steps = () if abort is None else run_abort(abort, state, deadline_s)
+        except Exception:
+            # Whatever the user's object does: the main thread must come out.
+            logger.exception("the abort failed")
+            steps = ()
+        aborted = time.monotonic()
+        watchdog.pause()
+        interruption = interrupter.begin(message)
+    raised = None if interruption is None else interruption.see_out(quiet_s, lock)
+    first_s = 0.0 if raised is None or raised.first_s is None else raised.first_s
+    return Phases(
+        lock_s=locked - start,
+        abort_s=aborted - locked,
+        raise_s=first_s,
+        unwind_s=0.0 if raised is None else raised.left_s - first_s,
+        raised=0 if raised is None else raised.count,
+        steps=steps,
+    )

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read and check inputs: environment variables, callback arguments and this rank's CUDA device."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+_RANKS = ("RANK", "WORLD_SIZE")
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_TRUE = frozenset({"true", "1", "yes", "on"})
+
+
+def number(name: str, default: int) -> int:
+    """Return a number of the environment.
+
+    Raises:
+        ValueError: It is set and is none; the message names it.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not _is_number(text):
+        raise ValueError(f"{name}={text[:64]!r} in the environment is not a number")
+    return int(text)
+
+
+def world_size() -> int:
+    """Return how many processes there are.
+
+    Raises:
+        ConfigError: The environment does not say it; the message names the variable.
+    """
+    text = os.environ.get("WORLD_SIZE", "")
+    if not _is_number(text):
+        raise ConfigError(
+            f"WORLD_SIZE={text[:64]!r} in the environment is no number, and no world_size is given"
+        )
+    return int(text)
+
+
+def local_rank() -> int | None:
+    """Return `LOCAL_RANK`, `None` where it is not set to a number."""
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if _is_number(text) else None
+
+
+def exported_ranks() -> dict[str, str | None]:
+    """Return what stands where `export_ranks` writes, for `restore_ranks`."""
+    return {name: os.environ.get(name) for name in _RANKS}
+
+
+def restore_ranks(before: Mapping[str, str | None]) -> None:
+    """Put back what `exported_ranks` has returned."""
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def export_ranks(rank: int, world_size: int) -> None:
+    """Set what `torch.distributed` reads at its start."""
+    os.environ["RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = str(world_size)
+
+
+def wants_verbose_ranks() -> bool:
+    """Say whether sets of ranks are logged in full."""
+    return os.environ.get("NVRX_LOG_RANK_FORMAT_VERBOSE", "").strip().lower() in _TRUE
+
+
+def launch_cycle() -> int | None:
+    """Return how often the launcher has started this job again, `None` without a launcher."""
+    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return int(text) if _is_number(text) else None
+
+
+def active_world_size() -> int:
+    """Return `WORLD_SIZE`, 0 where it is not set to a number."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if _is_number(text) else 0
+
+
+def flight_record_path() -> str | None:
+    """Return the folder for flight records, `None` if none is wanted."""
+    return os.environ.get("NVRX_FR_TRACE_PATH") or None
+
+
+def flight_recorder_size() -> int:
+    """Return how many entries torch's flight recorder keeps; 0 if it is off.
+
+    Raises:
+        ValueError: It is set and is no number; the message names it.
+    """
+    sizes = (_recorder_size(name, os.environ[name]) for name in _SIZES if os.environ.get(name))
+    return max(sizes, default=0)
+
+
+def _recorder_size(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text[:64]!r} in the environment is not a number") from None
+
+
+def _is_number(text: str) -> bool:
+    stripped = text.strip()
+    return stripped.isascii() and stripped.isdigit() and len(stripped) < 10  # noqa: PLR2004
+
+
+def check_integer(name: str, value: Any, *, least: int | None = None) -> None:
+    """Check that a value is an integer, and at least `least`.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is less.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+def check_duration(name: str, value: Any) -> None:
+    """Check that a value is a `timedelta`, and not negative.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: It is negative.
+    """
+    if not isinstance(value, timedelta):
+        raise TypeError(f"{name} must be a timedelta, not {value!r}")
+    if value < timedelta(0):
+        raise ValueError(f"{name} must not be negative, as {value} is")
+
+
+def check_callable(name: str, value: Any) -> None:
+    """Check that a value can be called.
+
+    Raises:
+        TypeError: It cannot.
+    """
+    if not callable(value):
+        raise TypeError(f"{name} must be callable, {value!r} is not")
+
+
+def check_path(name: str, value: Any) -> None:
+    """Check that a value names a file.
+
+    Raises:
+        TypeError: It does not.
+    """
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path, not {value!r}")
+
+
+def is_in_use() -> bool:
+    """Say whether this process has begun to use CUDA."""
+    # CUDA can only have been begun by a torch that is imported.
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def device_of_rank() -> int | None:
+    """Return the device of `LOCAL_RANK`, or the calling thread's; `None` if CUDA is not in use.
+
+    Where each rank sees one device only, `LOCAL_RANK` may be beyond it.
+    """
+    if not is_in_use():
+        return None
+    import torch
+
+    index = local_rank()
+    if index is not None and index < torch.cuda.device_count():
+        return index
+    return int(torch.cuda.current_device())

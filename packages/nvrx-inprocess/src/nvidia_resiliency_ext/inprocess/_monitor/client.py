@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rank's connection to the monitor of its node, for one call.
+
+What the rank says is kept until the next iteration, so that a new monitor can be told all of it.
+Sending never decides anything: a connection that breaks is seen by the link's thread, which finds
+or starts another monitor and says everything again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.inprocess._monitor import messages, start
+from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.store_threads import CONNECT
+from nvidia_resiliency_ext.inprocess._monitor.timeouts import Patience, Silence
+from nvidia_resiliency_ext.inprocess._protocol.decision import decode_decision
+from nvidia_resiliency_ext.inprocess.exception import InternalError
+from nvidia_resiliency_ext.shared_utils.children import PidHandle
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError, PeerClosedError
+from nvidia_resiliency_ext.shared_utils.wire import (
+    FrameReader,
+    receive_message,
+    send_message,
+    send_with_fds,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from nvidia_resiliency_ext.inprocess._monitor.messages import Event
+    from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage, StackDump
+    from nvidia_resiliency_ext.inprocess.attribution import Interruption
+
+__all__ = ["MonitorLink", "MonitorSettings"]
+
+logger = logging.getLogger("nvrx")
+
+_READ_BYTES = 65536
+_SEND_LIMIT_S = 1.0
+_LEAVE_LIMIT_S = 5.0
+_JOIN_LIMIT_S = 10.0
+_STABLE_S = 60.0
+_SHORTEST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+_MOST_LOSSES = 8
+
+
+class _UnansweredError(InternalError):
+    """The monitor ends, or is too busy; another one may answer."""
+
+
+class MonitorLink:
+    """One rank's side of one call.
+
+    Attributes:
+        monitor_pid: Process of the monitor that serves us.
+        is_abandoned: There is none any more, and there will be none.
+    """
+
+    def __init__(
+        self,
+        settings: MonitorSettings,
+        page: ProgressPage,
+        on_event: Callable[[Event], None],
+        dump: StackDump | None = None,
+    ) -> None:
+        self._settings = settings
+        self._page = page
+        self._dump = dump
+        self._on_event = on_event
+        # Guards the connection and what was said.
+        self._lock = threading.Lock()
+        self._sock: socket.socket | None = None
+        self._said: list[object] = []
+        self._initial_rank = self._world_size = -1
+        self._iteration = 0
+        self._closed = threading.Event()
+        self._leave_acknowledged = threading.Event()
+        self._parts: list[str] = []
+        self._losses: list[float] = []
+        self._thread: threading.Thread | None = None
+        self._patience = Patience.within(settings.heartbeat_timeout_s)
+        self._monitor: PidHandle | None = None
+        self.monitor_pid: int | None = None
+        self.is_abandoned = False
+        self._pid = os.getpid()
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether this process is a child forked in the function: it sends nothing."""
+        return os.getpid() != self._pid
+
+    def attach(self, initial_rank: int, world_size: int) -> None:
+        """Come to the monitor of this node, which is started if there is none.
+
+        Raises:
+            InternalError: It does not answer within 10 s, though it is not stopped, or does not
+                want us.
+        """
+        self._initial_rank, self._world_size = initial_rank, world_size
+        try:
+            sock = self._connect_patiently(Deadline.after(start.START_LIMIT_S))
+        except InternalError:
+            if not start.end_if_stopped():
+                raise
+            logger.warning("the monitor of this node was stopped; another one takes its place")
+            sock = self._connect_patiently(Deadline.after(start.START_LIMIT_S))
+        with self._lock:
+            self._sock = sock
+        self._thread = threading.Thread(target=self._run, name="nvrx-link", daemon=True)
+        self._thread.start()
+
+    def begin(
+        self, iteration: int, rank: int, world_size: int, participants: Collection[int]
+    ) -> None:
+        """Say that an iteration begins, with our number in it."""
+        if self._is_inherited:
+            return
+        who = messages.pack_ranks(participants)
+        with self._lock:
+            self._iteration = iteration
+            self._said = [messages.Begun(iteration, rank, world_size, who)]
+            self._send(self._said[0])
+
+    def report(self, kind: Interruption) -> None:
+        """Say that something went wrong here."""
+        self._say(messages.Reported(self._iteration, kind))
+
+    def completed(self) -> None:
+        """Say that the function has returned."""
+        self._say(messages.Done(self._iteration))
+
+    def arrive(self, call: str = "", place: str = "") -> None:
+        """Say that we are ready for the next iteration, and what we were doing in this one."""
+        self._say(messages.Arrived(self._iteration, call, place))
+
+    def leave(self, is_lost: bool, *, is_discarded: bool = False) -> bool:
+        """Say that we leave the call, and wait until the monitor has it, 5 s at most.
+
+        Args:
+            is_lost: The others have to do without us; otherwise the call is over.
+            is_discarded: By rank assignment, on all ranks alike: nobody expects us in the next
+                iteration, so that it need not be interrupted.
+
+        Returns:
+            Whether the monitor has it.
+        """
+        if self._is_inherited:
+            return False
+        self._say(messages.Left(is_lost, is_discarded))
+        return self._leave_acknowledged.wait(_LEAVE_LIMIT_S)
+
+    def close(self) -> None:
+        """End the connection and the thread; harmless when repeated."""
+        if self._is_inherited:
+            return  # the lock may be held for ever, and the connection is the parent's
+        with self._lock:
+            self._closed.set()
+            if self._sock is not None:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_LIMIT_S)
+            if thread.is_alive():
+                logger.warning("the thread of the link to the monitor does not end")
+        with self._lock:
+            if self._sock is not None:
+                self._sock.close()
+                self._sock = None
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+
+    # --- saying ---
+
+    def _say(self, message: object) -> None:
+        if self._is_inherited:
+            return
+        with self._lock:
+            self._said.append(message)
+            self._send(message)
+
+    def _send(self, message: object) -> None:
+        if self._sock is None:
+            return  # the thread says it when there is a monitor again
+        try:
+            send_message(self._sock, messages.FROM_RANK, message, _SEND_LIMIT_S)
+        except (OSError, NvrxError) as error:
+            logger.debug("the monitor does not take a message: %s", error)
+            # A stream with half a message in it is of no use: the thread sees its end.
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._listen()
+            except (OSError, NvrxError) as error:
+                if self._closed.is_set():
+                    return
+                logger.warning(
+                    "the monitor of this node is gone (%s); another one is needed", error
+                )
+            if not self._come_back():
+                return
+
+    def _listen(self) -> None:
+        """Receive messages until the monitor's connection ends.
+
+        Raises:
+            OSError: Its connection has ended.
+            NvrxError: The same, or it says nothing or nonsense.
+        """
+        sock, handle = self._sock, self._monitor
+        assert sock is not None
+        reader = FrameReader()
+        silence = Silence(self._patience, time.monotonic())
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        while True:
+            if not poll.poll(self._patience.interval_s * 1000):
+                silence.missed(time.monotonic())
+                self._check_silence(handle, silence)
+                continue
+            # Not by a timeout of the socket: whoever sends has one of its own.
+            data = sock.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+            if not data:
+                raise PeerClosedError("it has ended")
+            silence.received(time.monotonic())
+            for payload in reader.feed(data):
+                self._take(messages.TO_RANK.decode(payload))
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, messages.LeaveAcknowledged):
+            self._leave_acknowledged.set()
+        elif isinstance(message, messages.DecisionPart):
+            self._collect(message)
+        elif isinstance(message, (messages.Interrupted, messages.Completed, messages.StoreLost)):
+            self._pass_on(message)
+
+    def _check_silence(self, handle: PidHandle | None, silence: Silence) -> None:
+        """Ask the monitor whether it is there, or end it when it has not answered for too long.
+
+        One that is left alive would go on later, and take us for stuck.
+        """
+        is_stopped = handle is not None and start.is_stopped(handle.pid)
+        if not silence.is_over(is_stopped=is_stopped):
+            with self._lock:
+                self._send(messages.AreYouThere())
+            return
+        if handle is not None:
+            handle.signal(signal.SIGKILL)
+            handle.wait(start.END_LIMIT_S)
+        how = "stopped" if is_stopped else "stuck"
+        raise InternalError(f"it is {how} and has said nothing for {silence.seconds:.1f} s")
+
+    def _collect(self, part: messages.DecisionPart) -> None:
+        if part.number == 0:
+            self._parts = []
+        self._parts.append(part.text)
+        if part.number == part.count - 1:
+            decision = decode_decision("".join(self._parts))
+            self._parts = []
+            self._pass_on(messages.Decided(part.iteration, decision))
+
+    def _pass_on(self, event: Event) -> None:
+        try:
+            self._on_event(event)
+        except Exception:
+            logger.exception("an event could not be passed on")
+
+    def _come_back(self) -> bool:
+        """Connect to another monitor and send all messages again; return whether that worked."""
+        with self._lock:
+            if self._sock is not None:
+                self._sock.close()
+                self._sock = None
+        if self._leave_acknowledged.is_set():
+            return False  # whoever comes next has nothing to do for us
+        now = time.monotonic()
+        self._losses = [*(at for at in self._losses if at > now - _STABLE_S), now]
+        if len(self._losses) > _MOST_LOSSES:
+            return self._give_up(f"{_MOST_LOSSES} monitors of this node ended within a minute")
+        deadline = Deadline.after(max(self._settings.heartbeat_timeout_s, start.START_LIMIT_S))
+        pause_s = _SHORTEST_PAUSE_S
+        while not self._closed.is_set():
+            try:
+                sock = self._connect(Deadline.after(min(deadline.remaining(), start.START_LIMIT_S)))
+            except InternalError as error:
+                if deadline.expired():
+                    return self._give_up(str(error))
+                logger.warning("%s", error)
+                self._closed.wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            with self._lock:
+                if self._closed.is_set():
+                    sock.close()
+                    return False
+                self._sock = sock
+                for message in self._said:
+                    self._send(message)
+            return True
+        return False
+
+    def _give_up(self, text: str) -> bool:
+        if not self._closed.is_set():
+            self.is_abandoned = True
+            self._pass_on(messages.StoreLost(f"this rank has no monitor any more: {text}"))
+        return False
+
+    def _connect_patiently(self, deadline: Deadline) -> socket.socket:
+        """Connect; again when a monitor ends in between, as one may at any moment."""
+        pause_s = _SHORTEST_PAUSE_S
+        while True:
+            try:
+                return self._connect(deadline)
+            except _UnansweredError as error:
+                if deadline.remaining() <= pause_s:
+                    raise
+                logger.warning("%s", error)
+                self._closed.wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _connect(self, deadline: Deadline) -> socket.socket:
+        needs_torch = self._settings.store_factory != CONNECT
+        sock = start.connect_or_start(deadline, needs_torch=needs_torch)
+        try:
+            self._introduce(sock, deadline)
+            answer = receive_message(sock, messages.TO_RANK, deadline.remaining())
+        except (OSError, NvrxError) as error:
+            sock.close()
+            raise _UnansweredError(f"the monitor of this node does not answer: {error}") from error
+        if isinstance(answer, messages.Welcome):
+            self._hold_monitor(answer.pid)
+            return sock
+        sock.close()
+        why = answer.text if isinstance(answer, messages.Refused) else "it speaks nonsense"
+        raise InternalError(f"the monitor of this node refuses us: {why}")
+
+    def _hold_monitor(self, pid: int) -> None:
+        """Keep hold of the monitor's process; called by one thread at a time."""
+        if self._monitor is not None:
+            self._monitor.close()
+        self.monitor_pid, self._monitor = pid, None
+        # One that is gone already is seen by its connection.
+        with contextlib.suppress(OSError):
+            self._monitor = PidHandle(pid)
+
+    def _introduce(self, sock: socket.socket, deadline: Deadline) -> None:
+        with self._lock:
+            begun = next((one for one in self._said if isinstance(one, messages.Begun)), None)
+        number, fds = 0, [self._page.fd]
+        if self._dump is not None and self._dump.number:
+            number = self._dump.number
+            fds.append(self._dump.fd)
+        hello = messages.Hello(
+            messages.VERSION, self._settings, self._initial_rank, self._world_size, begun, number
+        )
+        data = messages.FROM_RANK.encode(hello)
+        send_with_fds(sock, data, fds, deadline.remaining())

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides for whom the monitor speaks in one call, and what ranks are told; no I/O, no clock.
+
+Events go in as method calls, effects come out as values. Whatever comes twice has no second
+effect, so a monitor that took over may be told everything again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Interrupted
+from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from nvidia_resiliency_ext.inprocess._monitor.messages import Event
+    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, Seen
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """Write to the store that a rank has completed."""
+
+    iteration: int
+    arrival: Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Write an interruption to the store."""
+
+    iteration: int
+    records: tuple[InterruptionRecord, ...]
+    participants: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """Write an arrival to the store."""
+
+    iteration: int
+    arrival: Arrival
+    participants: frozenset[int]
+    has_reported: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Wait for what becomes of an iteration."""
+
+    iteration: int
+    participants: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """Read what became of an iteration that others have left behind."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Send events to a rank."""
+
+    initial_rank: int
+    event: Event
+
+
+Effect = Complete | Interrupt | Arrive | Follow | CatchUp | Notify
+
+
+@dataclass(slots=True)
+class Member:
+    """A rank of this node.
+
+    Attributes:
+        initial_rank: Its identity.
+        iteration: What it began last; -1 before the first.
+        rank: Its number in that iteration.
+        world_size: The number of ranks in that iteration.
+        ended: Why it takes no further part, if so.
+        is_leaving: It has said so itself.
+        is_discarded: It has no number in the iteration after the one it began last.
+        is_settled: It left a call that needs it no more.
+        seen: What it was doing before it was ended for a hard timeout.
+    """
+
+    initial_rank: int
+    iteration: int = -1
+    rank: int = -1
+    world_size: int = -1
+    ended: Interruption | None = None
+    is_leaving: bool = False
+    is_discarded: bool = False
+    is_settled: bool = False
+    seen: Seen | None = None
+
+    @property
+    def is_present(self) -> bool:
+        """Whether it still takes part."""
+        return self.ended is None and not self.is_settled
+
+
+@dataclass(slots=True)
+class _IterationOutcome:
+    """What is known of an iteration."""
+
+    is_interrupted: bool = False
+    records: tuple[InterruptionRecord, ...] | None = None
+    waited_s: float = 0.0
+    decision: Decision | None = None
+    is_completed: bool = False
+
+    def events(self, iteration: int) -> Iterator[Event]:
+        if self.is_completed:
+            yield Completed(iteration)
+        if self.records is not None:
+            yield Interrupted(iteration, self.records, self.waited_s)
+        if self.decision is not None:
+            yield Decided(iteration, self.decision)
+
+
+@dataclass(slots=True)
+class _Said:
+    """What was written for the iteration at the position."""
+
+    interruptions: set[tuple[int, Interruption]] = field(default_factory=set)
+    completed: set[int] = field(default_factory=set)
+    arrived: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+
+
+class Membership:
+    """The ranks of one call that this monitor serves, or speaks for.
+
+    The *position* is the first iteration that is not decided as far as is known here. It is
+    where a rank that has ended must be accounted for.
+
+    Attributes:
+        members: The ranks of this node, by initial rank.
+        position: The iteration that counts now.
+        is_over: All ranks have completed.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        """Begin a call of so many initial ranks."""
+        self.members: dict[int, Member] = {}
+        self.position = 0
+        self.is_over = False
+        self._lost: set[int] = set()
+        self._participants = {0: frozenset(range(world_size))}
+        self._outcomes: dict[int, _IterationOutcome] = {}
+        self._said = _Said()
+        self._followed = -1
+
+    # --- what ranks say ---
+
+    def attach(self, initial_rank: int) -> None:
+        """Take in a rank, or take it back."""
+        self.members.setdefault(initial_rank, Member(initial_rank))
+
+    def begun(
+        self, initial_rank: int, iteration: int, rank: int, world_size: int, who: frozenset[int]
+    ) -> list[Effect]:
+        """A rank begins an iteration of which `who` are the participants."""
+        member = self.members[initial_rank]
+        member.iteration, member.rank, member.world_size = iteration, rank, world_size
+        effects: list[Effect] = []
+        if iteration > self.position:
+            # Somebody decided what a monitor before us, or a slower thread, has yet to read.
+            self._participants[iteration] = who
+            effects += self._move_to(iteration)
+        elif iteration < self.position and iteration not in self._outcomes:
+            effects.append(CatchUp(iteration))
+        outcome = self._outcomes.get(iteration)
+        if outcome is not None:
+            effects += [Notify(initial_rank, event) for event in outcome.events(iteration)]
+        return effects + self._follow()
+
+    def reported(self, initial_rank: int, iteration: int, kind: Interruption) -> list[Effect]:
+        """A rank, or what watches it, reports an interruption."""
+        return self._interrupt(initial_rank, kind) if iteration >= self.position else []
+
+    def completed(self, initial_rank: int, iteration: int) -> list[Effect]:
+        """A rank's function has returned."""
+        if iteration != self.position or initial_rank in self._said.completed:
+            return []
+        self._said.completed.add(initial_rank)
+        return [Complete(iteration, self._arrival_of(initial_rank))]
+
+    def arrived(self, initial_rank: int, iteration: int, seen: Seen | None = None) -> list[Effect]:
+        """A rank is ready for the next iteration; `seen` is what it did when interrupted."""
+        if iteration != self.position or initial_rank in self._said.arrived:
+            return []
+        self._said.arrived.add(initial_rank)
+        arrival = replace(self._arrival_of(initial_rank), seen=seen)
+        return [Arrive(iteration, arrival, self._participants[iteration])]
+
+    def left(self, initial_rank: int, *, is_lost: bool, is_discarded: bool = False) -> list[Effect]:
+        """A rank leaves the call: because it is over, or lost for the others."""
+        member = self.members[initial_rank]
+        member.is_leaving = True
+        member.is_discarded = is_discarded
+        if self.is_over or (not is_lost and initial_rank in self._said.completed):
+            member.is_settled = True
+            return []
+        if member.ended is None:
+            member.ended = Interruption.BASE_EXCEPTION
+        return self._speak_for(initial_rank) + self._follow()
+
+    # --- what is seen of ranks ---
+
+    def timed_out(self, initial_rank: int, kind: Interruption) -> list[Effect]:
+        """A rank made no progress for too long."""
+        member = self.members[initial_rank]
+        if not member.is_present:
+            return []
+        return self._interrupt(initial_rank, kind)
+
+    def ended(self, initial_rank: int, seen: Seen | None = None) -> list[Effect]:
+        """A rank's process is gone; `seen` is what it did before it was ended for a timeout."""
+        member = self.members[initial_rank]
+        member.seen = seen or member.seen
+        if member.is_settled or member.ended is not None:
+            return []
+        if self.is_over:
+            member.is_settled = True
+            return []
+        member.ended = Interruption.TERMINATED
+        return self._speak_for(initial_rank) + self._follow()
+
+    def lost(self, ranks: Iterable[int]) -> list[Effect]:
+        """Ranks of another node are not heard of any more."""
+        effects: list[Effect] = []
+        for rank in ranks:
+            if rank not in self.members and rank not in self._lost:
+                self._lost.add(rank)
+                effects += self._speak_for(rank)
+        return effects
+
+    # --- what the store says ---
+
+    def outcome(self, iteration: int, *, is_completed: bool) -> list[Effect]:
+        """The outcome of an iteration is settled."""
+        outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
+        if not is_completed:
+            outcome.is_interrupted = True
+            return []
+        outcome.is_completed = self.is_over = True
+        for member in self.members.values():
+            if member.ended is not None:
+                member.is_settled = True
+        return self._notify(iteration, Completed(iteration))
+
+    def last_call_over(
+        self, iteration: int, records: tuple[InterruptionRecord, ...], waited_s: float = 0.0
+    ) -> list[Effect]:
+        """No more faults are waited for; how long they were."""
+        outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
+        outcome.is_interrupted = True
+        outcome.records, outcome.waited_s = records, waited_s
+        return self._notify(iteration, Interrupted(iteration, records, waited_s))
+
+    def decided(self, iteration: int, decision: Decision) -> list[Effect]:
+        """Take the decision of an iteration."""
+        outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
+        outcome.is_interrupted = True
+        outcome.decision = decision
+        effects = self._notify(iteration, Decided(iteration, decision))
+        if iteration >= self.position:
+            self._participants[iteration + 1] = frozenset(decision.going_on)
+            effects += self._move_to(iteration + 1)
+        return effects + self._follow()
+
+    # --- what is asked ---
+
+    @property
+    def participants(self) -> frozenset[int]:
+        """The participants of the iteration at the position."""
+        return self._participants[self.position]
+
+    def is_interrupted(self, iteration: int) -> bool:
+        """Whether an iteration is known to be interrupted."""
+        outcome = self._outcomes.get(iteration)
+        return outcome is not None and outcome.is_interrupted
+
+    @property
+    def is_anybody_inside(self) -> bool:
+        """Whether a rank here has yet to be told, in its function, what was reported."""
+        said = self._said.interruptions
+        return any(
+            member.is_present and (rank, Interruption.EXCEPTION) not in said
+            for rank, member in self.members.items()
+        )
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is owed: to no present rank, and to the store for none that ended."""
+        return all(
+            member.is_settled or (member.ended is not None and not self._is_owed(rank))
+            for rank, member in self.members.items()
+        )
+
+    # --- parts ---
+
+    def _is_owed(self, rank: int) -> bool:
+        return not self.is_over and rank in self.participants
+
+    def _arrival_of(self, initial_rank: int) -> Arrival:
+        member = self.members[initial_rank]
+        return Arrival(initial_rank, member.rank, member.world_size, is_out=False)
+
+    def _interrupt(self, rank: int, kind: Interruption) -> list[Effect]:
+        if self.is_over or rank not in self.participants:
+            return []
+        said = self._said.interruptions
+        is_killed = kind is Interruption.TERMINATED and (rank, Interruption.HARD_TIMEOUT) in said
+        if (rank, kind) in said or is_killed:
+            return []
+        said.add((rank, kind))
+        return [Interrupt(self.position, (InterruptionRecord(rank, kind),), self.participants)]
+
+    def _speak_for(self, rank: int) -> list[Effect]:
+        """Account for a rank that has ended, at the position."""
+        if not self._is_owed(rank) or rank in self._said.ended:
+            return []
+        self._said.ended.add(rank)
+        member = self.members.get(rank)
+        effects: list[Effect] = []
+        if member is None:
+            effects += self._interrupt(rank, Interruption.UNRESPONSIVE)
+        elif not member.is_leaving:
+            effects += self._interrupt(rank, Interruption.TERMINATED)
+        elif not member.is_discarded and not self._has_reported(rank):
+            effects += self._interrupt(rank, Interruption.BASE_EXCEPTION)
+        # One that was discarded, or leaves, says so; the number of any other may be unknown.
+        is_out = member is not None and member.is_leaving
+        seen = None if member is None else member.seen
+        arrival = Arrival(rank, None, None, is_out=is_out, seen=seen)
+        has_reported = bool(effects) or self._has_reported(rank)
+        return [*effects, Arrive(self.position, arrival, self.participants, has_reported)]
+
+    def _has_reported(self, rank: int) -> bool:
+        return any(reporter == rank for reporter, _ in self._said.interruptions)
+
+    def _move_to(self, iteration: int) -> list[Effect]:
+        self.position = iteration
+        self._said = _Said()
+        for old in [key for key in self._participants if key < iteration]:
+            del self._participants[old]
+        for old in [key for key in self._outcomes if key < iteration - 2]:
+            del self._outcomes[old]
+        gone = [rank for rank, member in self.members.items() if member.ended is not None]
+        return [effect for rank in [*gone, *self._lost] for effect in self._speak_for(rank)]
+
+    def _follow(self) -> list[Effect]:
+        """Wait for the outcome of the position, as long as that matters to anybody here."""
+        if self._followed >= self.position or self.is_over:
+            return []
+        members = self.members.items()
+        if all(each.is_settled or rank not in self.participants for rank, each in members):
+            return []
+        self._followed = self.position
+        return [Follow(self.position, self.participants)]
+
+    def _notify(self, iteration: int, event: Event) -> list[Effect]:
+        return [
+            Notify(rank, event)
+            for rank, member in self.members.items()
+            if member.iteration == iteration and member.is_present
+        ]

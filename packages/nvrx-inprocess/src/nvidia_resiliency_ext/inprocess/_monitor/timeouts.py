@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide from stamps, leases and silence which rank, node or monitor is lost. Pure.
+
+`evaluate` takes what is remembered of a rank, its page and the time, and returns what to remember,
+what to do and when to look again. A lease is a counter: only its change between the observer's own
+looks counts, never its value or another host's clock. Time in which the observer could not look
+counts against nobody. A monitor that ended closes its connections; one that is stopped or stuck
+does not: its ranks probe it, and add up the time without an answer.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import signal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.inprocess._monitor.page import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from nvidia_resiliency_ext.inprocess._monitor.page import Stamps
+
+
+_SHORTEST_GRACE_S = 0.05
+_STACKS_S = 0.5
+_KILL_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The times of one call, in seconds."""
+
+    soft_s: float
+    hard_s: float
+    grace_s: float
+    interval_s: float
+
+    @property
+    def gap_s(self) -> float:
+        """Time between two looks from which on we, and maybe the rank, were held up."""
+        return max(self.soft_s / 2, 2 * self.interval_s)
+
+
+class _Step(enum.Enum):
+    NONE = enum.auto()
+    TERMINATED = enum.auto()
+    KILLED = enum.auto()
+    GIVEN_UP = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What is remembered of a rank between two looks.
+
+    Attributes:
+        epoch: Epoch of the page at the last look.
+        looked_s: When the last look was.
+        calm_s: Stamps from before this moment count as made at it.
+        interrupted_s: When the iteration was interrupted.
+        is_soft_notified: The soft timeout of this epoch was told.
+        is_pardoned: We were held up, and no fresh stamp was seen since.
+        asked_s: When the rank was asked for its stacks, which it may stamp after.
+        step: How far killing has gone.
+        step_s: When that step was taken.
+    """
+
+    epoch: int = -1
+    looked_s: float = -math.inf
+    calm_s: float = -math.inf
+    interrupted_s: float | None = None
+    is_soft_notified: bool = False
+    is_pardoned: bool = False
+    asked_s: float | None = None
+    step: _Step = _Step.NONE
+    step_s: float = -math.inf
+
+    @property
+    def is_being_killed(self) -> bool:
+        """Whether a signal was sent that ends it."""
+        return self.step is not _Step.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class SoftTimeout:
+    """Ask for a restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class HardTimeout:
+    """Report it: from now on the rank is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskForStacks:
+    """Look at the process, and have it write its stacks, before it is ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendSignals:
+    """Signal the process, in this order."""
+
+    signals: tuple[signal.Signals, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Even SIGKILL does not end the process: it counts as ended."""
+
+
+Effect = SoftTimeout | HardTimeout | AskForStacks | SendSignals | GiveUp
+_TERM = SendSignals((signal.SIGCONT, signal.SIGTERM))
+_KILL = SendSignals((signal.SIGCONT, signal.SIGTERM, signal.SIGKILL))
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The result of one look.
+
+    Attributes:
+        watch: What to remember.
+        effects: What to do.
+        due_s: When something may be due next; infinite for nothing.
+    """
+
+    watch: Watch
+    effects: tuple[Effect, ...] = ()
+    due_s: float = math.inf
+
+
+def evaluate(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Evaluation:
+    """Judge one rank by one look at its page.
+
+    Args:
+        watch: What the last verdict said to remember; for an interrupted iteration with
+            `interrupted_s` filled in.
+        stamps: The look.
+        limits: The times.
+        now: Seconds of the monotonic clock.
+    """
+    if watch.is_being_killed:
+        return _go_on_killing(replace(watch, looked_s=now), limits, now)
+    if stamps.epoch != watch.epoch:
+        watch = Watch(epoch=stamps.epoch, looked_s=now, calm_s=now)
+    if not stamps.is_protected or stamps.phase is Phase.IDLE:
+        return Evaluation(replace(watch, looked_s=now, calm_s=now, is_soft_notified=False))
+    watch = _pardon(watch, stamps, limits, now)
+    base_s = _last_sign(watch, stamps)
+    is_interrupted = watch.interrupted_s is not None
+    if now >= base_s + limits.hard_s:
+        # At the barrier, too: who waits there makes stamps, and the others wait for who does not.
+        return _hard_timeout(watch, limits, now)
+    watch = replace(watch, asked_s=None)
+    if is_interrupted or watch.is_soft_notified:
+        return Evaluation(watch, due_s=base_s + limits.hard_s)
+    if now >= base_s + limits.soft_s:
+        watch = replace(watch, is_soft_notified=True)
+        return Evaluation(watch, (SoftTimeout(),), base_s + limits.hard_s)
+    return Evaluation(watch, due_s=base_s + limits.soft_s)
+
+
+def _hard_timeout(watch: Watch, limits: Limits, now: float) -> Evaluation:
+    """Have the rank write its stacks; end it when it has had time for that and made no stamp."""
+    if watch.asked_s is None:
+        return Evaluation(replace(watch, asked_s=now), (AskForStacks(),), now + _STACKS_S)
+    due_s = watch.asked_s + _STACKS_S
+    if now < due_s:
+        return Evaluation(watch, due_s=due_s)
+    watch = replace(watch, step=_Step.TERMINATED, step_s=now)
+    return Evaluation(watch, (HardTimeout(), _TERM), now + _grace(limits))
+
+
+def _pardon(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Watch:
+    """Start the time again if we were held up: what held us up may have held the rank, too.
+
+    Only once until the rank is heard of again, or a busy machine would hide a hang for ever.
+    """
+    fresh_s = max(stamps.auto_s, stamps.manual_s or 0.0)
+    is_pardoned = watch.is_pardoned and fresh_s <= watch.calm_s
+    if now - watch.looked_s > limits.gap_s and not is_pardoned:
+        return replace(watch, looked_s=now, calm_s=now, is_pardoned=True)
+    return replace(watch, looked_s=now, is_pardoned=is_pardoned)
+
+
+def _last_sign(watch: Watch, stamps: Stamps) -> float:
+    base_s = max(stamps.auto_s, watch.calm_s)
+    if stamps.manual_s is None:
+        return base_s
+    # Whoever unwinds does not ping.
+    interrupted_s = -math.inf if watch.interrupted_s is None else watch.interrupted_s
+    return min(base_s, max(stamps.manual_s, watch.calm_s, interrupted_s))
+
+
+def _go_on_killing(watch: Watch, limits: Limits, now: float) -> Evaluation:
+    if watch.step is _Step.TERMINATED:
+        due_s = watch.step_s + _grace(limits)
+        if now < due_s:
+            return Evaluation(watch, due_s=due_s)
+        return Evaluation(
+            replace(watch, step=_Step.KILLED, step_s=now), (_KILL,), now + _KILL_AGAIN_S
+        )
+    due_s = watch.step_s + _KILL_AGAIN_S
+    if now < due_s:
+        return Evaluation(watch, due_s=due_s)
+    effects = (_KILL,) if watch.step is _Step.GIVEN_UP else (_KILL, GiveUp())
+    return Evaluation(replace(watch, step=_Step.GIVEN_UP, step_s=now), effects, now + _KILL_AGAIN_S)
+
+
+def _grace(limits: Limits) -> float:
+    return max(limits.grace_s, _SHORTEST_GRACE_S)
+
+
+@dataclass(slots=True)
+class _Lease:
+    value: int
+    unchanged_s: float = 0.0
+
+
+class Ring:
+    """The nodes of a call, each of which watches the next."""
+
+    def __init__(self, interval_s: float, timeout_s: float, unknown_s: float = math.inf) -> None:
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._unknown_limit_s = unknown_s
+        self._unknown_s: dict[int, float] = {}
+        self._asked_s = -math.inf
+        self._nodes: dict[int, frozenset[int]] = {}
+        self._leases: dict[int, _Lease] = {}
+        self._lost: set[int] = set()
+        self._looked_s = -math.inf
+        self._is_suspicious = False
+
+    def update(self, nodes: Mapping[int, Iterable[int]]) -> None:
+        """Take in the nodes with their initial ranks."""
+        self._nodes = {node_id: frozenset(ranks) for node_id, ranks in nodes.items()}
+
+    def covers(self, ranks: Collection[int]) -> bool:
+        """Whether the node of each of the ranks is known."""
+        return self._known.issuperset(ranks)
+
+    def unknown(self, ranks: Collection[int], now: float) -> list[int]:
+        """Take in that all nodes were asked for; return ranks that are on none for too long.
+
+        They ended after all had met, and before any monitor heard of them.
+        """
+        passed_s = min(now - self._asked_s, 2 * self._interval_s)
+        self._asked_s = now
+        known, before = self._known, self._unknown_s
+        self._unknown_s = {
+            rank: before[rank] + passed_s if rank in before else 0.0
+            for rank in sorted(ranks)
+            if rank not in known
+        }
+        return [rank for rank, for_s in self._unknown_s.items() if for_s >= self._unknown_limit_s]
+
+    @property
+    def _known(self) -> frozenset[int]:
+        """The ranks of all nodes."""
+        return frozenset[int]().union(*self._nodes.values())
+
+    def to_read(self, own_id: int, participants: Collection[int]) -> list[int]:
+        """Return the nodes whose leases must be read: the next, or all when that is late."""
+        others = [
+            node_id
+            for node_id, ranks in sorted(self._nodes.items())
+            if node_id != own_id
+            and node_id not in self._lost
+            and not ranks.isdisjoint(participants)
+        ]
+        if self._is_suspicious or not others:
+            return others
+        return [next((node_id for node_id in others if node_id > own_id), others[0])]
+
+    def looked(self, values: Mapping[int, int], now: float) -> list[int]:
+        """Take in one look and return the ranks of the nodes that are lost by it."""
+        # A look that took long shows that the store was slow: for the others, too.
+        passed_s = min(now - self._looked_s, 2 * self._interval_s)
+        self._looked_s = now
+        self._is_suspicious = False
+        lost_ranks: list[int] = []
+        for node_id, value in values.items():
+            lease = self._leases.get(node_id)
+            if lease is None or lease.value != value:
+                self._leases[node_id] = _Lease(value)
+                continue
+            lease.unchanged_s += passed_s
+            if lease.unchanged_s >= self._timeout_s:
+                self._lost.add(node_id)
+                lost_ranks += sorted(self._nodes.get(node_id, ()))
+            elif lease.unchanged_s >= self._timeout_s / 2:
+                self._is_suspicious = True
+        for node_id in [each for each in self._leases if each not in values]:
+            del self._leases[node_id]
+        return lost_ranks
+
+
+_SHORTEST_STOPPED_S = 1.0
+
+# It may be importing torch, during which nothing else runs in it.
+_SHORTEST_MUTE_S = 60.0
+_QUESTIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Limits for a monitor that sends nothing, in seconds.
+
+    Attributes:
+        stopped_s: One that the kernel says is stopped.
+        mute_s: One that could answer.
+    """
+
+    stopped_s: float
+    mute_s: float
+
+    @classmethod
+    def within(cls, heartbeat_timeout_s: float) -> Patience:
+        """Return what leaves time for another monitor before other nodes give this one up."""
+        return cls(
+            stopped_s=max(heartbeat_timeout_s / 3, _SHORTEST_STOPPED_S),
+            mute_s=max(heartbeat_timeout_s, _SHORTEST_MUTE_S),
+        )
+
+    @property
+    def interval_s(self) -> float:
+        """How long to wait for something to be said before asking again."""
+        return self.stopped_s / _QUESTIONS
+
+
+class Silence:
+    """How long one monitor has said nothing."""
+
+    def __init__(self, patience: Patience, now: float) -> None:
+        self._patience = patience
+        self._looked_s = now
+        self.seconds = 0.0
+
+    def received(self, now: float) -> None:
+        """It has said something."""
+        self._looked_s = now
+        self.seconds = 0.0
+
+    def missed(self, now: float) -> None:
+        """It has said nothing since the last look.
+
+        What held us up may have held it, too: no look counts for more than two intervals.
+        """
+        passed_s = now - self._looked_s
+        self._looked_s = now
+        self.seconds += min(passed_s, 2 * self._patience.interval_s)
+
+    def is_over(self, *, is_stopped: bool) -> bool:
+        """Return whether another monitor is needed."""
+        patience = self._patience
+        return self.seconds >= (patience.stopped_s if is_stopped else patience.mute_s)

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations of the iteration protocol on a store; callers decide when to use which.
+
+An object belongs to one thread, with a connection of its own. Errors: `StoreLostError` when the
+store does not answer, `ForeignValueError` when a key holds what none of us writes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
+from nvidia_resiliency_ext.inprocess._store.names import (
+    ForeignValueError,
+    IterationKeys,
+    iteration_keys,
+    lease_key,
+    nodes_key,
+    oldest_key,
+    parse_number,
+)
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+
+from .decision import (
+    Arrival,
+    Decision,
+    decode_decision,
+    decode_records,
+    encode_decision,
+    encode_records,
+)
+from .lists import (
+    NodeEntry,
+    decide,
+    format_arrival,
+    format_node,
+    format_records,
+    have_all_reported,
+    is_complete,
+    is_whole,
+    parse_arrivals,
+    parse_nodes,
+    parse_records,
+)
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_LEASE_WAIT_S = 1.0
+KEPT_OUTCOMES = 8
+"""Of so many iterations the outcome and the decision are kept."""
+
+
+class Outcome(enum.Enum):
+    """How an iteration ended."""
+
+    COMPLETED = "completed"
+    INTERRUPTED = "interrupted"
+
+
+_INTERRUPTED = Outcome.INTERRUPTED.value + ";"
+
+
+class IterationStore:
+    """The protocol's keys of one call, in a store."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._access = StoreAccess(store)
+        self._prefix = prefix
+        # What never changes once it stands, for the latest iteration.
+        self._outcome: tuple[int, str] | None = None
+        self._all_reported: tuple[int, tuple[InterruptionRecord, ...]] | None = None
+
+    @property
+    def operations(self) -> int:
+        """How many operations the store was asked for."""
+        return self._access.operations
+
+    def complete(self, iteration: int, arrival: Arrival) -> None:
+        """Say that a rank has completed, or is a reserve; the last one makes that the outcome."""
+        keys = self._keys(iteration)
+        self._access.append(keys.completions, format_arrival(arrival))
+        # If others report, this one is not waited for.
+        self._access.add(keys.reported, 1)
+        count = self._access.add(keys.completed, 1)
+        if arrival.world_size is not None and count >= arrival.world_size:
+            self._settle_completion(keys)
+
+    def interrupt(
+        self, iteration: int, records: Sequence[InterruptionRecord], participants: frozenset[int]
+    ) -> Outcome:
+        """Report interruptions of initial ranks; return the outcome, which may be another one.
+
+        Reports that come after the decision change nothing in it.
+        """
+        keys = self._keys(iteration)
+        text = format_records(records)
+        # The first report travels with the outcome: one operation, and it is known to all.
+        found = self._access.settle(keys.outcome, _INTERRUPTED + text)
+        self._outcome = iteration, found
+        outcome, _ = _parse_outcome(found, keys.outcome)
+        if outcome is Outcome.COMPLETED:
+            return outcome
+        is_first = found == _INTERRUPTED + text
+        if not is_first:
+            self._access.append(keys.interruption_records, text)
+        if not is_first and all(r.interruption is Interruption.SOFT_TIMEOUT for r in records):
+            # Saves an operation; at worst the last call, after a whole soft timeout, is not cut
+            # short.
+            return outcome
+        ranks = len({record.rank for record in records})
+        # Of the first report, which nobody can overlook, one rank is taken as counted.
+        self._count_reported(iteration, ranks - 1 if is_first else ranks, participants)
+        return outcome
+
+    def arrive(
+        self,
+        iteration: int,
+        arrival: Arrival,
+        participants: frozenset[int],
+        *,
+        has_reported: bool = False,
+    ) -> None:
+        """Say in which form a participant reached the end; the last one makes the decision.
+
+        Args:
+            iteration: Which.
+            arrival: Who, and how.
+            participants: Of whom there is to be an arrival.
+            has_reported: A record of this rank was written, so that it is counted already.
+        """
+        keys = self._keys(iteration)
+        self._access.append(keys.arrivals, format_arrival(arrival))
+        if self._access.add(keys.arrived, 1) >= len(participants):
+            if self._settle_decision(keys, participants) is not None:
+                self._forget_old(iteration)
+        elif not arrival.goes_on and not has_reported:
+            # No record will come of it any more.
+            self._count_reported(iteration, 1, participants)
+
+    def look(self, iteration: int, participants: frozenset[int]) -> Decision | None:
+        """Do what others would have done had they not ended in between.
+
+        Whoever waits for an outcome or a decision in vain calls it now and then.
+        """
+        keys = self._keys(iteration)
+        self._settle_completion(keys)
+        return self._settle_decision(keys, participants)
+
+    def outcome(self, iteration: int, timeout_s: float) -> Outcome | None:
+        """Wait until the outcome stands; None after `timeout_s`.
+
+        Of an iteration that all others have left far behind it is an interruption.
+        """
+        key = self._keys(iteration).outcome
+        text = self._access.get(key, timeout_s)
+        if text is None:
+            return Outcome.INTERRUPTED if self._is_forgotten(iteration) else None
+        self._outcome = iteration, text
+        return _parse_outcome(text, key)[0]
+
+    def wait_all_reported(self, iteration: int, timeout_s: float) -> bool:
+        """Wait until no record can come any more; False after `timeout_s`."""
+        if timeout_s <= 0:
+            return False
+        key = self._keys(iteration).all_reported
+        text = self._access.get(key, timeout_s)
+        if text is None:
+            return False
+        self._all_reported = iteration, decode_records(text, key)
+        return True
+
+    def records(self, iteration: int) -> tuple[InterruptionRecord, ...]:
+        """Return what was reported so far; without an operation where all have reported."""
+        if self._all_reported is not None and self._all_reported[0] == iteration:
+            return self._all_reported[1]
+        return self._read_records(iteration)
+
+    def first_records(self, iteration: int) -> tuple[InterruptionRecord, ...]:
+        """Return what the outcome, which has been read, said; without an operation."""
+        if self._outcome is None or self._outcome[0] != iteration:
+            return ()
+        return tuple(_parse_outcome(self._outcome[1], self._keys(iteration).outcome)[1])
+
+    def decision(self, iteration: int, timeout_s: float) -> Decision | None:
+        """Wait until the decision stands; None after `timeout_s`.
+
+        Of an iteration that all others have left far behind it is that nobody here goes on.
+        """
+        key = self._keys(iteration).decision
+        text = self._access.get(key, timeout_s)
+        if text is None:
+            return Decision((), (), ()) if self._is_forgotten(iteration) else None
+        return decode_decision(text, key)
+
+    def register_node(self, node: NodeEntry) -> None:
+        """Announce a node and its lease, or a new monitor of it."""
+        # The lease first: whoever reads of the node may then ask for it.
+        self.renew_lease(node.node_id)
+        self._access.append(nodes_key(self._prefix), format_node(node))
+
+    def nodes(self) -> list[NodeEntry]:
+        """Return all nodes that were announced, by number."""
+        key = nodes_key(self._prefix)
+        return parse_nodes(self._access.peek(key) or "", key)
+
+    def renew_lease(self, node_id: int) -> None:
+        """Say that a node lives."""
+        self._access.add(lease_key(self._prefix, node_id), 1)
+
+    def leases(self, node_ids: Iterable[int]) -> dict[int, int]:
+        """Return the leases of nodes that were announced; they only ever grow."""
+        wanted = list(node_ids)
+        keys = [lease_key(self._prefix, node_id) for node_id in wanted]
+        texts = self._access.get_all(keys, _LEASE_WAIT_S)
+        leases = {}
+        for node_id, key, text in zip(wanted, keys, texts, strict=True):
+            if text is not None:
+                lease = parse_number(text)
+                if lease is None:
+                    raise ForeignValueError(key, text)
+                leases[node_id] = lease
+        return leases
+
+    def forget(self, iteration: int) -> None:
+        """Remove the lists of an iteration that has been decided; outcome and decision stay."""
+        for key in self._keys(iteration).lists():
+            self._access.delete(key)
+
+    def _forget_old(self, iteration: int) -> None:
+        """Remove what is of no use once an iteration has been decided.
+
+        Everybody who has arrived in it is done with the lists of the one before. Outcomes and
+        decisions stay for a while, for nodes that were given up and do not know it.
+        """
+        if iteration > 0:
+            self.forget(iteration - 1)
+        if iteration >= KEPT_OUTCOMES:
+            self._access.set(oldest_key(self._prefix), str(iteration - KEPT_OUTCOMES + 1))
+            old = self._keys(iteration - KEPT_OUTCOMES)
+            self._access.delete(old.outcome)
+            self._access.delete(old.decision)
+
+    def _is_forgotten(self, iteration: int) -> bool:
+        key = oldest_key(self._prefix)
+        text = self._access.peek(key)
+        oldest = 0 if text is None else parse_number(text)
+        if oldest is None:
+            raise ForeignValueError(key, text or "")
+        return iteration < oldest
+
+    def _keys(self, iteration: int) -> IterationKeys:
+        return iteration_keys(self._prefix, iteration)
+
+    def _settle_completion(self, keys: IterationKeys) -> None:
+        text = self._access.peek(keys.completions)
+        if text is not None and is_complete(parse_arrivals(text, keys.completions)):
+            self._access.settle(keys.outcome, Outcome.COMPLETED.value)
+
+    def _count_reported(self, iteration: int, ranks: int, participants: frozenset[int]) -> None:
+        keys = self._keys(iteration)
+        # A rank may count twice: the count only says when it is worth looking.
+        count = self._access.add(keys.reported, ranks) if ranks else 0
+        if count + 1 < len(participants):
+            return
+        records, silent = self._read_records(iteration), list[Arrival]()
+        for key in (keys.arrivals, keys.completions):
+            silent += parse_arrivals(self._access.peek(key) or "", key)
+            if have_all_reported(records, silent, participants):
+                self._access.set(keys.all_reported, encode_records(records))
+                return
+
+    def _read_records(self, iteration: int) -> tuple[InterruptionRecord, ...]:
+        keys = self._keys(iteration)
+        standing = self._standing_outcome(iteration)
+        first = _parse_outcome(standing, keys.outcome)[1] if standing else []
+        return _with_later(first, self._access.peek(keys.interruption_records), keys)
+
+    def _standing_outcome(self, iteration: int) -> str | None:
+        if self._outcome is None or self._outcome[0] != iteration:
+            key = self._keys(iteration).outcome
+            # Others wait for this key, so it is not to be peeked at while it is missing.
+            text = self._access.peek(key) if self._access.check(key) else None
+            if text is None:
+                return None
+            self._outcome = iteration, text
+        return self._outcome[1]
+
+    def _settle_decision(
+        self, keys: IterationKeys, participants: frozenset[int]
+    ) -> Decision | None:
+        text = self._access.peek(keys.arrivals)
+        arrivals = parse_arrivals(text or "", keys.arrivals)
+        if not is_whole(arrivals, participants):
+            return None
+        # Everybody may have left without a word: that is an interruption, too.
+        standing = self._access.settle(keys.outcome, _INTERRUPTED)
+        outcome, first = _parse_outcome(standing, keys.outcome)
+        if outcome is Outcome.COMPLETED:
+            return None
+        later = self._access.peek(keys.interruption_records)
+        records = _with_later(first, later, keys)
+        decided = encode_decision(decide(arrivals, participants, records))
+        return decode_decision(self._access.settle(keys.decision, decided), keys.decision)
+
+
+def _parse_outcome(text: str, key: str) -> tuple[Outcome, list[InterruptionRecord]]:
+    if text == Outcome.COMPLETED.value:
+        return Outcome.COMPLETED, []
+    if text.startswith(_INTERRUPTED):
+        return Outcome.INTERRUPTED, parse_records(text[len(_INTERRUPTED) :], key)
+    raise ForeignValueError(key, text)
+
+
+def _with_later(
+    first: list[InterruptionRecord], later: str | None, keys: IterationKeys
+) -> tuple[InterruptionRecord, ...]:
+    found = [*first, *parse_records(later or "", keys.interruption_records)]
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchange the keys of all living ranks through a torch `Store`, with four operations per rank.
+
+Every rank appends one entry, `<rank> <keys as JSON>` and a newline, and adds to a counter. The rank
+that counts to the number of ranks writes one record, with each distinct list of keys once and its
+ranks as runs; every rank reads that record only. If that rank dies in between, a waiting rank
+writes the record. Keys of earlier assignments are deleted, so the store does not grow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.inprocess.exception import RestartError
+from nvidia_resiliency_ext.inprocess.exception import TimeoutError as RestartTimeoutError
+from nvidia_resiliency_ext.inprocess.utils import format_rank_set
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    Runs = list[tuple[tuple[str, ...], range]]
+
+MAX_ENTRY_BYTES = 4096
+_SHOWN = 100
+_MAX_DIGITS = 9
+_ENTRY = re.compile(rf"([0-9]{{1,{_MAX_DIGITS}}}) (\[.*\])", re.ASCII)
+
+
+class ForeignKeysError(RestartError):
+    """A value in the store is not what a rank of this job wrote."""
+
+    def __init__(self, key: str, value: str) -> None:
+        super().__init__(key, value)
+        self.key = key
+        self.value = value
+
+    def __str__(self) -> str:
+        shown = self.value if len(self.value) <= _SHOWN else f"{self.value[:_SHOWN]}..."
+        return f"{self.key!r} in the store holds {shown!r}, which no rank of this job wrote"
+
+
+def entry(rank: int, keys: Sequence[str]) -> str:
+    """Return the line of one rank.
+
+    Raises:
+        ValueError: It is longer than `MAX_ENTRY_BYTES`.
+    """
+    line = f"{rank} {json.dumps(list(keys))}\n"  # ASCII, and without newlines in strings
+    if len(line) > MAX_ENTRY_BYTES:
+        raise ValueError(
+            f"the keys of rank {rank} take {len(line)} bytes, at most {MAX_ENTRY_BYTES} may be"
+        )
+    return line
+
+
+def parse(where: str, text: str) -> dict[int, str]:
+    """Return each rank's keys in the list, as JSON; the first entry of a rank counts.
+
+    Raises:
+        ForeignKeysError: A line is no entry.
+    """
+    found: dict[int, str] = {}
+    for line in text.split("\n")[:-1]:
+        match = _ENTRY.fullmatch(line)
+        if match is None or len(line) >= MAX_ENTRY_BYTES:
+            raise ForeignKeysError(where, line)
+        found.setdefault(int(match[1]), match[2])
+    return found
+
+
+def compose(where: str, found: Mapping[int, str], ranks: Iterable[int]) -> str:
+    """Return the record of these ranks, which must all be found.
+
+    Raises:
+        ForeignKeysError: Somebody's keys are not a list of strings.
+    """
+    indices: dict[str, int] = {}
+    runs: list[list[int]] = []
+    for rank in ranks:
+        index = indices.setdefault(found[rank], len(indices))
+        last = runs[-1] if runs else None
+        if last and last[2] == index and last[0] + last[1] == rank:
+            last[1] += 1
+        else:
+            runs.append([rank, 1, index])
+    keys = [_keys(where, text) for text in indices]
+    return json.dumps({"keys": keys, "runs": runs}, separators=(",", ":"))
+
+
+def read(where: str, text: str, ranks: Sequence[int]) -> Runs:
+    """Return keys and the ranks that have them, ascending, from a record of exactly these ranks.
+
+    Raises:
+        ForeignKeysError: It is no such record.
+    """
+    record = _loads(where, text)
+    try:
+        keys = [tuple(each) for each in record["keys"]]
+        runs = [
+            (keys[_natural(index)], range(_natural(start), _natural(start) + _natural(count)))
+            for start, count, index in record["runs"]
+        ]
+    except (TypeError, ValueError, KeyError, IndexError):
+        raise ForeignKeysError(where, text) from None
+    if not all(type(key) is str for key in chain.from_iterable(keys)):
+        raise ForeignKeysError(where, text)
+    # Sizes first: a record that claims more ranks than there are is not expanded.
+    if sum(len(run) for _, run in runs) != len(ranks):
+        raise ForeignKeysError(where, text)
+    if list(chain.from_iterable(run for _, run in runs)) != list(ranks):
+        raise ForeignKeysError(where, text)
+    return runs
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 10**_MAX_DIGITS:
+        raise ValueError(value)
+    return value
+
+
+def _keys(where: str, text: str) -> list[str]:
+    keys = _loads(where, text)
+    if type(keys) is not list or not all(type(key) is str for key in keys):
+        raise ForeignKeysError(where, text)
+    return keys
+
+
+def _loads(where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ForeignKeysError(where, text) from None
+
+
+_LOOK_EVERY_S = 5.0
+
+# torch's store closes the connection on a value above 8 MiB, but a list may grow beyond.
+_MAX_RECORD_BYTES = 4 << 20
+_READ_THE_LIST = "list"
+_OPERATIONS = ("append", "add", "set", "get", "wait")
+
+
+@dataclass
+class _Pass:
+    """What one rank has gathered through one store."""
+
+    count: int = 0
+    iteration: int | None = None
+    names: list[str] = field(default_factory=list)
+    former: list[str] = field(default_factory=list)
+
+    def begin(self, iteration: int) -> tuple[str, list[str]]:
+        """Return the next exchange's name, and names that no rank reads any more."""
+        former: list[str] = []
+        if iteration != self.iteration:
+            # Everybody was through the last restart's gatherings before this restart began.
+            self.iteration, former, self.names = iteration, self.names, []
+        name = f"rank_assignment/{iteration}/{self.count}"
+        self.count += 1
+        self.names.append(name)
+        return name, former
+
+
+# Global state: passes by store and initial rank. All ranks do the same gatherings in the same
+# order through the store of a call, so equal counts name the same gathering; several instances in
+# one Compose, which do not know of each other, stay apart. Goes when the store goes.
+_passes: weakref.WeakKeyDictionary[Any, dict[int, _Pass]] = weakref.WeakKeyDictionary()
+
+
+def can_gather(store: object) -> bool:
+    """Tell whether this is a store with torch's operations, and not a stand-in."""
+    return all(callable(getattr(type(store), name, None)) for name in _OPERATIONS)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The rank that gathers.
+
+    Attributes:
+        rank: Its present number.
+        initial_rank: Its number at the call.
+        iteration: Of its state.
+    """
+
+    rank: int
+    initial_rank: int
+    iteration: int
+
+
+def gather(
+    store: Any, caller: Caller, keys: Sequence[str], ranks: Sequence[int], timeout: timedelta
+) -> Runs:
+    """Return the keys of all ranks, and which ranks have them, ascending by rank.
+
+    Raises:
+        exception.TimeoutError: Some have not called in time; the message names them.
+        ForeignKeysError: Something in the store was not written by this.
+        ValueError: The keys are too long.
+    """
+    line = entry(caller.rank, keys)
+    if len(ranks) == 1:
+        return [(tuple(keys), range(caller.rank, caller.rank + 1))]
+    name, former = (
+        _passes.setdefault(store, {})
+        .setdefault(caller.initial_rank, _Pass())
+        .begin(caller.iteration)
+    )
+    deadline = time.monotonic() + timeout.total_seconds()
+    gathering = _Gathering(store, name, ranks)
+    store.append(gathering.entries, line)
+    if store.add(gathering.counter, 1) >= len(ranks) and gathering.conclude():
+        _delete(store, former)
+    while not gathering.wait(deadline):
+        if not gathering.conclude() and time.monotonic() >= deadline:
+            raise RestartTimeoutError(
+                f"ranks {format_rank_set(gathering.missing())} have not told their keys within"
+                f" {timeout.total_seconds():g} s"
+            )
+    return gathering.read()
+
+
+class _Gathering:
+    def __init__(self, store: Any, name: str, ranks: Sequence[int]) -> None:
+        self._store = store
+        self._ranks = ranks
+        self.entries, self.counter, self._record = _keys_of(name)
+
+    def conclude(self) -> bool:
+        """Write the record if all ranks have entries; return whether they have."""
+        found = self._found()
+        if not all(rank in found for rank in self._ranks):
+            return False
+        record = compose(self.entries, found, self._ranks)
+        is_short = len(record) <= _MAX_RECORD_BYTES
+        self._store.set(self._record, record if is_short else _READ_THE_LIST)
+        return True
+
+    def missing(self) -> set[int]:
+        return set(self._ranks) - self._found().keys()
+
+    def wait(self, deadline: float) -> bool:
+        """Wait some seconds for the record; return whether it is there."""
+        seconds = max(0.001, min(_LOOK_EVERY_S, deadline - time.monotonic()))
+        try:
+            self._store.wait([self._record], timedelta(seconds=seconds))
+        except RuntimeError:  # expired, or the store is lost: then the next operation says so
+            return False
+        return True
+
+    def read(self) -> Runs:
+        text = self._text(self._record)
+        if text == _READ_THE_LIST:
+            text = compose(self.entries, self._found(), self._ranks)
+        return read(self._record, text, self._ranks)
+
+    def _found(self) -> dict[int, str]:
+        return parse(self.entries, self._text(self.entries))
+
+    def _text(self, key: str) -> str:
+        value: bytes = self._store.get(key)
+        try:
+            return value.decode("ascii")
+        except UnicodeDecodeError:
+            raise ForeignKeysError(key, repr(value[:100])) from None
+
+
+def _keys_of(name: str) -> tuple[str, str, str]:
+    return f"{name}/entries", f"{name}/count", f"{name}/record"
+
+
+def _delete(store: Any, names: Sequence[str]) -> None:
+    for name in names:
+        for key in _keys_of(name):
+            # A store that cannot delete keeps them; nothing depends on it.
+            with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
+                store.delete_key(key)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Name the store's endpoint and the keys of a job, a call and an iteration; errors of values."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+
+from .sockets import is_ours
+
+STORE_VARIABLE = "NVRX_INPROCESS_STORE"
+LAST_PORT = 65535
+_LONGEST_NAME = 64
+
+# torchrun's own name for a job to which nobody has given one.
+_NAMELESS = ("", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a store listens.
+
+    Attributes:
+        host: Name or address.
+        port: Its port.
+        is_served: Somebody else serves it already: nobody here has to.
+    """
+
+    host: str
+    port: int
+    is_served: bool
+
+    def is_here(self) -> bool:
+        """Return whether its address is one of this host.
+
+        Raises:
+            ConfigError: its name means no address.
+        """
+        try:
+            return is_ours(self.host)
+        except OSError as error:
+            raise ConfigError(
+                f"the store's host {self.host!r} (MASTER_ADDR, or host_name in store_kwargs)"
+                f" does not resolve: {error.strerror or error}"
+            ) from None
+
+    def __str__(self) -> str:
+        """Return it as `NVRX_INPROCESS_STORE` has it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def find_endpoint(
+    environ: Mapping[str, str], host: str | None = None, port: int | None = None
+) -> Endpoint:
+    """Return the endpoint of the environment, else that of the arguments and `MASTER_*`.
+
+    Raises:
+        ConfigError: something is missing, or no endpoint.
+    """
+    text = environ.get(STORE_VARIABLE)
+    if text:
+        return _parse_endpoint(text)
+    return named_endpoint(environ, host, port)
+
+
+def named_endpoint(
+    environ: Mapping[str, str], host: str | None = None, port: int | None = None
+) -> Endpoint:
+    """Return the endpoint of the arguments; what is missing comes from `MASTER_*`.
+
+    Raises:
+        ConfigError: that is missing, too, or no endpoint.
+    """
+    if host is None:
+        host = environ.get("MASTER_ADDR")
+        if not host:
+            raise ConfigError("MASTER_ADDR is not set, and no host_name is given for the store")
+    if port is None:
+        port = _parse_port("MASTER_PORT", environ.get("MASTER_PORT", ""))
+    return Endpoint(host, port, is_served=False)
+
+
+def port_is_held(port: int) -> str:
+    """Describe a port that is in use although no server listens there."""
+    return (
+        f"port {port} is taken all the same (EADDRINUSE), as by a connection that another program"
+        " has made: give another port, or keep it free of those"
+        " (sysctl net.ipv4.ip_local_reserved_ports)"
+    )
+
+
+def job_name(environ: Mapping[str, str]) -> str:
+    """Return a name of the job that is the same on all its nodes and in all its cycles."""
+    elastic = environ.get("TORCHELASTIC_RUN_ID", "")
+    slurm = environ.get("SLURM_JOB_ID", "")
+    # A job without a name is named after its rendezvous address; ports may change with the cycle.
+    address = f"{environ.get('MASTER_ADDR', '')}-{environ.get('MASTER_PORT', '')}"
+    return next((_plain(name) for name in (elastic, slurm) if name not in _NAMELESS), None) or (
+        _plain(address)
+    )
+
+
+def cycle_name(environ: Mapping[str, str]) -> str:
+    """Return a name of the launch cycle: how often Slurm and the launcher have started again."""
+    counts = (
+        environ.get("SLURM_RESTART_COUNT") or "0",
+        environ.get("TORCHELASTIC_RESTART_COUNT") or "0",
+    )
+    return ".".join(_plain(count) for count in counts)
+
+
+def cycle_prefix(environ: Mapping[str, str]) -> str:
+    """Return what stands before all keys of this job in this launch cycle."""
+    return f"nvrx/{job_name(environ)}/{cycle_name(environ)}/"
+
+
+def _parse_endpoint(text: str) -> Endpoint:
+    host, colon, port = text.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        colon = ""
+    if not colon or not host:
+        raise ConfigError(f"{STORE_VARIABLE}={text!r}: expected host:port or [address]:port")
+    return Endpoint(host, _parse_port(STORE_VARIABLE, port), is_served=True)
+
+
+def _parse_port(name: str, text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 6 and 0 < int(text) <= LAST_PORT:  # noqa: PLR2004
+        return int(text)
+    raise ConfigError(f"{name}: {text!r} is no port, expected 1 to {LAST_PORT}")
+
+
+def _plain(name: str) -> str:
+    """Return a name without characters that mean something in keys, and not too long."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:_LONGEST_NAME]
+    if plain == name:
+        return name
+    # Two names must not become one.
+    return f"{plain[:_LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+
+
+@dataclass(frozen=True, slots=True)
+class IterationKeys:
+    """Keys of one iteration.
+
+    Attributes:
+        outcome: `completed`, or `interrupted;` and the records of the first who said so; set once.
+        completions: List of who has completed.
+        completed: How often somebody has completed.
+        interruption_records: List of the records that came after the first.
+        reported: How many ranks have reported, or arrived and do not go on.
+        all_reported: Set, to all records, when every participant has.
+        arrivals: List of who has arrived, in which form.
+        arrived: How often somebody has arrived.
+        decision: Who goes on; set once.
+    """
+
+    outcome: str
+    completions: str
+    completed: str
+    interruption_records: str
+    reported: str
+    all_reported: str
+    arrivals: str
+    arrived: str
+    decision: str
+
+    def lists(self) -> tuple[str, ...]:
+        """Return every key but those of the values that are set once."""
+        kept = ("outcome", "decision")
+        return tuple(getattr(self, name) for name in self.__slots__ if name not in kept)
+
+
+def job_of(prefix: str) -> str:
+    """Return the job's name out of what stands before the keys of a call; "" where it has none."""
+    return "".join(prefix.split("/")[1:2])
+
+
+def iteration_prefix(iteration: int) -> str:
+    """Return what stands before all keys of an iteration, below those of the call."""
+    return f"_inprocess_{iteration}"
+
+
+def iteration_keys(prefix: str, iteration: int) -> IterationKeys:
+    """Return the keys of an iteration of the call whose keys begin with `prefix`."""
+    below = f"{prefix}{iteration_prefix(iteration)}/"
+    return IterationKeys(*(below + name for name in IterationKeys.__slots__))
+
+
+def nodes_key(prefix: str) -> str:
+    """Return the key of the list of nodes."""
+    return f"{prefix}nodes"
+
+
+def lease_key(prefix: str, node_id: int) -> str:
+    """Return the key of a node's lease, a counter."""
+    return f"{prefix}lease_{node_id}"
+
+
+def oldest_key(prefix: str) -> str:
+    """Return the key of the oldest iteration of which outcome and decision are kept."""
+    return f"{prefix}oldest"
+
+
+_SHOWN = 200
+
+
+class StoreLostError(NvrxError):
+    """The store does not answer: its host is gone, or the way to it."""
+
+
+class NobodyListensError(StoreLostError):
+    """No server listens at the store's port."""
+
+
+class ForeignValueError(NvrxError):
+    """A key holds what none of us has written.
+
+    Args:
+        key: Name of the key.
+        value: What stands there; the message shows its beginning.
+    """
+
+    def __init__(self, key: str, value: str) -> None:
+        super().__init__(key, value[:_SHOWN])
+        self.key = key
+        self.value = value[:_SHOWN]
+
+    def __str__(self) -> str:
+        """Name key and value."""
+        return f"the store holds at {self.key!r} what no rank of this job writes: {self.value!r}"
+
+
+_MOST_DIGITS = 9
+
+
+def parse_number(text: str) -> int | None:
+    """Return the number that up to nine ASCII digits say; None for anything else."""
+    if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS:
+        return int(text)
+    return None

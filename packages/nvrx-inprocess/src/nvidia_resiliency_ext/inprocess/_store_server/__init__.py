@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start and run the process that serves a job's store."""

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start, claim and resume the process that serves a job's store, once per job and port."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
+from nvidia_resiliency_ext.inprocess._store.names import (
+    Endpoint,
+    ForeignValueError,
+    NobodyListensError,
+    StoreLostError,
+    port_is_held,
+)
+from nvidia_resiliency_ext.inprocess._store.sockets import is_reachable_from_elsewhere
+from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.children import PidHandle
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+
+_KEY = "nvrx/owner"
+
+
+class StoreInUseError(NvrxError):
+    """The port belongs to another job or to another kind of program."""
+
+
+def claim(store: Any, job: str) -> None:
+    """Write the job's name into a store, unless it stands there.
+
+    Raises:
+        StoreInUseError: another job's name stands there.
+        StoreLostError: it does not answer.
+    """
+    owner = owner_of(StoreAccess(store).swap(_KEY, "", json.dumps(job)))
+    if owner != job:
+        raise StoreInUseError(f"it serves job {owner!r}, this is job {job!r}")
+
+
+def owner_of(text: str) -> str:
+    """Return the name that a store holds.
+
+    Raises:
+        ForeignValueError: it holds something else there.
+    """
+    try:
+        name = json.loads(text)
+    except (ValueError, RecursionError):
+        name = None
+    if not isinstance(name, str):
+        raise ForeignValueError(_KEY, text)
+    return name
+
+
+logger = logging.getLogger("nvrx")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PROGRAM = os.path.join(_PACKAGE, "_monitor", "boot.py")
+"""What the process runs."""
+_STOPPED = "T"
+
+
+def resume_store_servers(job: str) -> int:
+    """Continue the processes on this host that host stores of a job and are stopped.
+
+    Returns:
+        How many there were.
+    """
+    woken = 0
+    for pid in _store_servers(job):
+        stat = procfs.read_stat(pid)
+        if stat is None or stat.state != _STOPPED:
+            continue
+        # It may end, or be another user's.
+        with contextlib.suppress(OSError), PidHandle(pid, stat.start_ticks) as handle:
+            handle.signal(signal.SIGCONT)
+            logger.warning("the process %d of the job's store was stopped; it goes on", pid)
+            woken += 1
+    return woken
+
+
+def _store_servers(job: str) -> Iterator[int]:
+    name, wanted = os.path.basename(PROGRAM).encode(), f"--job={job}".encode()
+    for pid in procfs.pids():
+        with contextlib.suppress(OSError):
+            arguments = procfs.cmdline(pid).split(b"\0")
+            if wanted in arguments and any(os.path.basename(each) == name for each in arguments):
+                yield pid
+
+
+# torch asks the name server for the name of whoever connects, and serves nobody meanwhile.
+_RESOLVER = "RES_OPTIONS"
+_QUICK = "timeout:1 attempts:1"
+_PROBE_S = 5.0
+_END_S = 10.0
+_KILLED_S = 5.0
+_LONGEST_REPORT = 1 << 14
+Connect = Callable[[Endpoint, timedelta], Any]
+
+
+class StoreServerStartError(StoreLostError):
+    """The process that is to host the store did not start."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreServerTimes:
+    """How long a store server may take to start and stay idle, in seconds.
+
+    Attributes:
+        start_s: Its start; most of it is the import of torch.
+        idle_s: Its stay when its starter has ended and nobody is connected any more.
+    """
+
+    start_s: float = 60.0
+    idle_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreServer:
+    """A store that is hosted here.
+
+    Attributes:
+        endpoint: Where.
+        process: The process that hosts it; None if it was there already.
+        channel: Where that process takes orders; None with the process.
+    """
+
+    endpoint: Endpoint
+    process: subprocess.Popen[bytes] | None = None
+    channel: socket.socket | None = None
+    _maker: int = field(default_factory=os.getpid)
+
+    def ask(self, order: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
+        """Have the process host one more store; None if it cannot be asked."""
+        if self.channel is None or self.process is None or self._maker != os.getpid():
+            return None  # a forked child's orders would be mixed with its parent's
+        try:
+            self.channel.sendall(json.dumps(order).encode() + b"\n")
+            return _read_report(self.channel.fileno(), timeout_s) or None
+        except OSError:
+            return None
+
+    def wake(self) -> None:
+        """Resume the process if this process started it and it is stopped."""
+        if self.process is not None and self._maker == os.getpid():
+            with contextlib.suppress(OSError):
+                self.process.send_signal(signal.SIGCONT)
+
+    def stop(self, timeout_s: float = _END_S) -> None:
+        """End the process if it was started by this object's maker, and wait for its end."""
+        if self.channel is not None:
+            self.channel.close()
+        if self.process is not None:
+            self.process.terminate()
+            self.wake()
+            _wait_for_end(self.process, timeout_s)
+
+
+def host_store(
+    endpoint: Endpoint,
+    job: str,
+    connect: Connect,
+    *,
+    is_single_node: bool = False,
+    times: StoreServerTimes = StoreServerTimes(),
+    beside: StoreServer | None = None,
+) -> StoreServer:
+    """See to it that a store of this job listens at an endpoint of this host.
+
+    It may listen already: a store server outlives its starter.
+
+    Args:
+        endpoint: Where; an address of this host.
+        job: Name of the job.
+        connect: Connects to a store, `TCPStore.connect`.
+        is_single_node: Nobody will come from another host.
+        times: How long it may take and stay.
+        beside: One that this process has started: if it lives it hosts this store, too.
+
+    Raises:
+        StoreInUseError: the port belongs to another job, or to a program that is no store.
+        StoreServerStartError: it did not start.
+    """
+    address = endpoint.host
+    if not is_single_node and not is_reachable_from_elsewhere(address):
+        logger.warning(
+            "%s is a loopback address on this host: the store listens at all its addresses",
+            address,
+        )
+        address = ""
+    order = {"address": address, "port": endpoint.port, "job": job}
+    started = StoreServer(endpoint)
+    report = None if beside is None else beside.ask(order, times.start_s)
+    if report is None:
+        started, report = _start(order, times)
+    if "exit_code" in report:
+        # This torch cannot be imported in part.
+        started, report = _start(order, times, "--whole-torch")
+    if "port" in report:
+        return replace(started, endpoint=Endpoint(endpoint.host, report["port"], is_served=True))
+    if started.channel is not None and started.process is not None:
+        started.channel.close()
+        _wait_for_end(started.process, _END_S)
+    if report.get("errno") != errno.EADDRINUSE:
+        raise StoreServerStartError(f"no store can be hosted at {endpoint}: {report.get('error')}")
+    _join(endpoint, job, connect)
+    return StoreServer(Endpoint(endpoint.host, endpoint.port, is_served=True))
+
+
+def _join(endpoint: Endpoint, job: str, connect: Connect) -> None:
+    advice = "give the wrapper another port in store_kwargs"
+    try:
+        try:
+            claim(connect(endpoint, timedelta(seconds=_PROBE_S)), job)
+        except StoreLostError:
+            if not resume_store_servers(job):
+                raise
+            claim(connect(endpoint, timedelta(seconds=_PROBE_S)), job)
+    except StoreInUseError as error:
+        raise StoreInUseError(f"port {endpoint.port} is in use: {error}; {advice}") from None
+    except NobodyListensError:
+        raise StoreInUseError(
+            f"no store can listen at {endpoint}: {port_is_held(endpoint.port)};"
+            " MASTER_PORT, or port in store_kwargs, says which one"
+        ) from None
+    except (StoreLostError, ForeignValueError) as error:
+        raise StoreInUseError(
+            f"port {endpoint.port} is in use by what is no store of this job ({error}); {advice}"
+        ) from None
+
+
+def _start(
+    order: dict[str, Any], times: StoreServerTimes, *flags: str
+) -> tuple[StoreServer, dict[str, Any]]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        options = {
+            **{f"--{name}": value for name, value in order.items()},
+            "--starter": os.getpid(),
+            "--idle-s": times.idle_s,
+            "--channel-fd": theirs.fileno(),
+        }
+        try:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    PROGRAM,
+                    "--store",
+                    *(f"{k}={v}" for k, v in options.items()),
+                    *flags,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                cwd="/",
+                env={_RESOLVER: _QUICK, **os.environ},
+            )
+        except OSError as error:
+            ours.close()
+            raise StoreServerStartError(f"the store's process does not start: {error}") from None
+    store_server = StoreServer(Endpoint("", 0, is_served=False), process, ours)
+    try:
+        report = _read_report(ours.fileno(), times.start_s)
+    except OSError as error:
+        process.kill()
+        return store_server, {"error": f"its report cannot be read: {error}"}
+    if report is None:
+        process.kill()
+        return store_server, {"error": f"nothing was heard of it within {times.start_s:g} s"}
+    if not report:
+        ours.close()
+        code = _wait_for_end(process, _END_S)
+        return store_server, {"error": f"it ended with exit code {code}", "exit_code": code}
+    return store_server, report
+
+
+def _wait_for_end(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    """Wait for an ending process, kill it if it is late, and return its exit code.
+
+    One that sits in the kernel ends by itself later, and then has no exit code for us.
+    """
+    for limit_s in (timeout_s, _KILLED_S):
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    logger.warning("process %d of the store has not ended", process.pid)
+    return None
+
+
+def _read_report(descriptor: int, timeout_s: float) -> dict[str, Any] | None:
+    """Return a store server's report of one line; None if it is late, an empty one if it ends."""
+    deadline, text = time.monotonic() + timeout_s, b""
+    while not text.endswith(b"\n") and len(text) < _LONGEST_REPORT:
+        left_s = max(0.0, deadline - time.monotonic())
+        if not select.select([descriptor], [], [], left_s)[0]:
+            return None
+        part = os.read(descriptor, _LONGEST_REPORT)
+        if not part:
+            return {}
+        text += part
+    report: dict[str, Any] = json.loads(text)
+    return report

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve a job's store in a process of its own; `boot.py` runs it.
+
+It belongs to no training process and to no monitor, so that the loss of any of them is an ordinary
+one. It stays while its starter lives, then while any client is connected; it ends on SIGTERM too.
+It reports its start in one line of JSON. Its starter may order more stores at other ports, one line
+of JSON each, answered the same way.
+
+Importing all of torch takes 1.5 s of processor time while the job waits. The only class needed is
+in torch's extension module, which imports two packages of torch's that may be empty here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nvidia_resiliency_ext.inprocess._store.sockets import count_served, listen
+from nvidia_resiliency_ext.shared_utils.children import PidHandle
+from nvidia_resiliency_ext.shared_utils.store_sockets import serving_options
+
+from .hosting import claim
+
+_PACKAGE = "torch"
+_DISTRIBUTED = "torch.distributed"
+_EXTENSION = "torch._C"
+_C10D = "torch._C._distributed_c10d"
+_DEPENDENCIES = os.path.join("lib", "libtorch_global_deps.so")
+
+
+class PartialImportError(ImportError):
+    """This torch is of another kind; what was imported can only be got rid of with the process."""
+
+
+def tcp_store_class(*, whole: bool = False) -> Any:
+    """Return torch's TCPStore.
+
+    Raises:
+        PartialImportError: It cannot be had without the rest; the process may not go on with torch.
+        ImportError: There is no torch.
+    """
+    if _C10D in sys.modules:
+        return sys.modules[_C10D].TCPStore
+    if whole:
+        return importlib.import_module(_DISTRIBUTED).TCPStore
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("torch is not installed")
+    folder = spec.submodule_search_locations[0]
+    try:
+        return _class_alone(folder)
+    except Exception as error:
+        raise PartialImportError(f"torch in {folder}: {error}") from error
+
+
+def _class_alone(folder: str) -> Any:
+    for name, path in ((_PACKAGE, folder), (_DISTRIBUTED, os.path.join(folder, "distributed"))):
+        package = types.ModuleType(name)
+        package.__path__ = [path]
+        sys.modules[name] = package
+    dependencies = os.path.join(folder, _DEPENDENCIES)
+    if os.path.exists(dependencies):
+        # As torch does it: what CUDA and others need is found by all later.
+        ctypes.CDLL(dependencies, mode=ctypes.RTLD_GLOBAL)
+    extension = importlib.import_module(_EXTENSION)
+    extension._c10d_init()  # noqa: SLF001 - torch.distributed begins with it
+    return sys.modules[_C10D].TCPStore
+
+
+# Exit code of one that needs all of torch, and says nothing else: its starter starts it again.
+NEEDS_WHOLE = 4
+_OWN_CONNECTIONS = 1
+_PERIOD_S = 0.25
+_LONGEST_WAIT_S = 3600.0
+_LONGEST_ORDER = 1 << 14
+_ORDER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Duty:
+    """What a store server is told.
+
+    Attributes:
+        address: Where it listens; empty for all addresses.
+        port: Its port.
+        job: Whose it is.
+        starter: The process that started it.
+        idle_s: How long it stays, without the starter, when nobody is connected any more.
+        channel_fd: A socket on which it says what became of its start, and takes orders.
+        whole_torch: Whether it imports all of torch.
+    """
+
+    address: str
+    port: int
+    job: str
+    starter: int
+    idle_s: float
+    channel_fd: int
+    whole_torch: bool
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve a store until SIGTERM or until no client is left."""
+    duty = _parse(arguments)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.umask(0o077)
+    _allow_open_files()
+    channel = socket.socket(fileno=duty.channel_fd)
+    with channel:
+        try:
+            with _threads_without(signal.SIGTERM):
+                stores, report = _host(duty.address, duty.port, duty.job, whole=duty.whole_torch)
+        except PartialImportError:
+            return NEEDS_WHOLE
+        # Its starter may have ended.
+        with contextlib.suppress(OSError):
+            _say(channel, report)
+        if not stores:
+            return 1
+        _attend(channel, duty, stores)
+    _stay_while_used(list(stores), duty.idle_s)
+    # Ends its servers.
+    stores.clear()
+    return 0
+
+
+@contextlib.contextmanager
+def _threads_without(number: signal.Signals) -> Iterator[None]:
+    """Start threads with a signal blocked: they could not wake the main thread.
+
+    The system gives it to the main thread, but not after it came to a process that was stopped.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+
+
+def _host(
+    address: str, port: int, job: str, *, whole: bool
+) -> tuple[dict[int, Any], dict[str, Any]]:
+    """Serve a store; return it by its port, or none, and the report."""
+    try:
+        listener = listen(address or "0.0.0.0", port)  # noqa: S104 - asked for by name
+        port = listener.getsockname()[1]
+        store = _serve(listener, address or "127.0.0.1", port, whole=whole)
+        claim(store, job)
+    except PartialImportError:
+        raise
+    except Exception as error:  # noqa: BLE001 - its starter says it
+        number = error.errno if isinstance(error, OSError) else None
+        return {}, {"error": _line(error), "errno": number}
+    return {port: store}, {"port": port, "pid": os.getpid()}
+
+
+def _serve(listener: socket.socket, host: str, port: int, *, whole: bool) -> Any:
+    store_class = tcp_store_class(whole=whole)
+    version = importlib.metadata.version("torch")
+    options = serving_options(listener, version, without_libuv=True)
+    return store_class(host, port, wait_for_workers=False, **options)
+
+
+def _attend(channel: socket.socket, duty: Duty, stores: dict[int, Any]) -> None:
+    """Do what the starter orders, until it ends."""
+    orders = threading.Thread(target=_take_orders, args=(channel, stores), daemon=True)
+    with _threads_without(signal.SIGTERM):
+        orders.start()
+    with contextlib.suppress(ProcessLookupError), PidHandle(duty.starter) as starter:
+        while not starter.wait(_LONGEST_WAIT_S):
+            pass
+    with contextlib.suppress(OSError):
+        channel.shutdown(socket.SHUT_RDWR)
+    orders.join(_ORDER_S)
+
+
+def _take_orders(channel: socket.socket, stores: dict[int, Any]) -> None:
+    # What is no order ends it: the starter then does without.
+    with contextlib.suppress(OSError, TypeError, ValueError), channel.makefile("rb") as lines:
+        while line := lines.readline(_LONGEST_ORDER):
+            more, report = _host(**json.loads(line), whole=False)
+            stores.update(more)
+            _say(channel, report)
+    with contextlib.suppress(OSError):
+        channel.shutdown(socket.SHUT_RDWR)
+
+
+def _stay_while_used(ports: list[int], idle_s: float) -> None:
+    # torch tells nobody who comes and goes: it is looked at now and then.
+    pause = threading.Event()
+    alone_since = time.monotonic()
+    while time.monotonic() - alone_since < idle_s:
+        pause.wait(min(_PERIOD_S, idle_s))
+        if any(count_served(port, _OWN_CONNECTIONS + 1) > _OWN_CONNECTIONS for port in ports):
+            alone_since = time.monotonic()
+
+
+def _allow_open_files() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _say(channel: socket.socket, report: dict[str, Any]) -> None:
+    channel.sendall(json.dumps(report).encode() + b"\n")
+
+
+def _line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _parse(arguments: Sequence[str] | None) -> Duty:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--address", default="", help="where to listen; empty: everywhere")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--job", required=True, help="name of the job")
+    parser.add_argument("--starter", type=int, required=True)
+    parser.add_argument("--idle-s", type=float, required=True)
+    parser.add_argument("--channel-fd", type=int, required=True)
+    parser.add_argument("--whole-torch", action="store_true", help="import all of torch")
+    return Duty(**vars(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Abort callbacks: the base class, the built-in ones, and running a chain of them in a deadline."""
+
+from __future__ import annotations
+
+import abc
+import datetime as dt
+import importlib
+import importlib.util
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.inprocess import _inputs
+from nvidia_resiliency_ext.inprocess._bounded import call_bounded
+from nvidia_resiliency_ext.inprocess._inputs import check_duration, check_path
+from nvidia_resiliency_ext.inprocess.compose import Compose
+from nvidia_resiliency_ext.inprocess.exception import TimeoutError as AbortTimeoutError
+from nvidia_resiliency_ext.inprocess.state import FrozenState
+from nvidia_resiliency_ext.inprocess.utils import format_exc
+from nvidia_resiliency_ext.shared_utils.abort_hooks import run_abort_hooks
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.trace_collector import (
+    NoFlightRecorderError,
+    TorchFRTraceCollector,
+)
+
+from . import groups
+from .gloo import end_gloo_connections
+from .groups import destroyed_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Task = tuple[str, Callable[[], object]]
+
+
+class Abort(abc.ABC):
+    """Called on a helper thread after an interruption; it must unblock the main thread."""
+
+    @abc.abstractmethod
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Unblock the main thread of this rank; subclasses implement it.
+
+        Args:
+            state: The rank's state when the fault was seen.
+
+        Returns:
+            The state, unchanged.
+        """
+        raise NotImplementedError
+
+
+logger = logging.getLogger("nvrx")
+
+
+@dataclass(frozen=True, slots=True)
+class AbortStep:
+    """What became of one member.
+
+    Attributes:
+        name: The member.
+        duration_s: How long it took, or was waited for.
+        error: What it raised, as text: the exception would keep its frames and all they hold.
+        is_late: It was still running when it was left behind.
+    """
+
+    name: str
+    duration_s: float
+    error: str | None = None
+    is_late: bool = False
+
+
+def run_abort(
+    abort: Callable[[FrozenState], Any], state: FrozenState, deadline_s: float
+) -> tuple[AbortStep, ...]:
+    """Call an abort, or the members of a `Compose` of aborts, the last one first.
+
+    A member that raises does not keep the others from running; one that is late does not, either:
+    it may use half of the time that is left, the last one all of it, and goes on by itself.
+
+    Returns:
+        One step per member, in the order of the calls; they have been logged.
+    """
+    deadline = Deadline.after(deadline_s)
+    members = list(_members(abort))
+    steps = []
+    given: object = (state,)
+    for index, member in enumerate(members):
+        is_last = index == len(members) - 1
+        patience_s = deadline.remaining() * (1.0 if is_last else 0.5)
+        step, returned = _run(member, given, patience_s)
+        steps.append(step)
+        # After a failure the next one gets what this one got.
+        if returned is not None:
+            given = returned if isinstance(returned, tuple) else (returned,)
+    return tuple(steps)
+
+
+def _members(abort: Any) -> Iterator[Any]:
+    if not isinstance(abort, Compose):
+        yield abort
+        return
+    for member in reversed(abort.instances):
+        yield from _members(member)
+
+
+def _run(member: Any, given: Any, patience_s: float) -> tuple[AbortStep, object]:
+    results: list[object] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            # Knows which members take no arguments.
+            results.append(Compose(member)(*given))
+        except BaseException as error:  # noqa: BLE001 - told in the step
+            errors.append(error)
+
+    name = _name_of(member)
+    start = time.monotonic()
+    thread = threading.Thread(target=run, name=f"nvrx-abort-{name}", daemon=True)
+    thread.start()
+    thread.join(patience_s)
+    duration_s = time.monotonic() - start
+    if errors:
+        error = errors.pop()
+        logger.error("abort %s failed after %.3f s", name, duration_s, exc_info=error)
+        return AbortStep(name, duration_s, error=format_exc(error)), None
+    if not results:
+        logger.error("abort %s has not ended in %.3f s; it is left behind", name, duration_s)
+        return AbortStep(name, duration_s, is_late=True), None
+    logger.info("abort %s took %.3f s", name, duration_s)
+    return AbortStep(name, duration_s), results[0]
+
+
+def _name_of(member: Any) -> str:
+    try:
+        return str(getattr(member, "__name__", type(member).__name__))
+    except Exception:  # noqa: BLE001 - a user's class may do anything
+        return type(member).__name__
+
+
+_ENGINE = "transformer_engine"
+_USER_BUFFERS = "transformer_engine.pytorch.module.base"
+
+# The second is where newer versions keep it.
+_FP8_MODULES = ("transformer_engine.pytorch.fp8", "transformer_engine.pytorch.quantization")
+
+
+class AbortTransformerEngine(Abort):
+    """Destroys TransformerEngine's user buffers and resets its FP8 state, where it is installed.
+
+    It must run after `AbortTorchDistributed`: in a `Compose` it stands before it.
+    """
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Free Transformer Engine's communication buffers and reset its FP8 state.
+
+        Args:
+            state: The rank's state when the fault was seen.
+        """
+        if importlib.util.find_spec(_ENGINE) is None:
+            return state
+        try:
+            base = _import(_USER_BUFFERS)
+            if base is not None:
+                base.destroy_ub()
+        finally:
+            manager = _fp8_manager()
+            if manager is not None:
+                manager.reset()
+        return state
+
+
+class AbortPersistentCheckpointProcesses(Abort):
+    """Ends the workers of asynchronous checkpoints: runs the abort hooks that are registered."""
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Run all registered abort hooks.
+
+        Args:
+            state: The rank's state when the fault was seen.
+
+        Raises:
+            Exception: Raised by the first hook that failed, after all hooks ran.
+        """
+        failures = run_abort_hooks()
+        if failures:
+            raise failures[0].error
+        return state
+
+
+def _fp8_manager() -> Any:
+    for name in _FP8_MODULES:
+        manager = getattr(_import(name), "FP8GlobalStateManager", None)
+        if manager is not None:
+            return manager
+    return None
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        logger.debug("nothing to abort in %s: %s", name, error)
+        return None
+
+
+def is_recording() -> bool:
+    """Say whether torch keeps a flight record in this process.
+
+    Raises:
+        ValueError: The size of its buffer is not a number.
+    """
+    return _inputs.flight_recorder_size() > 0
+
+
+class Recording:
+    """The record of one iteration.
+
+    Args:
+        path: Folder of all records.
+        iteration: Each has a folder of its own.
+        collector: Makes what takes and saves; torch's recorder by default.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        iteration: int,
+        collector: Callable[[str], Any] = TorchFRTraceCollector,
+    ) -> None:
+        self._path = os.path.join(path, f"iter_{iteration}")
+        self._make = collector
+        self._collector: Any = None
+        self._dump: Any = None
+
+    def take(self, timeout_s: float) -> None:
+        """Keep what the recorder knows now, in memory.
+
+        Raises:
+            exception.TimeoutError: It does not answer.
+            Exception: It cannot be read.
+        """
+        call_bounded("nvrx-flight-record", self._take, timedelta(seconds=timeout_s))
+
+    def save(self) -> threading.Thread | None:
+        """Write it, in a thread of its own; what fails there is logged.
+
+        Returns:
+            The thread; `None` if nothing was taken.
+        """
+        if self._dump is None:
+            return None
+        thread = threading.Thread(target=self._save, name="nvrx-flight-record", daemon=True)
+        thread.start()
+        return thread
+
+    def _take(self) -> None:
+        # The collector is made here, too: it looks at devices, which may be what hangs.
+        self._collector = self._make(self._path)
+        self._dump = self._collector.take()
+
+    def _save(self) -> None:
+        try:
+            logger.info("flight record saved as %s", self._collector.save(self._dump))
+        except Exception:
+            logger.exception("the flight record could not be saved")
+
+
+_TIMEOUT = dt.timedelta(seconds=10)
+_RECORDER_TIMEOUT_S = 1.0
+_DESTROY_AT_LEAST_S = 1.0
+
+
+class AbortTorchDistributed(Abort):
+    """Aborts the collectives of all process groups, then destroys the groups.
+
+    NCCL's backends are aborted all at once, gloo's connections are shut down; the main thread, if
+    it waits for a collective, gets an error and goes on, even if something keeps the group alive.
+    Something that fails, or does not end, does not keep the rest from being done.
+
+    Args:
+        torch_fr_trace_path: Folder for what torch's flight recorder knows at that moment, as
+            `iter_<iteration>/_dump_<rank>.json`; default: `NVRX_FR_TRACE_PATH`, else none. It is
+            saved only if the recorder has a buffer (`TORCH_FR_BUFFER_SIZE` or
+            `TORCH_NCCL_TRACE_BUFFER_SIZE`). A torch without a recorder is told of once.
+        timeout: How long all of it may take.
+
+    Raises:
+        TypeError: An argument has another type.
+
+    Example:
+        >>> from nvidia_resiliency_ext.inprocess import Compose
+        >>> from nvidia_resiliency_ext.inprocess.abort import (
+        ...     AbortPersistentCheckpointProcesses, AbortTorchDistributed)
+        >>> # The last member is called first.
+        >>> abort = Compose(AbortPersistentCheckpointProcesses(), AbortTorchDistributed())
+    """
+
+    def __init__(
+        self,
+        torch_fr_trace_path: str | None = None,
+        *,
+        timeout: dt.timedelta = _TIMEOUT,
+    ) -> None:
+        if torch_fr_trace_path is not None:
+            check_path("torch_fr_trace_path", torch_fr_trace_path)
+        check_duration("timeout", timeout)
+        self.torch_fr_trace_path = torch_fr_trace_path
+        self.timeout = timeout
+        self._has_no_recorder = False
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Abort all process groups and destroy them.
+
+        Args:
+            state: The rank's state when the fault was seen.
+
+        Raises:
+            Exception: The first failure, after everything was tried.
+        """
+        deadline = Deadline.after(self.timeout.total_seconds())
+        failures = _Failures()
+        recording = failures.of("flight recorder", lambda: self._record(state))
+        # Before anything fails: the function may free its model at once, and destroy its groups.
+        destroyed_groups.hold(groups.all_groups())
+        failures.of("gloo", end_gloo_connections)
+        failures.of_all(_tasks(), deadline)
+        # Again: a lazy one may have connected meanwhile.
+        failures.of("gloo", end_gloo_connections)
+        if deadline.remaining() < _DESTROY_AT_LEAST_S:
+            deadline = Deadline.after(_DESTROY_AT_LEAST_S)
+        failures.of_all([("destroy_process_group", destroyed_groups.destroy)], deadline)
+        failures.of("release", destroyed_groups.release)
+        if recording is not None:
+            recording.save()
+        failures.raise_first()
+        return state
+
+    def _record(self, state: FrozenState) -> Recording | None:
+        path = self.torch_fr_trace_path or _inputs.flight_record_path()
+        if not path or self._has_no_recorder or not groups.all_groups() or not is_recording():
+            return None
+        recording = Recording(path, state.iteration)
+        try:
+            recording.take(_RECORDER_TIMEOUT_S)
+        except NoFlightRecorderError as error:
+            # It will have none at the next restart, either.
+            self._has_no_recorder = True
+            logger.warning("no flight records will be saved in %s: %s", path, error)
+            return None
+        return recording
+
+    @staticmethod
+    def shutdown_all_process_group_backends() -> None:
+        """Abort the backends of all groups, all at once; the groups stay.
+
+        Raises:
+            Exception: The first thing that failed, after all was done.
+        """
+        failures = _Failures()
+        failures.of("gloo", end_gloo_connections)
+        failures.of_all(_tasks(), Deadline.after(_TIMEOUT.total_seconds()))
+        failures.raise_first()
+
+    @staticmethod
+    def shutdown_process_group_backend(group: Any, device: Any) -> None:
+        """Abort the backend of a group for one device; do nothing if it has none.
+
+        Of gloo, whose connections cannot be told apart by group, nothing is ended.
+
+        Connections of gloo are not ended here, because they cannot be told apart by group.
+
+        Args:
+            group: The process group.
+            device: The device, such as `torch.device("cuda")`.
+        """
+        backend = groups.backend_of(group, device)
+        if backend is not None:
+            groups.abort_backend(backend)
+
+
+def _tasks() -> list[Task]:
+    return [
+        (f"backend {index} ({type(backend).__name__})", _abort_of(backend))
+        for index, backend in enumerate(groups.backends())
+        if not groups.is_gloo(backend)
+    ]
+
+
+def _abort_of(backend: groups.Backend) -> Callable[[], object]:
+    return lambda: groups.abort_backend(backend)
+
+
+class _Failures:
+    """Does things of which each may fail, and keeps the first failure for the end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._first: BaseException | None = None
+
+    def of(self, name: str, function: Callable[[], Any]) -> Any:
+        """Call a function; `None` if it fails."""
+        try:
+            return function()
+        except BaseException as error:  # noqa: BLE001 - kept for the end
+            self._add(name, error)
+            return None
+
+    def of_all(self, tasks: list[Task], deadline: Deadline) -> None:
+        """Call functions all at once; those that are late are left to themselves."""
+        threads = [
+            threading.Thread(target=self.of, args=task, name=f"nvrx-abort-{task[0]}", daemon=True)
+            for task in tasks
+        ]
+        for thread in threads:
+            thread.start()
+        for (name, _), thread in zip(tasks, threads, strict=True):
+            thread.join(deadline.timeout())
+            if thread.is_alive():
+                self._add(name, AbortTimeoutError(f"{name} has not ended in time"))
+
+    def raise_first(self) -> None:
+        """Raise what failed first, if anything."""
+        first, self._first = self._first, None
+        if first is not None:
+            raise first
+
+    def _add(self, name: str, error: BaseException) -> None:
+        logger.error("abort of %s failed: %r", name, error)
+        with self._lock:
+            if self._first is None:
+                self._first = error

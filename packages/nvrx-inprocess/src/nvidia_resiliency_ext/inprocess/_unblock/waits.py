@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find and end waits of a thread that no signal ends: the kernel's view, waits at torch's stores.
+
+`/proc` tells the system call of a thread and the descriptor it waits for. A wait at a TCPStore is
+ended as torch ends an expired one: the server is asked over the same connection to cancel it, so
+the store stays usable.
+
+torch's client for `env://` and `tcp://` keeps trying to connect, and its host waits for all
+clients; neither ends on a signal. While a call runs, a client waits in Python until the port
+listens, and the host does not wait: process groups wait for each other's keys anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import importlib
+import logging
+import os
+import platform
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from nvidia_resiliency_ext.inprocess._store.names import StoreLostError
+from nvidia_resiliency_ext.inprocess._store.plain import handshake
+from nvidia_resiliency_ext.inprocess._store.sockets import make_within, wait_until_listening
+from nvidia_resiliency_ext.shared_utils.store_sockets import tcp_socket
+
+
+class Wait(enum.Enum):
+    """System calls in which torch's threads wait."""
+
+    POLL = enum.auto()
+    FUTEX = enum.auto()
+
+
+# poll and ppoll, futex.
+_CALLS = {
+    "x86_64": {7: Wait.POLL, 271: Wait.POLL, 202: Wait.FUTEX},
+    "aarch64": {73: Wait.POLL, 98: Wait.FUTEX},
+}
+
+# A wait that was held up, as by SIGSTOP and SIGCONT, goes on in this call, with its own arguments.
+_RESTART = {"x86_64": 219, "aarch64": 128}
+
+# The second argument tells which one it was: poll's count of descriptors, or futex's operation
+# FUTEX_WAIT or FUTEX_WAIT_BITSET between threads of one process, by either clock.
+_RESTARTED = {0x1: Wait.POLL, **dict.fromkeys((0x80, 0x89, 0x180, 0x189), Wait.FUTEX)}
+
+# FUTEX_WAIT_BITSET between threads of one process, by either clock: glibc's wait for a condition.
+_CONDITION_WAITS = frozenset({0x89, 0x189})
+_FIELDS = 7  # of the line that the kernel shows of a call: its number, then its arguments
+
+
+def system_call(native_id: int | str) -> tuple[int, ...]:
+    """Return number and arguments of the call that a thread is in; nothing where it is in none."""
+    try:
+        with open(f"/proc/self/task/{native_id}/syscall", encoding="ascii") as file:
+            return parse_call(file.read())
+    except OSError:
+        return ()
+
+
+def parse_call(line: str) -> tuple[int, ...]:
+    """Parse the kernel's line: see `system_call`."""
+    fields = line.split()
+    if len(fields) < _FIELDS or not fields[0].isdecimal():
+        return ()
+    return int(fields[0]), *(int(field, 16) for field in fields[1:_FIELDS])
+
+
+def kernel_wait(native_id: int) -> tuple[Wait | None, int, int]:
+    """Return how a thread waits, and the call's first two arguments; `None` where it does not."""
+    return wait_of(system_call(native_id))
+
+
+def wait_of(call: tuple[int, ...]) -> tuple[Wait | None, int, int]:
+    """Return what a system call is as a wait: see `kernel_wait`."""
+    if not call:
+        return None, 0, 0
+    number, first, second = call[:3]
+    machine = platform.machine()
+    if number == _RESTART.get(machine):
+        return _RESTARTED.get(second), first, second
+    return _CALLS.get(machine, {}).get(number), first, second
+
+
+def own_memory(address: int, size: int) -> bytes:
+    """Return bytes of this process, such as of another thread's stack.
+
+    The kernel reads them: memory that is gone meanwhile is an error and not a crash.
+
+    Raises:
+        OSError: There is no memory, or it may not be read.
+    """
+    memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(memory, size, address)
+    except OverflowError as error:
+        raise OSError(errno.EFAULT, f"no address: {error}") from None
+    finally:
+        os.close(memory)
+
+
+def is_in_futex(native_id: int) -> bool:
+    """Say whether a thread waits for another one, as in a condition variable of C++."""
+    return kernel_wait(native_id)[0] is Wait.FUTEX
+
+
+def is_in_untimed_condition(native_id: int | str) -> bool:
+    """Say whether a thread waits for a condition variable of C or C++, and without a limit."""
+    call = system_call(native_id)
+    if not call or _CALLS.get(platform.machine(), {}).get(call[0]) is not Wait.FUTEX:
+        return False
+    _, _, operation, _, timeout = call[:5]
+    return operation in _CONDITION_WAITS and timeout == 0
+
+
+logger = logging.getLogger("nvrx")
+_POLL_FD = struct.Struct("=ihh")
+
+# Of torch's protocol. The answer is one byte, in the place of the one that the wait would have had.
+_CANCEL_WAIT = b"\x0c"
+_PROBE_S = 1.0
+
+# A server answers within milliseconds; one that does not is no use any more.
+_ANSWERED_WITHIN_S = 1.0
+
+
+class StoreWaits:
+    """Ends waits of one thread, each once."""
+
+    def __init__(self, native_id: int) -> None:
+        self._native_id = native_id
+        self._cancelled: dict[str, float] = {}
+
+    def end(self) -> bool:
+        """End the wait in which the thread is now, if it waits at a store; return whether."""
+        descriptor = self._waited_for()
+        found = None if descriptor is None else tcp_socket(descriptor)
+        if found is None:
+            return False
+        name, connection = found
+        with connection, contextlib.suppress(OSError):
+            # It has been this descriptor all the time, so it is this connection.
+            return self._waited_for() == descriptor and self._end(name, connection)
+        return False
+
+    def _end(self, name: str, connection: socket.socket) -> bool:
+        asked_s = self._cancelled.get(name)
+        now = time.monotonic()
+        if asked_s is not None and now - asked_s < _ANSWERED_WITHIN_S:
+            return False
+        peer = _peer_of(connection) if asked_s is None else _Peer.DEAD
+        if peer is _Peer.OTHER:
+            return False
+        self._cancelled[name] = now
+        if peer is _Peer.STORE:
+            connection.send(_CANCEL_WAIT, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        else:
+            logger.warning("%s does not answer: disconnected", connection.getpeername())
+            connection.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _waited_for(self) -> int | None:
+        """Return the only descriptor for which the thread waits in poll()."""
+        wait, address, count = kernel_wait(self._native_id)
+        if wait is not Wait.POLL or count != 1:
+            return None
+        try:
+            descriptor, _, _ = _POLL_FD.unpack(own_memory(address, _POLL_FD.size))
+        except (OSError, struct.error):
+            return None  # the thread has gone on
+        return int(descriptor)
+
+
+class _Peer(enum.Enum):
+    STORE = enum.auto()
+    OTHER = enum.auto()
+    DEAD = enum.auto()
+
+
+def _peer_of(connection: socket.socket) -> _Peer:
+    """Classify a connection's server; a silent one counts as dead."""
+    host, port = connection.getpeername()[:2]
+    try:
+        with socket.create_connection((host, port), _PROBE_S) as probe:
+            return _ask(probe)
+    except OSError:
+        return _Peer.DEAD
+
+
+def _ask(probe: socket.socket) -> _Peer:
+    """See whether a store answers."""
+    try:
+        return _Peer.STORE if handshake(probe) else _Peer.OTHER
+    except TimeoutError:
+        return _Peer.DEAD
+    except OSError:
+        return _Peer.OTHER
+
+
+_NAME = "TCPStore"
+
+# Of its arguments after host and port; torch 2.4 gives three of them without names.
+_POSITIONS = (
+    "world_size",
+    "is_master",
+    "timeout",
+    "wait_for_workers",
+    "multi_tenant",
+    "master_listen_fd",
+    "use_libuv",
+)
+_LIMIT = timedelta(seconds=300)
+
+# torch is not exact.
+_GRACE_S = 1.0
+
+
+class RendezvousError(StoreLostError, RuntimeError):
+    """No store answers for a process group; a RuntimeError, like torch's own error."""
+
+
+@contextlib.contextmanager
+def patient_rendezvous() -> Iterator[None]:
+    """Make torch's rendezvous interruptible inside."""
+    # As an attribute of the package it is the function of the same name.
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    make = getattr(rendezvous, _NAME, None)
+    if make is None:
+        yield  # a torch that does it in another way
+        return
+
+    def make_patiently(host_name: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        kwargs |= dict(zip(_POSITIONS, args, strict=False))
+        kwargs["wait_for_workers"] = False
+        if kwargs.get("is_master", False):
+            return make(host_name, port, **kwargs)
+        limit_s = (kwargs.get("timeout") or _LIMIT).total_seconds()
+        deadline = time.monotonic() + limit_s
+        where = f"no store answers at {host_name}:{port}"
+        if not wait_until_listening(host_name, port, limit_s, time.monotonic):
+            raise RendezvousError(f"{where}: nobody listens there, after {limit_s:g} s")
+        left_s = max(0.0, deadline - time.monotonic()) + _GRACE_S
+        try:
+            return make_within(lambda: make(host_name, port, **kwargs), port, left_s)
+        except TimeoutError as error:
+            raise RendezvousError(f"{where}: {error}, after {limit_s:g} s") from None
+
+    setattr(rendezvous, _NAME, make_patiently)
+    try:
+        yield
+    finally:
+        if getattr(rendezvous, _NAME, None) is make_patiently:
+            setattr(rendezvous, _NAME, make)
