@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import check_api
+import check_api  # type: ignore[import-not-found] # it stands beside this file
 from check_api import FunctionNode, Sources
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def described(
 
 def home_of(sources: Sources, node: ast.ClassDef) -> str:
     """Return the module whose syntax tree holds a class."""
-    return next(name for name, tree in sources.parsed.items() if is_in(node, tree))
+    return str(next(name for name, tree in sources.parsed.items() if is_in(node, tree)))
 
 
 def is_in(node: ast.ClassDef, tree: ast.Module) -> bool:

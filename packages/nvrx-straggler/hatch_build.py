@@ -41,7 +41,9 @@ def compile_extension(root: Path, target: Path, extra: tuple[str, ...] = ()) -> 
         result = subprocess.run(
             [*command, "-ldl"], capture_output=True, text=True, check=False, timeout=600
         )
-        problem = "" if result.returncode == 0 else result.stderr
+        problem = ""
+        if result.returncode != 0:
+            problem = result.stderr or f"{compiler[0]} ended with status {result.returncode}"
     except OSError as error:
         problem = str(error)
     if problem:

@@ -166,11 +166,9 @@ def test_cycles_in_a_dump_cost_no_other(tmp_path):
     whole = b"\x80\x02}(X\x07\x00\x00\x00entries]X\x07\x00\x00\x00version]X\x01\x00\x00\x00z%bu."
     for rank in range(16, 26):
         (folder / f"_dump_{rank}").write_bytes(whole % cycle)
-    (folder / "_dump_32").write_bytes((folder / "_dump_0").read_bytes())
-    (folder / "_dump_33").write_bytes((folder / "_dump_1").read_bytes())
     loaded = load_traces(str(folder))
-    assert not [finding for finding in loaded.findings if finding.file in {"_dump_32", "_dump_33"}]
-    assert {32, 33} <= set(loaded.dumps)
+    assert loaded.findings == []
+    assert len(loaded.dumps) == 26
 
 
 def test_links_out_of_the_root_are_not_read(tmp_path):

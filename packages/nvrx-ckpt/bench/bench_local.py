@@ -4,11 +4,15 @@
     python bench_local.py --mb 512 --root /dev/shm/bench-local [--python OTHER_PYTHON]
 
 Prints one JSON line per figure, with the load average. Limits are measured by two processes at the
-same time: a plain write and read of the same bytes, and plain TCP in both directions at once.
+same time: a plain write that removes the file before, as a save does; a read into fresh memory, as
+a load needs it, and into memory that was used before; plain TCP in both directions at once; and
+`copy`: TCP in both directions while each end writes its own file and the one that arrives, without
+checksums. The time of a write that runs beside training counts from the end of the calls.
 """
 
 import argparse
 import json
+import mmap
 import multiprocessing
 import os
 import shutil
@@ -49,9 +53,9 @@ def memory() -> int:
 class Peak(threading.Thread):
     """The largest memory while it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, base: int) -> None:
         super().__init__(daemon=True)
-        self.base = self.peak = memory()
+        self.base, self.peak = base, base
         self.over = threading.Event()
         self.start()
 
@@ -94,13 +98,17 @@ def limits(rank: int, options: argparse.Namespace) -> dict[str, float]:
     target = bytearray(len(data))
     path = os.path.join(options.root, f"limit-{rank}")
 
-    def write() -> None:
-        with open(path, "wb", buffering=0) as file:
+    def write(to: str = path) -> None:
+        with open(f"{to}.new", "wb", buffering=0) as file:
             file.writelines(data[start : start + CHUNK] for start in range(0, len(data), CHUNK))
             os.fsync(file.fileno())
+        os.replace(f"{to}.new", to)
 
-    def read() -> None:
-        fresh = memoryview(target)
+    def read_used() -> None:
+        read(target)
+
+    def read(into: Any = None) -> None:
+        fresh = memoryview(mmap.mmap(-1, len(data)) if into is None else into)
         with open(path, "rb", buffering=0) as file:
             for start in range(0, len(fresh), CHUNK):
                 file.readinto(fresh[start : start + CHUNK])
@@ -111,11 +119,15 @@ def limits(rank: int, options: argparse.Namespace) -> dict[str, float]:
     out = socket.create_connection(("127.0.0.1", ports[1 - rank]))
     inward, _ = listener.accept()
 
-    def transport() -> None:
+    def transport(to: str = os.devnull) -> None:
         def receive() -> None:
             view, left = memoryview(bytearray(MIB)), len(data)
-            while left:
-                left -= inward.recv_into(view[: min(left, MIB)])
+            with open(to, "wb", buffering=0) as file:
+                while left:
+                    count = inward.recv_into(view[: min(left, MIB)])
+                    if to != os.devnull:
+                        file.write(view[:count])
+                    left -= count
 
         thread = threading.Thread(target=receive)
         thread.start()
@@ -123,16 +135,19 @@ def limits(rank: int, options: argparse.Namespace) -> dict[str, float]:
             out.sendall(data[start : start + CHUNK])
         thread.join()
 
+    def copy() -> None:
+        thread = threading.Thread(target=write)
+        thread.start()
+        transport(f"{path}.copy")
+        thread.join()
+
     found = {}
-    for name, function in (("write", write), ("read", read), ("transport", transport)):
+    for function in (write, read, read_used, transport, copy):
         function()
-        times = []
-        for _ in range(options.repeats):
-            if name == "write":
-                os.unlink(path)
-            times.append(timed(dist, function))
-        found[name] = statistics.median(times)
+        times = [timed(dist, function) for _ in range(options.repeats)]
+        found[function.__name__] = statistics.median(times)
     os.unlink(path)
+    os.unlink(f"{path}.copy")
     return found
 
 
@@ -158,10 +173,11 @@ def saves(
     manager = LocalCheckpointManager(options.root, repl_strategy=strategy)
     queue = AsyncCallsQueue() if asynchronous else None
     whole, stall = [], []
-    peak = None
-    for iteration in range(1, options.repeats + 3):
-        if iteration == 3:
-            peak = Peak()  # the first saves allocate buffers that stay
+    base, peak = memory(), None
+    last = options.repeats + 4
+    for iteration in range(1, last + 1):
+        if iteration == last - 1:
+            peak = Peak(base)  # looking at memory takes time: these two are not timed
         dist.barrier()
         begin = time.perf_counter()
         request = manager.save(BasicTensorAwareStateDict(state), iteration, is_async=asynchronous)
@@ -174,11 +190,12 @@ def saves(
         if hasattr(manager, "wait_for_cleanup"):
             manager.wait_for_cleanup()
         time.sleep(0.2)
-    extra = peak.stop() / (options.mb * MIB)
+    extra = peak.stop() / (options.mb * MIB) if peak else 0.0
+    whole, stall = whole[:-2], stall[:-2]
     loads = []
     for _ in range(options.repeats):
         manager = LocalCheckpointManager(options.root, repl_strategy=strategy)
-        assert manager.find_latest() == options.repeats + 2
+        assert manager.find_latest() == last
         dist.barrier()
         begin = time.perf_counter()
         loaded, _ = manager.load()
@@ -250,8 +267,7 @@ def main() -> None:
         for asynchronous in (False, True):
             found = on_all(saves, options, repl, asynchronous)
             stalls[repl, asynchronous] = found["stall"]
-            # With copies each byte is written twice, and crosses the transport once.
-            writing = limit["write"] * (2 if repl else 1)
+            writing = found["save"] - (found["stall"] if asynchronous else 0)
             emit(
                 what="local checkpoint",
                 replicas=repl,
@@ -259,11 +275,9 @@ def main() -> None:
                 mb=options.mb,
                 ranks=WORLD,
                 **{name: round(value, 3) for name, value in found.items()},
-                save_of_write_limit=round(writing / found["save"], 2),
-                load_of_read_limit=round(limit["read"] / found["load"], 2),
-                replication_of_transport=round(limit["transport"] / found["save"], 2)
-                if repl
-                else None,
+                save_of_limit=round(limit["copy" if repl else "write"] / writing, 2),
+                load_of_limit=round(limit["read"] / found["load"], 2),
+                replication_of_transport=round(limit["transport"] / writing, 2) if repl else None,
             )
     emit(
         what="stall with replicas / without",

@@ -3,24 +3,35 @@
 
     python packages/nvrx-ckpt/bench/bench_save.py [--python PY] [--mb 512] [--root /dev/shm/bench]
 
-One JSON line per figure; seconds are medians. `stall_s` is the time in calls, `next_step_s` the
-time of the first update of all tensors after them.
+One JSON line per case; seconds are medians. `stall_s` is the time in calls, `next_step_s` the time
+of the first update of all tensors after them, `write_s` the time from the end of the calls to the
+end of the save (of a save that does not return before it is written: all of it). Modules are
+imported and queues made before the first save, as training loops do. `extra_memory` is the largest
+growth of memory over that before the first save, in sizes of the state, during two more saves;
+pages that processes share count once. `worker_mb` is what the children hold besides shared memory.
+The machine's free memory is touched once before, because the first touch costs several times as
+much on virtual machines.
 """
 
 import argparse
+import contextlib
 import functools
 import json
+import mmap
 import os
 import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 MB = 1 << 20
-CASES = ("memcpy", "clone", "plain_write", "nvrx_dcp", "nvrx_torch", "dcp_process", "torch_save")
+SYNCHRONOUS = ("memcpy", "clone", "plain_write", "torch_save")
+THREADS = int(os.environ.get("BENCH_THREADS", "1"))
+CASES = (*SYNCHRONOUS, "nvrx_dcp", "nvrx_torch", "dcp_process")
 
 
 def emit(**values: Any) -> None:
@@ -28,11 +39,61 @@ def emit(**values: Any) -> None:
     print(json.dumps({**values, "load": os.getloadavg()[0]}), flush=True)
 
 
+def family() -> list[int]:
+    """Return the processes of this tree."""
+    found, pids = [], [os.getpid()]
+    while pids:
+        pid = pids.pop()
+        found.append(pid)
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children") as file:
+                    pids += map(int, file.read().split())
+    return found
+
+
+def kib(pid: int, file: str, *names: str) -> int:
+    """Return the sum of some lines of a file in /proc that count KiB."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/{file}") as lines:
+        return sum(int(line.split()[1]) for line in lines if line.startswith(names))
+    return 0
+
+
+class Peak(threading.Thread):
+    """The largest memory of this tree while it runs."""
+
+    def __init__(self, base: int) -> None:
+        super().__init__(daemon=True)
+        self.base = self.peak = base
+        self.over = threading.Event()
+        self.start()
+
+    @staticmethod
+    def look() -> int:
+        """Return the memory now, in bytes."""
+        return sum(kib(pid, "smaps_rollup", "Pss:") for pid in family()) * 1024
+
+    def run(self) -> None:
+        """Look until told to stop."""
+        while not self.over.wait(0.05):
+            self.peak = max(self.peak, self.look())
+
+    def stop(self) -> int:
+        """Return how much more there was than at the start."""
+        self.over.set()
+        self.join()
+        return max(self.peak, self.look()) - self.base
+
+
 class Case:
     """A way to save: `save` returns when the trainer may go on, `finish` when it is written."""
 
     def __init__(self, root: str, state: dict[str, Any]) -> None:
         self.root, self.state = root, state
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Do what a training loop does once, before the first save."""
 
     def save(self, number: int) -> None:
         """Save."""
@@ -64,20 +125,30 @@ class Clone(Case):
 
 
 class PlainWrite(Case):
-    """What the file system takes: large writes from one buffer, one file."""
+    """What the file system takes: large writes, as many files at a time as the others write."""
 
     def save(self, number: int) -> None:
         """Write."""
-        with open(f"{self.root}/{number}", "wb", buffering=0) as file:
-            file.writelines(memoryview(value.numpy()).cast("B") for value in self.state.values())
-            os.fsync(file.fileno())
+        views = [memoryview(value.numpy()).cast("B") for value in self.state.values()]
+
+        def write(part: int) -> None:
+            with open(f"{self.root}/{number}-{part}", "wb", buffering=0) as file:
+                file.writelines(views[part::THREADS])
+                os.fsync(file.fileno())
+
+        helpers = [threading.Thread(target=write, args=(part,)) for part in range(1, THREADS)]
+        for helper in helpers:
+            helper.start()
+        write(0)
+        for helper in helpers:
+            helper.join()
 
 
 class NvrxDcp(Case):
     """A DCP checkpoint of this package."""
 
-    def save(self, number: int) -> None:
-        """Schedule."""
+    def prepare(self) -> None:
+        """Import, and make the queue."""
         from nvidia_resiliency_ext.checkpointing.async_ckpt import state_dict_saver as saver
         from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
             AsyncCallsQueue,
@@ -87,15 +158,18 @@ class NvrxDcp(Case):
             FileSystemWriterAsync,
         )
 
-        if not hasattr(self, "queue"):
-            self.queue, self.cache = AsyncCallsQueue(), saver.CheckpointMetadataCache()
-        writer = FileSystemWriterAsync(f"{self.root}/{number}", thread_count=1)
-        ret = saver.save_state_dict_async_plan(
+        self.saver, self.request, self.writer = saver, AsyncRequest, FileSystemWriterAsync
+        self.queue, self.cache = AsyncCallsQueue(), saver.CheckpointMetadataCache()
+
+    def save(self, number: int) -> None:
+        """Schedule."""
+        writer = self.writer(f"{self.root}/{number}", thread_count=THREADS)
+        ret = self.saver.save_state_dict_async_plan(
             self.state, writer, None, 0, enable_cache=True, metadata_cache=self.cache
         )
         function, preload, args = writer.get_save_function_and_args()
-        finalize = functools.partial(saver.save_state_dict_async_finalize, *ret)
-        request = AsyncRequest(function, args, [finalize], preload_fn=preload)
+        finalize = functools.partial(self.saver.save_state_dict_async_finalize, *ret)
+        request = self.request(function, args, [finalize], preload_fn=preload)
         self.queue.schedule_async_request(request)
 
     def finish(self) -> None:
@@ -110,12 +184,14 @@ class NvrxDcp(Case):
 class NvrxTorch(Case):
     """A file of torch.save of this package."""
 
+    def prepare(self) -> None:
+        """Import, and make the queue."""
+        from nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
+
+        self.checkpoint = TorchAsyncCheckpoint()
+
     def save(self, number: int) -> None:
         """Schedule."""
-        from nvidia_resiliency_ext.checkpointing.async_ckpt import TorchAsyncCheckpoint
-
-        if not hasattr(self, "checkpoint"):
-            self.checkpoint = TorchAsyncCheckpoint()
         self.checkpoint.async_save(self.state, f"{self.root}/{number}")
 
     def finish(self) -> None:
@@ -124,24 +200,28 @@ class NvrxTorch(Case):
 
     def close(self) -> None:
         """Stop the worker."""
-        self.checkpoint.close()
+        getattr(self.checkpoint, "close", int)()  # the reference's releases have none
 
 
 class DcpProcess(Case):
     """torch's own asynchronous save: a process, with staging in shared memory."""
 
-    def save(self, number: int) -> None:
-        """Schedule."""
+    def prepare(self) -> None:
+        """Import, and make what stages."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-        if not hasattr(self, "stager"):
-            self.stager = DefaultStager(StagingOptions(False, True, True, False))
-        self.done = dcp.async_save(
+        self.dcp, self.kind = dcp, AsyncCheckpointerType.PROCESS
+        self.stager = DefaultStager(StagingOptions(False, True, True, False))
+
+    def save(self, number: int) -> None:
+        """Schedule."""
+        path = f"{self.root}/{number}"
+        self.done = self.dcp.async_save(
             self.state,
-            storage_writer=dcp.FileSystemWriter(f"{self.root}/{number}"),
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            storage_writer=self.dcp.FileSystemWriter(path, thread_count=THREADS),
+            async_checkpointer_type=self.kind,
             async_stager=self.stager,
         )
         self.done.staging_completion.result()
@@ -179,13 +259,16 @@ def run(case: str, mb: int, root: str, repeats: int) -> None:
     kinds: dict[str, Callable[..., Case]] = dict(
         zip(
             CASES,
-            (Memcpy, Clone, PlainWrite, NvrxDcp, NvrxTorch, DcpProcess, TorchSave),
+            (Memcpy, Clone, PlainWrite, TorchSave, NvrxDcp, NvrxTorch, DcpProcess),
             strict=True,
         )
     )
     one = kinds[case](root, state)
     rows = []
-    for number in range(repeats + 1):
+    base, peak = Peak.look(), None
+    for number in range(repeats + 3):
+        if number == repeats + 1:
+            peak = Peak(base)  # looking at memory takes time: these rows do not count
         begin = time.perf_counter()
         one.save(number)
         stall = time.perf_counter()
@@ -194,18 +277,24 @@ def run(case: str, mb: int, root: str, repeats: int) -> None:
         stepped = time.perf_counter()
         one.finish()
         end = time.perf_counter()
-        rows.append((stall - begin, stepped - stall, end - begin))
+        done = stall if case in SYNCHRONOUS else end
+        write = done - (begin if case in SYNCHRONOUS else stall)
+        rows.append((stall - begin, stepped - stall, write, done - begin))
         for name in os.listdir(root):
             path = os.path.join(root, name)
             shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+    extra = peak.stop() / mb / MB if peak else 0.0
+    workers = [kib(pid, "status", "RssAnon:", "RssFile:") // 1024 for pid in family()[1:]]
     one.close()
     dist.destroy_process_group()
-    first, *later = rows
-    medians = [statistics.median(row[column] for row in later) for column in range(3)]
+    first, *later = rows[: repeats + 1]
+    medians = [statistics.median(row[column] for row in later) for column in range(4)]
     emit(
-        case=case, mb=mb, first_stall_s=round(first[0], 4), stall_s=round(medians[0], 4),
-        next_step_s=round(medians[1], 4), total_s=round(medians[2], 4),
-        gbps=round(mb / 1024 / medians[2], 3),
+        case=case, mb=mb, threads=THREADS, first_stall_s=round(first[0], 4),
+        stall_s=round(medians[0], 4), next_step_s=round(medians[1], 4),
+        write_s=round(medians[2], 4), total_s=round(medians[3], 4),
+        gib_per_s=round(mb / 1024 / medians[2], 3), extra_memory=round(extra, 2),
+        worker_mb=workers,
     )  # fmt: skip
 
 
@@ -217,11 +306,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--root", default="/dev/shm/nvrx-bench-save")  # noqa: S108
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--touch-gib", type=int, default=6, help="memory to touch before; 0: none")
     parser.add_argument("--case", choices=CASES, help="run one case here")
     options = parser.parse_args()
     if options.case:
         run(options.case, options.mb, options.root, options.repeats)
         return
+    if options.touch_gib:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        mmap.mmap(-1, options.touch_gib << 30, flags).close()
     for case in options.cases.split(","):
         words = ["--mb", str(options.mb), "--repeats", str(options.repeats), "--root", options.root]
         command = [options.python, os.path.abspath(__file__), "--case", case, *words]

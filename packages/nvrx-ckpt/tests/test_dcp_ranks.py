@@ -15,6 +15,7 @@ SCENARIOS = (
     "write_fails",
     "publish_fails",
     "nothing_on_one_rank",
+    "nothing_to_save_on_one_rank",
     "aborted",
     "subgroup",
     "world_shrinks",  # last: the ranks have parted afterwards
@@ -81,6 +82,11 @@ def test_failed_publishing_is_reported_on_all_ranks(results):
 def test_rank_without_work_does_not_hold_up_the_others(results):
     """A request without function is done at once, behind a real save as well."""
     assert results("nothing_on_one_rank") == [[0, 1]] * 2
+
+
+def test_rank_with_nothing_to_save_does_not_bring_the_metadata_to_the_training_thread(results):
+    """The coordinator's thread publishes also when another rank's part is empty."""
+    assert results("nothing_to_save_on_one_rank") == [[[0, 1], [False, True]], [[0, 1], []]]
 
 
 @pytest.mark.no_second_try

@@ -321,6 +321,35 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(two_ranks, tmp_path, how):
         assert names == [f"iter_0000001_{rank}_local.pt"]
 
 
+def load_without_device(rank, world, root):
+    from unittest import mock
+
+    def restore(self, non_blocking=True):
+        if rank == 1:
+            raise RuntimeError("out of device memory")
+
+    manager = LocalCheckpointManager(root)
+    found = manager.find_latest()
+    with mock.patch.object(BasicTensorAwareStateDict, "restore_tensor_device", restore):
+        try:
+            manager.load()
+        except CheckpointingException as error:
+            text = str(error)
+        else:
+            text = "no error"
+    state, _ = manager.load()
+    return found, text, is_state(state, rank, found)
+
+
+def test_a_device_that_fails_on_one_rank_is_an_error_on_all(two_ranks, tmp_path):
+    """All ranks raise when one cannot put its tensors on its device; the files stay good."""
+    two_ranks.run(save_all, tmp_path, [1])
+    for found, text, right in two_ranks.run(load_without_device, tmp_path):
+        assert (found, right) == (1, True)
+        assert "rank 1: RuntimeError: out of device memory" in text
+        assert "rank 0" not in text
+
+
 def save_different(rank, world, root):
     manager = LocalCheckpointManager(root)
     try:

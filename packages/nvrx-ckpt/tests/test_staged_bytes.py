@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvidia_resiliency_ext.checkpointing import _checksum, _image
+from nvidia_resiliency_ext.checkpointing._copying import Copier
 from nvidia_resiliency_ext.checkpointing._durable import FileSaver, write_small_file
 from nvidia_resiliency_ext.checkpointing._errors import CheckpointWriteError
 from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer, StagingPool, round_up
@@ -214,3 +215,18 @@ def test_failed_stream_is_never_published(limit):
     assert {name: len(data) for name, data in store.items()} == (
         {"/name": length} if limit > length else {}
     )
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_copies_are_whole_with_any_number_of_threads(threads):
+    """Pieces of all sizes reach their targets, also of memory that cannot be written."""
+    sizes = [0, 1, 5 << 20, (4 << 20) + 1, 9]
+    sources = [os.urandom(size) for size in sizes]
+    targets = [bytearray(size) for size in sizes]
+    with Copier(threads) as copier:
+        copier.copy(list(zip(targets, sources, strict=True)))
+        assert targets == sources
+        with pytest.raises(ValueError, match="8 bytes do not fit into 9"):
+            copier.copy([(targets[-1], sources[-1][:8])])
+        with pytest.raises(ValueError, match="read-only"):
+            copier.copy([(sources[2], bytes(5 << 20))])

@@ -213,8 +213,7 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    """A disk that is full until the test says otherwise; nobody tries again by himself."""
-    monkeypatch.setattr(writers, "TRY_AGAIN_S", 3600.0)
+    """A disk that is full until the test says otherwise."""
     return Disk(monkeypatch)
 
 
@@ -254,22 +253,20 @@ def test_an_end_that_could_not_be_written_holds_nothing_up(tmp_path: Path, disk:
     assert os.readlink(tmp_path / "cycle_info.a.current") == "cycle_info.a.0.2"
 
 
-def test_what_a_full_disk_left_out_is_tried_again(
-    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_full_disk_is_logged_once_and_so_is_its_end(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A cycle may last for days: its file does not wait for its end; both are told to people."""
-    monkeypatch.setattr(writers, "TRY_AGAIN_S", 0.02)
+    """What could not be written is written with the next file; one line tells of each change."""
     caplog.set_level("INFO", logger="nvrx")
     writer = info.CycleInfoWriter(str(tmp_path))
     writer.write_cycle_start("a", 0, 0, START, "", "n1")
-    for _ in range(3):
-        disk.wait_until_it_refused()
-    disk.is_full = False
-    deadline = time.monotonic() + 10
-    while not (tmp_path / "cycle_info.a.current").exists():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
+    disk.wait_until_it_refused()
+    writer.update_cycle_end("a", 0, 0, END)
+    disk.wait_until_it_refused()
+    writer._hand_over(lambda: setattr(disk, "is_full", False))
+    writer.write_cycle_start("a", 0, 1, END, "", "n1")
     writer.shutdown()
+    assert (tmp_path / "cycle_info.a.0.0").exists()
     assert caplog.text.count("cannot be written") == 1
     assert caplog.text.count("is written again") == 1
 

@@ -18,7 +18,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceCon
 from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment, Outcome
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
-from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
+from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation, missing_module
 from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
@@ -216,7 +216,7 @@ def test_wrong_types_are_type_errors():
 )
 def test_what_is_left_of_the_restarts_is_said(tmp_path, caplog, cycle, outcome, left, text):
     """The restart that begins is not counted as left; a job without any is told of the flag."""
-    told = Chronicle(
+    told = EventReporter(
         NULL_EVENTS, FailureLog(str(tmp_path)), SystemClock(), host="h", shows_stacks=False
     )
     told.round_joined(Assignment(cycle, 0, 1, 0, 2, "127.0.0.1", 29500))
@@ -227,7 +227,7 @@ def test_what_is_left_of_the_restarts_is_said(tmp_path, caplog, cycle, outcome, 
 
 def test_a_rank_that_ended_early_is_named_when_others_fail(tmp_path, caplog):
     """Others fail because it is gone, and it failed nowhere; in the next cycle it is forgotten."""
-    told = Chronicle(
+    told = EventReporter(
         NULL_EVENTS, FailureLog(str(tmp_path)), SystemClock(), host="h", shows_stacks=False
     )
     told.round_joined(Assignment(0, 0, 1, 0, 3, "127.0.0.1", 29500))

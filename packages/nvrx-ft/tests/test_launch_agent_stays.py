@@ -44,8 +44,8 @@ class LastRounds:
                     "clock": types.SimpleNamespace(monotonic=lambda: 0.0),
                     "gate": types.SimpleNamespace(admit=lambda *_: None),
                     "monitor": types.SimpleNamespace(last_iteration=lambda: None),
-                    "chronicle": nothing,
-                    "desk": types.SimpleNamespace(start_grace=None),
+                    "reporter": nothing,
+                    "controller": types.SimpleNamespace(start_grace=None),
                     "on_bad_node": lambda _: None,
                     "rendezvous": self,
                 }

@@ -19,7 +19,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.exceptions import ErrorFile, re
 from nvidia_resiliency_ext.fault_tolerance._core.machine import RoundClosed
 from nvidia_resiliency_ext.fault_tolerance._report import failures as faults
 from nvidia_resiliency_ext.fault_tolerance._report import failures as records
-from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
+from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._workers import output, workers
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortInUseError, PortReservation
 from nvidia_resiliency_ext.shared_utils import events
@@ -485,11 +485,11 @@ def test_streams_that_cannot_all_be_opened_leave_no_descriptor(tmp_path, loop):
 def test_command_line_that_is_no_unicode_is_recorded():
     """A job whose arguments hold other bytes starts like any other."""
     log = events.NULL_EVENTS
-    chronicle = Chronicle(
+    reporter = EventReporter(
         log, records.FailureLog("/nowhere"), SystemClock(), host="h", shows_stacks=False
     )
     argv = ("run", os.fsdecode(b"a\xff"))
-    chronicle.job_started(argv=argv, nnodes="1:1", nproc=1, policy="any-failed")
+    reporter.job_started(argv=argv, nnodes="1:1", nproc=1, policy="any-failed")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "symlink", "directory"])

@@ -39,7 +39,7 @@ class Bench:
         self.loop = EventLoop(self.clock)
         self.memory = FakeMemory()
         self.recorded = []
-        chronicle = SimpleNamespace(
+        reporter = SimpleNamespace(
             node_checked=lambda results: self.recorded.append([r.status for r in results]),
             memory_reclaimed=self.recorded.append,
         )
@@ -50,7 +50,7 @@ class Bench:
             injected=injected,
         )
         self.gate = NodeGate(
-            settings, check, self.memory, loop=self.loop, clock=self.clock, chronicle=chronicle
+            settings, check, self.memory, loop=self.loop, clock=self.clock, reporter=reporter
         )
 
     def run_until(self, condition):

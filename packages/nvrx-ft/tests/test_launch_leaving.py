@@ -197,8 +197,14 @@ class Stays:
         self.told, self.must_stay, self._events = [], True, list(events)
         loop = types.SimpleNamespace(run_once=self.turn)
         parts = dict.fromkeys((field.name for field in dataclasses.fields(Parts)), None)
-        desk = types.SimpleNamespace(start_grace=lambda: self.told.append("grace"))
-        parts |= {"policy": SERVES, "loop": loop, "rendezvous": self, "desk": desk, "host": "a"}
+        controller = types.SimpleNamespace(start_grace=lambda: self.told.append("grace"))
+        parts |= {
+            "policy": SERVES,
+            "loop": loop,
+            "rendezvous": self,
+            "controller": controller,
+            "host": "a",
+        }
         self.agent = NodeAgent(Parts(**parts | {"reports_leftovers": False}))
 
     def turn(self):

@@ -23,7 +23,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.mailbox import RefusalLog
 from nvidia_resiliency_ext.fault_tolerance._monitor import handle as sweep
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages as control
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages as rank_messages
-from nvidia_resiliency_ext.fault_tolerance._monitor.acceptor import Doorway
+from nvidia_resiliency_ext.fault_tolerance._monitor.acceptor import Acceptor
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, MonitorStartError
 from nvidia_resiliency_ext.fault_tolerance._monitor.link import LinkError, RankLink
 from nvidia_resiliency_ext.fault_tolerance._monitor.server import MonitorServer, _Order
@@ -428,20 +428,20 @@ class NoDescriptors:
 def test_a_doorway_without_descriptors_does_not_make_the_loop_spin(socket_folder):
     """A caller for whom no descriptor is left waits, and the listener is not watched meanwhile."""
     loop = Watched()
-    doorway = Doorway(str(socket_folder / "m.sock"), loop, print, print)
+    acceptor = Acceptor(str(socket_folder / "m.sock"), loop, print, print)
     [listener] = loop
     accept = loop[listener]
-    doorway._listener = NoDescriptors()
-    loop.watch(doorway._listener, accept)
+    acceptor._listener = NoDescriptors()
+    loop.watch(acceptor._listener, accept)
     loop.unwatch(listener)
     accept()
     assert not loop
-    doorway._listener = listener
-    resumes_at = doorway.next_expiry()
-    doorway.expire(resumes_at)
+    acceptor._listener = listener
+    resumes_at = acceptor.next_expiry()
+    acceptor.expire(resumes_at)
     assert list(loop) == [listener]
-    assert doorway.next_expiry() is None
-    doorway.close()
+    assert acceptor.next_expiry() is None
+    acceptor.close()
 
 
 SERVE = """

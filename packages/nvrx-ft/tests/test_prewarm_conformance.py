@@ -74,7 +74,7 @@ CONTROLS = {
         "before.environ.NVRX_TEST_WITHDRAWN",
     ),
     "temporary folder": (('["tempdir"] = None', '["tempdir"] = "/"'), "before.python.tempdir"),
-    "umask": (('os.umask(go["umask"])', "os.umask(0o7)"), "before.process.Umask"),
+    "umask": (("time.tzset()", "time.tzset(); os.umask(0o7)"), "before.process.Umask"),
     "scheduling": (
         ("os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))", "pass"),
         "before.process.policy",
@@ -87,7 +87,10 @@ CONTROLS = {
         ("\nsys.modules.pop(__name__, None)\n__import__(__name__)", "\n"),
         "before.main.sitecustomize",
     ),
-    "socket": (("door.close()", "globals().update(kept=door)"), "before.process.fds"),
+    "socket": (
+        ("control_socket.close()", "globals().update(kept=control_socket)"),
+        "before.process.fds",
+    ),
     "shared random state": (
         ("gc.collect()", "gc.collect(); __import__('random').seed(7)"),
         "before.python.random",

@@ -402,33 +402,6 @@ def test_our_sockets_are_not_inherited(tmp_path, held):
     assert not os.get_inheritable(standby.fileno())
 
 
-def test_cores_and_folder_are_applied(tmp_path, held):
-    """Cores, folder and umask of "go" are the worker's."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    core = min(os.sched_getaffinity(0))
-    path = script(
-        tmp_path,
-        "import os; print(os.getcwd(), os.sched_getaffinity(0), oct(os.umask(0)))",
-    )
-    standby = held(path)
-    conformance.receive(standby)
-    out = tmp_path / "out"
-    with out.open("w") as file:
-        standby.go(
-            GoOrder(
-                standby.env,
-                cwd=str(folder),
-                umask=0o27,
-                stdio_fds=(None, file.fileno(), None),
-                cores=frozenset({core}),
-            )
-        )
-    assert isinstance(conformance.receive(standby), Begun)
-    standby.release().wait(20.0)
-    assert out.read_text() == f"{folder} {{{core}}} 0o27\n"
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.no_second_try

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from rendezvous_store import Served, arrival, hosted, name, rules
 
-from nvidia_resiliency_ext.fault_tolerance._agent.preemption import PreemptionDesk
+from nvidia_resiliency_ext.fault_tolerance._agent.preemption import PreemptionController
 from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import (
     NodeSettings,
     StoreRendezvous,
@@ -156,19 +156,18 @@ def test_a_node_whose_clock_is_off_is_named_on_all_and_works(
 # The end of the job's time -----------------------------------------------------------------------
 
 
-def announced_after(make: Callable[[ManualClock, EventLoop], PreemptionDesk]) -> float | None:
-    """Return after how many seconds a desk announces the end, None when not within an hour."""
+def announced_after(make: Callable[[ManualClock, EventLoop], PreemptionController]) -> float | None:
+    """Return after how many seconds the end is announced; None: not within an hour."""
     clock = ManualClock(wall_s=10_000.0)
     told: list[float] = []
     with contextlib.closing(EventLoop(clock)) as loop:
-        desk = make(clock, loop)
+        controller = make(clock, loop)
 
         def post(event: object) -> None:
             assert isinstance(event, Preempted)
             told.append(clock.monotonic())
 
-        desk.open(post, None, list)  # type: ignore[arg-type]
-        desk.clock_is_off(MINUTES_S)
+        controller.open(post, None, list)  # type: ignore[arg-type]
         began = clock.monotonic()
         for _ in range(3600):
             # Something is always due, so the loop never waits for the machine's time.
@@ -180,14 +179,11 @@ def announced_after(make: Callable[[ManualClock, EventLoop], PreemptionDesk]) ->
     return None
 
 
-@pytest.mark.parametrize(("is_told", "after_s"), [(True, 880.0), (False, 700.0)])
-def test_a_deadline_does_not_go_by_a_clock_that_is_off(is_told: bool, after_s: float) -> None:
-    """A time that the scheduler named is read by the clocks that agree; `+SECONDS` by none."""
+def test_a_deadline_is_announced_the_grace_time_before() -> None:
+    """Ranks get the whole grace time: 820 s are left, of which 120 s are theirs."""
 
-    def make(clock: ManualClock, loop: EventLoop) -> PreemptionDesk:
+    def make(clock: ManualClock, loop: EventLoop) -> PreemptionController:
         end = clock.wall() + 820.0
-        return PreemptionDesk(
-            loop, clock, host="a", signum=None, grace_s=120.0, end=end, end_is_told=is_told
-        )
+        return PreemptionController(loop, clock, host="a", signum=None, grace_s=120.0, end=end)
 
-    assert announced_after(make) == pytest.approx(after_s, abs=2.0)
+    assert announced_after(make) == pytest.approx(700.0, abs=2.0)

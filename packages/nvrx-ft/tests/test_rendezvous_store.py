@@ -4,6 +4,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -455,8 +456,6 @@ def test_the_socket_of_a_connection_is_found_among_others(served: Served) -> Non
 
 def test_a_connection_is_watched_over(served: Served) -> None:
     """The kernel asks an idle connection for signs of life, and bounds its silence."""
-    import socket
-
     link = served.connect()._link
     assert link is not None
     with socket.socket(fileno=os.dup(link._descriptor)) as sock:
@@ -475,3 +474,28 @@ def test_the_limit_of_open_files_is_raised_only_as_needed(
     for wanted in (512, 1024, 2000, 100_000):
         store._allow_open_files(wanted)
     assert asked == [(2000, 4096), (4096, 4096)]
+
+
+CONNECTING = """
+import sys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import store
+try:
+    store._connect_client("127.0.0.1", int(sys.argv[1]), 0.5)
+except store.StoreLostError as error:
+    print("lost:", error)
+"""
+
+
+def test_a_program_that_is_no_store_is_told_of_in_one_line():
+    """What takes connections and says nothing leaves none of torch's C++ frames in the log."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        done = subprocess.run(
+            [sys.executable, "-c", CONNECTING, str(mute.getsockname()[1])],
+            env={name: v for name, v in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.stdout.startswith("lost: "), done.stderr
+    assert "frame #" not in done.stderr

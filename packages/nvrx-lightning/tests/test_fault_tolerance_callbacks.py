@@ -192,6 +192,98 @@ def test_a_lost_monitor(tmp_path, monitor, policy, caplog):
     assert caplog.text.count("the rank monitor is lost") == 1
 
 
+def test_a_monitor_is_found_again(tmp_path, monitor, caplog):
+    """After a new monitor has taken the place of a lost one, heartbeats go on, with one line."""
+    config = {"initial_rank_heartbeat_timeout": 60.0, "rank_heartbeat_timeout": 60.0}
+    process = monitor(monitor_loss="fatal", **config)
+    callback = FaultToleranceCallback(False, calculate_timeouts=False)
+    deadline = time.monotonic() + 60.0
+
+    def replace(step):
+        session = callback._session
+        if step == 2:
+            process.kill()
+            process.join(20.0)
+            while session.client._words is not None and time.monotonic() < deadline:
+                time.sleep(0.01)
+        if step == 3:
+            assert not session.is_connected
+            monitor(monitor_loss="fatal", **config)
+            while time.monotonic() < min(session._retry_at, deadline):
+                time.sleep(0.01)
+        if step == 4:
+            assert session.is_connected
+
+    job = trainer(tmp_path, [callback])
+    with caplog.at_level(logging.WARNING):
+        job.fit(SmallModule(replace))
+    assert job.global_step == 6
+    assert caplog.text.count("the rank monitor is lost") == 1
+    assert caplog.text.count("connected to a rank monitor again") == 1
+
+
+HEARTBEAT_HOOKS = {
+    "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_epoch_start",
+    "on_train_batch_end", "on_validation_start", "on_validation_batch_end", "on_validation_end",
+    "on_save_checkpoint", "on_load_checkpoint", "on_train_end", "on_train_epoch_end", "teardown",
+}  # fmt: skip
+
+
+def test_hooks_that_send_heartbeats(tmp_path, monitor, monkeypatch):
+    """Each hook that may come after a long time sends one; a least interval drops the others."""
+    monitor()
+    hooks = []
+    send = ft.RankMonitorClient.send_heartbeat
+
+    def note(client):
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name not in HEARTBEAT_HOOKS:
+            frame = frame.f_back
+        hooks.append(frame and frame.f_code.co_name)
+        return send(client)
+
+    monkeypatch.setattr(ft.RankMonitorClient, "send_heartbeat", note)
+    callback = FaultToleranceCallback(False, calculate_timeouts=True)
+    trainer(tmp_path, [callback], max_steps=4).fit(SmallModule())
+    again = trainer(tmp_path, [callback], max_steps=40)
+    again.fit(SmallModule(), ckpt_path=newest(tmp_path))
+    assert set(hooks) == HEARTBEAT_HOOKS
+    hooks.clear()
+    rare = FaultToleranceCallback(False, calculate_timeouts=True, min_heartbeat_interval=3600.0)
+    trainer(tmp_path, [rare], max_steps=4).fit(SmallModule())
+    assert len(hooks) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "is_complete", "is_learned"),
+    [("last step", True, True), ("stopped early", False, True), ("exit 0", False, True),
+     ("exit 1", False, False), ("error", False, False)],
+)  # fmt: skip
+def test_how_a_run_ends(tmp_path, monitor, clean_environment, how, is_complete, is_learned):
+    """Only the last step completes the training; a clean stop still calculates timeouts."""
+    flag = tmp_path / "finished"
+    clean_environment.setenv("FAULT_TOL_FINISHED_FLAG_FILE", str(flag))
+    monitor()
+    callback = FaultToleranceCallback(autoresume=True, calculate_timeouts=True)
+    trainer(tmp_path, [], max_steps=2).fit(SmallModule())
+    job = trainer(tmp_path, [callback], max_steps=8)
+
+    def at_step(step):
+        if step == 6 and how == "stopped early":
+            job.should_stop = True
+        elif step == 6 and how.startswith("exit"):
+            raise SystemExit(int(how[-1]))
+        elif step == 6 and how == "error":
+            raise KeyError("of the user")
+
+    raised = {"exit 0": SystemExit, "exit 1": SystemExit, "error": KeyError}.get(how)
+    with pytest.raises(raised) if raised else contextlib.nullcontext():
+        job.fit(SmallModule(at_step), ckpt_path=newest(tmp_path))
+    assert flag.exists() == is_complete
+    assert (tmp_path / "ft_state" / "_ft_state.json").exists() == is_learned
+    assert not callback.is_initialized
+
+
 def run_two_ranks(case, folder, sockets):
     """Run both ranks, each with a monitor; return what they printed."""
     config = ft.FaultToleranceConfig(

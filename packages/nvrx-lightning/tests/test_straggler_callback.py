@@ -11,6 +11,8 @@ import torch
 
 straggler = pytest.importorskip("nvidia_resiliency_ext.attribution.straggler")
 
+from lightning.pytorch import Trainer  # noqa: E402
+from lightning.pytorch.plugins.io import TorchCheckpointIO  # noqa: E402
 from lightning_jobs import SmallModule, trainer  # noqa: E402
 
 from nvidia_resiliency_ext.ptl_resiliency import StragglerDetectionCallback  # noqa: E402
@@ -88,6 +90,92 @@ def test_a_straggler_ends_the_training(tmp_path, one_rank, slow_gpu, caplog):
     last = torch.load(tmp_path / "ckpt" / "last.ckpt", weights_only=False)
     assert last["global_step"] == job.global_step < 500
     assert not straggler.Detector.initialized
+
+
+def bare_trainer(folder, callback, **options):
+    """Return a trainer of one gloo rank without any checkpoint callback."""
+    return Trainer(
+        accelerator="cpu", devices=1, strategy="ddp", logger=False, max_steps=500,
+        default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, callbacks=[callback], limit_val_batches=0, **options,
+    )  # fmt: skip
+
+
+def test_a_straggler_ends_a_training_without_checkpoints(tmp_path, one_rank, slow_gpu):
+    """The exit status is 1 also where no checkpoint callback could save anything."""
+    job = bare_trainer(tmp_path, StragglerDetectionCallback(**OPTIONS))
+    with pytest.raises(SystemExit) as ended:
+        job.fit(SmallModule())
+    assert ended.value.code == 1
+    assert job.should_stop
+    assert job.global_step < 500
+    assert not straggler.Detector.initialized
+
+
+class Finalizing(TorchCheckpointIO):
+    """Saves as usual, and is asked to finish what runs in the background."""
+
+    def __init__(self):
+        self.calls = []
+
+    def save_checkpoint(self, *args, **options):
+        self.calls.append("save")
+        super().save_checkpoint(*args, **options)
+
+    def maybe_finalize_save_checkpoint(self, blocking=False):
+        self.calls.append(blocking)
+        return True
+
+
+def test_the_last_save_is_waited_for(tmp_path, one_rank, slow_gpu):
+    """A save that runs in the background is finished before the program ends."""
+    io = Finalizing()
+    job = trainer(tmp_path, [StragglerDetectionCallback(**OPTIONS)], max_steps=500, plugins=[io])
+    with pytest.raises(SystemExit):
+        job.fit(SmallModule())
+    assert io.calls[-2:] == ["save", True]
+
+
+def test_scores_are_metrics(tmp_path, one_rank, slow_gpu, caplog):
+    """Least, median and greatest score of each kind are logged; a failing logger costs a line."""
+    logged = []
+
+    class Module(SmallModule):
+        def log_dict(self, metrics, **options):
+            logged.append((metrics, options))
+            raise OSError("the disk of the logger is full")
+
+    options = {**OPTIONS, "stop_if_detected": False, "enable_ptl_logging": True}
+    job = trainer(tmp_path, [StragglerDetectionCallback(**options)], max_steps=60)
+    with caplog.at_level(logging.INFO):
+        job.fit(Module())
+    assert job.global_step == 60
+    relative, individual = logged[0][0], logged[1][0]
+    assert relative == dict.fromkeys(
+        ("gpu_relative_perf/min", "gpu_relative_perf/median", "gpu_relative_perf/max"), 1.0
+    )
+    assert list(individual) == [f"gpu_individual_perf/{name}" for name in ("min", "median", "max")]
+    assert logged[-1][0]["gpu_individual_perf/min"] == 0.5
+    assert logged[0][1] == {"logger": True, "batch_size": 1, "rank_zero_only": True}
+    assert "the scores were not logged as metrics" in caplog.text
+
+
+def test_the_users_exception_ends_the_detector(tmp_path, one_rank):
+    """An exception in a step reaches the user, the step is given back, and a second fit works."""
+    callback = StragglerDetectionCallback(**OPTIONS)
+
+    def fail(step):
+        if step == 2:
+            raise KeyError("of the user")
+
+    job = trainer(tmp_path, [callback])
+    with pytest.raises(KeyError, match="of the user"):
+        job.fit(SmallModule(fail))
+    assert not straggler.Detector.initialized
+    assert "training_step" not in vars(job.strategy)
+    again = trainer(tmp_path, [callback])
+    again.fit(SmallModule())
+    assert again.global_step == 6
 
 
 @pytest.mark.parametrize("options", [{"stop_if_detected": False}, {"stop_after_n_reports": 1000}])

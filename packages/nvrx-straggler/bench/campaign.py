@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many slow ranks are named: generated jobs with known slow ranks, scored as a report does.
 
-Each trial draws medians of kernels for all ranks with noise, slows some ranks, drops kernels from
-ranks, silences one rank, and compares whom the scores name with whom it slowed. One threshold, as
-a job has one, serves all slowdowns. Prints one JSON line for each amount of slowdown, and one for
-healthy jobs.
+Each trial draws medians of kernels for all ranks: kernels that all ranks run, kernels that only
+some of them run, noise of samples, differences between GPUs. It slows some ranks, silences one, and
+compares whom a report names with whom it slowed. The threshold is one number for all jobs, or what
+`Report.suggest_threshold` finds in each report. Prints one JSON line for each amount of slowdown,
+the first for healthy jobs.
 """
 
 from __future__ import annotations
@@ -12,70 +13,95 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import dataclass
 
 import numpy as np
 
+from nvidia_resiliency_ext.attribution.straggler import Report
 from nvidia_resiliency_ext.attribution.straggler._scores.scoring import (
     ABSTAINS,
+    MISSING,
     ScoringOptions,
     gpu_score,
     ratios,
     reference_of_ranks,
 )
+from nvidia_resiliency_ext.attribution.straggler._scores.views import RankScores
 
-KERNELS = 60
+COMMON_KERNELS = 40
+OTHER_KERNELS = 20
 SAMPLES = 100
 NOISE = 0.03
-MISSING_PART = 0.02
+
+
+@dataclass(frozen=True)
+class Job:
+    """What kind of jobs are generated, and how ranks are named.
+
+    Attributes:
+        largest: Most ranks of a job; the least is 8.
+        spread: Standard deviation of the speed of healthy GPUs, as a part of it.
+        scope: `reference_scope` of the detector.
+        threshold: Relative GPU score below which a rank is named; None: as the report suggests.
+    """
+
+    largest: int
+    spread: float = 0.005
+    scope: str = "all"
+    threshold: float | None = None
 
 
 def window(
-    generator: np.random.Generator, ranks: int, slow: np.ndarray, slowdown: float
+    generator: np.random.Generator, ranks: int, slow: np.ndarray, slowdown: float, spread: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return medians `[ranks, kernels]` and weights; one rank is silent, some kernels missing."""
-    base = generator.lognormal(3.0, 1.5, KERNELS)
+    kernels = COMMON_KERNELS + OTHER_KERNELS
+    base = generator.lognormal(3.0, 1.5, kernels)
     # The median of n noisy samples varies by about 1.25 / sqrt(n) of one sample's noise.
-    spread = NOISE * 1.25 / np.sqrt(SAMPLES)
-    medians = base * (1 + np.abs(generator.normal(0, spread, (ranks, KERNELS))))
+    noise = NOISE * 1.25 / np.sqrt(SAMPLES)
+    medians = base * (1 + generator.normal(0, noise, (ranks, kernels)))
+    medians *= 1 + generator.normal(0, spread, (ranks, 1))
     medians[slow] *= 1 + slowdown
     weights = medians * SAMPLES
-    medians[generator.random((ranks, KERNELS)) < MISSING_PART] = ABSTAINS
+    lacks = generator.random((ranks, OTHER_KERNELS)) < 0.5
+    medians[:, COMMON_KERNELS:][lacks] = MISSING
     medians[generator.integers(ranks)] = ABSTAINS
     return medians, weights
 
 
-def named(medians: np.ndarray, weights: np.ndarray, threshold: float) -> set[int]:
-    """Return the ranks whose relative score is below the threshold."""
-    reference = reference_of_ranks(medians, ScoringOptions(reference_scope="present"))
-    found = set()
-    for rank, own in enumerate(medians):
-        times = np.where(np.isfinite(own), own, np.nan)
-        if gpu_score(ratios(reference, times), weights[rank]) < threshold:
-            found.add(rank)
-    return found
+def named(medians: np.ndarray, weights: np.ndarray, job: Job) -> set[int]:
+    """Return the ranks that a report of these medians names."""
+    reference = reference_of_ranks(medians, ScoringOptions(reference_scope=job.scope))
+    times = np.where(np.isfinite(medians) & (medians > 0), medians, np.nan)
+    scores = [
+        gpu_score(ratios(reference, own), weight)
+        for own, weight in zip(times, weights, strict=True)
+    ]
+    report = Report(RankScores(np.array(scores), 0), {}, {}, {}, {}, {}, {}, 0.0, True)
+    threshold = report.suggest_threshold() if job.threshold is None else job.threshold
+    found = report.identify_stragglers(gpu_rel_threshold=threshold)
+    return {item.rank for item in found["straggler_gpus_relative"]}
 
 
-def campaign(
-    seed: int, trials: int, slowdown: float, largest: int, threshold: float
-) -> dict[str, float]:
+def campaign(seed: int, trials: int, slowdown: float, job: Job) -> dict[str, float]:
     """Return precision, recall and how many healthy jobs had a rank named."""
     generator = np.random.default_rng(seed)
     right = wrong = missed = falsely_named = 0
     for _ in range(trials):
-        ranks = int(2 ** generator.uniform(3, np.log2(largest)))
-        count = int(min(ranks // 4, 2 ** generator.uniform(0, 6))) if slowdown else 0
+        ranks = round(2 ** generator.uniform(3, np.log2(job.largest)))
+        count = int(min(ranks // 4, 2 ** generator.uniform(0, 6.1), 64)) if slowdown else 0
         slow = generator.choice(ranks, count, replace=False)
-        medians, weights = window(generator, ranks, slow, slowdown)
+        medians, weights = window(generator, ranks, slow, slowdown, job.spread)
         silent = int(np.flatnonzero(~np.isfinite(medians).any(axis=1))[0])
         truth = set(slow.tolist()) - {silent}
-        found = named(medians, weights, threshold)
+        found = named(medians, weights, job)
         right += len(found & truth)
         wrong += len(found - truth)
         missed += len(truth - found)
         falsely_named += bool(found) and not truth
     return {
-        "precision": right / max(right + wrong, 1),
-        "recall": right / max(right + missed, 1),
+        "precision": round(right / max(right + wrong, 1), 4),
+        "recall": round(right / max(right + missed, 1), 4),
         "healthy_jobs_named": falsely_named,
         "false_names": wrong,
     }
@@ -88,15 +114,17 @@ def main() -> None:
     parser.add_argument("--healthy", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=4096, help="largest job")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--threshold", type=float, default=0.93, help="of the relative GPU score")
+    parser.add_argument("--threshold", type=float, help="of all jobs; default: as suggested")
+    parser.add_argument("--spread", type=float, default=0.005, help="of healthy GPUs")
+    parser.add_argument("--scope", choices=["all", "present"], default="all")
     options = parser.parse_args()
+    job = Job(options.ranks, options.spread, options.scope, options.threshold)
     for slowdown in (0.0, 0.03, 0.05, 0.10, 0.20, 0.35, 0.50):
         trials = options.trials if slowdown else options.healthy
-        largest = options.ranks if slowdown else 512
-        found = campaign(options.seed, trials, slowdown, largest, options.threshold)
-        line = {"slowdown": slowdown, "threshold": options.threshold, "trials": trials, **found,
-                "load": os.getloadavg()[0]}  # fmt: skip
-        print(json.dumps(line), flush=True)
+        found = campaign(options.seed, trials, slowdown, job)
+        print(json.dumps({"slowdown": slowdown, "threshold": job.threshold or "suggested",
+                          "trials": trials, **found, "load": os.getloadavg()[0]}),
+              flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import gc
 import math
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -430,6 +431,49 @@ def test_real_library_without_a_driver_is_a_clear_error(folder):
     )  # fmt: skip
     assert result.returncode == 1, result.stderr
     assert re.match(r"RuntimeError: cupti\w+ failed: .*error \d+", result.stderr.splitlines()[-1])
+
+
+def test_extension_needs_nothing_but_the_c_library():
+    """No libcupti, CUDA or C++ library is linked: it loads on every machine."""
+    if shutil.which("readelf") is None:
+        pytest.skip("no readelf")
+    result = subprocess.run(
+        ["readelf", "-d", extension.__file__],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    needed = re.findall(r"\(NEEDED\).*\[(\w+)", result.stdout)
+    assert needed
+    assert {name.partition("-")[0] for name in needed} <= {"libc", "libm", "libdl", "ld",
+                                                          "libpthread"}  # fmt: skip
+
+
+@pytest.fixture
+def build_hook(monkeypatch):
+    pytest.importorskip("hatchling")
+    monkeypatch.syspath_prepend(fake_cupti.SOURCES.parent)
+    import hatch_build
+
+    return hatch_build
+
+
+def test_build_fails_with_one_line_or_goes_without(build_hook, tmp_path, monkeypatch):
+    """A compiler that fails ends the build and names the variable; with that nothing is built."""
+    shutil.copytree(fake_cupti.SOURCES, tmp_path / "cpp")
+    (tmp_path / "src").mkdir()
+    made = build_hook.CuptiExtensionHook(str(tmp_path), {}, None, None, str(tmp_path), "wheel")
+    for compiler in ("/no/such/compiler", shutil.which("false")):
+        monkeypatch.setenv("CXX", compiler)
+        with pytest.raises(RuntimeError) as failed:
+            made.initialize("standard", {})
+        assert f"{build_hook.SKIP}=1" in str(failed.value)
+        assert "\n" not in str(failed.value)
+    for value in ("1", "on", "YES", "true"):
+        monkeypatch.setenv(build_hook.SKIP, value)
+        made.initialize("standard", {})
+    assert list((tmp_path / "src").iterdir()) == []
 
 
 def run_native(tmp_path, program, *flags):

@@ -2,10 +2,13 @@
 """Reports of several ranks over gloo."""
 
 import math
+import pickle
 
 import pytest
 import straggler_ranks as ranks
+import torch
 
+from nvidia_resiliency_ext.attribution.straggler import dist_utils
 from nvidia_resiliency_ext.attribution.straggler.name_mapper import (
     NameMapper,
     decode_names,
@@ -72,6 +75,24 @@ def test_steady_report_is_two_collectives(tmp_path):
         assert counts[1:3] == [2, 2]
         assert counts[0] <= 6
         assert counts[3] <= 6
+
+
+def test_individual_scores_alone_take_no_collective(tmp_path):
+    """Without relative scores and gathering, ranks do not communicate, and number no names."""
+    assert ranks.run(ranks.individual_alone, 2, tmp_path) == [(0, 0)] * 2
+
+
+def test_collectives_of_the_ranks(tmp_path):
+    """The helpers around torch.distributed give what they say, on each rank."""
+    first, second = ranks.run(ranks.every_collective, 2, tmp_path)
+    assert first == (2, "cpu", ["rank 0", "rank 1"], [3.0], [[1.0], [2.0]], (True, False))
+    assert second == (2, "cpu", ["rank 0", "rank 1"], [3.0], None, (True, False))
+
+
+def test_detector_starts_before_the_process_group(tmp_path):
+    """`initialize` may come before `init_process_group`, and reports have a group of their own."""
+    found = ranks.run(ranks.initialized_before_the_group, 2, tmp_path)
+    assert found == [({0: "node0", 1: "node1"}, True), (None, True)]
 
 
 def test_restarted_rank_gets_the_tables_back(tmp_path):
@@ -208,3 +229,17 @@ def test_names_survive_the_message():
     assert mapper.id_to_section_name == {0: "s"}
     with pytest.raises(KeyError):
         mapper.get_kernel_id("absent")
+    kept = pickle.loads(pickle.dumps(mapper))
+    assert (kept.get_kernel_id("c"), kept.get_section_name(0)) == (2, "s")
+
+
+def test_collectives_of_one_process_change_nothing():
+    """Without torch.distributed there is one rank, and every helper is the identity."""
+    tensor = torch.tensor([5.0])
+    assert (dist_utils.get_world_size(), dist_utils.get_rank()) == (1, 0)
+    assert dist_utils.get_device_for_backend() == torch.device("cpu")
+    assert dist_utils.all_reduce(tensor) is None
+    assert dist_utils.gather_on_rank0(tensor)[0] is tensor
+    assert dist_utils.all_gather_object("x") == ["x"]
+    assert (dist_utils.is_all_true(True), dist_utils.is_all_true(False)) == (True, False)
+    assert tensor.tolist() == [5.0]

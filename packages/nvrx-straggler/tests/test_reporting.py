@@ -57,11 +57,12 @@ def test_unusable_medians_give_nan(bad):
 
 def test_communication_kernels_do_not_count():
     """Kernels that wait for other ranks are left out, by the built-in list or by the user's."""
-    names = ["ncclDevKernel_AllReduce", "ncclKernel_x", "nvshmem_barrier", "mscclKernel", "gemm"]
+    names = ["ncclDevKernel_AllReduce", "ncclKernel_x", "nvshmem_barrier", "mscclKernel_y",
+             "kuserbuffers_pushrecv", "userbuffers_fp16", "gemm"]  # fmt: skip
     kernels = {name: summary(1.0) for name in names}
     report = ReportGenerator("all", gather_on_rank0=False).generate_report({}, kernels)
     assert list(report.local_kernel_summaries) == ["gemm"]
-    assert report.details[0].communication_us == 40.0
+    assert report.details[0].communication_us == 60.0
     chosen = ScoringOptions(kernel_filter=lambda name: name.startswith("nccl"))
     report = ReportGenerator("all", False, options=chosen).generate_report({}, kernels)
     assert list(report.local_kernel_summaries) == names[:2]
@@ -120,6 +121,30 @@ def test_thresholds_are_strict_and_nan_is_nobody():
     }
     assert repr(one) == "StragglerId(rank=1, node='b')"
     assert report.identify_stragglers(gpu_rel_threshold=0.5)["straggler_gpus_relative"] == set()
+
+
+@pytest.mark.parametrize(
+    ("scores", "named"),
+    [
+        ([1.0, 0.91], {1}),
+        ([1.0, 0.99, 0.985, 0.895, 0.99], {3}),
+        ([0.96, 0.95, 0.97, 0.95 / 1.1, 0.96, NAN, 1.0], {3}),
+        ([1.0, 0.98, 0.96, 0.94, 0.92, 0.90], set()),
+        ([1.0], set()),
+        ([NAN, NAN], set()),
+        ([], set()),
+    ],
+)
+def test_the_suggested_threshold_names_ranks_ten_percent_slower(scores, named):
+    """It follows the median rank and how much ranks differ; without scores it is the job's own."""
+    report = report_of(dict(enumerate(scores)))
+    limit = report.suggest_threshold()
+    found = report.identify_stragglers(gpu_rel_threshold=limit)["straggler_gpus_relative"]
+    assert {item.rank for item in found} == named
+    if not any(math.isfinite(score) for score in scores):
+        assert limit == report.thresholds["gpu_rel_threshold"]
+    with pytest.raises(ValueError, match="slowdown"):
+        report.suggest_threshold(0.0)
 
 
 def test_summary_names_the_extremes():

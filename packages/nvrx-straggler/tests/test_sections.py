@@ -7,6 +7,8 @@ import functools
 import logging
 import math
 import pickle
+import socket
+import subprocess
 import sys
 import threading
 import types
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from nvidia_resiliency_ext.attribution.straggler import CallableId, Detector, Statistic
+from nvidia_resiliency_ext.attribution.straggler._measure import kernel_capture
 from nvidia_resiliency_ext.attribution.straggler.statistics import SummaryTable, summarize
 
 
@@ -166,6 +169,33 @@ def test_sections_nest_cross_and_run_in_threads(start):
         worker.join()
     summary = Detector.generate_report().local_section_summaries.get("shared", {})
     assert counted + summary.get(Statistic.NUM, 0) == count * threads
+
+
+def test_nothing_waits_for_the_gpu_but_a_report(start, monkeypatch):
+    """Sections and wrapped calls never synchronise the device; a report does, once."""
+    waits = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waits.append(1))
+    manager = types.SimpleNamespace(
+        start_profiling=lambda: None, stop_profiling=lambda: None, shutdown=lambda: None,
+        get_results=dict, reset_results=lambda: None, cupti_ext=None,
+    )  # fmt: skip
+    monkeypatch.setattr(kernel_capture, "_claim", lambda: (manager, ""))
+    start(cuda_profiling="require")
+    model = Model()
+    Detector.wrap_callables([CallableId(model, "step")])
+    with Detector.detection_section("s"):
+        model.step()
+    assert waits == []
+    Detector.generate_report()
+    assert waits == [1]
+
+
+def test_nodes_are_named_after_the_host(start):
+    """Without a name of one's own the node has the name of the host."""
+    start()
+    assert dict(Detector.generate_report().rank_to_node) == {0: socket.gethostname()}
 
 
 def test_pause_passes_entries(start):
@@ -365,6 +395,26 @@ def test_use_before_and_after_initialize(start):
     Detector.shutdown()
     start(report_time_interval=5)
     assert Detector.report_time_interval == 5
+
+
+OPTIMIZED = """
+from nvidia_resiliency_ext.attribution.straggler import Detector
+Detector.initialize(cuda_profiling="off", control=False)
+try:
+    Detector.initialize()
+except AssertionError as error:
+    print("refused:", isinstance(error, RuntimeError))
+"""
+
+
+@pytest.mark.timeout(200)
+def test_starting_twice_is_refused_without_assertions():
+    """`python -O` drops assert statements, and this error is none."""
+    result = subprocess.run(
+        [sys.executable, "-O", "-c", OPTIMIZED],
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert result.stdout == "refused: True\n", result.stderr
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -147,6 +148,37 @@ def nothing_on_one_rank():
     done = queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
     return done
+
+
+def nothing_to_save_on_one_rank():
+    """Rank 1 has nothing in the checkpoint: a thread publishes it all the same."""
+    threads = []
+    finish = FileSystemWriterAsync.finish
+
+    def noted(writer, metadata, results):
+        threads.append(threading.current_thread() is threading.main_thread())
+        finish(writer, metadata, results)
+
+    FileSystemWriterAsync.finish = noted
+    queue = AsyncCallsQueue()
+    try:
+        state = {} if rank else state_of(3)
+        request = request_for(state, folder / "a")
+        assert (request.async_fn is None) == bool(rank)
+        queue.schedule_async_request(request)
+        done = poll(queue)
+        # Arguments of somebody else's: the finalize function publishes.
+        request = request_for(state, folder / "b")
+        queue.schedule_async_request(request._replace(async_fn_args=[*request.async_fn_args]))
+        done += queue.maybe_finalize_async_calls(blocking=True)
+    finally:
+        FileSystemWriterAsync.finish = finish
+        queue.close()
+    dist.barrier()
+    for name in ("a", "b"):
+        assert verify_checkpoint(folder / name).whole
+        assert_same(state_of(3), load_like(state_of(0), folder / name))
+    return [done, threads]
 
 
 def aborted():

@@ -49,7 +49,6 @@ class Setting:
     rank_env: dict = field(default_factory=dict)
     base_env: dict = field(default_factory=dict)
     stdin_text: str = "some input\n"
-    umask: int = 0o022
 
     def env(self):
         """Return the environment that all workers share."""
@@ -120,11 +119,7 @@ def run_warm(setting, *args, program=PROBE, before_go=None):
         if before_go is not None:
             before_go(standby)
         with _Streams(setting) as streams:
-            standby.go(
-                standbys.GoOrder(
-                    setting.worker_env(), umask=setting.umask, stdio_fds=tuple(streams.fds)
-                )
-            )
+            standby.go(standbys.GoOrder(setting.worker_env(), stdio_fds=tuple(streams.fds)))
             begun = receive(standby)
             if not isinstance(begun, standbys.Begun):
                 raise AssertionError(begun)  # noqa: TRY004, TRY301 - likewise

@@ -137,10 +137,8 @@ def nothing_in_common(rank, measured):
     return report.gpu_relative_perf_scores[rank], dict(report.nan_reasons)
 
 
-def collectives_of_reports(rank):
-    """Count collectives of the first report, of steady ones, and with one new kernel somewhere."""
-    generator = ReportGenerator("all", node_name="n")
-    counts = []
+def count_collectives():
+    """Return a list that grows by one with each collective of this process."""
     names = (
         *("all_reduce", "all_gather_into_tensor", "all_gather_single", "gather", "broadcast"),
         *("all_gather", "reduce", "all_gather_object", "gather_object", "broadcast_object_list"),
@@ -161,6 +159,14 @@ def collectives_of_reports(rank):
             if hasattr(getattr(dist, name), "__deprecated__"):
                 wrapped.__deprecated__ = "yes"
             setattr(dist, name, wrapped)
+    return called
+
+
+def collectives_of_reports(rank):
+    """Count collectives of the first report, of steady ones, and with one new kernel somewhere."""
+    generator = ReportGenerator("all", node_name="n")
+    counts = []
+    called = count_collectives()
     kernels = {f"k{i}": summary(1.0) for i in range(50)}
     for number in range(4):
         called.clear()
@@ -169,6 +175,47 @@ def collectives_of_reports(rank):
         generator.generate_report({"s": summary(1.0)}, kernels)
         counts.append(len(called))
     return counts
+
+
+def individual_alone(rank):
+    """Report individual scores of this rank only; returns collectives and numbered names."""
+    called = count_collectives()
+    generator = ReportGenerator("individual_perf_scores", gather_on_rank0=False)
+    report = generator.generate_report({"s": summary(1.0)}, {f"k{rank}": summary(1.0)})
+    assert report.gpu_individual_perf_scores == {rank: 1.0}
+    return len(called), generator.name_mapper.kernel_counter
+
+
+def every_collective(rank):
+    """Return what each helper around torch.distributed gives."""
+    from nvidia_resiliency_ext.attribution.straggler import dist_utils
+
+    tensor = torch.tensor([1.0 + rank])
+    gathered = dist_utils.gather_on_rank0(tensor)
+    total = tensor.clone()
+    dist_utils.all_reduce(total)
+    return (
+        dist_utils.get_world_size(),
+        dist_utils.get_device_for_backend().type,
+        dist_utils.all_gather_object(f"rank {rank}"),
+        total.tolist(),
+        None if gathered is None else [item.tolist() for item in gathered],
+        (dist_utils.is_all_true(True), dist_utils.is_all_true(rank == 0)),
+    )
+
+
+def initialized_before_the_group(rank):
+    """Start the detector while there is no process group; returns nodes, and whose group it is."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    Detector.initialize(cuda_profiling="off", control=False, node_name=f"node{rank}")
+    with Detector.detection_section("s"):
+        pass
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
+    report = Detector.generate_report()
+    has_own_group = Detector.reporter.group not in (None, dist.group.WORLD)
+    Detector.shutdown()
+    return None if report is None else dict(report.rank_to_node), has_own_group
 
 
 def restarted_rank(rank):

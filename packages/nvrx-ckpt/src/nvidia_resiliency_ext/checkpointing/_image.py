@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._copying import Copier
 from ._write_plan import ZipShape
 from ._zip_layout import shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 __all__ = [
     "TensorFrame",
@@ -29,6 +30,7 @@ __all__ = [
     "save_into",
     "saved_size",
     "saved_stride",
+    "stage_copies",
     "storage_bytes",
 ]
 
@@ -114,6 +116,23 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.set_(tensor.untyped_storage(), first, (tensor.nbytes,))  # type: ignore[call-overload,no-any-return]
 
 
+def stage_copies(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each second tensor of a pair to the first, in host memory; return when all is there.
+
+    Args:
+        copies: Tensors of dtype uint8; the sources may be on CUDA devices.
+    """
+    devices = set()
+    for target, source in copies:
+        if source.is_cuda:
+            target.copy_(source, non_blocking=True)
+            devices.add(source.device)
+    with Copier() as copier:
+        copier.copy([(to.numpy(), what.numpy()) for to, what in copies if not what.is_cuda])
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+
+
 def saved_size(value: Any, save: Callable[..., None] = torch.save) -> int:
     """Return how many bytes `save(value, stream)` writes, without moving data where possible."""
     sizes = _Counter()
@@ -141,8 +160,8 @@ def save_into(
     Raises:
         ValueError: It has another size now: something changed the value meanwhile.
     """
-    stream = _ImageStream(image)
-    with _options_lock:
+    with Copier() as copier, _options_lock:
+        stream = _ImageStream(image, copier)
         computes = _computes_checksums()
         if computes:
             torch.serialization.set_crc32_options(False)
@@ -226,8 +245,9 @@ class _FrameRecorder(_Counter):
 class _ImageStream:
     """Copies what is written into it into memory."""
 
-    def __init__(self, image: memoryview) -> None:
+    def __init__(self, image: memoryview, copier: Copier) -> None:
         self._image = image
+        self._copier = copier
         self.position = 0
 
     def write(self, data: Any) -> int:
@@ -235,7 +255,7 @@ class _ImageStream:
         end = self.position + size
         if end > len(self._image):
             raise ValueError(f"more than the {len(self._image)} bytes that had been counted")
-        self._image[self.position : end] = memoryview(data).cast("B")
+        self._copier.copy([(self._image[self.position : end], data)])
         self.position = end
         return size
 

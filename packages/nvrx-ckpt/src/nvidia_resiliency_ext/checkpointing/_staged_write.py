@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ._write_plan import FileResult, WritePlan
 
-__all__ = ["Publication", "StagedWrite"]
+__all__ = ["NoArguments", "Publication", "StagedWrite"]
 
 
 class Publication(Protocol):
@@ -33,6 +33,18 @@ class Publication(Protocol):
 
     def write(self, is_dropped: Callable[[], bool] = lambda: False) -> None:
         """Publish, from any thread; a failure is kept for the finalize function."""
+
+
+class NoArguments(list[Any]):
+    """The empty arguments of a request that writes nothing on this rank.
+
+    Args:
+        publication: What this rank takes part in all the same; None for nothing.
+    """
+
+    def __init__(self, publication: Publication | None) -> None:
+        super().__init__()
+        self.publication = publication
 
 
 class StagedWrite(ABC):

@@ -15,7 +15,11 @@ from abc import ABC
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.checkpointing._staged_write import StagedWrite
+from nvidia_resiliency_ext.checkpointing._staged_write import (
+    NoArguments,
+    Publication,
+    StagedWrite,
+)
 from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer, StagingPool
 from nvidia_resiliency_ext.checkpointing._write_plan import FileResult
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
@@ -94,6 +98,14 @@ class Call:
         """The save, if it only writes bytes."""
         fn = self.request.async_fn
         return fn if isinstance(fn, StagedWrite) else None
+
+    @property
+    def publication(self) -> Publication | None:
+        """What follows when all ranks have written; None where only the caller knows."""
+        if self.staged is not None:
+            return self.staged.publication
+        args: Any = self.request.async_fn_args  # of any type: it is the caller's
+        return args.publication if isinstance(args, NoArguments) else None
 
 
 class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as it is
@@ -209,10 +221,9 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         Args:
             call: The save.
         """
-        staged = call.staged
-        if staged is None or staged.publication is None:
+        publication = call.publication
+        if publication is None:
             return
-        publication = staged.publication
         if publication.gather():
             write = functools.partial(publication.write, lambda: call.given_up is not None)
             call.state = CallState.RUNNING
@@ -296,7 +307,7 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
             self._calls.clear()
         for call in self._threads:
             self.give_up(call, "it was aborted")
-            if call.staged is not None and call.thread is not None:
+            if call.publication is not None and call.thread is not None:
                 call.thread.join(self.sigterm_timeout)  # nothing is published after this
         self._threads.clear()
         self._current = None

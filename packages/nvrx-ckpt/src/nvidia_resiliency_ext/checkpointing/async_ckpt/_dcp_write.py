@@ -18,6 +18,7 @@ from nvidia_resiliency_ext.checkpointing._image import (
     TensorFrame,
     frame_of,
     is_plain,
+    stage_copies,
     storage_bytes,
 )
 from nvidia_resiliency_ext.checkpointing._staged_write import StagedWrite
@@ -136,6 +137,7 @@ class CheckpointWrite(StagedWrite):
         files: list[FilePlan] = []
         shapes: list[ZipShape] = []
         known: dict[int, int] = {}
+        copies: list[tuple[Any, Any]] = []
         base = 0
         for (path, _, _), pieces, length in self._files or ():
             items = []
@@ -145,12 +147,11 @@ class CheckpointWrite(StagedWrite):
                     number = known.setdefault(id(piece.frame), len(shapes))
                     if number == len(shapes):
                         shapes.append(piece.frame.shape)
-                _copy(buffer, base + piece.start, piece)
+                copies += _frame_and_copies(buffer, base + piece.start, piece)
                 items.append(ItemPlan(_name(piece.item), piece.start, piece.length, number))
             files.append(FilePlan(path, base, length, items))
             base += round_up(length)
-        if self.pinned:
-            torch.cuda.current_stream().synchronize()
+        stage_copies(copies)
         self.results = self._write_results()
         self.buckets = []
         self._files = None
@@ -231,16 +232,19 @@ def default_serialize(item: WriteItem, data: Any) -> tuple[Any, list[str]]:
     return stream.getbuffer(), []
 
 
-def _copy(buffer: StagingBuffer, position: int, piece: _Piece) -> None:
+def _frame_and_copies(
+    buffer: StagingBuffer, position: int, piece: _Piece
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Write all of a piece but the data of a tensor; return what that is to be copied from."""
     if piece.frame is None:
         buffer.view[position : position + piece.length] = memoryview(piece.data).cast("B")
-        return
+        return []
     frame = piece.frame
     start = position + len(frame.head)
     end = start + frame.nbytes
     buffer.view[position:start] = frame.head
-    buffer.tensor()[start:end].copy_(storage_bytes(piece.data), non_blocking=True)
     buffer.view[end : position + piece.length] = frame.tail
+    return [(buffer.tensor()[start:end], storage_bytes(piece.data))]
 
 
 def _name(item: WriteItem) -> str:

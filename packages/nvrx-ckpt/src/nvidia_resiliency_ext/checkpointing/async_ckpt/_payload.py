@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvidia_resiliency_ext.checkpointing._image import is_plain, saved_stride, storage_bytes
+from nvidia_resiliency_ext.checkpointing._image import (
+    is_plain,
+    saved_stride,
+    stage_copies,
+    storage_bytes,
+)
 from nvidia_resiliency_ext.checkpointing._staging import round_up
 
 if TYPE_CHECKING:
@@ -64,10 +69,7 @@ class FunctionPayload:
     def stage(self, buffer: StagingBuffer) -> None:
         """Copy the data of the tensors, and wait for copies from devices."""
         target = buffer.tensor()
-        for start, data in self._tensors:
-            target[start : start + data.nbytes].copy_(data, non_blocking=True)
-        if self.pinned:
-            torch.cuda.current_stream().synchronize()
+        stage_copies([(target[start : start + data.nbytes], data) for start, data in self._tensors])
         self._tensors = []
 
 

@@ -374,7 +374,7 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
 
     @staticmethod
     def _can_publish(call: Call) -> bool:
-        publication = None if call.staged is None else call.staged.publication
+        publication = call.publication
         written = call.state is CallState.WRITTEN
         return written and publication is not None and not publication.begun
 

@@ -33,6 +33,7 @@ from nvidia_resiliency_ext.checkpointing._manifest import (
     rank_manifest_name,
     write_manifest,
 )
+from nvidia_resiliency_ext.checkpointing._staged_write import NoArguments
 from nvidia_resiliency_ext.shared_utils.errors import MissingExtraError
 
 from ._dcp_write import CheckpointWrite, WriteBucket, WriteOptions, default_serialize
@@ -204,9 +205,12 @@ class FileSystemWriterAsync(FileSystemWriter):
     def get_save_function_and_args(
         self,
     ) -> tuple[Callable[..., Any] | None, Callable[[], Any] | None, list[Any]]:
-        """Return the save function, the staging function and the arguments of a request."""
+        """Return the save function, the staging function and the arguments of a request.
+
+        A rank with nothing to write gets no functions; its request carries the empty arguments.
+        """
         if self._write is None:
-            return None, None, []
+            return None, None, NoArguments(self.publication)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         self._write.publication = self.publication
         preload = functools.partial(self.preload_tensors, self._buckets, True)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +15,14 @@ from nvidia_resiliency_ext.checkpointing._progress import ProgressBar
 from nvidia_resiliency_ext.checkpointing._shard.layout import Manifest, Record
 from nvidia_resiliency_ext.checkpointing._shard.read import ShardSource, read_record
 from nvidia_resiliency_ext.checkpointing._shard.write import bytes_of
+from nvidia_resiliency_ext.checkpointing._staging import PAGE_BYTES, round_up
 from nvidia_resiliency_ext.checkpointing.local._pickling import join_state, runs_no_code
 
 __all__ = ["load_state"]
 
 _LEAST_THREADS = 2
+_LARGE_PAGE_BYTES = 2 << 20
+_MADV_HUGEPAGE = 14
 
 
 def load_state(
@@ -42,13 +47,32 @@ def load_state(
     count = sum(name.startswith("data/") for name in named)
     storages = [named[f"data/{number}"] for number in range(count)]
     skeleton = bytearray(skeleton_record.nbytes)
-    tensors = [torch.empty(record.nbytes, dtype=torch.uint8) for record in storages]
+    tensors = [_fresh_memory(record.nbytes) for record in storages]
     work = [(skeleton_record, memoryview(skeleton))]
     work += [(r, bytes_of(t)) for r, t in zip(storages, tensors, strict=True)]
     with ProgressBar.of_load(sum(view.nbytes for _, view in work)) as bar:
         _Reading(work, sources, bar, verify=verify).run()
     any_name = not strict and not runs_no_code(manifest.state_class)
     return join_state(skeleton, tensors, any_name=any_name)
+
+
+def _fresh_memory(nbytes: int) -> torch.Tensor:
+    """Return memory for a tensor, in large pages where it has room for one.
+
+    Small pages that are touched for the first time cost more than the bytes that are read.
+    """
+    tensor = torch.empty(nbytes, dtype=torch.uint8)
+    if nbytes >= _LARGE_PAGE_BYTES:
+        begin = tensor.data_ptr() // PAGE_BYTES * PAGE_BYTES
+        end = round_up(tensor.data_ptr() + nbytes)
+        # Advice only: where the kernel does not take it, the pages are small.
+        _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
+    return tensor
+
+
+@functools.lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 class _Reading:

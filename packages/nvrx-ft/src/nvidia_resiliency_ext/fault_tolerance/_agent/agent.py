@@ -36,7 +36,7 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import limit_in_
 from nvidia_resiliency_ext.fault_tolerance._monitor.messages import WorkersChanged
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import RefillingBudget
-from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
+from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._report.failures import (
     Failure,
     cause_of,
@@ -56,7 +56,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 
 from . import decide
-from .preemption import PreemptionDesk
+from .preemption import PreemptionController
 from .rendezvous import Rendezvous
 from .start_failures import OTHERS_MAY_TAKE_S, StartFailures
 
@@ -184,9 +184,9 @@ class Parts:
     specs: Specs
     monitor: MonitorLink
     tracker: ProgressTracker
-    chronicle: Chronicle
+    reporter: EventReporter
     tee: Tee
-    desk: PreemptionDesk
+    controller: PreemptionController
     host: str
     reports_leftovers: bool
     start_failure_limit: int = 0
@@ -210,8 +210,8 @@ class NodeAgent:
         self._specs = parts.specs
         self._monitor = parts.monitor
         self._tracker = parts.tracker
-        self._chronicle = parts.chronicle
-        self._desk = desk = parts.desk
+        self._reporter = parts.reporter
+        self._controller = controller = parts.controller
         self._host = parts.host
         self._budget = parts.budget
         self._start_failures = StartFailures(parts.start_failure_limit)
@@ -252,10 +252,10 @@ class NodeAgent:
             machine.LeaveRendezvous: self._leave,
             machine.Finish: self._note_finish,
             preemption.TellPreempted: self._tell_preempted,
-            preemption.StartGrace: lambda _: desk.start_grace(),
-            preemption.AskToSave: lambda effect: desk.ask(effect.cause),
+            preemption.StartGrace: lambda _: controller.start_grace(),
+            preemption.AskToSave: lambda effect: controller.ask(effect.cause),
             preemption.ReportHeld: self._report_held,
-            preemption.ReleaseRanks: lambda effect: desk.release(effect.at),
+            preemption.ReleaseRanks: lambda effect: controller.release(effect.at),
         }
 
     @property
@@ -315,7 +315,7 @@ class NodeAgent:
         while self._finish is None:
             if not self._settle():
                 self._loop.run_once()
-        self._chronicle.cycle_ended(self._finish.reason)
+        self._reporter.cycle_ended(self._finish.reason)
         self._stay()
         return Result(
             self._finish.exit_code,
@@ -344,7 +344,7 @@ class NodeAgent:
                 if isinstance(event, preemption.Preempted):
                     # The job ends with its store: first its ranks save.
                     told = event.cause
-                    self._desk.start_grace()
+                    self._controller.start_grace()
                     self._rendezvous.preempted(told)
                 elif isinstance(event, machine.NextRoundOpened) and told is not None:
                     self._rendezvous.preempted(told)
@@ -375,7 +375,7 @@ class NodeAgent:
             # What its workers did before is not why it leaves.
             self._is_unfit, self._failures = True, []
         if before is Phase.STOPPING and isinstance(event, machine.GroupStopped):
-            self._chronicle.workers_stopped()
+            self._reporter.workers_stopped()
         for effect in effects:
             self._apply(effect)
 
@@ -466,7 +466,7 @@ class NodeAgent:
             no_progress = self._makes_no_progress()
             is_hopeless = self._is_hopeless(failures)
         for local_rank, status, _ in exits:
-            self._chronicle.worker_exited(local_rank, status)
+            self._reporter.worker_exited(local_rank, status)
             own = cause if local_rank in failed else None
             self._feed(
                 machine.WorkerExited(
@@ -524,7 +524,7 @@ class NodeAgent:
         if effect.cause is not None:
             if self._assignment is None:  # It worked on nothing, so this is no restart of its own.
                 logger.info("a new round is opened: %s", effect.cause.what)
-            self._chronicle.cycle_ended(effect.cause.what)
+            self._reporter.cycle_ended(effect.cause.what)
             self._cycle_start_time = self._clock.wall()
         self._assignment = None
         if self._workers.started:
@@ -547,8 +547,7 @@ class NodeAgent:
             now = self._clock.monotonic()
             self._budget.round_begins(assignment.cycle, assignment.restart_ages_s, now)
             self._tell_budget()
-        self._desk.clock_is_off(assignment.clock_off_s)
-        self._chronicle.round_joined(assignment)
+        self._reporter.round_joined(assignment)
         self._failures = []
         self._ranks_in_hang = []
         self._steps_recorded = Steps(None, 0, self._clock.monotonic())
@@ -560,7 +559,7 @@ class NodeAgent:
             self._error_files = {spec.local_rank: spec.output.error_file for spec in specs}
             self._error_outputs = _error_outputs(specs)
             self._others_until = None
-            self._desk.cycle_begins()
+            self._controller.cycle_begins()
             self._monitor.prepare(assignment.cycle)
             self._workers.start(specs, self._starter)
         except (NvrxError, OSError) as error:
@@ -568,7 +567,7 @@ class NodeAgent:
             return
         self._started_at = self._clock.monotonic()
         self._tell_monitor()
-        self._chronicle.workers_started(self._workers.started)
+        self._reporter.workers_started(self._workers.started)
 
     def _tell_budget(self) -> None:
         assert self._budget is not None
@@ -598,7 +597,7 @@ class NodeAgent:
 
     def _started_again(self, local_rank: int) -> None:
         self._tell_monitor()
-        self._chronicle.worker_started(local_rank, self._workers.started[local_rank])
+        self._reporter.worker_started(local_rank, self._workers.started[local_rank])
 
     def _stop_workers(self, effect: machine.StopWorkers) -> None:
         self._gate.shut()
@@ -616,7 +615,7 @@ class NodeAgent:
         self._workers.kill()
 
     def _report_fault(self, effect: machine.ReportFault) -> None:
-        self._chronicle.fault(
+        self._reporter.fault(
             effect.cause,
             effect.outcome,
             effect.restarts_left,
@@ -654,7 +653,7 @@ class NodeAgent:
     def _record_progress(self) -> None:
         steps = self._monitor.steps_of_rank0()
         if steps.count > self._steps_recorded.count:
-            self._chronicle.progress(self._steps_recorded, steps)
+            self._reporter.progress(self._steps_recorded, steps)
             self._steps_recorded = steps
 
 

@@ -27,7 +27,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     request_event,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
-from nvidia_resiliency_ext.fault_tolerance._core.preemption import end_of_job, is_told
+from nvidia_resiliency_ext.fault_tolerance._core.preemption import end_of_job
 from nvidia_resiliency_ext.fault_tolerance._health.admission import make_gate
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CycleNodes,
@@ -39,7 +39,7 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle,
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Exclusions, RefillingBudget
-from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
+from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog, hand_up_error_file
 from nvidia_resiliency_ext.fault_tolerance._report.torch_events import (
     NO_HANDLER,
@@ -71,9 +71,9 @@ from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Parts, Result
 from .monitor_link import MonitorPerRank, NoMonitor, SharedMonitor, longest_limit_s
-from .preemption import PreemptionDesk
+from .preemption import PreemptionController
 from .rendezvous import LocalRendezvous, Rendezvous
-from .run_files import CycleRecords, StoreHost, cycle_info_environment, make_place
+from .run_files import CycleRecords, StoreHost, cycle_info_environment, make_run_paths
 from .standbys import StandbyStarter
 
 if TYPE_CHECKING:
@@ -139,9 +139,9 @@ class Job:
         meeting = self._find_meeting()
         store_host = StoreHost() if meeting is None else meeting.store_host
         self._is_store_host = store_host.is_here
-        self._place = make_place(plan, self._environ, stack)
+        self._paths = make_run_paths(plan, self._environ, stack)
         self._services = self._build_services(store_host)
-        self._cycles = CycleRecords(plan, self._environ, self._place, store_host)
+        self._cycles = CycleRecords(plan, self._environ, self._paths, store_host)
         stack.callback(self._cycles.close)
         self._build_record()
         self._torch_events = self._build_torch_events()
@@ -149,11 +149,11 @@ class Job:
         self._gate = make_gate(
             plan,
             self._environ,
-            host=self._place.host,
+            host=self._paths.host,
             infra_rank=self._infra_rank,
             loop=self._loop,
             clock=self._clock,
-            chronicle=self._chronicle,
+            reporter=self._reporter,
         )
         stack.callback(self._gate.close)
         self._gate.prepare()
@@ -164,7 +164,7 @@ class Job:
             self._base_env,
             self._loop,
             self._clock,
-            self._chronicle,
+            self._reporter,
             self._running_pids,
         )
         stack.callback(self._standbys.close)
@@ -172,13 +172,13 @@ class Job:
         self._follow_attribution()
         self._rendezvous = self._build_rendezvous(meeting)
         stack.callback(self._rendezvous.shutdown)
-        self._desk = self._build_desk()
+        self._controller = self._build_controller()
         self._monitor = self._build_monitor()
-        self._mailbox = stack.enter_context(Mailbox(self._place.launcher_socket))
+        self._mailbox = stack.enter_context(Mailbox(self._paths.launcher_socket))
         self._tee = Tee(self._look_at_output)
         stack.callback(self._tee.close)
         self._agent = self._build_agent()
-        self._desk.open(self._agent.post, self._monitor, self._running_pids)
+        self._controller.open(self._agent.post, self._monitor, self._running_pids)
         stack.callback(self._agent.workers.close)
         stack.callback(self._standbys.close)
         self._watch()
@@ -218,7 +218,7 @@ class Job:
         services = HostServices(
             host_plan_of(self._plan),
             self._environ,
-            HostPlace(store_host.address, self._place.host, self._place.run_dir.path),
+            HostPlace(store_host.address, self._paths.host, self._paths.run_dir.path),
             self._loop,
             self._clock,
             is_shared=store_host.is_shared,
@@ -240,7 +240,7 @@ class Job:
             plan,
             self._environ,
             meeting,
-            host_name=self._place.host,
+            host_name=self._paths.host,
             infra_rank=self._infra_rank,
             loop=self._loop,
             clock=self._clock,
@@ -252,22 +252,22 @@ class Job:
         )
 
     def _build_record(self) -> None:
-        place = self._place
+        paths = self._paths
         self._event_log = events.EventLog.create(
-            place.record_dir,
+            paths.record_dir,
             src="launcher",
             job_id=self._plan.run_id,
-            launch_id=place.run_id,
-            host=place.host,
+            launch_id=paths.run_id,
+            host=paths.host,
         )
         self._stack.callback(self._event_log.close)
-        failures = FailureLog(place.record_dir)
-        self._chronicle = Chronicle(
+        failures = FailureLog(paths.record_dir)
+        self._reporter = EventReporter(
             self._event_log,
             failures,
             self._clock,
-            host=place.host,
-            shows_stacks=place.record_is_temporary,
+            host=paths.host,
+            shows_stacks=paths.record_is_temporary,
             on_cycle_ended=self._cycle_ended,
         )
 
@@ -278,7 +278,7 @@ class Job:
         facts = JobFacts(plan.run_id, plan.role, plan.command.entry)
         told = TorchEvents(plan.event_log_handler, facts, self._clock)
         self._stack.callback(told.close)
-        self._chronicle.follow_starts(told.started)
+        self._reporter.follow_starts(told.started)
         return told
 
     def _build_bad_node_hook(self) -> BadNodeHook | None:
@@ -291,7 +291,7 @@ class Job:
             command,
             self._environ,
             job=self._plan.run_id,
-            host=self._place.host,
+            host=self._paths.host,
             clock=self._clock,
         )
         self._stack.callback(hook.close)
@@ -302,15 +302,15 @@ class Job:
             self._bad_node_hook.report(cause)
 
     def _build_environment(self, meeting: Meeting | None) -> None:
-        plan, place = self._plan, self._place
+        plan, paths = self._plan, self._paths
         self._environment = JobEnvironment(
             nproc=plan.nproc_per_node,
             role=plan.role,
             job_id=plan.run_id,
-            run_id=place.run_id,
+            run_id=paths.run_id,
             max_restarts=plan.max_restarts,
-            launcher_socket=place.launcher_socket,
-            monitor_sockets=place.monitor_sockets,
+            launcher_socket=paths.launcher_socket,
+            monitor_sockets=paths.monitor_sockets,
             omp_num_threads=plan.omp_num_threads,
             inprocess_store=None if meeting is None else meeting.address,
             virtual_devices=plan.virtual_devices,
@@ -323,7 +323,7 @@ class Job:
             **self._event_log.environment(),
             **cycle_info_environment(plan),
         }
-        timer_path = timer_file(self._environ, place.run_dir.path)
+        timer_path = timer_file(self._environ, paths.run_dir.path)
         if timer_path is not None:
             self._base_env[_env.TIMER_FILE] = timer_path
 
@@ -335,19 +335,18 @@ class Job:
 
     def _attribution_stops(self, reason: str) -> None:
         what = f"attribution says that a restart is useless: {reason}"
-        cause = Cause(ATTRIBUTION, what, host=self._place.host, detected_by="attribution")
+        cause = Cause(ATTRIBUTION, what, host=self._paths.host, detected_by="attribution")
         self._agent.post(StopRequested(cause, RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP))
 
-    def _build_desk(self) -> PreemptionDesk:
+    def _build_controller(self) -> PreemptionController:
         config = self._plan.fault_tolerance
-        return PreemptionDesk(
+        return PreemptionController(
             self._loop,
             self._clock,
-            host=self._place.host,
+            host=self._paths.host,
             signum=config.preempt_signal,
             grace_s=config.preempt_grace,
             end=end_of_job(config.preempt_deadline, self._environ, self._clock.wall()),
-            end_is_told=is_told(config.preempt_deadline),
         )
 
     def _build_monitor(self) -> SharedMonitor | MonitorPerRank | NoMonitor:
@@ -360,18 +359,18 @@ class Job:
 
     def _monitor_of(self, local_ranks: list[int]) -> SharedMonitor:
         """Start a monitor; it is closed after workers and standbys, because it sweeps."""
-        place = self._place
+        paths = self._paths
 
         def start(cycle: int, save_word: int) -> MonitorHandle:
             return MonitorHandle.launch(
                 self._plan.fault_tolerance.to_dict(),
-                [place.monitor_sockets[rank] for rank in local_ranks],
+                [paths.monitor_sockets[rank] for rank in local_ranks],
                 local_ranks=local_ranks,
-                run_id=place.run_id,
-                run_dir=place.run_dir.path,
-                record_dir=place.record_dir,
+                run_id=paths.run_id,
+                run_dir=paths.run_dir.path,
+                record_dir=paths.record_dir,
                 cycle=cycle,
-                host=place.host,
+                host=paths.host,
                 is_restarter_logger=0 in local_ranks,
                 save_word=save_word,
                 env={**self._environ, **self._event_log.environment()},
@@ -383,7 +382,7 @@ class Job:
             self._clock,
             on_first_step=self._first_step,
             on_stuck=self._rank_stuck,
-            on_save_known=self._desk.known,
+            on_save_known=self._controller.known,
             on_ranks_seen=self._ranks_seen,
             unwatched_after_s=longest_limit_s(self._plan.fault_tolerance),
         )
@@ -400,7 +399,7 @@ class Job:
             many_nodes=plan.max_nodes > 1,
             is_store_host=self._is_store_host,
             min_healthy=plan.restart_policy == "min-healthy",
-            host=self._place.host,
+            host=self._paths.host,
         )
         tracker = TrainingProgressTracker(
             min_progress_iterations=config.min_progress_iterations,
@@ -419,10 +418,10 @@ class Job:
                 specs=self._specs,
                 monitor=self._monitor,
                 tracker=tracker,
-                chronicle=self._chronicle,
+                reporter=self._reporter,
                 tee=self._tee,
-                desk=self._desk,
-                host=self._place.host,
+                controller=self._controller,
+                host=self._paths.host,
                 reports_leftovers=config.check_remaining_processes,
                 start_failure_limit=config.start_failure_limit,
                 budget=self._budget(),
@@ -441,7 +440,7 @@ class Job:
         grew = self._tee.fileno()
         if grew is not None:
             self._loop.watch(grew, self._look_at_output)
-        elif self._place.output.writes_files or self._plan.output_specs is not None:
+        elif self._paths.output.writes_files or self._plan.output_specs is not None:
             self._look_at_output()
 
     # What arrives ----------------------------------------------------------------------------
@@ -449,8 +448,8 @@ class Job:
     def _receive_signals(self) -> None:
         for signum in self._inbox.receive():
             logger.warning("received %s", signal.Signals(signum).name)
-            if self._desk.is_announcement(signum):
-                self._desk.announced(signum)
+            if self._controller.is_announcement(signum):
+                self._controller.announced(signum)
             else:
                 self._agent.post(Signalled(signum))
 
@@ -476,7 +475,7 @@ class Job:
             self._next_look = self._loop.call_at(at, self._look_at_output)
 
     def _first_step(self, local_rank: int, at: float) -> None:
-        self._chronicle.first_step(local_rank, at)
+        self._reporter.first_step(local_rank, at)
         self._standbys.good_step()
 
     def _rank_stuck(self, local_rank: int, why: str) -> None:
@@ -502,7 +501,7 @@ class Job:
         """Run the job to its end and return how it ended here."""
         plan = self._plan
         try:
-            self._chronicle.job_started(
+            self._reporter.job_started(
                 argv=plan.command.argv,
                 nnodes=f"{plan.min_nodes}:{plan.max_nodes}",
                 nproc=plan.nproc_per_node,
@@ -514,13 +513,13 @@ class Job:
         later = self._clock.monotonic() + CLEAN_UP_DELAY_S
         self._loop.call_at(later, self._remove_stale_directories)
         result = self._agent.run()
-        self._chronicle.job_ended(result.reason, result.exit_code)
+        self._reporter.job_ended(result.reason, result.exit_code)
         if self._torch_events is not None:
             self._torch_events.ended(result.exit_code, result.failures, result.stop_signal)
         if result.exit_code != 0 and result.failures:
             error = result.root_cause.error
             hand_up_error_file((error.path or None) if error else None, self._environ)
-        if self._chronicle.faults and self._place.record_is_temporary:
+        if self._reporter.faults and self._paths.record_is_temporary:
             self._log_summary(has_failed=result.exit_code != 0)
         return result
 
@@ -548,7 +547,7 @@ class Job:
     def _specs(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
         self._cycles.begin(assignment)
         if self._plan.max_nodes == 1 and self._services is not None:
-            self._services.begins(assignment.cycle, CycleNodes([self._place.host], [0]))
+            self._services.begins(assignment.cycle, CycleNodes([self._paths.host], [0]))
         stamp = CycleStamp(self._clock.wall(), cycle_start_time, self._infra_rank)
         has_room = self._has_room(assignment.cycle)
         specs = [
@@ -567,26 +566,26 @@ class Job:
 
     def _has_room(self, cycle: int) -> bool:
         """Return whether workers can write their files; a full disk must not end every cycle."""
-        place = self._place
-        if place.files is place.spare_files:
+        paths = self._paths
+        if paths.files is paths.spare_files:
             return True
-        problem = place.files.missing_room()
+        problem = paths.files.missing_room()
         if problem:
             logger.warning(
                 "cycle %d: %s: %s; workers write to the console instead of files there",
-                *(cycle, place.files.root, problem),
+                *(cycle, paths.files.root, problem),
             )
         return not problem
 
     def _spec(
         self, assignment: Assignment, local_rank: int, stamp: CycleStamp, *, has_room: bool
     ) -> WorkerSpec:
-        plan, place = self._plan, self._place
+        plan, paths = self._plan, self._paths
         rank = assignment.rank_offset + local_rank
-        files = place.files if has_room else place.spare_files
+        files = paths.files if has_room else paths.spare_files
         directory = files.worker_directory(assignment.cycle, local_rank)
-        output = worker_output(place.output, directory, local_rank)
-        if place.output.writes_files and not has_room:
+        output = worker_output(paths.output, directory, local_rank)
+        if paths.output.writes_files and not has_room:
             output = console_output(directory)
         output = self._cycles.output(output, rank)
         variables = rank_variables(
@@ -616,7 +615,7 @@ class Job:
 
     def _sweep(self) -> None:
         """Kill what still carries the run's id; the monitor has done it, if there was one."""
-        left = sweep(self._place.run_id, (), spare={os.getpid()})
+        left = sweep(self._paths.run_id, (), spare={os.getpid()})
         if left:
             logger.error("processes of this job that could not be ended: %s", left)
 

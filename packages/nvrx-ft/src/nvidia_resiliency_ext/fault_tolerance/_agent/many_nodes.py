@@ -360,6 +360,10 @@ class _Way:
         return connect(meeting.host, meeting.port, self.prefix, secret, timeout_s, self.patience_s)
 
 
+LATE_ANSWER_S = 5.0
+"""A store that is only starting says so sooner."""
+
+
 def _connect(
     way: _Way,
     clock: Clock,
@@ -370,15 +374,23 @@ def _connect(
     """Connect to the job's store, which may come up later than this launcher, and `begin` there."""
     meeting = way.meeting
     deadline = clock.monotonic() + way.timeout_s
+    has_warned = False
     while True:
         left_s = deadline - clock.monotonic()
         wait_until_reachable(
             meeting.host, meeting.port, left_s, clock, stop, refused, probing=way.probing
         )
+        began = clock.monotonic()
         try:
             store = way.connect(way.secret, max(1.0, left_s))
             begin(store)
-        except StoreLostError:
+        except StoreLostError as error:
+            if not has_warned and clock.monotonic() - began > LATE_ANSWER_S:
+                has_warned = True
+                logger.warning(
+                    "no answer from the job's store at %s:%d, tried again for %.0f s at most: %s",
+                    *(meeting.host, meeting.port, deadline - clock.monotonic(), error),
+                )
             # Whoever listened was not ready, or was a store that is just ending.
             if deadline - clock.monotonic() < RETRY_S or stop.wait(RETRY_S):
                 raise

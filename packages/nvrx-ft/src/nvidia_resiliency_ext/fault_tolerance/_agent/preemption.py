@@ -21,11 +21,11 @@ from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SAVE_ASKED
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.clock import Clock
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 logger = logging.getLogger("nvrx")
 
-DeskEvent = Preempted | RanksHeld | GraceOver
+PreemptionEvent = Preempted | RanksHeld | GraceOver
 
 # What a rank stored in a call is seen by others within nanoseconds, or at a switch of context.
 SETTLE_S = 0.02
@@ -34,7 +34,7 @@ SAME_SIGNAL_S = 1.0
 
 
 class SaveLink(Protocol):
-    """What the desk needs of the rank monitor."""
+    """What the controller needs of the rank monitor."""
 
     def save(self, word: int) -> None:
         """Put the word for `should_checkpoint` into the slots; `known` is called then."""
@@ -47,7 +47,7 @@ class SaveLink(Protocol):
         """Return how often each local rank has called `should_checkpoint` in this cycle."""
 
 
-class PreemptionDesk:
+class PreemptionController:
     """Announced preemption on one node. The loop's thread only.
 
     Args:
@@ -57,10 +57,9 @@ class PreemptionDesk:
         signum: The signal that announces it, passed to workers that handle it; None: none does.
         grace_s: How long ranks may take to save and leave.
         end: When the job's time is over (unix s), or None.
-        end_is_told: Whether somebody else's clock says so, not this node's.
     """
 
-    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
+    def __init__(
         self,
         loop: EventLoop,
         clock: Clock,
@@ -69,7 +68,6 @@ class PreemptionDesk:
         signum: signal.Signals | None,
         grace_s: float,
         end: float | None,
-        end_is_told: bool = False,
     ) -> None:
         self._loop = loop
         self._clock = clock
@@ -77,10 +75,7 @@ class PreemptionDesk:
         self._signum = signum
         self._grace_s = grace_s
         self._end = end
-        self._end_is_told = end_is_told
-        self._clock_off_s = 0.0
-        self._announcement: Timer | None = None
-        self._post: Callable[[DeskEvent], None] = lambda _: None
+        self._post: Callable[[PreemptionEvent], None] = lambda _: None
         self._monitor: SaveLink | None = None
         self._running_pids: Callable[[], Collection[int]] = list
         self._is_asked = False
@@ -92,7 +87,7 @@ class PreemptionDesk:
 
     def open(
         self,
-        post: Callable[[DeskEvent], None],
+        post: Callable[[PreemptionEvent], None],
         monitor: SaveLink,
         running_pids: Callable[[], Collection[int]],
     ) -> None:
@@ -106,25 +101,9 @@ class PreemptionDesk:
         self._post = post
         self._monitor = monitor
         self._running_pids = running_pids
-        self._wait_for_end()
-
-    def clock_is_off(self, seconds: float) -> None:
-        """Take note that this node's clock is so far ahead of the others' (below 0: behind)."""
-        if self._end_is_told and seconds != self._clock_off_s:
-            self._clock_off_s = seconds
-            self._wait_for_end()
-
-    def _now(self) -> float:
-        """Return the time (unix s) by the clocks that agree."""
-        return self._clock.wall() - self._clock_off_s
-
-    def _wait_for_end(self) -> None:
-        if self._announcement is not None:
-            self._announcement.cancel()
         if self._end is not None:
-            left_s = announce_at(self._end, self._grace_s) - self._now()
-            at = self._clock.monotonic() + max(0.0, left_s)
-            self._announcement = self._loop.call_at(at, self._announce_end)
+            left_s = announce_at(self._end, self._grace_s) - self._clock.wall()
+            self._loop.call_at(self._clock.monotonic() + max(0.0, left_s), self._announce_end)
 
     # What happens ----------------------------------------------------------------------------
 
@@ -147,7 +126,7 @@ class PreemptionDesk:
             self._post(GraceOver())
 
     def _announce_end(self) -> None:
-        left_s = (self._end or 0.0) - self._now()
+        left_s = (self._end or 0.0) - self._clock.wall()
         self._tell("time_limit", f"host {self._host} must go: its time is over in {left_s:.0f} s")
 
     def _tell(self, kind: str, what: str) -> None:

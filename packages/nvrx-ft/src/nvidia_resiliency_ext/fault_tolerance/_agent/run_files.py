@@ -42,7 +42,7 @@ MAX_NAME_PART = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunPaths:
     """The paths and names of one launch.
 
     Attributes:
@@ -70,7 +70,9 @@ class Place:
     monitor_sockets: tuple[str, ...]
 
 
-def make_place(plan: LaunchPlan, environ: Mapping[str, str], stack: contextlib.ExitStack) -> Place:
+def make_run_paths(
+    plan: LaunchPlan, environ: Mapping[str, str], stack: contextlib.ExitStack
+) -> RunPaths:
     """Make the directories of a launch; what is temporary is removed when `stack` is closed.
 
     Raises:
@@ -92,7 +94,7 @@ def make_place(plan: LaunchPlan, environ: Mapping[str, str], stack: contextlib.E
         files = spare_files
     record_dir = environ.get("NVRX_EVENT_DIR") or plan.log_dir
     watched = plan.nproc_per_node if plan.monitors_enabled else 0
-    return Place(
+    return RunPaths(
         run_dir=run_dir,
         run_id=run_id,
         host=socket.gethostname(),
@@ -166,15 +168,15 @@ class CycleRecords:
         self,
         plan: LaunchPlan,
         environ: Mapping[str, str],
-        place: Place,
+        paths: RunPaths,
         store_host: StoreHost,
     ) -> None:
         self._plan = plan
         self._environ = environ
-        self._place = place
+        self._paths = paths
         self._store_host = store_host
         self._token: TokenFile = token_file(
-            environ, plan.fault_tolerance.rdzv_token_file, place.run_dir.path
+            environ, plan.fault_tolerance.rdzv_token_file, paths.run_dir.path
         )
         self.asks_for_log_server = plan.logs.server is not None and not store_host.is_here
         self._lock = threading.Lock()  # guards the next field
@@ -211,7 +213,7 @@ class CycleRecords:
             return None
         from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelAddress, funnel_of
 
-        node_id = logs.node_id or self._place.host
+        node_id = logs.node_id or self._paths.host
         if logs.server is not None:
             return funnel_of(logs.server.ports, self._store_host.address, node_id, self._token.path)
         given = self._token.path if self._token.is_given else None

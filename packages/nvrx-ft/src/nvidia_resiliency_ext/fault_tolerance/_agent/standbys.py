@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import IdleMeter, available_bytes
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
-from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
+from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._workers import pool as pools
 from nvidia_resiliency_ext.fault_tolerance._workers.conditions import (
     cold_reason,
@@ -61,7 +61,7 @@ class StandbyStarter:
         base_env: What is the same in the environment of all workers.
         loop: Where standbys are watched.
         clock: The clock of the loop.
-        chronicle: Where the states of standbys are recorded.
+        reporter: Where the states of standbys are recorded.
         running_pids: Returns the processes of the workers that run now.
     """
 
@@ -71,14 +71,14 @@ class StandbyStarter:
         base_env: Mapping[str, str],
         loop: EventLoop,
         clock: Clock,
-        chronicle: Chronicle,
+        reporter: EventReporter,
         running_pids: Callable[[], list[int]],
     ) -> None:
         self._plan = plan
         self._base_env = base_env
         self._loop = loop
         self._clock = clock
-        self._chronicle = chronicle
+        self._reporter = reporter
         self._output = plan.output
         self._is_piped = plan.logs.applog_prefix is not None
         self._running_pids = running_pids
@@ -214,7 +214,7 @@ class StandbyStarter:
             self._step(pools.StandbyFailed(slot, str(error)))
             return
         self._held[slot] = standby
-        self._chronicle.standby(slot, "warming", None, None)
+        self._reporter.standby(slot, "warming", None, None)
         self._loop.watch(standby.fileno(), lambda: self._hear(slot))
 
     def _hear(self, slot: int) -> None:
@@ -222,7 +222,7 @@ class StandbyStarter:
         news = self._held[slot].receive()
         if isinstance(news, Ready) and news.problem is None:
             self._ready[slot] = news
-            self._chronicle.standby(slot, "ready", news.seconds, news.private_bytes)
+            self._reporter.standby(slot, "ready", news.seconds, news.private_bytes)
             self._step(pools.StandbyReady(slot, news.private_bytes or 0))
             self._announce()
         elif isinstance(news, Ready):
@@ -231,7 +231,7 @@ class StandbyStarter:
             self._step(pools.Refused(self._why_cold))
         elif isinstance(news, Failed):
             self._end_standby(slot)
-            self._chronicle.standby(slot, "failed", None, None)
+            self._reporter.standby(slot, "failed", None, None)
             logger.info("standby %d failed: %s", slot, news.reason)
             self._step(pools.StandbyFailed(slot, news.reason))
 
@@ -312,7 +312,7 @@ class StandbyStarter:
         self._loop.unwatch(standby.fileno())
         self._loop.watch(standby.fileno(), lambda: self._hear_told(slot, standby))
         self._step(pools.Gone(slot))
-        self._chronicle.standby(slot, "went", None, None)
+        self._reporter.standby(slot, "went", None, None)
         if ready is not None:
             at = self._clock.monotonic() + BEGIN_LIMIT_S
             self._loop.call_at(at, lambda: self._give_up(slot, standby))
@@ -368,7 +368,7 @@ class StandbyStarter:
             reason = news.reason
         self._forget_told(local_rank, standby)
         if reason is not None:
-            self._chronicle.standby(local_rank, "failed", None, None)
+            self._reporter.standby(local_rank, "failed", None, None)
             self._step(pools.StandbyFailed(local_rank, reason))
         return reason
 

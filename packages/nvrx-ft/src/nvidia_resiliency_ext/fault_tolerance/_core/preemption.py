@@ -57,11 +57,6 @@ def end_of_job(deadline: str | None, environ: Mapping[str, str], now: float) -> 
         ) from None
 
 
-def is_told(deadline: str | None) -> bool:
-    """Return whether the option names a time, by whoever's clock, and not a time from now on."""
-    return deadline is not None and not deadline.startswith("+")
-
-
 def announce_at(end: float, grace_s: float) -> float:
     """Return when ranks are asked to save and leave."""
     return end - grace_s

@@ -38,7 +38,7 @@ from .memory import GpuMemory, MemoryRules, wait_for_memory
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
     from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
-    from nvidia_resiliency_ext.fault_tolerance._report.events import Chronicle
+    from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
     from nvidia_resiliency_ext.shared_utils.health_check import Check, HealthResult, NodeHealthCheck
 
 
@@ -281,7 +281,7 @@ class NodeGate:
         memory: What is known of GPU memory; used in a thread.
         loop: Where answers arrive.
         clock: The clock of the loop.
-        chronicle: Where results of checks, and waits, are recorded.
+        reporter: Where results of checks, and waits, are recorded.
     """
 
     def __init__(
@@ -292,14 +292,14 @@ class NodeGate:
         *,
         loop: EventLoop,
         clock: Clock,
-        chronicle: Chronicle,
+        reporter: EventReporter,
     ) -> None:
         self._settings = settings
         self._check = check
         self._memory = memory
         self._loop = loop
         self._clock = clock
-        self._chronicle = chronicle
+        self._reporter = reporter
         self._checking = _Checking.NOT_BEGUN
         self._finding: Cause | None = None
         self._joining: tuple[int, Callable[[Cause | None], None]] | None = None
@@ -339,7 +339,7 @@ class NodeGate:
             return
         found = results or []
         self._checking, self._finding = _Checking.DONE, unfit(found, self._settings.host)
-        self._chronicle.node_checked(found)
+        self._reporter.node_checked(found)
         self._answer()
 
     def _answer(self) -> None:
@@ -376,7 +376,7 @@ class NodeGate:
     def _reclaimed(self, seconds: float | None) -> None:
         self._reclaiming = False
         if seconds is not None:
-            self._chronicle.memory_reclaimed(seconds)
+            self._reporter.memory_reclaimed(seconds)
         self._let_start()
 
     def start(self, begin: Callable[[], None]) -> None:
@@ -432,7 +432,7 @@ def make_gate(  # noqa: PLR0913 - named, and each of them a fact of its own
     infra_rank: int,
     loop: EventLoop,
     clock: Clock,
-    chronicle: Chronicle,
+    reporter: EventReporter,
 ) -> NodeGate:
     """Return the gate of a launch."""
     config: FaultToleranceConfig = plan.fault_tolerance
@@ -458,5 +458,5 @@ def make_gate(  # noqa: PLR0913 - named, and each of them a fact of its own
         GpuMemory(plan.nproc_per_node, environ),
         loop=loop,
         clock=clock,
-        chronicle=chronicle,
+        reporter=reporter,
     )

@@ -54,7 +54,7 @@ class Connection:
     opened_at: float
 
 
-class Doorway:
+class Acceptor:
     """Listens at a path and lets in those who say hello."""
 
     def __init__(

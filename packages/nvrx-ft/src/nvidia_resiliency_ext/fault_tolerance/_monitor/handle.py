@@ -7,6 +7,7 @@ and carries no torch; it gets the parent's module search path over the socket.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -79,11 +80,9 @@ def sweep(
 
 
 def _kill_group(pgid: int) -> None:
-    for sig in (signal.SIGKILL, signal.SIGCONT):
-        try:
-            os.killpg(pgid, sig)
-        except (ProcessLookupError, PermissionError):
-            return  # nobody left, or a recycled number that belongs to somebody else
+    # Nobody left, or a recycled number that belongs to somebody else.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pgid, signal.SIGKILL)
 
 
 def _kill(pid: int, run_id: str, groups: Collection[int]) -> PidHandle | None:
@@ -99,7 +98,6 @@ def _kill(pid: int, run_id: str, groups: Collection[int]) -> PidHandle | None:
         return None
     try:
         handle.signal(signal.SIGKILL)
-        handle.signal(signal.SIGCONT)
     except PermissionError:
         handle.close()
         return None

@@ -15,7 +15,7 @@ from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.worker_thread import WorkerThread
 
 from . import messages, session
-from .acceptor import Doorway, Watcher
+from .acceptor import Acceptor, Watcher
 from .hang_report import Evidence, inspect_process, save_evidence
 from .node_watch import Unfit
 from .session import change_limits, policy_of
@@ -77,7 +77,7 @@ class Testimony:
 
 
 @dataclass(slots=True, eq=False)
-class _Holder:
+class _Client:
     """The process that has, or asks for, the session."""
 
     connection: Connection
@@ -123,29 +123,29 @@ class RankPort:
         self._lines = lines
         self._state = session.SessionState()
         self._policy = policy_of(self._config)
-        self._holder: _Holder | None = None
-        self._newcomer: _Holder | None = None
+        self._client: _Client | None = None
+        self._pending: _Client | None = None
         self._save_word = 0
         self._refusals = RefusalLog(f"the socket of local rank {local_rank}")
-        self._doorway = Doorway(path, host, self._welcome, self._note_refusal)
+        self._acceptor = Acceptor(path, host, self._welcome, self._note_refusal)
 
     def next_wake(self) -> float | None:
         """When `tick` has something to do, on the monotonic clock."""
         times = [
             self._state.wake_at,
-            self._doorway.next_expiry(),
+            self._acceptor.next_expiry(),
             self._lines.next_check,
             self._refusals.next_check,
         ]
-        if self._holder is not None and self._holder.process.fileno() is None:
+        if self._client is not None and self._client.process.fileno() is None:
             times.append(time.monotonic() + _NO_PIDFD_POLL_S)
         return min((at for at in times if at is not None), default=None)
 
     def tick(self, now: float) -> None:
         """Do what is due."""
-        self._doorway.expire(now)
-        holder = self._holder
-        if holder is not None and holder.process.fileno() is None and not holder.process.alive():
+        self._acceptor.expire(now)
+        client = self._client
+        if client is not None and client.process.fileno() is None and not client.process.alive():
             self._feed(session.Died())
         if self._state.wake_at is not None and self._state.wake_at <= now:
             self._feed(session.Woke())
@@ -161,7 +161,7 @@ class RankPort:
 
     def condemn(self, unfit: Unfit) -> None:
         """End the rank because its device is unfit; nothing happens without a session."""
-        if self._holder is None:
+        if self._client is None:
             return
         verdict = Verdict(
             rule=unfit.rule,
@@ -189,16 +189,16 @@ class RankPort:
     @property
     def is_looked_into(self) -> bool:
         """Whether evidence on the rank is being gathered, or is complete."""
-        return self._holder is not None and self._state.phase in session.LOOKED_INTO
+        return self._client is not None and self._state.phase in session.LOOKED_INTO
 
     def testimony(self) -> Testimony | None:
         """Return what is known of the rank by now; None before it was looked at."""
-        holder = self._holder
-        if holder is None or holder.seen is None or not self.is_looked_into:
+        client = self._client
+        if client is None or client.seen is None or not self.is_looked_into:
             return None
-        assert holder.evidence is not None
+        assert client.evidence is not None
         now, timeouts = time.monotonic(), self._policy.timeouts
-        after, verdict = self._look(holder), self._state.verdict
+        after, verdict = self._look(client), self._state.verdict
         broken = judge(after, timeouts, self._state.started, now + LATE_MARGIN_S)
         has_gone_on = (
             verdict is not None
@@ -206,30 +206,30 @@ class RankPort:
             and (broken is None or broken.since != verdict.since)
         )
         return Testimony(
-            rank=holder.hello.rank,
-            pid=holder.process.pid,
-            evidence=holder.evidence,
-            stacks=bytes(holder.stacks or b"").decode("utf-8", "replace"),
-            before=holder.seen,
+            rank=client.hello.rank,
+            pid=client.process.pid,
+            evidence=client.evidence,
+            stacks=bytes(client.stacks or b"").decode("utf-8", "replace"),
+            before=client.seen,
             after=after,
             broken=broken or verdict,
             has_gone_on=has_gone_on,
-            signalled_at=holder.signalled_at,
+            signalled_at=client.signalled_at,
             signal=int(self._policy.termination_signal),
         )
 
     def close(self) -> None:
         """End the session without touching the process, and stop listening."""
-        self._doorway.close()
-        if self._holder is not None:
+        self._acceptor.close()
+        if self._client is not None:
             self._end()
         self._lines.finish()
         self._refusals.finish()
         self.memory.close()
 
     def _welcome(self, connection: Connection, hello: messages.Hello) -> None:
-        # The holder's own end may be in the queue behind this newcomer.
-        self._read_holder()
+        # The end of the present client may be in the queue behind this hello.
+        self._read_client()
         try:
             process = PidHandle(connection.pid or hello.pid)
         except OSError as exc:
@@ -237,31 +237,31 @@ class RankPort:
             self._note_refusal(f"rank {hello.rank} (pid {hello.pid}) was not let in: {exc}")
             connection.channel.close()
             return
-        holder = self._holder
-        self._newcomer = _Holder(connection, hello, process)
-        is_alive = holder is not None and holder.process.alive()
+        client = self._client
+        self._pending = _Client(connection, hello, process)
+        is_alive = client is not None and client.process.alive()
         self._feed(session.Joined(connection.number, is_alive))
 
     def _note_refusal(self, text: str) -> None:
         self._refusals.note(time.monotonic(), text)
 
-    def _read_holder(self) -> None:
-        holder = self._holder
-        if holder is None or holder.connection.channel.is_over:
+    def _read_client(self) -> None:
+        client = self._client
+        if client is None or client.connection.channel.is_over:
             return
-        channel = holder.connection.channel
+        channel = client.connection.channel
         channel.flush()
         for message in channel.receive():
-            self._handle(holder, message)
+            self._handle(client, message)
         if channel.is_over:
             self._host.unwatch(channel)
             channel.close()
-            self._feed(session.Closed(holder.connection.number))
+            self._feed(session.Closed(client.connection.number))
         else:
-            self._host.watch(channel, self._read_holder, write=channel.wants_to_write)
+            self._host.watch(channel, self._read_client, write=channel.wants_to_write)
 
-    def _handle(self, holder: _Holder, message: object) -> None:
-        channel = holder.connection.channel
+    def _handle(self, client: _Client, message: object) -> None:
+        channel = client.connection.channel
         match message:
             case messages.SetTimeouts(request, changes):
                 channel.send(messages.Answer(request, self.set_limits(changes)))
@@ -269,27 +269,27 @@ class RankPort:
                 self._look_now()
                 channel.send(messages.Answer(request))
             case messages.HeldForSave(request):
-                self._hold(holder, request)
+                self._hold(client, request)
             case messages.StepBegun(t):
-                self._tell_step(holder, t)
+                self._tell_step(client, t)
             case messages.FirstActivity():
-                self._tell_life(holder)
+                self._tell_life(client)
             case _:
                 channel.is_over = True  # a second hello, or a message of the other direction
 
     def save(self, word: int) -> None:
         """Put the word for `should_checkpoint` into the slot; a rank that waits for it goes on."""
         self._save_word = self.memory.words[W_SAVE] = word
-        holder = self._holder
-        if word != SAVE_ASKED and holder is not None and holder.held_request is not None:
-            holder.connection.channel.send(messages.Answer(holder.held_request))
-            holder.held_request = None
+        client = self._client
+        if word != SAVE_ASKED and client is not None and client.held_request is not None:
+            client.connection.channel.send(messages.Answer(client.held_request))
+            client.held_request = None
 
-    def _hold(self, holder: _Holder, request: int) -> None:
+    def _hold(self, client: _Client, request: int) -> None:
         if self._save_word == SAVE_ASKED:
-            holder.held_request = request
+            client.held_request = request
         else:
-            holder.connection.channel.send(messages.Answer(request))
+            client.connection.channel.send(messages.Answer(request))
 
     def _feed(self, event: session.Event) -> None:
         self._state, effects = session.step(self._state, event, time.monotonic(), self._policy)
@@ -318,61 +318,61 @@ class RankPort:
                 self._act_on_process(effect)
 
     def _act_on_process(self, effect: session.Effect) -> None:
-        holder = self._holder
-        assert holder is not None
+        client = self._client
+        assert client is not None
         match effect:
             case session.Inspect():
-                self._inspect(holder)
+                self._inspect(client)
             case session.AskStacks():
-                holder.signalled_at = time.monotonic()
-                holder.process.signal(holder.hello.dump_signal)
+                client.signalled_at = time.monotonic()
+                client.process.signal(client.hello.dump_signal)
             case session.Terminate():
-                holder.process.signal(signal.SIGCONT)
-                holder.process.signal(self._policy.termination_signal)
+                client.process.signal(signal.SIGCONT)
+                client.process.signal(self._policy.termination_signal)
             case session.Kill():
-                holder.process.signal(signal.SIGKILL)
+                client.process.signal(signal.SIGKILL)
 
     def _accept(self, session_id: int) -> None:
-        holder, self._newcomer = self._newcomer, None
-        assert holder is not None
-        self._holder = holder
+        client, self._pending = self._pending, None
+        assert client is not None
+        self._client = client
         self._renew_policy()
         try:
-            self._open_session(holder, session_id)
+            self._open_session(client, session_id)
         except OSError as exc:
             # Out of descriptors, for one. Nobody would watch it: without a session it asks again.
-            rank, pid = holder.hello.rank, holder.process.pid
+            rank, pid = client.hello.rank, client.process.pid
             logger.error("rank %d (pid %d) cannot be watched now: %s", rank, pid, exc)  # noqa: TRY400
-            self._feed(session.Closed(holder.connection.number))
+            self._feed(session.Closed(client.connection.number))
 
-    def _open_session(self, holder: _Holder, session_id: int) -> None:
-        holder.dump_fd, dump_write_fd = os.pipe2(os.O_CLOEXEC)
+    def _open_session(self, client: _Client, session_id: int) -> None:
+        client.dump_fd, dump_write_fd = os.pipe2(os.O_CLOEXEC)
         try:
-            os.set_blocking(holder.dump_fd, False)
-            self._take_slot(holder)
+            os.set_blocking(client.dump_fd, False)
+            self._take_slot(client)
             self.memory.words[W_SAVE] = self._save_word
             accepted = messages.Accepted(session_id, self._config, list(self._layout.sections))
-            channel = holder.connection.channel
+            channel = client.connection.channel
             channel.send(accepted, [self.memory.fd, dump_write_fd])
         finally:
             os.close(dump_write_fd)
-        self._host.watch(channel, self._read_holder, write=channel.wants_to_write)
-        self._host.watch(holder.dump_fd, self._read_dump)
-        pidfd = holder.process.fileno()
+        self._host.watch(channel, self._read_client, write=channel.wants_to_write)
+        self._host.watch(client.dump_fd, self._read_dump)
+        pidfd = client.process.fileno()
         if pidfd is not None:
             self._host.watch(pidfd, lambda: self._feed(session.Died()))
-        rank, pid = holder.hello.rank, holder.process.pid
+        rank, pid = client.hello.rank, client.process.pid
         self._host.tell(messages.RankJoined(self.local_rank, rank, pid))
         logger.debug("rank %d (pid %d) joined its monitor", rank, pid)
 
-    def _take_slot(self, holder: _Holder) -> None:
-        fds = holder.connection.channel.take_fds(1) if holder.hello.hands_back_slot else []
+    def _take_slot(self, client: _Client) -> None:
+        fds = client.connection.channel.take_fds(1) if client.hello.hands_back_slot else []
         for fd in fds:
             try:
                 adopted = SlotMemory.adopt(fd, self._layout, must_be_sealed=True)
             except SlotError as exc:
                 os.close(fd)
-                logger.info("rank %d gets a new slot, for %s", holder.hello.rank, exc)
+                logger.info("rank %d gets a new slot, for %s", client.hello.rank, exc)
             else:
                 self.memory.close()
                 self.memory = adopted
@@ -381,25 +381,25 @@ class RankPort:
         self.memory.clear()
 
     def _refuse(self, reason: str) -> None:
-        newcomer, self._newcomer = self._newcomer, None
-        assert newcomer is not None
-        rank, pid = newcomer.hello.rank, newcomer.process.pid
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        rank, pid = pending.hello.rank, pending.process.pid
         self._note_refusal(f"rank {rank}: pid {pid} was refused: {reason}")
-        newcomer.connection.channel.send(messages.Refused(reason))
-        newcomer.connection.channel.close()
-        newcomer.process.close()
+        pending.connection.channel.send(messages.Refused(reason))
+        pending.connection.channel.close()
+        pending.process.close()
 
     def _end(self) -> None:
-        holder, self._holder = self._holder, None
-        assert holder is not None
-        view = self._look(holder)
-        self._host.unwatch(holder.connection.channel)
-        holder.connection.channel.close()
-        pidfd = holder.process.fileno()
+        client, self._client = self._client, None
+        assert client is not None
+        view = self._look(client)
+        self._host.unwatch(client.connection.channel)
+        client.connection.channel.close()
+        pidfd = client.process.fileno()
         if pidfd is not None:
             self._host.unwatch(pidfd)
-        holder.process.close()
-        self._close_dump(holder)
+        client.process.close()
+        self._close_dump(client)
         self._host.tell(messages.RankLeft(self.local_rank, view.iteration))
         self._lines.lost(time.monotonic())
         self._host.testify(self)
@@ -408,83 +408,83 @@ class RankPort:
         if self._state.phase is session.Phase.LIVE:
             self._feed(session.Woke())
 
-    def _look(self, holder: _Holder | None = None) -> SlotView:
+    def _look(self, client: _Client | None = None) -> SlotView:
         """Read the slot, and pass on what a message of the rank may have failed to tell."""
-        holder = holder or self._holder
+        client = client or self._client
         view = read_slot(self.memory.words, self._layout)
-        if holder is not None and view.session_id:
+        if client is not None and view.session_id:
             if view.is_active:
-                self._tell_life(holder)
+                self._tell_life(client)
             stepped_at = view.heartbeat_first or view.step_first_close
             if stepped_at is not None:
-                self._tell_step(holder, stepped_at)
+                self._tell_step(client, stepped_at)
         return view
 
-    def _tell_life(self, holder: _Holder) -> None:
-        if not holder.has_told_life:
-            holder.has_told_life = True
+    def _tell_life(self, client: _Client) -> None:
+        if not client.has_told_life:
+            client.has_told_life = True
             self._lines.alive()
 
-    def _tell_step(self, holder: _Holder, at: float) -> None:
-        self._tell_life(holder)
-        if not holder.has_told_step:
-            holder.has_told_step = True
+    def _tell_step(self, client: _Client, at: float) -> None:
+        self._tell_life(client)
+        if not client.has_told_step:
+            client.has_told_step = True
             self._host.tell(messages.FirstStep(self.local_rank, at))
 
     def _renew_policy(self) -> None:
-        asked = None if self._holder is None else self._holder.hello.num_warmup_iters
+        asked = None if self._client is None else self._client.hello.num_warmup_iters
         self._policy = policy_of(self._config, asked)
 
-    def _inspect(self, holder: _Holder) -> None:
-        holder.seen = None
-        if not holder.process.alive():
+    def _inspect(self, client: _Client) -> None:
+        client.seen = None
+        if not client.process.alive():
             self._feed(session.Died())
             return
-        holder.stacks, holder.signalled_at = bytearray(), None
-        holder.evidence = inspect_process(holder.process.pid, holder.hello.dump_signal)
-        holder.seen = self._look(holder)
-        self._feed(session.Inspected(holder.evidence.can_dump))
+        client.stacks, client.signalled_at = bytearray(), None
+        client.evidence = inspect_process(client.process.pid, client.hello.dump_signal)
+        client.seen = self._look(client)
+        self._feed(session.Inspected(client.evidence.can_dump))
 
     def _read_dump(self) -> None:
-        holder = self._holder
-        assert holder is not None
+        client = self._client
+        assert client is not None
         try:
-            data = os.read(holder.dump_fd, 65536)
+            data = os.read(client.dump_fd, 65536)
         except BlockingIOError:
             return
         if not data:
-            self._close_dump(holder)
-        elif holder.stacks is not None:
-            if len(holder.stacks) < MAX_STACKS_BYTES:
-                holder.stacks += data
+            self._close_dump(client)
+        elif client.stacks is not None:
+            if len(client.stacks) < MAX_STACKS_BYTES:
+                client.stacks += data
             self._feed(session.Dumped(data.endswith(b"\n")))
 
-    def _close_dump(self, holder: _Holder) -> None:
-        if holder.dump_fd >= 0:
-            self._host.unwatch(holder.dump_fd)
-            os.close(holder.dump_fd)
-            holder.dump_fd = -1
+    def _close_dump(self, client: _Client) -> None:
+        if client.dump_fd >= 0:
+            self._host.unwatch(client.dump_fd)
+            os.close(client.dump_fd)
+            client.dump_fd = -1
 
     def _save(self) -> None:
-        holder, host = self._holder, self._host
-        assert holder is not None
-        assert holder.evidence is not None
-        name = f"stacks-{host.host}-c{host.cycle}-r{holder.hello.rank}"
-        pid, evidence, stacks = holder.process.pid, holder.evidence, bytes(holder.stacks or b"")
+        client, host = self._client, self._host
+        assert client is not None
+        assert client.evidence is not None
+        name = f"stacks-{host.host}-c{host.cycle}-r{client.hello.rank}"
+        pid, evidence, stacks = client.process.pid, client.evidence, bytes(client.stacks or b"")
         directory = host.record_dir
 
         def done(result: tuple[int | None, str | None] | None) -> None:
-            if holder is self._holder:
+            if client is self._client:
                 rss_bytes, path = result or (None, None)
-                holder.evidence = replace(evidence, rss_bytes=rss_bytes, stacks_path=path)
+                client.evidence = replace(evidence, rss_bytes=rss_bytes, stacks_path=path)
                 self._feed(session.Saved())
 
         host.slow.submit(lambda: save_evidence(directory, name, pid, evidence, stacks), done)
 
     def _report_unkillable(self) -> None:
-        holder = self._holder
-        assert holder is not None
-        rank, pid = holder.hello.rank, holder.process.pid
+        client = self._client
+        assert client is not None
+        rank, pid = client.hello.rank, client.process.pid
         look = inspect_process(pid, 0)
         state, wchan = look.kernel.state, look.kernel.wchan
         self._host.tell(messages.RankUnkillable(self.local_rank, rank, pid, state, wchan))

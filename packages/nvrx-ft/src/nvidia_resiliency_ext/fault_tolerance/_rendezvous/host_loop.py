@@ -295,7 +295,7 @@ class Host:
         if self._resuming_since is None:
             self._resuming_since = self._clock.monotonic()
         waited_s = self._clock.monotonic() - self._resuming_since
-        # Beside a round that strangers have begun, the launchers cannot just go on with theirs.
+        # A round that other launchers have begun beside it cannot just be taken up.
         patience_s = host.expiry_s(self._rules) if is_new else 0.0
         answer = decide_resume(known, waited_s, patience_s)
         if answer is None:

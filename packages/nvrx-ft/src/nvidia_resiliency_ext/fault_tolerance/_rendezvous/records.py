@@ -2,7 +2,7 @@
 """What nodes and the store host tell each other through the store. Pure.
 
 Every value is JSON of a closed set of fields with plain types and bounded sizes: who can reach the
-store's port can write to it, so what is read is data of a stranger until it has passed `decode`.
+store's port can write to it, so what is read is untrusted until it has passed `decode`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A decision that holds for everybody, with all that a newcomer must know.
+    """A decision that holds for everybody, with all that a node that joins must know.
 
     Attributes:
         seq: Its number; each is created once, by compare-and-set.

@@ -444,10 +444,10 @@ def load_torch() -> None:
 
 
 def _store_class() -> tuple[Any, str]:
-    """Return torch's TCPStore and version; silent about waits that time out, no errors here."""
+    """Return torch's TCPStore and version; its C++ log is silent, as its errors are raised, too."""
     level = os.environ.get(_TORCH_LOG_LEVEL)
     if level is None:
-        os.environ[_TORCH_LOG_LEVEL] = "ERROR"
+        os.environ[_TORCH_LOG_LEVEL] = "FATAL"
     try:
         import torch
         from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -108,7 +108,6 @@ def _check_job_id(job_id: str) -> None:
 
 logger = logging.getLogger("nvrx")
 SHUTDOWN_S = 2.0
-TRY_AGAIN_S = 30.0
 _MOST_WAITING = 256
 _MOST_OWED = 64
 _LARGEST_FILE_BYTES = 1 << 20
@@ -118,7 +117,7 @@ class CycleInfoWriter:
     """Writes `cycle_info.<job>.<attempt>.<cycle>` and the link `cycle_info.<job>.current`.
 
     A file appears and changes as a whole. What cannot be written is said once, and tried again
-    with the next file and every 30 s; the newest 64 files wait. All methods but `shutdown` return
+    with the next file; the newest 64 files wait. All methods but `shutdown` return
     at once.
 
     Its methods take the fields of the file: `job_id`; `attempt_index`, how often the scheduler
@@ -279,9 +278,7 @@ class CycleInfoWriter:
             while not self._jobs:
                 if self._is_ending:
                     return None
-                is_owing = bool(self._owed) or self._link_owed is not None
-                if not self._work.wait(TRY_AGAIN_S if is_owing else None):
-                    return lambda: None
+                self._work.wait()
             return self._jobs.popleft()
 
     def _pay(self) -> None:

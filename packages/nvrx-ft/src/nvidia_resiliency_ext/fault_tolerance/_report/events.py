@@ -32,7 +32,7 @@ MAX_SHOWN_STACKS = 16_384
 _HEALTH_WORDS = {"healthy": "pass", "unhealthy": "fail", "skipped": "skipped"}
 
 
-class Chronicle:
+class EventReporter:
     """The launcher's record of one job on one node. One thread only."""
 
     def __init__(

@@ -101,19 +101,13 @@ class GoOrder:
 
     Attributes:
         env: The worker's whole environment.
-        cwd: Its working directory; None keeps the launcher's.
-        umask: Its umask; None keeps the launcher's.
         stdio_fds: Its three streams; None keeps the one that the standby has. They stay the
             caller's.
-        cores: The processors it may use; None keeps the launcher's.
         not_before: Monotonic seconds before which it must not run the script; None: at once.
     """
 
     env: Mapping[str, str]
-    cwd: str | None = None
-    umask: int | None = None
     stdio_fds: tuple[int | None, int | None, int | None] = (None, None, None)
-    cores: frozenset[int] | None = None
     not_before: float | None = None
 
 
@@ -148,13 +142,13 @@ class Standby:
         slot: int,
         env: Mapping[str, str],
         child: Child,
-        door: socket.socket,
+        control_socket: socket.socket,
         outputs: tuple[int, ...] = (),
     ) -> None:
         self.slot = slot
         self.env = dict(env)
         self.child = child
-        self._door = door
+        self._control_socket = control_socket
         self._outputs = outputs
         self._files: tuple[FileStamp, ...] = (file_stamp(os.path.realpath(child.argv[0])),)
         self._is_told = False
@@ -171,7 +165,7 @@ class Standby:
         imports: Sequence[str] = DEFAULT_IMPORTS,
         hook_folder: str = HOOK_FOLDER,
     ) -> Standby:
-        """Start the command of a worker, held at the door.
+        """Start the command of a worker, held until a cycle needs it.
 
         Args:
             command: The worker's command.
@@ -229,17 +223,17 @@ class Standby:
 
     def fileno(self) -> int:
         """Return the socket, readable when `receive` has something to say."""
-        return self._door.fileno()
+        return self._control_socket.fileno()
 
     def receive(self) -> Ready | Begun | Failed | None:
         """Return the next news without waiting, or None. `Begun` and `Failed` are the last."""
         try:
             try:
-                data = self._door.recv(_LARGEST_REPLY_BYTES)
+                data = self._control_socket.recv(_LARGEST_REPLY_BYTES)
             except ConnectionResetError:
                 # It left with our "go" unread. The kernel reports that once, and only then hands
                 # out its last words.
-                data = self._door.recv(_LARGEST_REPLY_BYTES)
+                data = self._control_socket.recv(_LARGEST_REPLY_BYTES)
         except BlockingIOError:
             return None
         except OSError as error:
@@ -266,13 +260,10 @@ class Standby:
         message = {
             "set": {k: v for k, v in order.env.items() if self.env.get(k) != v},
             "unset": [k for k in self.env if k not in order.env],
-            "cwd": order.cwd,
-            "umask": order.umask,
             "streams": streams,
-            "cores": None if order.cores is None else sorted(order.cores),
             "not_before": order.not_before,
         }
-        _send(self._door, message, [fd for fd in order.stdio_fds if fd is not None])
+        _send(self._control_socket, message, [fd for fd in order.stdio_fds if fd is not None])
         self._is_told = True
         # Whoever stopped it while it waited did not mean the worker that it is now.
         self.child.signal(signal.SIGCONT)
@@ -295,7 +286,7 @@ class Standby:
         self.child.close()
 
     def _close(self) -> None:
-        self._door.close()
+        self._control_socket.close()
         outputs, self._outputs = self._outputs, ()
         for fd in outputs:
             os.close(fd)
@@ -384,13 +375,15 @@ def _read_start(fd: int) -> bytes:
     return os.pread(fd, _LARGEST_OUTPUT_BYTES, 0)
 
 
-def _send(door: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+def _send(
+    control_socket: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()
+) -> None:
     data = json.dumps(message, separators=(",", ":")).encode()
     if len(data) > _LARGEST_MESSAGE_BYTES:
         raise StandbyError(f"the order is too large ({len(data)} bytes)")
     control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
-        door.sendmsg([data], control)
+        control_socket.sendmsg([data], control)
     except OSError as error:
         raise StandbyError(f"it does not listen: {error.strerror}") from error
 

@@ -202,8 +202,8 @@ class BaseCheckpointManager(ABC):
             The state, and the id `(iteration, rank, session_id)`.
 
         Raises:
-            CheckpointingException: There is no checkpoint, or `find_latest` was not called; on all
-                ranks.
+            CheckpointingException: There is no checkpoint, `find_latest` was not called, or a rank
+                could not bring its tensors back to their devices; on all ranks.
         """
         if self.latest_iteration == -1:
             raise CheckpointingException(
@@ -217,7 +217,7 @@ class BaseCheckpointManager(ABC):
             state = self._load_together(iteration)
             if state is not None:
                 self.latest_iteration = iteration
-                state.restore_tensor_device()
+                self._restore_devices(state, iteration)
                 self._record.loaded(iteration, time.monotonic() - begin, rank=self._agreement.rank)
                 return state, self._ckpt_id(iteration)
             logger.warning("iteration %d cannot be loaded on all ranks, trying an older", iteration)
@@ -228,6 +228,22 @@ class BaseCheckpointManager(ABC):
         )
         self._record.load_failed(asked, problem, rank=self._agreement.rank)
         raise CheckpointingException(problem)
+
+    def _restore_devices(self, state: TensorAwareStateDict, iteration: int) -> None:
+        """Bring tensors back to their devices; what fails on one rank is raised on all."""
+        problem = ""
+        try:
+            state.restore_tensor_device()
+        # It may run out of device memory, or be a user's and raise anything.
+        except Exception as error:
+            logger.warning("the tensors cannot be brought back", exc_info=True)
+            problem = f"{type(error).__name__}: {error}"
+        if self._agreement.all_true(not problem):
+            return
+        text = by_rank(self._agreement.gather_texts(problem))
+        message = f"iteration {iteration} is whole, but cannot be brought back to its devices: "
+        self._record.load_failed(iteration, message + text, rank=self._agreement.rank)
+        raise CheckpointingException(message + text)
 
     def _load_together(self, iteration: int) -> TensorAwareStateDict | None:
         """Return this rank's part when every rank has got its own; None on all ranks otherwise."""

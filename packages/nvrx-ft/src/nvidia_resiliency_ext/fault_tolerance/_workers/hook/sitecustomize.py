@@ -40,7 +40,7 @@ _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband")
 _Function = type(lambda: None)
 
 
-class _Door:
+class _ControlSocket:
     """The socket to the launcher: whole JSON messages, "go" with descriptors."""
 
     def __init__(self, fd: int) -> None:
@@ -535,11 +535,11 @@ def _problem(before: Mapping[str, object], order: Mapping[str, Any], held: _Held
     return _shadowing([beside] * bool(beside) + order["path_dirs"], origins)
 
 
-def _importer(door: _Door, go_seen: list[str]) -> Callable[[str, bool], bool]:
+def _importer(control_socket: _ControlSocket, go_seen: list[str]) -> Callable[[str, bool], bool]:
     """Return what imports one entry of the list; it declines once "go" is there."""
 
     def load(name: str, optional: bool) -> bool:
-        if door.has_message():
+        if control_socket.has_message():
             go_seen.append(name)
             return False
         try:
@@ -552,7 +552,7 @@ def _importer(door: _Door, go_seen: list[str]) -> Callable[[str, bool], bool]:
     return load
 
 
-def _warm(door: _Door, order: Mapping[str, Any], held: _Held) -> bool:
+def _warm(control_socket: _ControlSocket, order: Mapping[str, Any], held: _Held) -> bool:
     """Import everything in the order's list; return whether "go" cut it short."""
     beside = order["entry_dir"]
     tops = {name.partition(".")[0] for name, _ in order["imports"]}
@@ -563,7 +563,7 @@ def _warm(door: _Door, order: Mapping[str, Any], held: _Held) -> bool:
     go_seen: list[str] = []
     if borrowed:
         sys.path.insert(0, beside)
-    held.collect(order["imports"], _importer(door, go_seen))
+    held.collect(order["imports"], _importer(control_socket, go_seen))
     if borrowed:
         sys.path.remove(beside)
         sys.path_importer_cache.pop(beside, None)
@@ -571,7 +571,7 @@ def _warm(door: _Door, order: Mapping[str, Any], held: _Held) -> bool:
 
 
 def _apply(go: Mapping[str, Any], fds: Sequence[int]) -> None:
-    """Make this process what "go" says: streams, environment, folder, umask, cores."""
+    """Make this process what "go" says: streams and environment."""
     import time
 
     for target, fd in zip(go["streams"], fds, strict=True):
@@ -580,13 +580,6 @@ def _apply(go: Mapping[str, Any], fds: Sequence[int]) -> None:
     for name in go["unset"]:
         os.environ.pop(name, None)
     os.environ.update(go["set"])
-    if go["cwd"] is not None:
-        os.chdir(go["cwd"])
-    if go["umask"] is not None:
-        os.umask(go["umask"])
-    if go["cores"] is not None:
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), go["cores"])
     time.tzset()
     if "tempfile" in sys.modules:
         sys.modules["tempfile"].__dict__["tempdir"] = None
@@ -620,18 +613,18 @@ def _stamps(held: _Held) -> list[list[str | int]]:
     return stamps
 
 
-def _stand_by(door: _Door) -> None:
+def _stand_by(control_socket: _ControlSocket) -> None:
     import gc
     import time
 
     started = time.monotonic()
-    order, _ = door.receive()
+    order, _ = control_socket.receive()
     undo = [_die_with_parent(order["parent"]), _step_back(), _mark_name()]
     before = _facts()
     held = _Held(order)
     # Imports make many objects and little garbage; collecting takes a quarter of their time.
     gc.disable()
-    is_short = _warm(door, order, held)
+    is_short = _warm(control_socket, order, held)
     # What imports printed is the launcher's to show, not the worker's.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -643,10 +636,10 @@ def _stand_by(door: _Door) -> None:
     gc.enable()
     problem = _problem(before, order, held)
     seconds = time.monotonic() - started
-    if problem is not None and door.has_message():
+    if problem is not None and control_socket.has_message():
         raise RuntimeError(problem)
-    if not door.has_message():
-        door.send(
+    if not control_socket.has_message():
+        control_socket.send(
             kind="ready",
             pid=os.getpid(),
             modules=len(sys.modules) + len(held._group_of),  # noqa: SLF001 - same module
@@ -655,26 +648,26 @@ def _stand_by(door: _Door) -> None:
             problem=problem,
             files=_stamps(held),
         )
-    go, fds = door.receive()
+    go, fds = control_socket.receive()
     for step in undo[1:]:
         step()
     _apply(go, fds)
-    door.send(kind="begun", seconds=seconds)
+    control_socket.send(kind="begun", seconds=seconds)
     undo[0]()
-    door.close()
+    control_socket.close()
     if go["not_before"] is not None:
         time.sleep(min(max(0.0, go["not_before"] - time.monotonic()), _LONGEST_HEAD_START_S))
 
 
 def _enter(fd: int) -> None:
-    door = None
+    control_socket = None
     try:
-        door = _Door(fd)
-        _stand_by(door)
+        control_socket = _ControlSocket(fd)
+        _stand_by(control_socket)
     except BaseException as error:  # noqa: BLE001 - else the script would run, as if all were well
         reason = f"{type(error).__name__}: {error}"
-        if door is not None:
-            door.send(kind="failed", reason=reason[:2000])
+        if control_socket is not None:
+            control_socket.send(kind="failed", reason=reason[:2000])
         os._exit(_FAILED)
 
 

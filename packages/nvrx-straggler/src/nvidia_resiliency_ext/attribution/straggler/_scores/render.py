@@ -75,10 +75,11 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
         names = list(sections)
         values = np.array([list(sections[name].values()) for name in names], dtype=np.float64)
         image = axes[1].imshow(
-            values, aspect="auto", cmap="RdYlGn", vmin=0.5, vmax=1.0, interpolation="nearest"
+            values, aspect="auto", cmap="viridis", vmin=0.5, vmax=1.0, interpolation="nearest"
         )
         axes[1].set_yticks(range(len(names)), [plain(name)[-32:] for name in names])
         axes[1].set_xlabel("rank")
+        axes[0].set_xlim(axes[1].get_xlim())
         axes[1].set_title("section scores", loc="left")
         figure.colorbar(image, ax=axes[1])
     figure.savefig(os.fspath(path), dpi=_DOTS_PER_INCH)

@@ -29,6 +29,11 @@ DEFAULT_THRESHOLDS: Mapping[str, float] = {
 }
 """Scores below which a rank is a straggler, by argument of `Report.identify_stragglers`."""
 
+_ONE_DEVIATION = 0.84
+"""Part of a normal distribution below one standard deviation above its median."""
+_USUAL_DEVIATIONS = 5
+"""Standard deviations below the median rank at which a rank may be and is not called slow."""
+
 
 @dataclass(frozen=True)
 class StragglerId:
@@ -134,6 +139,43 @@ class Report:
                 self.section_individual_perf_scores, section_indiv_threshold
             ),
         }
+
+    def suggest_threshold(self, slowdown: float = 0.10) -> float:
+        """Return the relative GPU score below which a rank is slow, given how these ranks vary.
+
+        The default of `identify_stragglers`, 0.75, names ranks that take a third longer than the
+        best; one that takes 10 % longer scores 0.91. The suggestion lies half-way between the
+        median rank and one that is `slowdown` slower, and so far below the median rank that the
+        usual differences between ranks stay above it. It holds while fewer than half of the ranks
+        are slow.
+
+        Args:
+            slowdown: Additional time, as a part of the median rank's, from which on a rank is to
+                be named; 0.10 for 10 %.
+
+        Returns:
+            A score between 0 and 1; the job's own threshold if no rank has a score.
+
+        Raises:
+            ValueError: `slowdown` is not more than 0.
+
+        Example:
+            >>> report = Report({0: 1.0, 1: 0.99, 2: 0.9}, {}, {}, {}, {}, {}, {}, 1.0, True)
+            >>> limit = report.suggest_threshold()
+            >>> report.identify_stragglers(gpu_rel_threshold=limit)["straggler_gpus_relative"]
+            {StragglerId(rank=2, node='?')}
+        """
+        if not slowdown > 0:
+            raise ValueError(f"slowdown={slowdown}: must be more than 0, such as 0.10 for 10 %")
+        scores = _array(self.gpu_relative_perf_scores)
+        scores = scores[np.isfinite(scores)]
+        if not len(scores):
+            return self.thresholds["gpu_rel_threshold"]
+        # Of two middle scores the better one, so that the slow one of two ranks is not the usual.
+        usual = float(np.quantile(scores, 0.5, method="higher"))
+        # How much ranks differ is seen on the side of the fast ones: no slow rank is there.
+        deviation = max(0.0, float(np.quantile(scores, _ONE_DEVIATION)) - usual)
+        return max(0.0, min(usual / (1 + slowdown / 2), usual - _USUAL_DEVIATIONS * deviation))
 
     def explain(self, rank: int | None = None, k: int = 3) -> list[RankExplanation]:
         """Return why ranks are slow: kernels and sections that cost time, and where the time went.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,6 +58,8 @@ COMMUNICATION_KERNELS = (
 """Parts of names of kernels that wait for other ranks; they never count for a score."""
 
 _SMALLEST = float(np.finfo(np.float64).tiny)
+_DEFAULTS = {Statistic.MED: float("nan"), Statistic.NUM: 1.0, Statistic.AVG: float("nan")}
+_FIGURES = itemgetter(*_DEFAULTS)
 
 
 @dataclass(frozen=True)
@@ -223,10 +226,14 @@ def _columns(summaries: Summaries) -> tuple[Sequence[str], Array, Array, Array]:
             summaries.column(Statistic.NUM),
             summaries.totals,
         )
-    nan = float("nan")
-    medians = np.array([s.get(Statistic.MED, nan) for s in summaries.values()], dtype=np.float64)
-    counts = np.array([s.get(Statistic.NUM, 1) for s in summaries.values()], dtype=np.float64)
-    means = np.array([s.get(Statistic.AVG, nan) for s in summaries.values()], dtype=np.float64)
+    try:
+        figures = list(map(_FIGURES, summaries.values()))
+    except KeyError:
+        figures = [
+            tuple(summary.get(name, default) for name, default in _DEFAULTS.items())
+            for summary in summaries.values()
+        ]
+    medians, counts, means = np.array(figures, dtype=np.float64).reshape(-1, len(_DEFAULTS)).T
     return list(summaries), medians, counts, counts * means
 
 

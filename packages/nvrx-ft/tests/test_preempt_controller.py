@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._agent.preemption import PreemptionDesk
+from nvidia_resiliency_ext.fault_tolerance._agent.preemption import PreemptionController
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import GraceOver, Preempted, RanksHeld
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock
@@ -15,23 +15,23 @@ from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 USR1 = signal.SIGUSR1
 
 
-class Desk:
-    """A desk with a clock that the test moves, and what it has posted."""
+class Controller:
+    """A controller with a clock that the test moves, and what it has posted."""
 
     def __init__(self, loop, clock, *, link=None, pids=(), **more):
         self.clock, self.loop = clock, loop
         self.posted = []
-        self._desk = PreemptionDesk(
+        self._controller = PreemptionController(
             loop, clock, host="a", signum=USR1, grace_s=60.0, **{"end": None, **more}
         )
-        self.ask, self.known = self._desk.ask, self._desk.known
-        self._desk.open(self.posted.append, link, lambda: pids)
+        self.ask, self.known = self._controller.ask, self._controller.known
+        self._controller.open(self.posted.append, link, lambda: pids)
 
     def signal(self):
         """Deliver the signal; return whether it counts as an announcement."""
-        if not self._desk.is_announcement(USR1):
+        if not self._controller.is_announcement(USR1):
             return False
-        self._desk.announced(USR1)
+        self._controller.announced(USR1)
         return True
 
     def pass_time(self, seconds):
@@ -57,60 +57,60 @@ class Slots:
 
 @pytest.fixture
 def made():
-    """Make desks."""
+    """Make controllers."""
     with contextlib.ExitStack() as stack:
 
         def make(**more):
             clock = ManualClock()
             loop = stack.enter_context(contextlib.closing(EventLoop(clock)))
-            return Desk(loop, clock, **more)
+            return Controller(loop, clock, **more)
 
         yield make
 
 
 def test_a_signal_that_comes_twice_at_once_is_one(made):
     """A scheduler may reach a launcher on two ways: ranks keep their time."""
-    desk = made()
-    assert desk.signal()
-    desk.pass_time(0.5)
-    assert desk.signal()
-    assert [type(event) for event in desk.posted] == [Preempted]
+    controller = made()
+    assert controller.signal()
+    controller.pass_time(0.5)
+    assert controller.signal()
+    assert [type(event) for event in controller.posted] == [Preempted]
 
 
 def test_a_second_signal_ends_the_time_and_a_third_is_a_signal_like_any(made):
     """The first asks to save and leave, the second to leave now."""
-    desk = made()
-    desk.signal()
-    desk.pass_time(2.0)
-    assert desk.signal()
-    assert [type(event) for event in desk.posted] == [Preempted, GraceOver]
-    assert not desk.signal()
+    controller = made()
+    controller.signal()
+    controller.pass_time(2.0)
+    assert controller.signal()
+    assert [type(event) for event in controller.posted] == [Preempted, GraceOver]
+    assert not controller.signal()
 
 
 def test_a_signal_after_the_deadline_was_announced_is_the_same_announcement(made):
     """Who gives both gets both, in either order; neither is a second announcement."""
-    desk = made(end=ManualClock().wall() + 61.0)
-    desk.pass_time(2.0)
-    assert [event.cause.kind for event in desk.posted] == ["time_limit"]
-    assert desk.signal()
-    assert len(desk.posted) == 1
-    desk.pass_time(2.0)
-    desk.signal()
-    assert isinstance(desk.posted[1], GraceOver)
+    controller = made(end=ManualClock().wall() + 61.0)
+    controller.pass_time(2.0)
+    assert [event.cause.kind for event in controller.posted] == ["time_limit"]
+    assert controller.signal()
+    assert len(controller.posted) == 1
+    controller.pass_time(2.0)
+    controller.signal()
+    assert isinstance(controller.posted[1], GraceOver)
 
 
 def test_ranks_whose_monitor_died_are_waited_for_before_a_call_is_agreed(made):
     """What a new monitor shows counts when it knows the word and has all ranks."""
     slots = Slots({0: 5, 1: 6})
-    desk = made(link=slots, pids=(1, 2))
-    desk.ask(Cause("preempted", "host a must go"))
+    controller = made(link=slots, pids=(1, 2))
+    controller.ask(Cause("preempted", "host a must go"))
     slots.calls, slots.is_save_known = {}, False  # the monitor dies
-    desk.pass_time(1.0)
+    controller.pass_time(1.0)
     slots.is_save_known = True  # the next one is there, and one rank
     slots.calls = {0: 5}
-    desk.known()
-    desk.pass_time(1.0)
-    assert not desk.posted
+    controller.known()
+    controller.pass_time(1.0)
+    assert not controller.posted
     slots.calls = {0: 5, 1: 7}
-    desk.pass_time(1.0)
-    assert desk.posted == [RanksHeld(7)]
+    controller.pass_time(1.0)
+    assert controller.posted == [RanksHeld(7)]

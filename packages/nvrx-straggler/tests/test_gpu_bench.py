@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark for a GPU runs, and says what is missing where there is none."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PROGRAM = Path(__file__).resolve().parents[1] / "bench" / "gpu_step.py"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, PROGRAM, *arguments],
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_what_is_missing_is_said():
+    """Without a GPU nothing is measured, the reason is on stderr, and the status is 2."""
+    result = run()
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "nothing was measured: torch" in result.stderr
+
+
+def test_every_way_runs_without_a_gpu():
+    """On the CPU all ways take their turns, and each gives a line with its slowdown."""
+    result = run("--device", "cpu", "--steps", "1", "--blocks", "1", "--rounds", "1",
+                 "--other", sys.executable)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["way"] for line in lines] == [
+        "nothing", "detector", "torch.profiler", "detector of --other",
+    ]  # fmt: skip
+    assert all(line["plain_ms"] > 0 and line["measured_ms"] > 0 for line in lines)
+    assert lines[1]["kernels"] == 0
