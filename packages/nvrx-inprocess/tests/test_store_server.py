@@ -230,7 +230,7 @@ def test_reports_are_one_line_of_json(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, socket.create_server(("127.0.0.1", 0)) as taken:
         command = [
-            *(sys.executable, hosting.PROGRAM),
+            *(sys.executable, hosting.PROGRAM, "--store"),
             *("--address=127.0.0.1", f"--port={taken.getsockname()[1]}", "--job=j"),
             *(f"--starter={os.getpid()}", "--idle-s=1", f"--channel-fd={theirs.fileno()}"),
         ]
