@@ -16,7 +16,7 @@ import pytest
 from common_attribution_server import Service
 
 from nvidia_resiliency_ext.shared_utils import attribution_client, health_check
-from nvidia_resiliency_ext.shared_utils._attribution import requests
+from nvidia_resiliency_ext.shared_utils import attribution_client as requests
 from nvidia_resiliency_ext.shared_utils.health_check import AttributionService
 from nvidia_resiliency_ext.shared_utils.json_http import JsonConnection, parse_endpoint
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._attribution.requests import Post, RequestState
+from nvidia_resiliency_ext.shared_utils.attribution_client import Post, RequestState
 from nvidia_resiliency_ext.shared_utils.attribution_wire import (
     LogQuery,
     LogReply,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils.channel import MAX_WAITING, Channel
+from nvidia_resiliency_ext.shared_utils.unix_sockets import MAX_WAITING, Channel
 from nvidia_resiliency_ext.shared_utils.wire import MessageSet
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import leftovers
 import pytest
 
-from nvidia_resiliency_ext.shared_utils import _process_watch, procfs
+from nvidia_resiliency_ext.shared_utils import _processes, procfs
 from nvidia_resiliency_ext.shared_utils.children import (
     ExitStatus,
     PidHandle,
@@ -260,7 +260,7 @@ def test_a_child_that_cannot_be_watched_does_not_stay(
         raise RuntimeError("can't start new thread")
 
     before, others = len(os.listdir("/proc/self/fd")), leftovers.children()
-    monkeypatch.setattr(_process_watch, "pidfd_available", lambda: False)
+    monkeypatch.setattr(_processes, "pidfd_available", lambda: False)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     path = tmp_path / "pid"
     os.mkfifo(path)

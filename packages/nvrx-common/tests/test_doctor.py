@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from nvidia_resiliency_ext.shared_utils import doctor, procfs
-from nvidia_resiliency_ext.shared_utils._doctor.packages import package_findings
 from nvidia_resiliency_ext.shared_utils.children import pidfd_available
+from nvidia_resiliency_ext.shared_utils.doctor import package_findings
 
 _COMMAND = [sys.executable, "-m", "nvidia_resiliency_ext.shared_utils.doctor"]
 

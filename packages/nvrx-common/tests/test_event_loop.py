@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock, SystemClock
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, WakeUp
-from nvidia_resiliency_ext.shared_utils.worker_thread import WorkerThread
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, WakeUp, WorkerThread
 
 
 @pytest.fixture

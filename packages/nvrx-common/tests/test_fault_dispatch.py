@@ -18,9 +18,8 @@ from types import SimpleNamespace
 import pytest
 
 from nvidia_resiliency_ext.shared_utils import inject_fault as faults
-from nvidia_resiliency_ext.shared_utils._faults import clock_skew, dispatch, registry
-from nvidia_resiliency_ext.shared_utils._faults.kinds import _added
-from nvidia_resiliency_ext.shared_utils._faults.plan import draw_plan
+from nvidia_resiliency_ext.shared_utils._faults import dispatch, resources
+from nvidia_resiliency_ext.shared_utils._faults.kinds import _added, draw_plan
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock
 from nvidia_resiliency_ext.shared_utils.inject_fault import Fault, dispatch_fault_injection
 
@@ -40,7 +39,7 @@ def _forget_registered() -> Iterator[None]:
         if thread.name.startswith("nvrx-fault-"):
             thread.join(20)
     _added.clear()
-    registry._handlers.clear()
+    dispatch._handlers.clear()
     faults.clear_workload_exception()
 
 
@@ -52,7 +51,7 @@ def test_numbers() -> None:
     """Names and numbers are those that other programs exchange."""
     assert {each.name: each.value for each in Fault} == _NUMBERS
     assert all(Fault(int(float(each.value))) is each for each in Fault)
-    assert set(registry.PREPARERS) == set(Fault)
+    assert set(dispatch.PREPARERS) == set(Fault)
 
 
 def test_registered_name() -> None:
@@ -381,11 +380,11 @@ def test_clock_jumps_and_comes_back() -> None:
         offset = wall_s - clock.wall()
         moved.set()
 
-    skew = clock_skew.Skew(lambda: clock.wall() + offset, write)
+    skew = resources.Skew(lambda: clock.wall() + offset, write)
     thread = threading.Thread(target=skew.act, args=(stop,))
     thread.start()
     _wait(moved)
-    assert offset == clock_skew.SKEW_S
+    assert offset == resources.SKEW_S
     clock.advance(100.0)
     stop.set()
     thread.join(20)

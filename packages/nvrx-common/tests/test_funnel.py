@@ -12,15 +12,12 @@ from pathlib import Path
 import pytest
 from bad_files import PREFIX_BYTES, Hung, largest_file, make_large
 
-from nvidia_resiliency_ext.shared_utils._funnel import log_file
-from nvidia_resiliency_ext.shared_utils._funnel.chunks import Chunk
+from nvidia_resiliency_ext.shared_utils._funnel import files
+from nvidia_resiliency_ext.shared_utils._funnel.chunks import Chunk, Refusal
+from nvidia_resiliency_ext.shared_utils._funnel.files import Place, Roots, ledger_name
 from nvidia_resiliency_ext.shared_utils._funnel.funnel import Funnel
-from nvidia_resiliency_ext.shared_utils._funnel.ledger import ledger_name
-from nvidia_resiliency_ext.shared_utils._funnel.options import FunnelOptions
-from nvidia_resiliency_ext.shared_utils._funnel.places import Place, Roots
-from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
-from nvidia_resiliency_ext.shared_utils._funnel.streams import Source
-from nvidia_resiliency_ext.shared_utils._funnel.target import Target
+from nvidia_resiliency_ext.shared_utils._funnel.settings import FunnelOptions
+from nvidia_resiliency_ext.shared_utils._funnel.target import Source, Target
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, UnsafePathError
 
@@ -305,7 +302,7 @@ def test_crash_at_any_byte_of_a_batch_is_repaired(rigs, tmp_path: Path, written:
     rig.funnel.close(Deadline.after(5))
     batch = b"".join(b"line %04d\n" % i for i in range(4))
     # As the server does it: the record first, then the bytes, as far as it came.
-    from nvidia_resiliency_ext.shared_utils._funnel.ledger import encode
+    from nvidia_resiliency_ext.shared_utils._funnel.files import encode
 
     with (tmp_path / ledger_name("x.log")).open("ab") as beside:
         beside.write(encode(10, 50, {"s": 5}))
@@ -323,8 +320,8 @@ def test_large_batch_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     """A batch goes out in several writes; where a later one fails, nothing of it stays."""
     make_large(tmp_path / "x.log")
     roots = Roots((str(tmp_path),))
-    log = log_file.LogFile(roots, roots.locate(str(tmp_path / "x.log")))
-    pieces: list[log_file.Piece] = [b"a" * 60_000, memoryview(b"b" * 300_000), b"\n", b"c" * 90_000]
+    log = files.LogFile(roots, roots.locate(str(tmp_path / "x.log")))
+    pieces: list[files.Piece] = [b"a" * 60_000, memoryview(b"b" * 300_000), b"\n", b"c" * 90_000]
     with largest_file(PREFIX_BYTES + 400_000), pytest.raises(OSError, match="File too large"):
         log.append(pieces, {}, sync=False)
     assert (tmp_path / "x.log").stat().st_size == PREFIX_BYTES
@@ -336,7 +333,7 @@ def test_large_batch_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_void_batch_stays_void_after_two_restarts(rigs, tmp_path: Path) -> None:
     """A record that was taken back is not believed later, when the log has grown past its end."""
     (tmp_path / "x.log").write_bytes(b"")
-    from nvidia_resiliency_ext.shared_utils._funnel.ledger import encode
+    from nvidia_resiliency_ext.shared_utils._funnel.files import encode
 
     (tmp_path / ledger_name("x.log")).write_bytes(encode(0, 6, {"a": 1}))
     for stream in ("b", "c"):
@@ -354,7 +351,7 @@ def test_void_batch_stays_void_after_two_restarts(rigs, tmp_path: Path) -> None:
 
 def test_ledger_is_compacted(rigs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ledger stays small over any number of batches and still knows every stream."""
-    monkeypatch.setattr(log_file, "_COMPACT_ABOVE_BYTES", 500)
+    monkeypatch.setattr(files, "_COMPACT_ABOVE_BYTES", 500)
     rig = rigs(flush_interval_s=0.0)
     sources = [rig.source(f"s{i}") for i in range(3)]
     for seq in range(1, 60):

@@ -8,13 +8,13 @@ import threading
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._funnel import chunks, ledger, prefixes
-from nvidia_resiliency_ext.shared_utils._funnel.budget import Budget, Verdict
-from nvidia_resiliency_ext.shared_utils._funnel.cycles import Cycles
-from nvidia_resiliency_ext.shared_utils._funnel.mailbox import Mailbox
-from nvidia_resiliency_ext.shared_utils._funnel.options import FunnelOptions
-from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
-from nvidia_resiliency_ext.shared_utils._funnel.streams import Source
+from nvidia_resiliency_ext.shared_utils._funnel import chunks, settings
+from nvidia_resiliency_ext.shared_utils._funnel import files as ledger
+from nvidia_resiliency_ext.shared_utils._funnel.chunks import Refusal
+from nvidia_resiliency_ext.shared_utils._funnel.queue import Budget, Verdict
+from nvidia_resiliency_ext.shared_utils._funnel.servicer import Mailbox
+from nvidia_resiliency_ext.shared_utils._funnel.settings import FunnelOptions
+from nvidia_resiliency_ext.shared_utils._funnel.target import Cycles, Source
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
@@ -266,9 +266,9 @@ def test_two_files_of_one_cycle() -> None:
 def test_prefix_is_of_the_first_node_that_uses_it() -> None:
     """Another node's line is found anywhere in a chunk; a refused chunk claims nothing."""
     owners: dict[bytes, str] = {}
-    assert prefixes.claim(memoryview(b" 7: a\n 8: b\nno prefix\n"), "n1", owners) is None
-    assert prefixes.claim(memoryview(b" 9: x\n 7: forged\n"), "n2", owners) == ("7", "n1")
-    assert prefixes.claim(memoryview(b" 9: mine: 7: not a prefix\n"), "n2", owners) is None
+    assert settings.claim(memoryview(b" 7: a\n 8: b\nno prefix\n"), "n1", owners) is None
+    assert settings.claim(memoryview(b" 9: x\n 7: forged\n"), "n2", owners) == ("7", "n1")
+    assert settings.claim(memoryview(b" 9: mine: 7: not a prefix\n"), "n2", owners) is None
     assert owners == {b"7": "n1", b"8": "n1", b"9": "n2"}
 
 
@@ -378,10 +378,10 @@ class _Call:
 def test_each_of_many_streams_is_acknowledged(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that are forgotten to save memory have been told that all of theirs is written."""
     pb = _pb()
-    from nvidia_resiliency_ext.shared_utils._funnel import rpc
+    from nvidia_resiliency_ext.shared_utils._funnel import edge
     from nvidia_resiliency_ext.shared_utils._funnel.funnel import Funnel
 
-    monkeypatch.setattr(rpc, "_MAX_SOURCES", 100)
+    monkeypatch.setattr(edge, "_MAX_SOURCES", 100)
     chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1)
     names = [f"s{number}" for number in range(1000)]
     messages = [chunks.named(chunk.SerializeToString(), name, 1) for name in names]
@@ -389,7 +389,7 @@ def test_each_of_many_streams_is_acknowledged(tmp_path, monkeypatch: pytest.Monk
 
     async def program() -> None:
         call = _Call(messages, most_waiting=150)
-        stream = rpc.StreamRpc(funnel, call, Mailbox(), acknowledges=True)
+        stream = edge.StreamRpc(funnel, call, Mailbox(), acknowledges=True)
         await asyncio.wait_for(stream.run(), 20)
         assert call.acked == set(names)
         assert len(stream.sources) <= 200
@@ -406,7 +406,7 @@ def test_streams_that_nobody_listens_for_are_bounded(
     """A sender that takes no answers and opens ever more streams is refused."""
     pb = _pb()
     from nvidia_resiliency_ext.shared_utils._funnel import leaf
-    from nvidia_resiliency_ext.shared_utils._funnel.places import Roots
+    from nvidia_resiliency_ext.shared_utils._funnel.files import Roots
     from nvidia_resiliency_ext.shared_utils._funnel.relay import Relay
 
     monkeypatch.setattr(leaf, "_MAX_STREAMS", 100)

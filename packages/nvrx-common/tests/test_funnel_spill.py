@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from bad_files import largest_file
 
-from nvidia_resiliency_ext.shared_utils._funnel_client.chunks import Chunk, Gap
-from nvidia_resiliency_ext.shared_utils._funnel_client.room import Room
+from nvidia_resiliency_ext.shared_utils._funnel_client.limits import Chunk, Gap, Room
 from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill, adopt
 from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity, left_behind
 from nvidia_resiliency_ext.shared_utils._funnel_client.stream import Stream
@@ -208,8 +207,8 @@ def test_lock_ends_with_the_process(story: Story) -> None:
     """The lock of a process killed with SIGKILL is gone with it, although a child of it lives."""
     program = f"""
 import os, subprocess, sys
-from nvidia_resiliency_ext.shared_utils._funnel_client.chunks import Chunk, Gap
-from nvidia_resiliency_ext.shared_utils._funnel_client.room import Room
+from nvidia_resiliency_ext.shared_utils._funnel_client.limits import Chunk, Gap
+from nvidia_resiliency_ext.shared_utils._funnel_client.limits import Room
 from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill
 from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity
 spill = Spill({str(story.directory)!r}, Identity("job", "node", "/logs/a.log", "s"),

@@ -7,17 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._funnel_client.chunks import (
+from nvidia_resiliency_ext.shared_utils._funnel_client.limits import (
     BATCH_BYTES,
     MAX_LINE_BYTES,
+    RESERVE_BYTES,
+    Backoff,
     Chunk,
+    Outcome,
+    Room,
+    Verdict,
+    judge,
 )
-from nvidia_resiliency_ext.shared_utils._funnel_client.pace import Backoff
-from nvidia_resiliency_ext.shared_utils._funnel_client.room import RESERVE_BYTES, Room
 from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill, adopt
 from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity
 from nvidia_resiliency_ext.shared_utils._funnel_client.stream import Stream
-from nvidia_resiliency_ext.shared_utils._funnel_client.verdict import Outcome, Verdict, judge
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ import ports
 import pytest
 from funnel_peer import FunnelPeer
 
-from nvidia_resiliency_ext.shared_utils._funnel_client import pace
+from nvidia_resiliency_ext.shared_utils._funnel_client import limits
 from nvidia_resiliency_ext.shared_utils.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -137,7 +137,7 @@ def test_connects_before_the_first_line(
 ) -> None:
     """Opening a target connects at once, without a line and without a random wait."""
     for name in ("_FIRST_S", "_LONGEST_S"):
-        monkeypatch.setattr(pace, name, 1e6)  # a wait would be longer than any test
+        monkeypatch.setattr(limits, name, 1e6)  # a wait would be longer than any test
     peer = start_peer()
     connect(peer.endpoint).open("/a.log")
     peer.wait_for_calls(1)

@@ -716,7 +716,8 @@ def test_first_answer_imports_nothing() -> None:
     """Whatever an answer needs is there before the first call, which would hold up all streams."""
     program = """if True:
         import sys
-        from nvidia_resiliency_ext.shared_utils._funnel import messages, process
+        from nvidia_resiliency_ext.shared_utils._funnel import process
+        from nvidia_resiliency_ext.shared_utils._funnel import chunks as messages
         async def answer():
             before = set(sys.modules)
             messages.health(1), messages.response("OK", 1), messages.ack("s", 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._health.daemon_judge import judge_answer, socket_of
+from nvidia_resiliency_ext.shared_utils._health.node_daemon import judge_answer, socket_of
 from nvidia_resiliency_ext.shared_utils.health_check import NodeHealthCheck
 
 DEFAULT_ARGS = ["--no-slurm", "--group", "prolog", "epilog", "logs", "gpu"]

@@ -9,13 +9,12 @@ import pytest
 
 from nvidia_resiliency_ext.shared_utils import health_check
 from nvidia_resiliency_ext.shared_utils._health import check as check_room
-from nvidia_resiliency_ext.shared_utils._health.gpu_judge import driver_major
-from nvidia_resiliency_ext.shared_utils._health.visible import (
+from nvidia_resiliency_ext.shared_utils._health.devices import (
     device_of_rank,
     full_uuid,
     visible_devices,
 )
-from nvidia_resiliency_ext.shared_utils._health.xid import parse_kmsg
+from nvidia_resiliency_ext.shared_utils._health.gpu import driver_major, parse_kmsg
 from nvidia_resiliency_ext.shared_utils.health_check import (
     GPUHealthCheck,
     NVLHealthCheck,

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from nvidia_resiliency_ext.shared_utils import health_check
-from nvidia_resiliency_ext.shared_utils._health.nic_judge import grown, is_active, too_fast
-from nvidia_resiliency_ext.shared_utils._health.nic_match import match_nics
-from nvidia_resiliency_ext.shared_utils._health.pci_address import natural_key, normal_bus_id
-from nvidia_resiliency_ext.shared_utils._health.topology_file import (
+from nvidia_resiliency_ext.shared_utils._health.nic import grown, is_active, match_nics, too_fast
+from nvidia_resiliency_ext.shared_utils._health.pci import (
     TopologyError,
+    natural_key,
+    normal_bus_id,
     parse_topology,
     read_topology,
 )

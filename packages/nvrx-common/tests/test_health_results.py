@@ -11,16 +11,16 @@ import pytest
 
 from nvidia_resiliency_ext.shared_utils import health_check
 from nvidia_resiliency_ext.shared_utils._health import check as check_room
-from nvidia_resiliency_ext.shared_utils._health import run as run_room
-from nvidia_resiliency_ext.shared_utils._health.check import PeriodicCheck
-from nvidia_resiliency_ext.shared_utils._health.result import (
+from nvidia_resiliency_ext.shared_utils._health import check as run_room
+from nvidia_resiliency_ext.shared_utils._health.check import (
     Finding,
     HealthResult,
+    PeriodicCheck,
     healthy,
+    run_checks,
     skipped,
     unhealthy,
 )
-from nvidia_resiliency_ext.shared_utils._health.run import run_checks
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock
 

@@ -10,12 +10,13 @@ import time
 import pytest
 
 from nvidia_resiliency_ext.shared_utils._health import probes, storage
-from nvidia_resiliency_ext.shared_utils._health.mounts import Mount, parse_mounts
 from nvidia_resiliency_ext.shared_utils._health.probes import Probe, abandoned_probes
-from nvidia_resiliency_ext.shared_utils._health.storage_judge import (
+from nvidia_resiliency_ext.shared_utils._health.storage import (
     Limits,
+    Mount,
     judge_mount,
     judge_paths,
+    parse_mounts,
     parse_object,
 )
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus

@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from nvidia_resiliency_ext.shared_utils import log_aggregator
-from nvidia_resiliency_ext.shared_utils._aggregation import aggregator as thread_module
-from nvidia_resiliency_ext.shared_utils._aggregation.aggregation import Aggregation, Job
-from nvidia_resiliency_ext.shared_utils._logging.position import STATE_NAME
-from nvidia_resiliency_ext.shared_utils._logging.position_file import read_position
+from nvidia_resiliency_ext.shared_utils._logging import aggregator as thread_module
+from nvidia_resiliency_ext.shared_utils._logging.journal import STATE_NAME, read_position
+from nvidia_resiliency_ext.shared_utils._logging.writer import Aggregation, Job
 from nvidia_resiliency_ext.shared_utils.errors import DirectoryBusyError, UnsafePathError
 from nvidia_resiliency_ext.shared_utils.log_node_local_tmp import (
     DynamicLogFormatter,

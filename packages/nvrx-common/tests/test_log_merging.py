@@ -7,18 +7,20 @@ from zlib import crc32
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._aggregation.records import (
-    last_record_start,
-    render,
-    until,
-)
-from nvidia_resiliency_ext.shared_utils._aggregation.take import CHUNK_BYTES, Read, take
-from nvidia_resiliency_ext.shared_utils._logging.position import (
+from nvidia_resiliency_ext.shared_utils._logging.journal import (
     Batch,
     FilePosition,
     Position,
     decode,
     encode,
+)
+from nvidia_resiliency_ext.shared_utils._logging.reader import (
+    CHUNK_BYTES,
+    Read,
+    last_record_start,
+    render,
+    take,
+    until,
 )
 
 _POSITION = Position(

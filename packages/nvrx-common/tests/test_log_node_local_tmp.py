@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._logging.formatters import TextLineFormatter, line_format
-from nvidia_resiliency_ext.shared_utils._logging.place import open_log_directory
+from nvidia_resiliency_ext.shared_utils._logging.handler import (
+    TextLineFormatter,
+    line_format,
+    open_log_directory,
+)
 from nvidia_resiliency_ext.shared_utils.log_node_local_tmp import (
     DynamicLogFormatter,
     LogMessage,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from common_story import Story
 
-from nvidia_resiliency_ext.shared_utils._report.words import plain
+from nvidia_resiliency_ext.shared_utils._report.timeline import plain
 from nvidia_resiliency_ext.shared_utils.events import (
     CycleEnd,
     CycleStart,

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._bundle.archive import Archive
-from nvidia_resiliency_ext.shared_utils._bundle.names import is_secret_name
+from nvidia_resiliency_ext.shared_utils._report.bundle import Archive
 from nvidia_resiliency_ext.shared_utils.events import EventLog, Fault, JobEnd, JobStart
-from nvidia_resiliency_ext.shared_utils.redaction import REDACTED, redact
+from nvidia_resiliency_ext.shared_utils.redaction import REDACTED, is_secret_name, redact
 from nvidia_resiliency_ext.shared_utils.report import main
 
 _SECRET = "s3cr3tValue"

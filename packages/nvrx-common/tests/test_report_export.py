@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 from common_story import Story
 
-from nvidia_resiliency_ext.shared_utils._report.follow import draw, news
 from nvidia_resiliency_ext.shared_utils._report.metrics import metrics_of
+from nvidia_resiliency_ext.shared_utils._report.text import draw, news
 from nvidia_resiliency_ext.shared_utils.events import (
     CycleStart,
     EventLog,
@@ -193,7 +193,7 @@ def _slow_header(peer: socket.socket) -> None:
 
 _IMPATIENT = """
 import sys
-from nvidia_resiliency_ext.shared_utils._report import otlp
+from nvidia_resiliency_ext.shared_utils._report import metrics as otlp
 from nvidia_resiliency_ext.shared_utils.report import main
 otlp._WHOLE_TIMEOUT_S = float(sys.argv.pop())
 sys.exit(main())

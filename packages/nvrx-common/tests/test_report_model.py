@@ -9,7 +9,7 @@ from common_story import BEGIN, Story
 
 from nvidia_resiliency_ext.shared_utils._events.kinds import KINDS
 from nvidia_resiliency_ext.shared_utils._events.read import EventRecord
-from nvidia_resiliency_ext.shared_utils._report.intervals import Span, coarsen
+from nvidia_resiliency_ext.shared_utils._report.timeline import Span, coarsen
 from nvidia_resiliency_ext.shared_utils.events import (
     CkptLoad,
     CkptSave,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._faults import main_thread
-from nvidia_resiliency_ext.shared_utils.parking import ParkedAtExit
+from nvidia_resiliency_ext.shared_utils._faults import interpreter
+from nvidia_resiliency_ext.shared_utils.abandonable import ParkedAtExit
 from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
 
 
@@ -62,13 +62,13 @@ def test_injected_hang_leaves_a_librarys_signal_alone(
     of_a_library: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What holds up the main thread takes another signal."""
-    monkeypatch.setattr(main_thread, "_signal", None)
-    main_thread.hang(0.0, has_callback=False)
-    taken = main_thread._signal
+    monkeypatch.setattr(interpreter, "_signal", None)
+    interpreter.hang(0.0, has_callback=False)
+    taken = interpreter._signal
     try:
         assert taken not in (None, *of_a_library)
         called = threading.Event()
-        main_thread._run_in_main_thread(called.set)
+        interpreter._run_in_main_thread(called.set)
         assert called.wait(30)
     finally:
         if taken is not None:

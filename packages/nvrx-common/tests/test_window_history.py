@@ -3,7 +3,7 @@
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._health.window_history import PortHistory, WindowHistory
+from nvidia_resiliency_ext.shared_utils._health.nvlink import PortHistory, WindowHistory
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,14 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.server import MonitorServer,
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout, SlotMemory, read_slot
 from nvidia_resiliency_ext.fault_tolerance.rank_monitor_server import LineHandler
 from nvidia_resiliency_ext.shared_utils import procfs
-from nvidia_resiliency_ext.shared_utils.channel import Channel
 from nvidia_resiliency_ext.shared_utils.children import start_child
+from nvidia_resiliency_ext.shared_utils.event_loop import WorkerThread
+from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 from nvidia_resiliency_ext.shared_utils.wire import (
     receive_message,
     send_message,
     send_with_fds,
 )
-from nvidia_resiliency_ext.shared_utils.worker_thread import WorkerThread
 
 pytestmark = pytest.mark.slow
 

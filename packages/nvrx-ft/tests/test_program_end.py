@@ -49,7 +49,7 @@ with socket.socket() as nobody:
 
 IS_PARKED = """
 import atexit, ctypes, os, sys, threading, time
-from nvidia_resiliency_ext.shared_utils.parking import ParkedAtExit
+from nvidia_resiliency_ext.shared_utils.abandonable import ParkedAtExit
 
 class Waits(ParkedAtExit):
     def run(self):
@@ -77,7 +77,7 @@ thread.join()
 
 BEGINS_LATE = """
 import atexit, os, sys, threading
-from nvidia_resiliency_ext.shared_utils.parking import ParkedAtExit
+from nvidia_resiliency_ext.shared_utils.abandonable import ParkedAtExit
 
 class Late(ParkedAtExit):
     def run(self):

@@ -26,9 +26,9 @@ from nvidia_resiliency_ext.inprocess._monitor.registration import Registration, 
 from nvidia_resiliency_ext.inprocess._monitor.start import NodeDirectory
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
-from nvidia_resiliency_ext.shared_utils.channel import Channel
 from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, UnsafePathError
+from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 
 # --- page ---
 

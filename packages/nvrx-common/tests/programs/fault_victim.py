@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 
-from nvidia_resiliency_ext.shared_utils._faults import signals
+from nvidia_resiliency_ext.shared_utils._faults import interpreter
 from nvidia_resiliency_ext.shared_utils.inject_fault import (
     Fault,
     InjectedException,
@@ -228,5 +228,5 @@ NAME, DELAY, SCENE = sys.argv[1], float(sys.argv[2]), sys.argv[3]
 HANDLES, CALLED_BACK = [], threading.Event()
 if SCENE != "stuck":
     # A thread that the busy machine holds up is not taken for a stuck interpreter.
-    signals._GRACE_WITH_CALLBACK_S = _LIMIT_S
+    interpreter._GRACE_WITH_CALLBACK_S = _LIMIT_S
 globals()[SCENE]()

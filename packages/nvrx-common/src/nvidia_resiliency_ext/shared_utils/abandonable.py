@@ -1,22 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls that may never return: each runs in a thread that is abandoned at a deadline.
 
-Nobody waits for such a thread, not even the interpreter at its exit.
+Nobody waits for such a thread, not even the interpreter at its exit. One that is inside a library's
+native code then stands still (`ParkedAtExit`), as in Python 3.14, and aborts nothing.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import ctypes
+import functools
 import os
+import select
+import signal
+import socket
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
-from .errors import DeadlineExceededError
+from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError
+from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+__all__ = [
+    "AbandonableCall",
+    "Attempt",
+    "DeadlineCaller",
+    "ParkedAtExit",
+    "StuckError",
+    "call_within",
+    "park",
+]
 
-__all__ = ["AbandonableCall", "DeadlineCaller", "StuckError", "call_within"]
 
 T = TypeVar("T")
 
@@ -147,3 +164,150 @@ class DeadlineCaller:
             self._stuck = running
             raise StuckError(what, running.age_s())
         return running.result()
+
+
+PARK_S = 1.0
+LOOK_S = 0.005
+
+_threads: weakref.WeakSet[ParkedAtExit] = weakref.WeakSet()
+_at_exit = threading.Event()
+
+
+class ParkedAtExit(threading.Thread):
+    """A daemon thread that holds nothing that others need while it is in native code.
+
+    Its `run` calls `begin` first.
+
+    `name` is the thread's name.
+    """
+
+    # None: it cannot be parked.
+    parking_signal: int | None = None
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; what parks it at exit is registered first."""
+        _register()
+        _threads.add(self)
+        super().start()
+
+    def begin(self) -> None:
+        """Take no signals but the one by which this thread is parked.
+
+        Raises:
+            SystemExit: The interpreter goes already; it ends this thread only.
+        """
+        try:
+            number = unused_realtime_signal()
+        except RuntimeError:
+            return
+        wanted = signal.valid_signals() - {number}
+        signal.pthread_sigmask(signal.SIG_SETMASK, wanted)
+        self.parking_signal = number
+        # Whoever parks sets the event first: a thread without a signal by then comes by here.
+        if _at_exit.is_set():
+            raise SystemExit
+
+
+def park(thread: ParkedAtExit) -> None:
+    """Stop a thread for good while it waits in the kernel; wait for that for 1 s at most.
+
+    It is waited for, for 1 s at most: whoever runs may hold a lock of the C library.
+
+    A thread that runs is not stopped: it may hold a lock of the C library. One that has ended is
+    ignored.
+
+    Args:
+        thread: The thread.
+    """
+    if thread.parking_signal is None:
+        return
+    for _ in range(round(PARK_S / LOOK_S)):
+        if not thread.is_alive():
+            return
+        if _waits(thread):
+            break
+        thread.join(LOOK_S)
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal(thread.parking_signal, ctypes.cast(libc.pause, ctypes.c_void_p))
+    with contextlib.suppress(ProcessLookupError):
+        signal.pthread_kill(thread.ident or 0, thread.parking_signal)
+
+
+@functools.cache
+def _register() -> None:
+    atexit.register(_park_all)
+
+
+def _park_all() -> None:
+    _at_exit.set()
+    for thread in list(_threads):
+        if thread.is_alive():
+            park(thread)
+
+
+def _waits(thread: threading.Thread) -> bool:
+    """Return whether a thread sleeps in a system call."""
+    try:
+        with open(f"/proc/self/task/{thread.native_id}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"S"
+    except OSError:
+        return False
+
+
+_LONGEST_MS = (1 << 31) - 1  # that poll() takes
+
+
+class Attempt(ParkedAtExit):
+    """Makes a client; nothing but torch can end that.
+
+    Args:
+        make: Makes it.
+
+    Attributes:
+        client: What was made.
+        error: What was raised instead.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__("nvrx-store-connect")
+        self._make = make
+        self._lock = threading.Lock()
+        self._is_given_up = False
+        self._told, self._tells = socket.socketpair()
+        self.client: Any = None
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Make it; the end is told by a socket that hangs up."""
+        self.begin()
+        with self._tells:
+            try:
+                made = self._make()
+            except Exception as error:  # noqa: BLE001 - raised again by the caller
+                self.error = error
+                return
+            with self._lock:
+                if not self._is_given_up:
+                    self.client = made
+
+    def wait(self, timeout_s: float, witness: socket.socket | None = None) -> bool:
+        """Wait for the end; False after `timeout_s`, or when the store hangs up on `witness`."""
+        poll = select.poll()
+        poll.register(self._told, select.POLLIN)
+        if witness is not None:
+            poll.register(witness, select.POLLIN)
+        ready = poll.poll(min(max(0.0, timeout_s) * 1000, _LONGEST_MS))
+        return any(number == self._told.fileno() for number, _ in ready)
+
+    def give_up(self) -> None:
+        """Wait no longer; a client that is still made is let go."""
+        with self._lock:
+            self._is_given_up, self.client = True, None
+
+    def close(self) -> None:
+        """Hear nothing more of it."""
+        self._told.close()

@@ -17,19 +17,18 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, final
 
 from nvidia_resiliency_ext.shared_utils import procfs
-from nvidia_resiliency_ext.shared_utils._child_setup import (
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
+
+from ._processes import (
+    PidHandle,
     child_setup,
     end_with_parent,
     keep_exit_statuses,
-)
-from nvidia_resiliency_ext.shared_utils._pid_handle import PidHandle
-from nvidia_resiliency_ext.shared_utils._process_watch import (
     open_watch,
     pidfd_available,
     wait_readable,
 )
-from nvidia_resiliency_ext.shared_utils.clock import Deadline
-from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -1,29 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the self-check: installed packages, host, hardware, what earlier runs left.
-
-``python -m nvidia_resiliency_ext.shared_utils.doctor`` prints it; it changes nothing unless
-``--clean`` is given. What is probed is in ``_doctor/``.
-"""
+"""Owns the shape of one finding of the self-check."""
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import os
 import sys
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from ._doctor.finding import Finding
-from .console import write_out
+from nvidia_resiliency_ext.shared_utils.console import write_out
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = ["Finding", "findings", "main", "package_versions"]
 
 
+Level = Literal["ok", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding of the doctor.
+
+    Args:
+        level: `error` if a person must act, else `ok`, `info` or `warning`.
+        topic: What was examined.
+        text: The finding.
+    """
+
+    level: Level
+    topic: str
+    text: str
+
+
 def findings() -> list[Finding]:
     """Look at packages, host, hardware and stale run directories."""
-    from ._doctor.hardware import hardware_findings
-    from ._doctor.host import host_findings
-    from ._doctor.packages import installed_versions, package_findings
+    from .doctor import hardware_findings, host_findings, installed_versions, package_findings
 
     packages = package_findings(installed_versions())
     return [*packages, *host_findings(), *hardware_findings(), *_stale_findings()]
@@ -31,7 +46,7 @@ def findings() -> list[Finding]:
 
 def package_versions() -> list[Finding]:
     """Look at the installed packages only; cheap enough for ``--version``."""
-    from ._doctor.packages import installed_versions, package_findings
+    from .doctor import installed_versions, package_findings
 
     return list(package_findings(installed_versions()))
 
@@ -77,6 +92,197 @@ def _stale_findings() -> Iterator[Finding]:
     for path in stale_run_dirs():
         text = f"{path} is left from a run that is over; --clean removes it"
         yield Finding("warning", "run directory", text)
+
+
+_DEADLINE_S = 20.0
+_LEVELS: dict[str, Level] = {"healthy": "ok", "skipped": "info", "unhealthy": "error"}
+
+
+def hardware_findings() -> Iterator[Finding]:
+    """Yield one finding per health check; a check that does not end in time is an error."""
+    from nvidia_resiliency_ext.shared_utils import health_check
+
+    # What the checks would log is printed as findings.
+    logger = logging.getLogger("nvrx")
+    silent = logging.NullHandler()
+    logger.addHandler(silent)
+    try:
+        checks = [
+            health_check.GPUHealthCheck(),
+            health_check.NVLHealthCheck(),
+            health_check.NicLinkStateHealthCheck(),
+            health_check.DistributedStorageHealthCheck(),
+        ]
+        results = health_check.run_checks(checks, _DEADLINE_S)
+    finally:
+        logger.removeHandler(silent)
+    for result in results:
+        topic = f"{result.name.replace('_', ' ')} health"
+        yield Finding(_LEVELS[result.status], topic, result.reason or result.status)
+
+
+_SYS_OPENAT2 = 437
+_PR_GET_PDEATHSIG = 2
+_SMALL_SHM_BYTES = 256 * 1024 * 1024
+_TMP = "/tmp"  # noqa: S108 - looked at only
+_SHM = "/dev/shm"  # noqa: S108 - looked at only
+_MIB = 1024 * 1024
+
+
+def host_findings() -> Iterator[Finding]:
+    """Yield one finding per facility, with what is used instead where it is missing."""
+    from nvidia_resiliency_ext.shared_utils.children import pidfd_available
+
+    yield _facility(
+        "pidfd_open",
+        pidfd_available(),
+        "a thread in waitid per child, start times of other processes",
+    )
+    yield _facility(
+        "memfd_create",
+        _has_memfd(),
+        "files without a name in the run directory; workers may start cold",
+    )
+    found = "found" if _has_openat2() else "not found"
+    yield Finding("info", "openat2", f"{found}; not used, paths are opened component by component")
+    yield _facility("PDEATHSIG", _has_pdeathsig(), "the monitor's sweep alone")
+    yield _shared_memory()
+    yield _runtime_directory()
+    yield _run_directory()
+    yield _temporary_directory()
+    home = os.path.expanduser("~")
+    is_writable = os.access(home, os.W_OK)
+    yield Finding("info", "home", f"{home} is {'' if is_writable else 'not '}writable")
+
+
+def _facility(topic: str, is_there: bool, instead: str) -> Finding:
+    if is_there:
+        return Finding("ok", topic, "found")
+    return Finding("warning", topic, f"not found; used instead: {instead}")
+
+
+def _has_memfd() -> bool:
+    import fcntl
+
+    try:
+        fd = os.memfd_create("nvrx-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (OSError, AttributeError):
+        return False
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    except (OSError, AttributeError):
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _has_openat2() -> bool:
+    how = (ctypes.c_uint64 * 3)(os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, 0, 0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (ctypes.c_long(_SYS_OPENAT2), ctypes.c_int(-1), ctypes.c_char_p(b"/"))
+    fd = libc.syscall(*arguments, ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how)))
+    if fd < 0:
+        return False
+    os.close(fd)
+    return True
+
+
+def _has_pdeathsig() -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = ctypes.c_int(0)
+    return bool(libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(found), 0, 0, 0) == 0)
+
+
+def _shared_memory() -> Finding:
+    try:
+        status = os.statvfs(_SHM)
+    except OSError as error:
+        return Finding("warning", _SHM, f"not usable: {error.strerror}")
+    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    level: Level = "warning" if size < _SMALL_SHM_BYTES else "ok"
+    hint = "; data loaders and NCCL may need more" if level == "warning" else ""
+    return Finding(level, _SHM, f"{size // _MIB} MiB, {free // _MIB} MiB free{hint}")
+
+
+def _runtime_directory() -> Finding:
+    path = os.environ.get("XDG_RUNTIME_DIR")
+    if not path:
+        return Finding("info", "XDG_RUNTIME_DIR", "not set; run directories go to TMPDIR or /tmp")
+    if not os.access(path, os.W_OK | os.X_OK):
+        text = f"{path} is not writable; run directories go to TMPDIR or /tmp"
+        return Finding("warning", "XDG_RUNTIME_DIR", text)
+    return Finding("ok", "XDG_RUNTIME_DIR", path)
+
+
+def _run_directory() -> Finding:
+    """Make a run directory as the launcher does, and see how long a socket's path gets in it."""
+    from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES, RunDir
+
+    try:
+        with RunDir.create("doctor") as run_dir:
+            length = len(os.fsencode(run_dir.socket_path("launcher.sock")))
+            place = os.path.dirname(run_dir.path)
+    except OSError as error:
+        return Finding("error", "run directory", f"cannot be made: {error}")
+    text = f"in {place}; socket paths take {length} of {MAX_SOCKET_PATH_BYTES} bytes"
+    return Finding("ok", "run directory", text)
+
+
+def _temporary_directory() -> Finding:
+    path = os.environ.get("TMPDIR") or _TMP
+    try:
+        status = os.statvfs(path)
+    except OSError as error:
+        return Finding("warning", "temporary files", f"{path}: {error.strerror}")
+    flags = [
+        name
+        for bit, name in ((os.ST_RDONLY, "read-only"), (os.ST_NOEXEC, "noexec"))
+        if status.f_flag & bit
+    ]
+    free = f"{status.f_bavail * status.f_frsize // _MIB} MiB free"
+    level: Level = "warning" if "read-only" in flags else "ok"
+    return Finding(level, "temporary files", ", ".join([f"{path}: {free}", *flags]))
+
+
+_CONFLICT = "nvidia-resiliency-ext"
+_PREFIX = "nvrx-"
+_SHOWN = ("torch",)
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the version of each installed distribution, by its normalised name."""
+    from importlib.metadata import distributions
+
+    found: dict[str, str] = {}
+    for distribution in distributions():
+        metadata = distribution.metadata
+        if "Name" not in metadata or "Version" not in metadata:
+            continue  # the rest of a broken installation
+        # The first on the path is the one that is imported.
+        found.setdefault(_normalised(metadata["Name"]), metadata["Version"])
+    return found
+
+
+def package_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what is installed, and an error for a package that owns the same files."""
+    yield Finding("info", "python", f"{sys.version.split()[0]} ({sys.executable})")
+    for name in sorted(versions):
+        if name.startswith(_PREFIX) or name in _SHOWN:
+            yield Finding("ok", name, versions[name])
+    if "nvrx-common" not in versions:
+        yield Finding("warning", "nvrx-common", "not installed: it runs from a source folder")
+    if _CONFLICT in versions:
+        yield Finding(
+            "error",
+            _CONFLICT,
+            f"{versions[_CONFLICT]} is installed and owns the same files as the nvrx packages:"
+            " uninstall it, then reinstall the nvrx packages",
+        )
+
+
+def _normalised(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
 
 
 if __name__ == "__main__":

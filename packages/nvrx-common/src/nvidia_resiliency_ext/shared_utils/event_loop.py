@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thread that waits for descriptors and times, and what wakes it: threads and signals."""
+"""One thread that waits for descriptors and times, and one beside it for what may block."""
 
 from __future__ import annotations
 
 import contextlib
 import heapq
 import itertools
+import logging
 import os
+import queue
 import selectors
 import signal
 import socket
@@ -14,11 +16,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
-from .clock import Clock, SystemClock
+from nvidia_resiliency_ext.shared_utils.clock import Clock, SystemClock
 
-__all__ = ["EventLoop", "HasFileno", "SignalInbox", "Timer", "WakeUp", "ignore"]
+__all__ = ["EventLoop", "HasFileno", "SignalInbox", "Timer", "WakeUp", "WorkerThread", "ignore"]
+
 
 # The kernel takes no more than 2**31 ms; waking once an hour costs nothing.
 LONGEST_WAIT_S = 3600.0
@@ -302,3 +305,83 @@ class SignalInbox:
         """Close both ends."""
         self._reader.close()
         self._writer.close()
+
+
+logger = logging.getLogger("nvrx")
+
+
+class WorkerThread:
+    """Runs jobs that may block, one after another, and hands their results to the loop.
+
+    The thread starts with the first job. It is a daemon: a job that never returns holds up no
+    exit. `fileno` becomes readable when results wait; `collect` runs their callbacks.
+    """
+
+    def __init__(self, name: str = "nvrx-slow") -> None:
+        """Start nothing yet.
+
+        Args:
+            name: The thread's name.
+        """
+        self._name = name
+        self._wake_up = WakeUp()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]] | None]
+        self._jobs = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[Callable[[Any], None], Any]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while results wait."""
+        return self._wake_up.fileno()
+
+    def submit(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Run `job` in the thread, later `done(result)` in the thread that calls `collect`.
+
+        Args:
+            job: May block; an exception is logged and gives None.
+            done: Takes the result.
+
+        Raises:
+            RuntimeError: The system gives no thread; the job waits for one that a later call gets.
+        """
+        self._jobs.put((job, done))
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            thread.start()  # RuntimeError at the limit of threads: the next job tries again
+            self._thread = thread
+
+    def wake(self) -> None:
+        """Make `fileno` readable; from any thread and from a signal handler, at any time."""
+        self._wake_up.set()
+
+    def collect(self) -> None:
+        """Run the callbacks of finished jobs."""
+        self._wake_up.clear()
+        while not self._results.empty():
+            done, result = self._results.get()
+            done(result)
+
+    def close(self, timeout_s: float = 0.5) -> None:
+        """Let the waiting jobs finish, for at most `timeout_s`; one that hangs is left behind."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return
+            self._thread = None
+        self._wake_up.close()
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, done = item
+            try:
+                result = job()
+            except OSError as error:
+                # The machine's fault, not a defect: one line says it.
+                logger.error("a job of the thread %s failed: %s", self._name, error)  # noqa: TRY400
+                result = None
+            except Exception:
+                logger.exception("a job of the thread %s failed", self._name)
+                result = None
+            self._results.put((done, result))
+            self.wake()

@@ -1,13 +1,472 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sending log lines to the log funnel: batches, confirmations, resending, and files as a buffer.
-
-It needs the extra `grpc`, and says so when a client is made. The rooms are in `_funnel_client`.
-"""
+"""Owns what a program sees of one open target: writing lines, waiting for them, counters."""
 
 from __future__ import annotations
 
-from nvidia_resiliency_ext.shared_utils._funnel_client.access import FunnelTls
-from nvidia_resiliency_ext.shared_utils._funnel_client.client import LogFunnelClient
-from nvidia_resiliency_ext.shared_utils._funnel_client.target import FunnelStats, LogTarget
+import atexit
+import logging
+import math
+import os
+import socket
+import tempfile
+import threading
+import weakref
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal, NamedTuple, final
+
+from nvidia_resiliency_ext.shared_utils._funnel_client.feed import Feed, Leftover
+from nvidia_resiliency_ext.shared_utils._funnel_client.limits import BATCH_BYTES, Notices, Room
+from nvidia_resiliency_ext.shared_utils._funnel_client.link import FunnelTls, Lane, Link, find_token
+from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill, adopt
+from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity, left_behind
+from nvidia_resiliency_ext.shared_utils._funnel_client.stream import Stream
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.errors import (
+    ConfigError,
+    LogFunnelClosedError,
+    NvrxError,
+)
+from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
 
 __all__ = ["FunnelStats", "FunnelTls", "LogFunnelClient", "LogTarget"]
+
+
+@dataclass(frozen=True, slots=True)
+class FunnelStats:
+    """Counters of a target, or of all targets of a client.
+
+    Attributes:
+        lines_taken: Lines cut into chunks so far; the newest 64 KiB may not be counted yet.
+        bytes_taken: Their bytes.
+        lines_confirmed: Lines that the server has in the file, with those of earlier processes
+            and notices of dropped ones.
+        bytes_confirmed: Their bytes.
+        lines_dropped: Lines given up.
+        bytes_dropped: Their bytes.
+        lines_broken: Lines of more than 1 MiB, which go on in a new line.
+        chunks_resent: Chunks sent again after a broken connection.
+        reconnects: Calls to the server that failed or ended early.
+        nonsense_answers: Confirmations of lines that were never sent.
+        bytes_in_memory: Held in memory now.
+        bytes_in_spill: Held in files now, of all targets of the client.
+    """
+
+    lines_taken: int = 0
+    bytes_taken: int = 0
+    lines_confirmed: int = 0
+    bytes_confirmed: int = 0
+    lines_dropped: int = 0
+    bytes_dropped: int = 0
+    lines_broken: int = 0
+    chunks_resent: int = 0
+    reconnects: int = 0
+    nonsense_answers: int = 0
+    bytes_in_memory: int = 0
+    bytes_in_spill: int = 0
+
+    def __add__(self, other: FunnelStats) -> FunnelStats:
+        """Return the sum of both."""
+        names = [field.name for field in fields(self)]
+        return FunnelStats(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+@final
+class LogTarget:
+    """One file on the log server, to append lines to; made by `LogFunnelClient.open`.
+
+    All methods may be called from any thread, but not from a signal handler.
+
+    `feed`, `room` and `close` are set by `LogFunnelClient.open`, which makes targets.
+
+    Attributes:
+        path: The file, as the server names it.
+    """
+
+    def __init__(self, feed: Feed, room: Room, close: Callable[[Feed, Deadline], bool]) -> None:
+        """Use `LogFunnelClient.open`."""
+        self.path = feed.path
+        self._feed = feed
+        self._room = room
+        self._close = close
+        self._take = feed.write
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Take whole lines or parts of lines; they leave together as whole lines.
+
+        A part without a newline waits for the rest of its line. Data of one call stays together; of
+        two threads each should write whole lines. When there is no room, it waits or drops, as the
+        client's `when_full` says.
+
+        Args:
+            data: The bytes.
+
+        Raises:
+            DeadlineExceededError: No room within the client's `write_timeout_s`. Of data up to
+                64 KiB nothing was taken.
+            LogTargetRefusedError: The server refuses this file; with `when_full="drop-oldest"` the
+                lines are dropped and counted instead.
+            LogFunnelClosedError: It is closed, or was opened before a fork.
+        """
+        self._take(data)
+
+    def flush(self, deadline_s: float | None = 30.0) -> None:
+        """Wait until the server has written or dropped every whole line that was written here.
+
+        Args:
+            deadline_s: Seconds to wait; None: no limit. Default 30.
+
+        Raises:
+            DeadlineExceededError: The time is over; the lines are kept.
+            LogTargetRefusedError: The server refuses this target.
+            LogFunnelClosedError: The target is closed, or was opened before a fork.
+        """
+        self._feed.flush(Deadline.after(deadline_s))
+
+    def close(self, deadline_s: float | None = 30.0) -> bool:
+        """End the last line, wait for all confirmations and end the stream; harmless if repeated.
+
+        Lines that are not confirmed at the deadline are left in files for a later client of the
+        same name that opens the same path; one warning names the place.
+
+        Args:
+            deadline_s: Seconds to wait for confirmations; None: no limit. Default 30.
+
+        Returns:
+            Whether everything was confirmed.
+        """
+        return self._close(self._feed, Deadline.after(deadline_s))
+
+    @property
+    def stats(self) -> FunnelStats:
+        """Counters as they are now."""
+        return FunnelStats(**self._feed.snapshot(), bytes_in_spill=self._room.spill_bytes)
+
+    def __enter__(self) -> LogTarget:
+        """Return itself; leaving the block closes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+
+DEFAULT_MEMORY_LIMIT_BYTES = 64 * 1024 * 1024
+DEFAULT_SPILL_LIMIT_BYTES = 1024 * 1024 * 1024
+_SMALLEST_MEMORY_BYTES = 512 * 1024
+_LARGEST_WINDOW_BYTES = 8 * 1024 * 1024
+_WINDOW_SHARE = 4
+# The server's limits: it answers longer ones as it does for a file that is full for now.
+_LARGEST_PATH_BYTES = 4000
+_LARGEST_NAME_BYTES = 230
+_STREAM_ID_BYTES = 16
+_AT_EXIT_S = 5.0
+_LAST_CALL_S = 2.0
+
+_clients: weakref.WeakSet[LogFunnelClient] = weakref.WeakSet()
+
+
+class _Opened(NamedTuple):
+    """A target with its parts."""
+
+    target: LogTarget
+    feed: Feed
+    lane: Lane
+
+
+@final
+class LogFunnelClient:
+    """Sends log lines to a log server, which appends them to files of its own.
+
+    It connects at once and never loses or doubles a line by itself: lines are kept until the server
+    has confirmed that they are in the file, and sent again after a broken connection. Without a
+    server they wait in memory, then in files, and then `when_full` decides. Each open target has a
+    thread. A forked child must open a client of its own.
+
+    Example:
+        >>> from nvidia_resiliency_ext.shared_utils.grpc_log_client import LogFunnelClient
+        >>> def send(endpoint: str, path: str) -> None:
+        ...     with LogFunnelClient(endpoint, node_id="node7") as client:
+        ...         client.open(path).write(b"hello" + bytes([10]))
+
+    Args:
+        endpoint: `host:port`, `[address]:port` or `unix:/absolute/path`.
+        node_id: What the server calls this node in its own log.
+        token_file: File with the job's token, mode 0600; it is read again for every connection.
+            Default: what `NVRX_LOG_FUNNEL_TOKEN_FILE` names, if anything.
+        tls: Certificates; None for an open connection.
+        memory_limit_bytes: What all targets may hold in memory, beside 128 KiB each.
+        spill_limit_bytes: What they may hold in files when memory is used up; 0 for no files.
+        spill_dir: Directory for these files, made with mode 0700 when needed. Default:
+            `nvrx-funnel-<uid>` in `NVRX_NODE_LOCAL_TMPDIR`, or else in the system's temporary
+            directory.
+        spill_name: Clients of the same name and node find what an ended process left for the same
+            path. Default: the endpoint.
+        when_full: `block` makes `write` wait, `drop-oldest` gives up the oldest lines and leaves a
+            line `[nvrx] dropped N lines (M bytes)` in their place.
+        write_timeout_s: How long `write` waits at most with `block`.
+
+    Raises:
+        ConfigError: An argument or a file makes no sense.
+        MissingExtraError: gRPC is not installed: `pip install nvrx-common[grpc]`.
+    """
+
+    def __init__(  # noqa: PLR0913 - named settings of one thing
+        self,
+        endpoint: str,
+        *,
+        node_id: str | None = None,
+        token_file: str | None = None,
+        tls: FunnelTls | None = None,
+        memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES,
+        spill_limit_bytes: int = DEFAULT_SPILL_LIMIT_BYTES,
+        spill_dir: str | None = None,
+        spill_name: str | None = None,
+        when_full: Literal["block", "drop-oldest"] = "block",
+        write_timeout_s: float = 300.0,
+    ) -> None:
+        if when_full not in {"block", "drop-oldest"}:
+            raise ConfigError(f"when_full={when_full!r} is neither 'block' nor 'drop-oldest'")
+        if memory_limit_bytes < _SMALLEST_MEMORY_BYTES:
+            message = f"memory_limit_bytes={memory_limit_bytes} is below {_SMALLEST_MEMORY_BYTES}"
+            raise ConfigError(message)
+        if spill_limit_bytes < 0:
+            raise ConfigError(f"spill_limit_bytes={spill_limit_bytes} is negative")
+        if math.isnan(write_timeout_s) or write_timeout_s < 0.0:
+            raise ConfigError(f"write_timeout_s={write_timeout_s!r} is no time to wait")
+        self.endpoint = endpoint
+        self.node_id = node_id or socket.gethostname()
+        self._drops = when_full == "drop-oldest"
+        self._write_timeout_s = write_timeout_s
+        self._spill_dir = os.path.abspath(spill_dir or _default_spill_dir())
+        self._spill_name = spill_name or endpoint
+        self._notices = Notices()
+        self._room = Room(memory_limit_bytes, spill_limit_bytes)
+        self._link = Link(endpoint, self.node_id, find_token(token_file), tls)
+        self._lock = threading.Lock()  # guards the two fields below
+        self._opened: dict[str, _Opened] = {}
+        self._is_closed = False
+        self._owner_pid = os.getpid()
+        self._past = FunnelStats()
+        _clients.add(self)
+
+    def open(self, path: str) -> LogTarget:
+        """Return the target for a file on the server, and connect at once.
+
+        A path that is open already gives the same target. What an ended process of the same
+        `spill_name` left for this path is sent first.
+
+        Raises:
+            ConfigError: The path is not absolute, too long, or holds control characters.
+            LogFunnelClosedError: The client is closed, or was made before a fork.
+        """
+        _check_path(path)
+        with self._lock:
+            if self._owner_pid != os.getpid():
+                message = "the log funnel client was made before a fork: make one of your own here"
+                raise LogFunnelClosedError(message)
+            if self._is_closed:
+                raise LogFunnelClosedError("the log funnel client is closed")
+            opened = self._opened.get(path)
+            if opened is None:
+                opened = self._opened[path] = self._make_target(path)
+        self._notices.emit()
+        return opened.target
+
+    def left_behind(self) -> list[str]:
+        """Return the paths for which ended processes of this name left lines on this node.
+
+        Opening one sends what was left.
+        """
+        return left_behind(self._spill_dir, self._spill_name, self.node_id)
+
+    def flush(self, deadline_s: float | None = 30.0) -> None:
+        """Flush all targets as `LogTarget.flush` does; raise the first error at the end.
+
+        Args:
+            deadline_s: Seconds for all of them; None: no limit. Default 30.
+        """
+        deadline = Deadline.after(deadline_s)
+        with self._lock:
+            feeds = [opened.feed for opened in self._opened.values()]
+        errors = []
+        for feed in feeds:
+            try:
+                feed.flush(deadline)
+            except NvrxError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def try_again(self) -> None:
+        """Let targets that wait before their next try not wait, for a token that has changed."""
+        with self._lock:
+            feeds = [opened.feed for opened in self._opened.values()]
+        for feed in feeds:
+            feed.hurry()
+
+    def close(self, deadline_s: float | None = 30.0) -> bool:
+        """Close all targets and the connection; harmless when repeated.
+
+        Args:
+            deadline_s: Seconds to wait for confirmations; None: no limit. Default 30.
+
+        Returns:
+            Whether everything was confirmed; see `LogTarget.close`.
+        """
+        if self._owner_pid != os.getpid():
+            return True
+        deadline = Deadline.after(deadline_s)
+        with self._lock:
+            self._is_closed = True
+            feeds = [opened.feed for opened in self._opened.values()]
+        try:
+            for feed in feeds:
+                feed.finish()
+                feed.hurry()
+            results = [self._close_target(feed, deadline) for feed in feeds]
+            return all(results)
+        finally:
+            self._link.close()
+            _clients.discard(self)
+
+    @property
+    def stats(self) -> FunnelStats:
+        """Counters of all targets, also of closed ones, as they are now."""
+        with self._lock:
+            feeds = [opened.feed for opened in self._opened.values()]
+            total = self._past
+        for feed in feeds:
+            total += FunnelStats(**feed.snapshot())
+        return total + FunnelStats(bytes_in_spill=self._room.spill_bytes)
+
+    def _make_target(self, path: str) -> _Opened:
+        spill, first_seq = None, 1
+        stream_id = os.urandom(_STREAM_ID_BYTES).hex()
+        if self._room.spill_limit_bytes:
+            identity = Identity(self._spill_name, self.node_id, path, stream_id)
+            spill = adopt(self._spill_dir, identity, self._room, self._notices.add)
+            if spill is None:
+                spill = Spill(self._spill_dir, identity, self._room, self._notices.add)
+            else:
+                stream_id = spill.identity.stream_id
+                first_seq = spill.next_generation()
+                left = spill.unread
+                line = f"sending {left.lines} lines that an ended process left for {path}"
+                self._notices.add(logging.INFO, line)
+        window = min(_LARGEST_WINDOW_BYTES, self._room.memory_limit_bytes // _WINDOW_SHARE)
+        stream = Stream(
+            self._room,
+            spill,
+            drops=self._drops,
+            window_bytes=max(window, BATCH_BYTES),
+            first_seq=first_seq,
+        )
+        feed = Feed(
+            path,
+            stream,
+            spill,
+            self._room,
+            self._notices,
+            drops=self._drops,
+            write_timeout_s=self._write_timeout_s,
+        )
+        lane = Lane(feed, self._link, self._notices, self.endpoint, stream_id)
+        lane.start()
+        return _Opened(LogTarget(feed, self._room, self._close_target), feed, lane)
+
+    def _close_target(self, feed: Feed, deadline: Deadline) -> bool:
+        if self._owner_pid != os.getpid():
+            return True
+        feed.finish()
+        with self._lock:
+            opened = self._opened.get(feed.path)
+        if opened is None or opened.feed is not feed:
+            return True  # somebody else has closed it
+        feed.wait_until_confirmed(deadline)
+        # A server that has everything ends the call; one that does not is not waited for.
+        if not feed.wait_until_ended(Deadline.after(min(_LAST_CALL_S, deadline.remaining()))):
+            feed.stop()
+            opened.lane.cancel()
+        opened.lane.join(_LAST_CALL_S)
+        with self._lock:
+            if self._opened.pop(feed.path, None) is None:
+                return True
+            leftover = feed.leave()
+            self._past += FunnelStats(**feed.snapshot())
+        is_confirmed = self._tell(feed, leftover)
+        self._notices.emit()
+        return is_confirmed
+
+    def _tell(self, feed: Feed, leftover: Leftover) -> bool:
+        """Say what was not confirmed; return whether that is nothing."""
+        left = leftover.unconfirmed
+        if not left.size:
+            return not feed.is_refused
+        where = f"wait in {leftover.place} for a later client" if leftover.place else "are lost"
+        if leftover.place and not leftover.is_whole:
+            where = f"wait in part in {leftover.place}; for the rest there was no room"
+        self._notices.warn(
+            f"{left.lines} lines ({left.size} bytes) for {feed.path} were not confirmed by"
+            f" {self.endpoint}; they {where}"
+        )
+        return False
+
+    def _abandon(self) -> None:
+        """Make the copy in a forked child harmless; this is called after every fork."""
+        self._lock = threading.Lock()
+        self._link.abandon()
+        for opened in self._opened.values():
+            opened.feed.abandon()
+
+    def __enter__(self) -> LogFunnelClient:
+        """Return itself; leaving the block closes it."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+
+def _default_spill_dir() -> str:
+    place = LogConfig.get_node_local_tmp_dir() or tempfile.gettempdir()
+    return os.path.join(place, f"nvrx-funnel-{os.geteuid()}")
+
+
+def _check_path(path: str) -> None:
+    problem = ""
+    if not os.path.isabs(path):
+        problem = "it is not absolute"
+    elif not path.isprintable():
+        problem = "it holds characters that cannot be printed"
+    elif len(path.encode()) > _LARGEST_PATH_BYTES:
+        problem = f"it is over {_LARGEST_PATH_BYTES} bytes"
+    elif any(len(name.encode()) > _LARGEST_NAME_BYTES for name in path.split("/")):
+        problem = f"a name in it is over {_LARGEST_NAME_BYTES} bytes"
+    if problem:
+        raise ConfigError(f"the log target {path[:200]!r}: {problem}")
+
+
+def _abandon_all() -> None:
+    for client in list(_clients):
+        client._abandon()  # noqa: SLF001 - not for users of the class
+    _clients.clear()
+
+
+def _close_all() -> None:
+    deadline = Deadline.after(_AT_EXIT_S)
+    for client in list(_clients):
+        client.close(deadline.remaining())
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+atexit.register(_close_all)

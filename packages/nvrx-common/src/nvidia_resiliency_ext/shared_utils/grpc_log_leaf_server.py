@@ -41,7 +41,7 @@ def serve(  # noqa: PLR0913 - the signature is given
         OSError: It cannot listen there, or there is no healthy root.
     """
     from nvidia_resiliency_ext.shared_utils._funnel import leaf
-    from nvidia_resiliency_ext.shared_utils._funnel.access import Access
+    from nvidia_resiliency_ext.shared_utils._funnel.settings import Access
 
     del max_workers
     if allowed_roots is None:

@@ -41,15 +41,15 @@ def serve(
         ValueError: A setting makes no sense, or there is no root.
         OSError: It cannot listen there.
     """
-    from nvidia_resiliency_ext.shared_utils._funnel import root
-    from nvidia_resiliency_ext.shared_utils._funnel.access import Access
-    from nvidia_resiliency_ext.shared_utils._funnel.options import FunnelOptions
+    from nvidia_resiliency_ext.shared_utils._funnel.settings import Access, FunnelOptions
+
+    from ._funnel import process
 
     del max_workers
     if allowed_roots is None:
         raise ValueError("serve() needs allowed_roots")
-    root.run(
-        root.RootConfig(
+    process.run(
+        process.RootConfig(
             host=host,
             port=port,
             grace_s=graceful_shutdown_timeout,
@@ -67,10 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: The arguments without the program's name; None: those of the process.
     """
-    from nvidia_resiliency_ext.shared_utils._funnel import command, root
+    from nvidia_resiliency_ext.shared_utils._funnel import command
+
+    from ._funnel import process
 
     return command.run_program(
-        command.root_parser(), lambda options: root.run(command.root_config(options)), arguments
+        command.root_parser(), lambda options: process.run(command.root_config(options)), arguments
     )
 
 

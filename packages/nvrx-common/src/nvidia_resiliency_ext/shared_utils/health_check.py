@@ -12,20 +12,20 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from nvidia_resiliency_ext.shared_utils._health.check import Finding, HealthResult, run_checks
+    from nvidia_resiliency_ext.shared_utils._health.devices import set_nvml, with_pynvml_lock
+    from nvidia_resiliency_ext.shared_utils._health.nic import NicLinkStateHealthCheck
+    from nvidia_resiliency_ext.shared_utils._health.nvlink import NVLinkWindowHealthCheck
+
     from ._health.check import Check
     from ._health.cli import main
     from ._health.devices import PynvmlMixin
     from ._health.gpu import GPUHealthCheck
     from ._health.nic import NicHealthCheck
-    from ._health.nic_state import NicLinkStateHealthCheck
     from ._health.node_daemon import NodeHealthCheck
     from ._health.nvlink import NVLHealthCheck
-    from ._health.nvlink_window import NVLinkWindowHealthCheck
-    from ._health.nvml_session import set_nvml, with_pynvml_lock
     from ._health.pci import PciMixin
     from ._health.probes import abandoned_probes
-    from ._health.result import Finding, HealthResult
-    from ._health.run import run_checks
     from ._health.storage import DistributedStorageHealthCheck, StoragePathHealthCheck
     from .attribution_client import AttributionService
 
@@ -55,22 +55,22 @@ _ROOMS = {
     "AttributionService": "attribution_client",
     "Check": "_health.check",
     "DistributedStorageHealthCheck": "_health.storage",
-    "Finding": "_health.result",
+    "Finding": "_health.check",
     "GPUHealthCheck": "_health.gpu",
-    "HealthResult": "_health.result",
+    "HealthResult": "_health.check",
     "NVLHealthCheck": "_health.nvlink",
-    "NVLinkWindowHealthCheck": "_health.nvlink_window",
+    "NVLinkWindowHealthCheck": "_health.nvlink",
     "NicHealthCheck": "_health.nic",
-    "NicLinkStateHealthCheck": "_health.nic_state",
+    "NicLinkStateHealthCheck": "_health.nic",
     "NodeHealthCheck": "_health.node_daemon",
     "PciMixin": "_health.pci",
     "PynvmlMixin": "_health.devices",
     "StoragePathHealthCheck": "_health.storage",
     "abandoned_probes": "_health.probes",
     "main": "_health.cli",
-    "run_checks": "_health.run",
-    "set_nvml": "_health.nvml_session",
-    "with_pynvml_lock": "_health.nvml_session",
+    "run_checks": "_health.check",
+    "set_nvml": "_health.devices",
+    "with_pynvml_lock": "_health.devices",
 }
 
 
@@ -80,7 +80,7 @@ def __getattr__(name: str) -> object:
 
     if name == "_nvml_lock":
         # Never kept: a forked child gets another one.
-        return import_module("nvidia_resiliency_ext.shared_utils._health.nvml_session").lock
+        return import_module("nvidia_resiliency_ext.shared_utils._health.devices").lock
     room = _ROOMS.get(name)
     if room is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

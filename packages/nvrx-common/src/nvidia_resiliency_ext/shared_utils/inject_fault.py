@@ -11,17 +11,20 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from ._faults.dispatch import DispatchedFault, dispatch_fault_injection
-from ._faults.handlers import (
+from nvidia_resiliency_ext.shared_utils._faults.dispatch import (
     abort,
     async_raise_exception,
     gpu_sleep,
     lock_gil,
     raise_gpu_error,
+    register_fault,
     segfault,
     send_signal,
     workload_exception,
 )
+from nvidia_resiliency_ext.shared_utils._faults.kinds import draw_plan
+
+from ._faults.dispatch import DispatchedFault, dispatch_fault_injection
 from ._faults.interpreter import (
     async_raise,
     clear_workload_exception,
@@ -30,8 +33,6 @@ from ._faults.interpreter import (
     workload_raise_event,
 )
 from ._faults.kinds import Fault, InjectedException
-from ._faults.plan import draw_plan
-from ._faults.registry import register_fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

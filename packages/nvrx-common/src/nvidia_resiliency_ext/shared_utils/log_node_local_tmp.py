@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from ._aggregation.aggregator import NodeLogAggregator
-from ._logging.formatters import DynamicLogFormatter
-from ._logging.message import LogMessage
-from ._logging.node_local import NodeLocalTmpLogHandler
+from nvidia_resiliency_ext.shared_utils._logging.aggregator import NodeLogAggregator
+from nvidia_resiliency_ext.shared_utils._logging.handler import (
+    DynamicLogFormatter,
+    LogMessage,
+    NodeLocalTmpLogHandler,
+)
 
 __all__ = ["DynamicLogFormatter", "LogMessage", "NodeLocalTmpLogHandler", "NodeLogAggregator"]

@@ -40,9 +40,9 @@ class GPUMemoryLogger:
             log_memory: Log them too.
             context: What to say before them.
         """
-        from ._health import settings
+        from ._health import check
 
-        rank = settings.local_rank() if device_index is None else device_index
+        rank = check.local_rank() if device_index is None else device_index
         if rank is None:
             logger.error("GPU memory is asked for without device_index, and LOCAL_RANK is not set")
             return None
@@ -56,10 +56,11 @@ class GPUMemoryLogger:
         return {"total_mb": total, "used_mb": used, "free_mb": free}
 
     def _ask(self, rank: int) -> list[int] | None:
+        from nvidia_resiliency_ext.shared_utils._health.devices import session
+        from nvidia_resiliency_ext.shared_utils._health.nvml import NvmlError, NvmlUnavailableError
+
         from ._health.check import log_once
         from ._health.devices import resolve_device
-        from ._health.nvml_errors import NvmlError, NvmlUnavailableError
-        from ._health.nvml_session import session
 
         try:
             device = resolve_device(rank)

@@ -16,11 +16,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext import distribution_versions
+from nvidia_resiliency_ext.shared_utils._report.metrics import render_prometheus
 
 from ._events.read import EventFile, EventFileError, read_events
 from ._report.html import render_html
 from ._report.model import build_timeline
-from ._report.prometheus import render_prometheus
 from ._report.text import render_text
 from .console import plain, write_err, write_out
 from .errors import NvrxError
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["bundle"]:
-        from ._bundle.program import main as make_bundle
+        from nvidia_resiliency_ext.shared_utils._report.bundle import main as make_bundle
 
         return make_bundle(arguments[1:], _report_texts)
     options = _parse(arguments)
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         if options.follow:
-            from ._report.watch import follow
+            from nvidia_resiliency_ext.shared_utils._report.text import follow
 
             exports = _Exports(options)
             seen = exports.keep_up if exports.are_wanted else None
@@ -193,7 +193,7 @@ def _export(timeline: Timeline, options: Namespace) -> None:
         except OSError as error:
             raise _NotWrittenError(f"{path}: {error.strerror}") from error
     if options.otlp:
-        from ._report.otlp import ExportError, export_otlp
+        from nvidia_resiliency_ext.shared_utils._report.metrics import ExportError, export_otlp
 
         try:
             export_otlp(timeline, options.otlp)

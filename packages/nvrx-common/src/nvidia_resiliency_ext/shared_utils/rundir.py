@@ -17,8 +17,9 @@ import time
 from typing import TYPE_CHECKING, final
 
 from nvidia_resiliency_ext.shared_utils import procfs
-from nvidia_resiliency_ext.shared_utils._safe_files import atomic_write, remove_tree_at
 from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
+
+from .os_utils import atomic_write, remove_tree_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

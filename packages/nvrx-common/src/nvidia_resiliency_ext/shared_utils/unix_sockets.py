@@ -1,16 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unix stream sockets by path: listen on one with nobody else, connect to one within a time."""
+"""Unix sockets by path, and one non-blocking stream of messages and descriptors.
+
+Sending on a channel never waits: messages that the peer does not take are kept, up to a bound.
+Beyond that the oldest droppable ones are dropped, or the channel ends. A peer that is stuck delays
+nobody.
+"""
+
+from __future__ import annotations
 
 import errno
 import os
 import socket
 import stat
 import struct
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError
+from nvidia_resiliency_ext.shared_utils.errors import (
+    DeadlineExceededError,
+    MalformedFrameError,
+    WireError,
+)
 from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES
+from nvidia_resiliency_ext.shared_utils.wire import FrameReader, receive_with_fds
 
-__all__ = ["connect", "listen", "set_ipc_socket_timeouts"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nvidia_resiliency_ext.shared_utils.wire import MessageSet
+
+__all__ = ["Channel", "connect", "listen", "set_ipc_socket_timeouts"]
+
 
 _TIMEVAL = struct.Struct("@ll")
 
@@ -121,3 +142,196 @@ def _remove_stale(path: str) -> None:
         raise FileExistsError(errno.EEXIST, "somebody listens on this socket", path)
     finally:
         probe.close()
+
+
+MAX_WAITING = 256
+_MAX_WAITING_BYTES = 16 << 20
+_READ_BYTES = 65536
+# Per call of `receive`, so that a peer that never stops sending cannot keep its caller.
+_MAX_READS = 16
+_MAX_FDS = 64
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    data: bytes
+    fds: list[int]
+    is_droppable: bool
+
+
+class Channel:
+    """A connected Unix socket that is read and written without ever blocking.
+
+    Not thread-safe. Owns the socket and every received descriptor that was not taken.
+
+    Attributes:
+        sock: The socket.
+        is_over: Nothing more comes or goes.
+        is_garbled: It is over because the peer sent what is no message; the peer may well live.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        incoming: MessageSet,
+        outgoing: MessageSet | None = None,
+        *,
+        max_fds: int = _MAX_FDS,
+        ends_when_full: bool = False,
+    ) -> None:
+        """Take over a connected stream socket.
+
+        Args:
+            sock: The socket.
+            incoming: Messages that the peer may send.
+            outgoing: Messages that may be sent; default: the same.
+            max_fds: Descriptors that may wait for `take_fds`; with more the channel ends.
+            ends_when_full: End the channel when 16 MiB wait for the peer; default: drop messages
+                when 256 wait, droppable ones first.
+        """
+        sock.setblocking(False)
+        self.sock = sock
+        self.is_over = False
+        self.is_garbled = False
+        self._incoming = incoming
+        self._outgoing = outgoing or incoming
+        self._max_fds = max_fds
+        self._ends_when_full = ends_when_full
+        self._reader = FrameReader()
+        self._fds: deque[int] = deque()
+        self._waiting: deque[_Outgoing] = deque()
+        self._waiting_bytes = 0
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self.sock.fileno()
+
+    @property
+    def wants_to_write(self) -> bool:
+        """Whether something waits for the peer to take it."""
+        return bool(self._waiting) and not self.is_over
+
+    def receive(self) -> list[object]:
+        """Return messages that arrived, of at most 1 MiB; never waits.
+
+        A peer that closed, or sent anything but well-formed frames, ends the channel: `is_over`
+        is then true, and the owner closes it. The messages before that are still returned.
+        """
+        received: list[object] = []
+        # Also after a failed send: what the peer sent before its end is still to be read.
+        for _ in range(0 if self.is_garbled else _MAX_READS):
+            try:
+                data, fds = receive_with_fds(self.sock, _READ_BYTES, self._max_fds, 0)
+            except TimeoutError:
+                break
+            except (OSError, WireError) as exc:
+                self.is_over = True
+                self.is_garbled = isinstance(exc, MalformedFrameError)
+                break
+            self._fds.extend(fds)
+            if not data or len(self._fds) > self._max_fds:
+                self.is_over = True
+                break
+            try:
+                for payload in self._reader.feed(data):
+                    received.append(self._incoming.decode(payload))  # noqa: PERF401 - may raise
+            except WireError:
+                self.is_over = self.is_garbled = True
+                break
+        return received
+
+    def take_fds(self, count: int) -> list[int]:
+        """Return the next received descriptors; the caller owns them.
+
+        Returns:
+            `count` descriptors, or fewer when the peer sent fewer.
+        """
+        return [self._fds.popleft() for _ in range(min(count, len(self._fds)))]
+
+    def send(self, message: object, fds: Sequence[int] = (), *, is_droppable: bool = False) -> None:
+        """Send a message, or keep it until the peer takes it; never waits.
+
+        Args:
+            message: One of the channel's message set.
+            fds: Descriptors to attach; the caller keeps its own.
+            is_droppable: May be thrown away first when too much waits.
+
+        Raises:
+            WireError: The message cannot be encoded.
+            OSError: There are no descriptors left.
+        """
+        if self.is_over:
+            return
+        data = self._outgoing.encode(message)
+        self._waiting.append(_Outgoing(data, _duplicate(fds), is_droppable))
+        self._waiting_bytes += len(data)
+        self.flush()
+        if self._ends_when_full:
+            if self._waiting_bytes > _MAX_WAITING_BYTES:
+                self.is_over = True
+            return
+        while len(self._waiting) > MAX_WAITING:
+            self._drop_one()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the peer takes it."""
+        while self._waiting and not self.is_over:
+            first = self._waiting[0]
+            try:
+                sent = self._send_some(first)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.is_over = True
+                return
+            self._waiting_bytes -= sent
+            _close_all(first.fds)
+            if sent == len(first.data):
+                self._waiting.popleft()
+            else:
+                first.data = first.data[sent:]
+                first.is_droppable = False
+
+    def close(self) -> None:
+        """Close the socket and every descriptor that nobody took; idempotent.
+
+        Take the channel out of its selector first.
+        """
+        self.is_over = True
+        self.sock.close()
+        _close_all(self._fds)
+        while self._waiting:
+            _close_all(self._waiting.popleft().fds)
+
+    def _send_some(self, outgoing: _Outgoing) -> int:
+        flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
+        if outgoing.fds:
+            # Not socket.send_fds: it drops the flags.
+            packed = struct.pack(f"{len(outgoing.fds)}i", *outgoing.fds)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)]
+            return self.sock.sendmsg([outgoing.data], rights, flags)
+        return self.sock.send(outgoing.data, flags)
+
+    def _drop_one(self) -> None:
+        # The first one may be half sent: dropping it would tear the stream.
+        rest = list(self._waiting)[1:]
+        victim = next((item for item in rest if item.is_droppable), rest[0])
+        self._waiting.remove(victim)
+        self._waiting_bytes -= len(victim.data)
+        _close_all(victim.fds)
+
+
+def _duplicate(fds: Sequence[int]) -> list[int]:
+    copies: list[int] = []
+    try:
+        for fd in fds:
+            copies.append(os.dup(fd))  # noqa: PERF401 - may raise half-way
+    except OSError:
+        _close_all(copies)
+        raise
+    return copies
+
+
+def _close_all(fds: deque[int] | list[int]) -> None:
+    while fds:
+        os.close(fds.pop())

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for what a test machine lacks: GPU driver, network adapters, node health daemon.
-
-They stand in for the world outside, so the code under test is the code that runs on a real node.
-"""
+"""A node health daemon that says what it is told to, over real gRPC on a Unix socket."""
 
 from __future__ import annotations
 
-from ._fakes.nvhcd import FakeNodeDaemon
-from ._fakes.nvml import FakeDriver, FakeNvml, NoCompilerError
-from ._fakes.sysfs import FakeSysfs, fake_sysfs
+import os
+import shutil
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = [
     "FakeDriver",
@@ -18,3 +22,419 @@ __all__ = [
     "NoCompilerError",
     "fake_sysfs",
 ]
+
+
+_METHOD = "RunHealthCheck"
+_SERVICE = "nvhcd.HealthCheckService"
+
+
+class FakeNodeDaemon:
+    """Serves until it is closed; it is a context manager.
+
+    Needs grpcio and protobuf (``nvrx-common[grpc]``).
+
+    Args:
+        socket_path: Where to listen.
+        answer: Fields of the answer: success, exit_code, output, error.
+        handler: Called with the arguments of each request before it is answered; it may return
+            bytes to be sent in place of an answer, or wait.
+    """
+
+    def __init__(
+        self,
+        socket_path: str | os.PathLike[str],
+        answer: dict[str, Any] | None = None,
+        handler: Callable[[list[str]], bytes | None] | None = None,
+    ) -> None:
+        import grpc
+
+        self.socket_path = os.fspath(socket_path)
+        self.answer: dict[str, Any] = answer or {"success": True, "output": "{}"}
+        self.requests: list[list[str]] = []
+        self._handler = handler
+        self._executor = ThreadPoolExecutor(2)
+        self._server = grpc.server(self._executor)
+        method = grpc.unary_unary_rpc_method_handler(self._serve)
+        service = grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: method})
+        self._server.add_generic_rpc_handlers((service,))
+        self._server.add_insecure_port(f"unix:{self.socket_path}")
+        self._server.start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.stop(None).wait()
+        self._executor.shutdown()
+
+    def __enter__(self) -> FakeNodeDaemon:  # noqa: PYI034 - Self is newer than Python 3.10
+        """Return itself; leaving the block closes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def _serve(self, request: bytes, _context: Any) -> bytes:
+        from nvidia_resiliency_ext.shared_utils.proto import nvhcd_pb2
+
+        arguments = list(nvhcd_pb2.HealthCheckRequest.FromString(request).args)
+        self.requests.append(arguments)
+        instead = None if self._handler is None else self._handler(arguments)
+        if instead is not None:
+            return instead
+        answer: bytes = nvhcd_pb2.HealthCheckResponse(**self.answer).SerializeToString()
+        return answer
+
+
+_SOURCE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "nvml.c")
+_LIBRARY = "libnvidia-ml.so.1"
+_COMPILE_TIMEOUT_S = 60
+_INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 2, 3, 6
+
+
+class NoCompilerError(Exception):
+    """There is no C compiler on this machine, or it does not work."""
+
+
+class FakeDriver:
+    """A ``libnvidia-ml.so.1`` in a folder of its own, for programs started with `environment`.
+
+    Args:
+        folder: Where library, control file and record of calls go; it must exist.
+        answers: First content of the control file.
+
+    Raises:
+        NoCompilerError: The library cannot be built here.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], answers: Mapping[str, object] | None = None
+    ) -> None:
+        self.folder = os.fspath(folder)
+        self._control = os.path.join(self.folder, "control")
+        self._calls = os.path.join(self.folder, "calls")
+        self._answers: dict[str, object] = dict(answers or {})
+        self._build()
+        self._write()
+
+    def environment(self) -> dict[str, str]:
+        """Return what a program needs in its environment to meet this driver."""
+        return {
+            "LD_LIBRARY_PATH": self.folder,
+            "FAKE_NVML_CONTROL": self._control,
+            "FAKE_NVML_CALLS": self._calls,
+        }
+
+    def set(self, **answers: object) -> None:
+        """Change answers; a dot in a key is written as two underscores, `None` removes a key."""
+        for name, value in answers.items():
+            key = name.replace("__", ".")
+            if value is None:
+                self._answers.pop(key, None)
+            else:
+                self._answers[key] = value
+        self._write()
+
+    def calls(self) -> list[tuple[int, str]]:
+        """Return process and function of every call so far."""
+        try:
+            with open(self._calls, encoding="ascii") as file:
+                pairs = [line.split() for line in file]
+        except FileNotFoundError:
+            return []
+        return [(int(pid), function) for pid, function in pairs]
+
+    def _write(self) -> None:
+        # Replaced as a whole: a driver call may read it at this moment.
+        text = "".join(f"{key} {value}\n" for key, value in self._answers.items())
+        with open(f"{self._control}.new", "w", encoding="ascii") as file:
+            file.write(text)
+        os.replace(f"{self._control}.new", self._control)
+
+    def _build(self) -> None:
+        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+        if compiler is None:
+            raise NoCompilerError("no C compiler is on PATH")
+        target = os.path.join(self.folder, _LIBRARY)
+        command = [compiler, "-shared", "-fPIC", "-O1", f"-Wl,-soname,{_LIBRARY}"]
+        done = subprocess.run(
+            [*command, "-o", target, _SOURCE],
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise NoCompilerError(f"{compiler} fails: {done.stderr[-500:]}")
+
+
+class FakeNvml:
+    """Takes the place of the module `pynvml`: ``health_check.set_nvml(FakeNvml({"count": 8}))``.
+
+    Methods with NVML's names take NVML's arguments: `index` or `uuid` of a device, its `handle`, a
+    `link`, a `counter`, pairs of `fields`.
+
+    Attributes:
+        answers: By the keys of ``nvml.c``; may be changed at any time.
+        calls: Names of the functions called so far.
+        released: Calls of functions with a `hang` key return when this is set.
+    """
+
+    class NVMLError(Exception):
+        """What the binding raises; `value` is the driver's number."""
+
+        def __init__(self, value: int) -> None:
+            super().__init__(f"NVML error {value}")
+            self.value = value
+
+    def __init__(self, answers: Mapping[str, object] | None = None) -> None:
+        self.answers: dict[str, Any] = dict(answers or {})
+        self.calls: list[str] = []
+        self.released = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the number of a field."""
+        number = _FIELDS.get(name)
+        if number is None:
+            raise AttributeError(name)
+        return number
+
+    def nvmlInit(self) -> None:  # noqa: N802 - the binding's names, here and below
+        """Begin."""
+        self._enter("nvmlInit")
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        """End."""
+        self._enter("nvmlShutdown")
+
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        """Return the version."""
+        self._enter("nvmlSystemGetDriverVersion")
+        return str(self.answers.get("driver", "570.86.10"))
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        """Return the number of GPUs."""
+        self._enter("nvmlDeviceGetCount")
+        return int(self.answers.get("count", 0))
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        """Return a handle."""
+        self._enter("nvmlDeviceGetHandleByIndex")
+        if index >= self.answers.get("count", 0):
+            raise self.NVMLError(_INVALID_ARGUMENT)
+        if f"gone.{index}" in self.answers:
+            raise self.NVMLError(self.answers[f"gone.{index}"])
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:  # noqa: N802
+        """Return a handle."""
+        self._enter("nvmlDeviceGetHandleByUUID")
+        for index in range(self.answers.get("count", 0)):
+            if self.nvmlDeviceGetUUID(index) == uuid:
+                return index
+        raise self.NVMLError(_NOT_FOUND)
+
+    def nvmlDeviceGetName(self, _handle: int) -> str:  # noqa: N802
+        """Return the product."""
+        self._enter("nvmlDeviceGetName")
+        return str(self.answers.get("name", "NVIDIA H100 80GB HBM3"))
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        """Return the UUID."""
+        self._enter("nvmlDeviceGetUUID")
+        return str(self.answers.get(f"uuid.{handle}", f"GPU-{handle:08d}-0000-0000-0000-0000000"))
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        """Return the address."""
+        self._enter("nvmlDeviceGetPciInfo")
+        bus_id = self.answers.get(f"bus.{handle}", f"00000000:{0x10 + handle:02X}:00.0")
+        return SimpleNamespace(busId=str(bus_id).encode())
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        """Return the memory."""
+        self._enter("nvmlDeviceGetMemoryInfo")
+        names = ("total", "used", "free")
+        return SimpleNamespace(**{n: self.answers.get(f"memory.{handle}.{n}", 0) for n in names})
+
+    def nvmlDeviceGetFieldValues(  # noqa: N802
+        self, handle: int, fields: list[tuple[int, int]]
+    ) -> list[SimpleNamespace]:
+        """Return values of fields."""
+        self._enter("nvmlDeviceGetFieldValues")
+        return [self._field(handle, number, scope) for number, scope in fields]
+
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:  # noqa: N802
+        """Return a link's state."""
+        self._enter("nvmlDeviceGetNvLinkState")
+        return self._answer(f"link.{handle}.{link}", _INVALID_ARGUMENT)
+
+    def nvmlDeviceGetNvLinkErrorCounter(  # noqa: N802
+        self, handle: int, link: int, counter: int
+    ) -> int:
+        """Return a link's counter."""
+        self._enter("nvmlDeviceGetNvLinkErrorCounter")
+        return self._answer(f"counter.{handle}.{link}.{counter}", _NOT_SUPPORTED)
+
+    def _enter(self, function: str) -> None:
+        self.calls.append(function)
+        if f"hang.{function}" in self.answers:
+            self.released.wait()
+        code = self.answers.get(f"return.{function}", 0)
+        if code:
+            raise self.NVMLError(code)
+
+    def _answer(self, key: str, otherwise: int) -> int:
+        if key not in self.answers:
+            raise self.NVMLError(otherwise)
+        return int(self.answers[key])
+
+    def _field(self, handle: int, number: int, scope: int) -> SimpleNamespace:
+        code = self.answers.get(f"fielderror.{handle}.{number}", 0)
+        key = f"field.{handle}.{number}"
+        value = self.answers.get(f"{key}.{scope}", self.answers.get(key))
+        if value is None and not code:
+            code = _NOT_SUPPORTED
+        found = SimpleNamespace(ullVal=value)
+        return SimpleNamespace(nvmlReturn=code, valueType=3, value=found)
+
+
+_FIELDS = {
+    "NVML_FI_DEV_ECC_SBE_VOL_TOTAL": 3,
+    "NVML_FI_DEV_ECC_DBE_VOL_TOTAL": 4,
+    "NVML_FI_DEV_REMAPPED_UNC": 143,
+    "NVML_FI_DEV_REMAPPED_PENDING": 144,
+    "NVML_FI_DEV_REMAPPED_FAILURE": 145,
+    "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": 230,
+}
+
+
+class FakeSysfs:
+    """A tree below `root`, for the parameter `sysfs_root` of checks.
+
+    Addresses (`bus_id`, `bridges`, outermost first) are those of PCI, such as `0000:3b:00.0`;
+    `name` is an adapter, `port` and `ports` are its ports from 1, `netdev` is a network device.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = os.fspath(root)
+        for folder in ("bus/pci/devices", "class/infiniband", "devices"):
+            os.makedirs(f"{self.root}/{folder}", exist_ok=True)
+
+    def __fspath__(self) -> str:
+        """Return the folder, so that the tree itself can be given as `sysfs_root`."""
+        return self.root
+
+    def add_device(self, bridges: Sequence[str], bus_id: str) -> str:
+        """Add a PCI device below bridges, outermost first; return its folder."""
+        domain = (*bridges, bus_id)[0].rpartition(":")[0]
+        folder = f"{self.root}/devices/pci{domain}"
+        for each in (*bridges, bus_id):
+            folder = f"{folder}/{each}"
+            os.makedirs(folder, exist_ok=True)
+            link = f"{self.root}/bus/pci/devices/{each}"
+            if not os.path.islink(link):
+                os.symlink(folder, link)
+        return folder
+
+    def add_nic(
+        self,
+        name: str,
+        bridges: Sequence[str],
+        bus_id: str,
+        *,
+        ports: Sequence[int] = (1,),
+        netdev: str | None = None,
+    ) -> None:
+        """Add an adapter with active ports and all counters at zero."""
+        device = self.add_device(bridges, bus_id)
+        folder = f"{self.root}/class/infiniband/{name}"
+        os.makedirs(folder)
+        os.symlink(device, f"{folder}/device")
+        for port in ports:
+            self.set_state(name, "4: ACTIVE", port=port)
+            self.set_counter(name, "link_downed", 0, port=port)
+        if netdev is not None:
+            self.set_carrier(name, netdev, has_carrier=True)
+
+    def add_efa(self, name: str, bridges: Sequence[str], bus_id: str) -> None:
+        """Add an Elastic Fabric Adapter: one active port, and counters in `hw_counters` alone."""
+        self.add_nic(name, bridges, bus_id)
+        os.unlink(f"{self.root}/class/infiniband/{name}/ports/1/counters/link_downed")
+        os.rmdir(f"{self.root}/class/infiniband/{name}/ports/1/counters")
+        for counter in ("rx_bytes", "rx_drops", "rx_pkts", "tx_bytes", "tx_pkts"):
+            self.set_counter(name, counter, 0, folder="hw_counters")
+
+    def set_state(self, name: str, state: str, *, port: int = 1) -> None:
+        """Set the state of a port.
+
+        Args:
+            name: The adapter.
+            state: Content of the file, such as `4: ACTIVE`.
+            port: The port. Default 1.
+        """
+        self._write(f"class/infiniband/{name}/ports/{port}/state", state)
+
+    def set_counter(
+        self, name: str, counter: str, value: int, *, port: int = 1, folder: str = "counters"
+    ) -> None:
+        """Set a counter of a port.
+
+        Args:
+            name: The adapter.
+            counter: Name of the counter.
+            value: Its value.
+            port: The port. Default 1.
+            folder: `counters` (default) or `hw_counters`.
+        """
+        self._write(f"class/infiniband/{name}/ports/{port}/{folder}/{counter}", str(value))
+
+    def set_carrier(self, name: str, netdev: str, *, has_carrier: bool) -> None:
+        """Set whether a network device of an adapter has a carrier.
+
+        Args:
+            name: The adapter.
+            netdev: The network device.
+            has_carrier: Whether it has a carrier.
+        """
+        self._write(f"class/infiniband/{name}/device/net/{netdev}/carrier", str(int(has_carrier)))
+
+    def remove_nic(self, name: str) -> None:
+        """Take an adapter away, as the kernel does when it fails."""
+        import shutil
+
+        shutil.rmtree(f"{self.root}/class/infiniband/{name}")
+
+    def set_lustre(self, state: str) -> None:
+        """Set the state that Lustre reports.
+
+        Args:
+            state: Content of its health file, such as `healthy`.
+        """
+        self._write("fs/lustre/health_check", state)
+
+    def _write(self, path: str, text: str) -> None:
+        target = f"{self.root}/{path}"
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        with open(target, "w", encoding="ascii") as file:
+            file.write(text + "\n")
+
+
+def fake_sysfs(
+    root: str | os.PathLike[str],
+    nics: Mapping[str, str] | None = None,
+    gpus: Sequence[str] = (),
+) -> FakeSysfs:
+    """Make a tree with adapters and GPUs.
+
+    Args:
+        root: Folder to make it in.
+        nics: Path of each adapter, as PCI addresses from the root port down, joined by ``/``.
+        gpus: Path of each GPU, likewise.
+    """
+    tree = FakeSysfs(root)
+    for path in gpus:
+        *bridges, bus_id = path.split("/")
+        tree.add_device(bridges, bus_id)
+    for name, path in (nics or {}).items():
+        *bridges, bus_id = path.split("/")
+        tree.add_nic(name, bridges, bus_id)
+    return tree

@@ -14,31 +14,6 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "KINDS",
-    "CkptLoad",
-    "CkptSave",
-    "CkptVerify",
-    "CycleEnd",
-    "CycleStart",
-    "Dropped",
-    "Event",
-    "Fault",
-    "FirstStep",
-    "Health",
-    "InprocRestart",
-    "JobEnd",
-    "JobStart",
-    "Phase",
-    "Progress",
-    "Standby",
-    "Straggler",
-    "TimeoutsSet",
-    "Verdict",
-    "WorkerExit",
-    "WorkerStart",
-]
-
 
 class Event:
     """One thing that happened: immutable, compared by value.

@@ -13,8 +13,7 @@ from __future__ import annotations
 import os
 import time
 
-from .encode import encode_line
-from .file import SCHEMA, NodeFile
+from .file import NodeFile, encode_line
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
     from .kinds import Event
 
-__all__ = ["MAX_FILE_BYTES", "NULL_EVENTS", "SCHEMA", "EventLog"]
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 # What is still written when the file is full; at twice the limit nothing is.

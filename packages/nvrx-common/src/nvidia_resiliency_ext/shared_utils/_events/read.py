@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from .log import SCHEMA
+from .file import SCHEMA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import BinaryIO
 
-__all__ = ["EventFile", "EventFileError", "EventRecord", "read_events"]
 
 _LINE_LIMIT = 64 * 1024
 _FILE_LIMIT = 256 * 1024 * 1024

@@ -1,25 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a dispatch to its moment: refusal, waiting, cancelling. What happens then is elsewhere."""
+"""Which fault is prepared by what, and the handlers that programs have registered."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
+import signal
 import threading
 import time
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
-from .kinds import Fault
-from .registry import PREPARERS, handler_of
+from . import interpreter, resources
+from .interpreter import async_raise, signal_from_outside
+from .kinds import Fault, InjectedException, Plain, add_fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .actions import Action
-    from .registry import Callback, Handler
+    from .kinds import Action, Preparer
 
-__all__ = ["DispatchedFault", "announce", "dispatch_fault_injection", "switched_off"]
+    Callback = Callable[[], object]
+    Handler = Callable[[float, Callback | None], object]
+
+
+PREPARERS: dict[Fault, Preparer] = {
+    Fault.GPU_ERROR: resources.gpu_assert,
+    Fault.GPU_SLEEP: resources.gpu_spin,
+    Fault.WORKLOAD_EXC: interpreter.workload_exception_flag,
+    Fault.ASYNC_EXC: interpreter.async_exception,
+    Fault.SIGNAL_EXC: interpreter.signal_exception,
+    Fault.OS_ABORT: interpreter.crash_by_abort,
+    Fault.LOCK_GIL: interpreter.hold_gil,
+    Fault.SEGFAULT: interpreter.crash_by_segfault,
+    Fault.SIGINT: signal_from_outside(signal.SIGINT),
+    Fault.SIGKILL: signal_from_outside(signal.SIGKILL),
+    Fault.SIGTERM: signal_from_outside(signal.SIGTERM),
+    Fault.SIGSTOP: signal_from_outside(signal.SIGSTOP),
+    Fault.HANG: interpreter.hang,
+    Fault.SLOWDOWN: interpreter.slow_down,
+    Fault.CPU_SPIN: resources.spin,
+    Fault.NET_DROP: resources.drop_network,
+    Fault.OOM_CPU: resources.exhaust_memory,
+    Fault.OOM_GPU: resources.exhaust_gpu_memory,
+    Fault.DISK_FULL: resources.disk_full,
+    Fault.CLOCK_SKEW: resources.skew_clock,
+}
+
+_handlers: dict[Fault, Handler] = {}
+_registering = threading.Lock()
+
+
+def register_fault(
+    fault_name_or_enum: str | Fault, handler: Callable[[float, Any], object]
+) -> Fault:
+    """Set what a fault does, or add one.
+
+    A new name gets the largest number so far plus one: ranks that exchange numbers must register
+    the same names in the same order.
+
+    Args:
+        fault_name_or_enum: A fault, or a name. A new name should be in upper case, as Megatron-LM
+            looks faults up by their upper-cased names.
+        handler: Called at the dispatch, in a thread of its own, as `handler(delay, callback)`. It
+            waits `delay` seconds, calls `callback` unless that is `None`, and makes the fault.
+
+    Returns:
+        The fault, also reachable as `Fault["NAME"]`, `Fault.NAME` and `Fault(number)`.
+
+    Raises:
+        TypeError: The handler cannot be called, or the first argument is neither name nor fault.
+        ValueError: The name is not one that an enum can have.
+    """
+    if not callable(handler):
+        raise TypeError(f"a handler is called with delay and callback; {handler!r} cannot be")
+    if not isinstance(fault_name_or_enum, (str, Fault)):
+        raise TypeError(f"a fault or its name is needed, not {fault_name_or_enum!r}")
+    with _registering:
+        if isinstance(fault_name_or_enum, Fault):
+            fault = fault_name_or_enum
+        else:
+            fault = add_fault(fault_name_or_enum)
+        _handlers[fault] = handler
+    return fault
+
+
+def handler_of(fault: Fault) -> Handler | None:
+    """Return the handler that a program has registered for the fault."""
+    return _handlers.get(fault)
+
 
 logger = logging.getLogger("nvidia_resiliency_ext.shared_utils.inject_fault")
 
@@ -189,3 +258,104 @@ def _checked_delay(delay: float) -> float:
     if not 0.0 <= delay < math.inf:
         raise ValueError(f"a fault happens after 0 or more seconds, not after {delay!r}")
     return delay
+
+
+def workload_exception(delay: float, callback: Callback | None) -> None:
+    """Set the flag that `maybe_raise_workload_exception` reads.
+
+    Args:
+        delay: Seconds to wait first.
+        callback: Called without arguments just before the fault; None: nothing.
+    """
+    _make(Fault.WORKLOAD_EXC, delay, callback)
+
+
+def async_raise_exception(tid: int, delay: float, callback: Callback | None) -> None:
+    """Raise `InjectedException` in a thread.
+
+    Args:
+        tid: `ident` of the thread.
+        delay: Seconds to wait first.
+        callback: Called without arguments just before the fault; None: nothing.
+    """
+    action = Plain(lambda _: async_raise(tid, InjectedException))
+    _run("ASYNC_EXC", action, delay, callback)
+
+
+def raise_gpu_error(delay: float, callback: Callback | None) -> None:
+    """Trigger a device-side assertion on the current CUDA device.
+
+    Args:
+        delay: Seconds to wait first.
+        callback: Called without arguments just before the fault; None: nothing.
+    """
+    _make(Fault.GPU_ERROR, delay, callback)
+
+
+def gpu_sleep(delay: float, device: Any, callback: Callback | None) -> None:
+    """Start an endless kernel on a device.
+
+    Args:
+        delay: Seconds to wait first.
+        device: The CUDA device.
+        callback: Called without arguments just before the fault; None: nothing.
+    """
+    action = resources.gpu_spin_on(resources.require_cuda("GPU_SLEEP"), device)
+    _run("GPU_SLEEP", action, delay, callback)
+
+
+def lock_gil(delay: float, callback: Callback | None) -> None:
+    """Hold the GIL in C code; does not return.
+
+    Args:
+        delay: Seconds to wait first.
+        callback: Called without arguments just before the fault; None: nothing.
+    """
+    _make(Fault.LOCK_GIL, delay, callback)
+
+
+def segfault(delay: float, callback: Callback | None) -> None:
+    """Read an invalid address.
+
+    Args:
+        delay: Seconds to wait first.
+        callback: Called without arguments just before the fault; None: nothing.
+    """
+    _make(Fault.SEGFAULT, delay, callback)
+
+
+def abort(delay: float, callback: Callback | None) -> None:
+    """Call `abort()`.
+
+    Args:
+        delay: Seconds to wait first.
+        callback: Called without arguments just before the fault; None: nothing.
+    """
+    _make(Fault.OS_ABORT, delay, callback)
+
+
+def send_signal(pid: int, signal: int, delay: float, callback: Callback | None) -> None:
+    """Send a signal to a process.
+
+    Args:
+        pid: The process.
+        signal: Number of the signal.
+        delay: Seconds to wait first.
+        callback: Called without arguments just before the fault; None: nothing.
+    """
+    _run(f"signal {signal} to {pid}", Plain(lambda _: os.kill(pid, signal)), delay, callback)
+
+
+def _make(fault: Fault, delay: float, callback: Callback | None) -> None:
+    action = PREPARERS[fault](time.monotonic() + delay, callback is not None)
+    _run(fault.name, action, delay, callback)
+
+
+def _run(name: str, action: Action, delay: float, callback: Callback | None) -> None:
+    if switched_off(name):
+        return
+    time.sleep(delay)
+    announce(name)
+    if callback is not None:
+        callback()
+    action.act(threading.Event())

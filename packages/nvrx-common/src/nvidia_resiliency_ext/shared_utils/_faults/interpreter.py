@@ -1,33 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of the Python process itself: exceptions, a held GIL, crashes."""
+"""Faults of the interpreter and its process: hangs, exceptions, signals."""
 
 from __future__ import annotations
 
+import collections
 import os
 import signal
 import sys
 import threading
 from typing import TYPE_CHECKING
 
-from .actions import Action, Plain, on_main_thread_only, refusal
-from .kinds import InjectedException
+from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
+
+from .kinds import Action, InjectedException, Plain, on_main_thread_only, refusal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
-__all__ = [
-    "async_exception",
-    "async_raise",
-    "clear_workload_exception",
-    "crash_by_abort",
-    "crash_by_segfault",
-    "hold_gil",
-    "maybe_raise_workload_exception",
-    "signal_exception",
-    "termination_signal_handler",
-    "workload_exception_flag",
-    "workload_raise_event",
-]
+    from .kinds import Preparer
+
 
 workload_raise_event = threading.Event()
 _taking = threading.Lock()
@@ -173,3 +165,122 @@ class _SignalException(Action):
         # None: a handler that C code had installed, which Python cannot put back.
         if signal.getsignal(signal.SIGUSR1) == self._handle:
             signal.signal(signal.SIGUSR1, self._previous or signal.SIG_DFL)
+
+
+_SLICE_S = 0.05
+
+_waiting: collections.deque[Callable[[], object]] = collections.deque()
+_signal: signal.Signals | int | None = None
+
+
+def hang(due: float, has_callback: bool) -> Action:
+    """Prepare a wait without end in the main thread."""
+    del due, has_callback
+    _install("HANG")
+
+    def act(stop: threading.Event) -> None:
+        _run_in_main_thread(stop.wait)
+        stop.wait()
+
+    return Plain(act)
+
+
+def slow_down(due: float, has_callback: bool) -> Action:
+    """Prepare that the main thread rests for half of the time."""
+    del due, has_callback
+    _install("SLOWDOWN")
+
+    def act(stop: threading.Event) -> None:
+        while not stop.wait(2 * _SLICE_S):
+            if not _waiting:  # else it has not even come to the last rest
+                _run_in_main_thread(lambda: stop.wait(_SLICE_S))
+
+    return Plain(act)
+
+
+def _install(fault: str) -> None:
+    # The handler stays: its signal would end the process if one came after it is gone.
+    global _signal  # noqa: PLW0603 - the process has one main thread
+    if _signal is not None:
+        return
+    on_main_thread_only(fault)
+    try:
+        number = unused_realtime_signal()
+    except RuntimeError as error:
+        raise refusal(fault, str(error)) from None
+    signal.signal(number, _handle)
+    _signal = number
+
+
+def _run_in_main_thread(function: Callable[[], object]) -> None:
+    _waiting.append(function)
+    signal.pthread_kill(threading.main_thread().ident or 0, _signal or 0)
+
+
+def _handle(signum: int, frame: FrameType | None) -> None:
+    del signum, frame
+    while _waiting:
+        _waiting.popleft()()
+
+
+_HELPER = os.path.join(os.path.dirname(__file__), "signal_helper.py")
+# A live interpreter answers within its switch interval of 5 ms.
+_GRACE_S = 0.025
+_GRACE_WITH_CALLBACK_S = 1.0
+_WITHDRAW_WAIT_S = 5.0
+
+
+def signal_from_outside(number: signal.Signals) -> Preparer:
+    """Return what prepares that signal to this process."""
+
+    def prepare(due: float, has_callback: bool) -> Action:
+        return _SignalFromOutside(number, due, has_callback=has_callback)
+
+    return prepare
+
+
+class _SignalFromOutside(Action):
+    """Owns the helper process until it has sent the signal or given up."""
+
+    def __init__(self, number: signal.Signals, due: float, *, has_callback: bool) -> None:
+        # Not at the top: it brings subprocess, and importing faults is to be cheap.
+        from nvidia_resiliency_ext.shared_utils.children import start_child
+        from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
+
+        self._has_callback = has_callback
+        pid = os.getpid()
+        grace = _GRACE_WITH_CALLBACK_S if has_callback else _GRACE_S
+        line = f"FAULT INJECTION: {number.name} to process {pid}, whose interpreter is stuck"
+        numbers = (str(pid), str(int(number)), repr(due), repr(grace))
+        if not sys.executable:
+            raise refusal(number.name, "no Python executable is known to send it")
+        try:
+            self._helper = start_child(
+                [sys.executable, "-I", "-S", _HELPER, *numbers, line], stdin=-1, stdout=-3
+            )
+        except ChildStartError as error:
+            raise refusal(number.name, str(error)) from error
+
+    def begin(self) -> None:
+        if self._has_callback:
+            self._tell(b"b")
+
+    def act(self, stop: threading.Event) -> None:
+        del stop
+        self._tell(b"g")
+        self._helper.wait()
+        self._helper.close()
+
+    def withdraw(self) -> bool:
+        if self._helper.stdin is not None:
+            self._helper.stdin.close()
+        status = self._helper.wait(_WITHDRAW_WAIT_S)
+        self._helper.close()
+        return status is None or status.code != 0
+
+    def _tell(self, word: bytes) -> None:
+        if self._helper.stdin is not None:
+            try:
+                os.write(self._helper.stdin.fileno(), word)
+            except BrokenPipeError:
+                return  # it did not hear from us in time and has acted

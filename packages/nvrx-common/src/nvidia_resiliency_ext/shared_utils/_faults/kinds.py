@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names and numbers of faults, also those added at run time; it makes no fault happen.
-
-An `Enum` class is closed once it is made. What is added later is therefore kept beside it, and the
-metaclass answers for both through its documented methods: nothing of the standard library's
-internals, which differ from version to version, is touched.
-"""
+"""The kinds of faults by name and number, the draw of a plan, and what all faults share."""
 
 from __future__ import annotations
 
 import enum
 import threading
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Fault", "InjectedException", "add_fault"]
 
 _added: dict[str, Fault] = {}
 _adding = threading.Lock()
@@ -112,3 +106,106 @@ def add_fault(name: str) -> Fault:
         member._value_ = max(each.value for each in Fault) + 1
         _added[name] = member
         return member
+
+
+class FaultPlan(NamedTuple):
+    """One fault for some ranks.
+
+    Attributes:
+        fault: What happens.
+        ranks: To whom, in increasing order.
+        delay: After how many seconds.
+    """
+
+    fault: Fault
+    ranks: tuple[int, ...]
+    delay: float
+
+
+def draw_plan(
+    faults: Fault | Iterable[Fault],
+    num_faults: int | tuple[int, int],
+    keep_alive: int,
+    delay: float | tuple[float, float],
+    seed: int,
+    world_size: int,
+) -> FaultPlan:
+    """Draw a plan that depends on the arguments only.
+
+    Args:
+        faults: One of these.
+        num_faults: How many ranks, or the least and the most; cut to those who may be chosen.
+        keep_alive: How many ranks, from 0 on, are never chosen.
+        delay: Seconds, or the least and the most.
+        seed: Of the generator.
+        world_size: Number of ranks.
+
+    Raises:
+        ValueError: There is no fault to choose from, or a pair is not in order.
+    """
+    from random import Random
+
+    choices = (faults,) if isinstance(faults, Fault) else tuple(faults)
+    if not choices:
+        raise ValueError("there is no fault to choose from")
+    draw = Random(seed)  # noqa: S311 - repeatable is the point
+    if isinstance(delay, (int, float)):
+        seconds = float(delay)
+    else:
+        seconds = draw.uniform(*_pair("delay", delay))
+    low, high = _pair(
+        "num_faults", (num_faults, num_faults) if isinstance(num_faults, int) else num_faults
+    )
+    candidates = range(max(keep_alive, 0), world_size)
+    number = min(draw.randint(int(low), int(high)), len(candidates))
+    ranks = tuple(sorted(draw.sample(candidates, number)))
+    return FaultPlan(draw.choice(choices), ranks, seconds)
+
+
+def _pair(name: str, values: tuple[float, float]) -> tuple[float, float]:
+    low, high = values
+    if not 0 <= low <= high:
+        raise ValueError(f"{name}: {values!r} is no pair of a least and a most")
+    return low, high
+
+
+class Action:
+    """One fault on its way; made while it is dispatched, used by one background thread."""
+
+    def begin(self) -> None:
+        """Learn that the time has come and that the callback runs next."""
+
+    def act(self, stop: threading.Event) -> None:
+        """Make it happen; a lasting effect that can end ends when `stop` is set."""
+        raise NotImplementedError
+
+    def withdraw(self) -> bool:
+        """Give it up before its time; return whether it surely does not happen."""
+        return True
+
+
+class Plain(Action):
+    """An effect that needs no preparation."""
+
+    def __init__(self, effect: Callable[[threading.Event], object]) -> None:
+        self._effect = effect
+
+    def act(self, stop: threading.Event) -> None:
+        self._effect(stop)
+
+
+def refusal(fault: str, reason: str) -> RuntimeError:
+    """Return the error for a fault that this process or machine cannot be given."""
+    return RuntimeError(f"fault {fault} is refused: {reason}")
+
+
+def on_main_thread_only(fault: str) -> None:
+    """Refuse a fault whose signal handler only the main thread may install."""
+    import threading
+
+    if threading.current_thread() is not threading.main_thread():
+        raise refusal(fault, "dispatch it from the main thread, which alone can install handlers")
+
+
+if TYPE_CHECKING:
+    Preparer = Callable[[float, bool], Action]

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults that take something away from the process: processor time, memory, sockets, disk space."""
+"""Faults of what a process uses: memory, disk, network, GPU, clock."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import stat
 import threading
+import time
+from typing import TYPE_CHECKING, Any
 
-from .actions import Action, Plain, refusal
+from .kinds import Action, Plain, refusal
 
-__all__ = ["disk_full", "drop_network", "exhaust_memory", "spin"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 _MIB = 1 << 20
 _LARGEST_BLOCK = 64 * _MIB
@@ -135,3 +140,133 @@ def _set_oom_score(score: bytes) -> bytes | None:
     finally:
         os.close(descriptor)
     return before
+
+
+_FOR_EVER_CYCLES = 1 << 62
+_FAR_OUTSIDE = 1 << 40
+_GPU_LARGEST_BLOCK = 1 << 30
+_GPU_SMALLEST_BLOCK = 1 << 20
+
+
+def gpu_assert(due: float, has_callback: bool) -> Action:
+    """Prepare an index far outside of its tensor, which the device asserts against."""
+    del due, has_callback
+    torch, device = _current_device("GPU_ERROR")
+
+    def act(stop: threading.Event) -> None:
+        del stop
+        with torch.cuda.device(device):
+            values = torch.zeros(1, device=device)
+            values[torch.full((1,), _FAR_OUTSIDE, dtype=torch.int64, device=device)]
+
+    return Plain(act)
+
+
+def gpu_spin(due: float, has_callback: bool) -> Action:
+    """Prepare a kernel without end on the device that is current now."""
+    del due, has_callback
+    torch, device = _current_device("GPU_SLEEP")
+    return gpu_spin_on(torch, device)
+
+
+def gpu_spin_on(torch: Any, device: Any) -> Action:
+    """Return the action that starts the kernel on the given device."""
+
+    def act(stop: threading.Event) -> None:
+        del stop
+        with torch.cuda.device(device):
+            # The same thread's default stream blocks the other streams of the device.
+            torch.cuda._sleep(_FOR_EVER_CYCLES)  # noqa: SLF001 - torch has no other one
+
+    return Plain(act)
+
+
+def exhaust_gpu_memory(due: float, has_callback: bool) -> Action:
+    """Prepare to take the memory of the current device until there is none."""
+    del due, has_callback
+    torch, device = _current_device("OOM_GPU")
+
+    def act(stop: threading.Event) -> None:
+        taken: list[Any] = []
+        size = _GPU_LARGEST_BLOCK
+        while size >= _GPU_SMALLEST_BLOCK and not stop.is_set():
+            try:
+                taken.append(torch.empty(size, dtype=torch.uint8, device=device))
+            except torch.cuda.OutOfMemoryError:
+                size //= 2
+        stop.wait()
+        taken.clear()
+
+    return Plain(act)
+
+
+def require_cuda(fault: str) -> Any:
+    """Return torch, with CUDA.
+
+    Raises:
+        RuntimeError: torch is missing or sees no GPU.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise refusal(fault, f"torch cannot be imported ({error})") from error
+    if not torch.cuda.is_available():
+        raise refusal(fault, "CUDA is not available here")
+    return torch
+
+
+def _current_device(fault: str) -> tuple[Any, int]:
+    torch = require_cuda(fault)
+    return torch, torch.cuda.current_device()
+
+
+SKEW_S = 3600.0
+_CAP_SYS_TIME = 25
+_WHOLE_MACHINE = ["0", "0", "4294967295"]
+
+
+def skew_clock(due: float, has_callback: bool) -> Action:
+    """Prepare to set the clock an hour ahead until the fault is cancelled or the program ends."""
+    del due, has_callback
+    if not _may_set_clock():
+        raise refusal("CLOCK_SKEW", "this process may not set the clock (CAP_SYS_TIME)")
+    return Skew(time.time, lambda wall_s: time.clock_settime(time.CLOCK_REALTIME, wall_s))
+
+
+class Skew(Action):
+    """Owns one jump ahead and the jump back.
+
+    Args:
+        read: Returns the wall time.
+        write: Sets it.
+    """
+
+    def __init__(self, read: Callable[[], float], write: Callable[[float], object]) -> None:
+        self._read = read
+        self._write = write
+        self._ahead = False
+
+    def act(self, stop: threading.Event) -> None:
+        self._write(self._read() + SKEW_S)
+        self._ahead = True
+        atexit.register(self._go_back)
+        stop.wait()
+        self._go_back()
+
+    def _go_back(self) -> None:
+        atexit.unregister(self._go_back)
+        ahead, self._ahead = self._ahead, False
+        if ahead:
+            self._write(self._read() - SKEW_S)
+
+
+def _may_set_clock() -> bool:
+    # The right counts in the first user namespace only. Asked of /proc, as a trial sets the clock.
+    try:
+        with open("/proc/thread-self/status", encoding="ascii", errors="replace") as status:
+            rights = next(line for line in status if line.startswith("CapEff:")).split()[1]
+        with open("/proc/self/uid_map", encoding="ascii") as users:
+            whole = users.read().split() == _WHOLE_MACHINE
+    except (OSError, StopIteration):
+        return False
+    return whole and bool(int(rights, 16) >> _CAP_SYS_TIME & 1)

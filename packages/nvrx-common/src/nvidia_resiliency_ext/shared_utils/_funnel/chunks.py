@@ -1,18 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a LogChunk looks on the wire, read in place; it does no I/O and knows no server.
-
-The generated class would copy the data twice. Here it stays a view of the message as it came, which
-a leaf passes on unchanged and the root hands to `writev`.
-"""
+"""The messages of clients and the answers to them: parts, refusals, acknowledgements."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-__all__ = ["NEWLINE_BYTE", "Chunk", "decode", "line_end", "named", "note_end"]
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+
+    from .queue import FunnelStats
+    from .target import Source
+
+
+RETRY_CODE = "UNAVAILABLE"
+"""The code of a refusal after which the same chunk may be sent again later."""
+
+
+class Refusal(NvrxError):  # noqa: N818 - what a sender is told; for the server it is none
+    """A chunk, or a whole stream, is not taken.
+
+    Args:
+        code: Name of a gRPC status code.
+        reason: What is wrong, in words for the sender's log.
+    """
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(code, reason)
+        self.code = code
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.reason}"
+
 
 NEWLINE_BYTE = 10
 _File = TypeVar("_File")
@@ -154,3 +177,200 @@ def _malformed(what: str) -> Refusal:
 
 RESUMED = _encode(_RESUMED) + b"\x01"
 """Appended to a message, says that its sender knows of a refusal and goes on."""
+
+
+SERVICE = "nvidia_resiliency_ext.fault_tolerance.LogAggregationService"
+
+
+def prepare() -> None:
+    """Import the generated modules and make a first message: 15-50 ms, too long for a stream."""
+    health(0)
+
+
+def ack(stream_id: str, committed_seq: int, refusal: Refusal | None = None) -> bytes:
+    """Return an Ack."""
+    from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
+
+    message = pb.Ack(stream_id=stream_id, committed_seq=committed_seq)
+    if refusal is not None:
+        message.refusal, message.reason = refusal.code, refusal.reason
+    return bytes(message.SerializeToString())
+
+
+def read_ack(data: bytes) -> tuple[str, int, str, str]:
+    """Return stream, number, refusal and its reason of an Ack."""
+    from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
+
+    message = pb.Ack.FromString(data)
+    return message.stream_id, message.committed_seq, message.refusal, message.reason
+
+
+def response(status: str, bytes_received: int, committed_seq: int = 0) -> bytes:
+    """Return a StreamResponse."""
+    from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
+
+    message = pb.StreamResponse(
+        status=status, bytes_received=bytes_received, committed_seq=committed_seq
+    )
+    return bytes(message.SerializeToString())
+
+
+def health(connected_clients: int, *, healthy: bool = True) -> bytes:
+    """Return a HealthResponse."""
+    from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
+
+    message = pb.HealthResponse(healthy=healthy, connected_clients=connected_clients)
+    return bytes(message.SerializeToString())
+
+
+def read_health(data: bytes) -> bool:
+    """Return whether a HealthResponse says healthy."""
+    from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
+
+    return bool(pb.HealthResponse.FromString(data).healthy)
+
+
+def stats(
+    found: FunnelStats, connected_clients: int, sources: Iterable[Source], now: float
+) -> bytes:
+    """Return a StatsResponse."""
+    from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
+
+    message = pb.StatsResponse(
+        bytes_received=found.received_bytes,
+        chunks_received=found.received_chunks,
+        bytes_written=found.written_bytes,
+        chunks_repeated=found.repeated_chunks,
+        bytes_lost=found.lost_bytes,
+        buffered_bytes=found.buffered_bytes,
+        buffered_bytes_peak=found.buffered_bytes_peak,
+        files=found.files,
+        open_files=found.open_files,
+        failing_files=found.failing_files,
+        connected_clients=connected_clients,
+    )
+    for source in sources:
+        oldest = next(iter(source.outstanding.copy()), None)
+        message.clients.add(
+            node_id=source.node_id,
+            stream_id=source.stream_id,
+            bytes_received=source.received_bytes,
+            last_seq=source.received_seq,
+            committed_seq=source.committed_seq,
+            bytes_behind=source.behind_bytes,
+            seconds_behind=0.0 if oldest is None else max(0.0, now - oldest.arrived_at),
+        )
+    return bytes(message.SerializeToString())
+
+
+_SPACING_S = 0.05
+
+
+class AckWriter:
+    """Acknowledgements of one call; it lives in the event loop.
+
+    However slow the sender reads, one number per stream is all that waits for it.
+
+    Args:
+        write: Sends one message of the call.
+    """
+
+    def __init__(self, write: Callable[[bytes], Awaitable[Any]]) -> None:
+        self._write = write
+        self._loop = asyncio.get_running_loop()
+        self._told: dict[str, tuple[int, bool]] = {}
+        self._news: dict[str, tuple[int, Refusal | None]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._ending: asyncio.Future[None] = self._loop.create_future()
+
+    def note(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
+        """Tell the sender about a stream, also what it was told before.
+
+        Behind a leaf several senders may ask for the same numbers one after the other.
+        """
+        self._news[stream_id] = (seq, refusal)
+        if self._task is None:
+            self._task = self._loop.create_task(self._run())
+
+    def has_told(self, stream_id: str, seq: int) -> bool:
+        """Tell whether the sender knows that all up to this number is committed."""
+        return stream_id not in self._news and self._told.get(stream_id, (0, False)) == (seq, False)
+
+    def forget(self, stream_id: str) -> None:
+        """A stream starts again: what was told of it before counts no more."""
+        self._news.pop(stream_id, None)
+        self._told.pop(stream_id, None)
+
+    def note_if_new(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
+        """Tell the sender about a stream, unless it knows already."""
+        if self._told.get(stream_id, (0, False)) != (seq, refusal is not None):
+            self.note(stream_id, seq, refusal)
+
+    async def finish(self) -> None:
+        """Send what is left."""
+        self._ending.set_result(None)
+        if self._task is not None:
+            await self._task
+
+    def close(self) -> None:
+        """Stop sending; the call is over."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            while self._news:
+                stream_id, (seq, refusal) = next(iter(self._news.items()))
+                del self._news[stream_id]
+                self._told[stream_id] = (seq, refusal is not None)
+                await self._write(ack(stream_id, seq, refusal))
+                if not self._news:
+                    # The end of the call ends this wait.
+                    await asyncio.wait([self._ending], timeout=_SPACING_S)
+        finally:
+            self._task = None
+
+
+class _Stream(Protocol):
+    stream_id: str
+    committed_seq: int
+
+    @property
+    def is_settled(self) -> bool: ...
+
+
+_AnyStream = TypeVar("_AnyStream", bound=_Stream)
+
+
+def forget_settled(
+    streams: dict[str, _AnyStream],
+    acks: AckWriter | None,
+    most: int,
+    forget: Callable[[_AnyStream], None],
+) -> None:
+    """Take streams of a call off of which nothing waits, half of `most` at a time.
+
+    One whose sender still has to be told stays: it would wait for that for ever.
+
+    Args:
+        streams: Those of the call, by `stream_id`.
+        acks: What tells their sender, if anything does.
+        most: How many streams a call may have, twice over where nothing can be taken off.
+        forget: Called with each that was taken off.
+
+    Raises:
+        Refusal: There are too many others.
+    """
+    settled = [
+        stream
+        for stream in streams.values()
+        if stream.is_settled
+        and (acks is None or acks.has_told(stream.stream_id, stream.committed_seq))
+    ]
+    for stream in settled[: most // 2]:
+        del streams[stream.stream_id]
+        if acks is not None:
+            acks.forget(stream.stream_id)
+        forget(stream)
+    if len(streams) >= 2 * most:
+        raise Refusal("RESOURCE_EXHAUSTED", "too many streams over one connection")

@@ -10,25 +10,16 @@ import sys
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils import console
-from nvidia_resiliency_ext.shared_utils._funnel.access import Access
-from nvidia_resiliency_ext.shared_utils._funnel.edge import AddressError
-from nvidia_resiliency_ext.shared_utils._funnel.leaf import LeafConfig
-from nvidia_resiliency_ext.shared_utils._funnel.options import FSYNC_POLICIES, FunnelOptions
-from nvidia_resiliency_ext.shared_utils._funnel.process import log_to_stderr, raise_file_limit
-from nvidia_resiliency_ext.shared_utils._funnel.root import RootConfig
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+
+from .edge import AddressError
+from .leaf import LeafConfig
+from .process import RootConfig, log_to_stderr, raise_file_limit
+from .settings import FSYNC_POLICIES, Access, FunnelOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = [
-    "leaf_config",
-    "leaf_parser",
-    "leave",
-    "root_config",
-    "root_parser",
-    "run_program",
-]
 
 _MAX_PORT = 65535
 _EXIT_CONFIG = 2

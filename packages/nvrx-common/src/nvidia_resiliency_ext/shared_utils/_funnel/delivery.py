@@ -9,26 +9,23 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils._funnel.log_file import LogFile, StaleLogError
-from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
-from nvidia_resiliency_ext.shared_utils._funnel.state import tell
-from nvidia_resiliency_ext.shared_utils._funnel.target import Batch
-from nvidia_resiliency_ext.shared_utils._funnel.threads import Writers
 from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
+
+from .chunks import Refusal
+from .files import LogFile, StaleLogError
+from .queue import Writers, tell
+from .target import Batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nvidia_resiliency_ext.shared_utils._funnel.completion import Completion
-    from nvidia_resiliency_ext.shared_utils._funnel.options import FunnelOptions
-    from nvidia_resiliency_ext.shared_utils._funnel.places import Roots
-    from nvidia_resiliency_ext.shared_utils._funnel.state import FunnelState
-    from nvidia_resiliency_ext.shared_utils._funnel.streams import Pending, Source
-    from nvidia_resiliency_ext.shared_utils._funnel.target import Target
-    from nvidia_resiliency_ext.shared_utils._funnel.threads import Ticker
     from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-__all__ = ["Delivery"]
+    from .files import Roots
+    from .queue import Completion, FunnelState, Ticker
+    from .settings import FunnelOptions
+    from .target import Pending, Source, Target
+
 
 _logger = logging.getLogger("LogAggregationServer")
 

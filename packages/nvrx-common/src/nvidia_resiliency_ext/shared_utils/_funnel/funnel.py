@@ -11,24 +11,19 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils._funnel import prefixes
-from nvidia_resiliency_ext.shared_utils._funnel.budget import Verdict
-from nvidia_resiliency_ext.shared_utils._funnel.chunks import note_end
-from nvidia_resiliency_ext.shared_utils._funnel.completion import Completion
-from nvidia_resiliency_ext.shared_utils._funnel.delivery import Delivery
-from nvidia_resiliency_ext.shared_utils._funnel.places import Roots
-from nvidia_resiliency_ext.shared_utils._funnel.refusal import RETRY_CODE, Refusal
-from nvidia_resiliency_ext.shared_utils._funnel.state import FunnelState, FunnelStats
-from nvidia_resiliency_ext.shared_utils._funnel.streams import Pending, Source
-from nvidia_resiliency_ext.shared_utils._funnel.target import Target
-from nvidia_resiliency_ext.shared_utils._funnel.threads import Ticker
 from nvidia_resiliency_ext.shared_utils.clock import Clock, Deadline, SystemClock
 
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils._funnel.chunks import Chunk
-    from nvidia_resiliency_ext.shared_utils._funnel.options import FunnelOptions
+from . import settings
+from .chunks import RETRY_CODE, Refusal, note_end
+from .delivery import Delivery
+from .files import Roots
+from .queue import Completion, FunnelState, FunnelStats, Ticker, Verdict
+from .target import Pending, Source, Target
 
-__all__ = ["Funnel", "FunnelStats"]
+if TYPE_CHECKING:
+    from .chunks import Chunk
+    from .settings import FunnelOptions
+
 
 _CLOSE_S = 2.0
 _OLD_FILE_S = 60.0
@@ -271,7 +266,7 @@ class Funnel:
             raise Refusal("RESOURCE_EXHAUSTED", f"a stream may send at most {most} bytes")
         if self._options.verify_node_prefix:
             node = chunk.node_id or source.node_id
-            foreign = prefixes.claim(chunk.data, node, target.owners)
+            foreign = settings.claim(chunk.data, node, target.owners)
             if foreign is not None:
                 prefix, owner = foreign
                 reason = f"node {node!r} may not write lines of {prefix!r}, which is of {owner!r}"

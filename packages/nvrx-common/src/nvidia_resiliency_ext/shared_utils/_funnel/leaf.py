@@ -8,19 +8,15 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.shared_utils._funnel import edge, messages, process
-from nvidia_resiliency_ext.shared_utils._funnel.acks import AckWriter, forget_settled
-from nvidia_resiliency_ext.shared_utils._funnel.chunks import decode
-from nvidia_resiliency_ext.shared_utils._funnel.places import Roots
-from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
-from nvidia_resiliency_ext.shared_utils._funnel.relay import Relay, RelayStream
-from nvidia_resiliency_ext.shared_utils._funnel.state import FunnelStats
-from nvidia_resiliency_ext.shared_utils._funnel.upstream import Upstream
+from . import chunks, edge, process
+from .chunks import AckWriter, Refusal, decode, forget_settled
+from .files import Roots
+from .queue import FunnelStats
+from .relay import Relay, RelayStream, Upstream
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils._funnel.access import Access
+    from .settings import Access
 
-__all__ = ["LeafConfig", "NoRootError", "run"]
 
 _logger = logging.getLogger("LogAggregationLeaf")
 
@@ -141,7 +137,7 @@ class _Leaf:
     async def _stream_logs(self, _requests: Any, context: Any) -> bytes:
         call = _Call(self._relay, self._roots, context, acks=None)
         await self._carry(call, context)
-        return messages.response("OK", call.received_bytes, call.committed_seq)
+        return chunks.response("OK", call.received_bytes, call.committed_seq)
 
     async def _stream_logs_acked(self, _requests: Any, context: Any) -> None:
         call = _Call(self._relay, self._roots, context, acks=AckWriter(context.write))
@@ -164,11 +160,11 @@ class _Leaf:
 
     async def _health_check(self, _request: bytes, context: Any) -> bytes:
         await edge.check_access(self._config.access, context)
-        return messages.health(len(self._calls), healthy=self._upstream.is_up)
+        return chunks.health(len(self._calls), healthy=self._upstream.is_up)
 
     async def _stats(self, _request: bytes, context: Any) -> bytes:
         await edge.check_access(self._config.access, context)
-        return messages.stats(self._found(), len(self._calls), (), 0.0)
+        return chunks.stats(self._found(), len(self._calls), (), 0.0)
 
     def _found(self) -> FunnelStats:
         relay = self._relay

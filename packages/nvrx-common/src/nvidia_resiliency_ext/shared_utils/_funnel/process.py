@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a server's process does around its event loop: signals, waiting, resource limits."""
+"""A server as a process: signals, limits, and the root, which writes the files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import logging
 import resource
 import signal
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.shared_utils._funnel import messages
+from . import chunks, edge
+from .servicer import LogAggregationServicer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator
 
-__all__ = ["CUT_OFF_S", "happened", "raise_file_limit", "run_until_complete", "stop_event"]
+    from .settings import Access, FunnelOptions
+
 
 CUT_OFF_S = 5.0
 _COLLECT_AFTER = 10_000
@@ -34,7 +37,7 @@ def run_until_complete(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     # Now, so that the collector leaves it alone and the first call does not wait for it.
     import grpc.aio  # noqa: F401
 
-    messages.prepare()
+    chunks.prepare()
     _keep_freed_memory()
     with _calm_collector():
         asyncio.run(main())
@@ -114,3 +117,73 @@ def _calm_collector() -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
+
+
+_logger = logging.getLogger("LogAggregationServer")
+_STATS_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootConfig:
+    """Everything that the root is told.
+
+    Attributes:
+        host: Where it listens; `unix:PATH` for a Unix socket.
+        grace_s: How long it goes on serving after it was asked to end.
+    """
+
+    host: str
+    port: int
+    grace_s: float
+    access: Access
+    funnel: FunnelOptions
+
+
+def run(config: RootConfig) -> int:
+    """Serve until asked to end; return the exit code.
+
+    Raises:
+        AddressError: It cannot listen.
+        ConfigError: A root or a certificate is unusable.
+    """
+    servicer = LogAggregationServicer(
+        graceful_shutdown_timeout=config.grace_s, options=config.funnel
+    )
+    try:
+        run_until_complete(lambda: _serve(config, servicer))
+    finally:
+        # Also after an error: the threads must end.
+        servicer.shutdown()
+    return 1 if servicer.lost_bytes else 0
+
+
+async def _serve(config: RootConfig, servicer: LogAggregationServicer) -> None:
+    stopping = stop_event()
+    methods = edge.RootEdge(servicer, config.access)
+    address = edge.address_of(config.host, config.port)
+    server, port = await edge.start(methods.handlers(), address, config.access)
+    where = address if config.host.startswith("unix:") else edge.address_of(config.host, port)
+    _logger.info("listening on %s", where)
+    while not await happened(stopping.wait(), _STATS_S):
+        say_stats(servicer)
+    _logger.info(
+        "asked to end: serving %d streams for up to %.0f s",
+        servicer.connected_clients, config.grace_s,
+    )  # fmt: skip
+    if not await happened(methods.wait_empty(), config.grace_s):
+        _logger.warning("%d streams are cut off", servicer.connected_clients)
+    await server.stop(0)
+    await happened(methods.wait_empty(), CUT_OFF_S)
+    say_stats(servicer)
+
+
+def say_stats(servicer: LogAggregationServicer) -> None:
+    """Log what was done so far."""
+    found = servicer.funnel.stats()
+    _logger.info(
+        "received %d bytes in %d chunks, wrote %d bytes to %d files (%d failing), %d bytes wait"
+        " (at most %d), %d chunks came again, %d bytes lost, %d streams open",
+        found.received_bytes, found.received_chunks, found.written_bytes, found.files,
+        found.failing_files, found.buffered_bytes, found.buffered_bytes_peak,
+        found.repeated_chunks, found.lost_bytes, servicer.connected_clients,
+    )  # fmt: skip

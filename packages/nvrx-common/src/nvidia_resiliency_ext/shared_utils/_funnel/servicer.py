@@ -1,30 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the root's service as an object: counts, the funnel behind it, and an edge with threads.
-
-`serve` drives it from an event loop; in process, or behind gRPC's server with threads, its own
-methods do the same and hold a thread for each stream.
-"""
+"""Owns the way of news from the writers' threads into the event loop: one wake-up for many."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.shared_utils._funnel.chunks import Chunk
-from nvidia_resiliency_ext.shared_utils._funnel.funnel import Funnel
-from nvidia_resiliency_ext.shared_utils._funnel.options import FunnelOptions
-from nvidia_resiliency_ext.shared_utils._funnel.refusal import Refusal
-from nvidia_resiliency_ext.shared_utils._funnel.streams import Source
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
+from .chunks import Chunk, Refusal
+from .funnel import Funnel
+from .settings import FunnelOptions
+from .target import Source
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from nvidia_resiliency_ext.shared_utils._funnel.target import Target
+    from .target import Target
 
-__all__ = ["LogAggregationServicer"]
+
+class Mailbox:
+    """News for streams of one event loop, in which it must be made."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._news: deque[tuple[Callable[[Source], None], Source]] = deque()
+        self._is_waking = False
+
+    def post(self, take: Callable[[Source], None], source: Source) -> None:
+        """Have `take(source)` called in the event loop; from any thread."""
+        self._news.append((take, source))
+        if not self._is_waking:
+            self._is_waking = True
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:
+                # The loop has ended, and the streams with it.
+                return
+
+    def _deliver(self) -> None:
+        # First: what is added from now on wakes the loop again.
+        self._is_waking = False
+        for _ in range(len(self._news)):
+            take, source = self._news.popleft()
+            take(source)
+
 
 _logger = logging.getLogger("LogAggregationServer")
 
@@ -156,11 +180,12 @@ class LogAggregationServicer:
 
     def Stats(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Answer with a StatsResponse, without the single streams."""
-        from nvidia_resiliency_ext.shared_utils._funnel import messages
         from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
 
+        from . import chunks
+
         del request, context
-        data = messages.stats(self.funnel.stats(), self.connected_clients, (), self.funnel.now())
+        data = chunks.stats(self.funnel.stats(), self.connected_clients, (), self.funnel.now())
         return pb.StatsResponse.FromString(data)
 
     def graceful_shutdown(self) -> None:

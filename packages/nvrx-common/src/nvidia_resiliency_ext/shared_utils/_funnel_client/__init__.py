@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rooms behind `grpc_log_client`; nothing outside imports them.
+"""The modules behind `grpc_log_client`, which puts them together; nothing else imports them.
 
-`chunks`, `stream`, `pace` and `verdict` decide and touch nothing; `room` counts; `spill` owns
-the queue in files, `spill_segment` one file, `spill_place` their directories, `access` secrets,
-`link` gRPC, `notices` lines for people; `feed` is where threads meet; `lane` owns the thread of a
-target; `target` is what a program writes to; `client` puts them together.
+`stream` decides what is sent when and touches nothing; `limits` has the values that all share;
+`spill` is the queue in files and `spill_place` their directories; threads meet in `feed` only;
+`link` has the sending thread and gRPC.
 """

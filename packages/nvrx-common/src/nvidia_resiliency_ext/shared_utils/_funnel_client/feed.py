@@ -18,15 +18,13 @@ from nvidia_resiliency_ext.shared_utils.errors import (
     LogTargetRefusedError,
 )
 
-from .chunks import BATCH_BYTES, Chunk, Gap
+from .limits import BATCH_BYTES, Chunk, Gap
 
 if TYPE_CHECKING:
-    from .notices import Notices
-    from .room import Room
+    from .limits import Notices, Room
     from .spill import Spill
     from .stream import Stream
 
-__all__ = ["Feed", "Leftover", "Sending"]
 
 _PLAIN_MAX_BYTES = 4 * 1024 * 1024
 _PLAIN_MAX_S = 5.0

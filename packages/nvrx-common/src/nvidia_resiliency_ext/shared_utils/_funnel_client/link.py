@@ -1,24 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the gRPC channel to the log server and the calls on it; only here is gRPC imported."""
+"""The thread that sends, over gRPC, and what it shows to a server."""
 
 from __future__ import annotations
 
+import logging
+import os
+import random
+import re
 import threading
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.shared_utils.errors import MissingExtraError
+from nvidia_resiliency_ext.shared_utils.credentials import PemFile, TokenFile
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError, MissingExtraError
 
-from .access import FunnelTls, Tls, target_of
-from .verdict import Outcome
+from .limits import Backoff, Outcome, Verdict, judge
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
+    from .feed import Feed, Sending
+    from .limits import Chunk, Notices
 
-    from .chunks import Chunk
 
-__all__ = ["Call", "Link"]
+_LONGEST_UNIX_PATH = 107
+_HIGHEST_PORT = 65535
+_HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class FunnelTls:
+    """Files in PEM form for an encrypted connection to the log server.
+
+    Attributes:
+        ca_file: Certificates that the server's must be signed by.
+        cert_file: Certificate of this client, for servers that ask for one.
+        key_file: Its private key.
+        server_name: Name in the server's certificate, where it is not the endpoint's host.
+    """
+
+    ca_file: str
+    cert_file: str | None = None
+    key_file: str | None = None
+    server_name: str | None = None
+
+
+class Tls:
+    """The files of a connection, as they are now.
+
+    Args:
+        files: Where they are.
+
+    Raises:
+        ConfigError: A file cannot be read, or only one of key and certificate is given.
+    """
+
+    def __init__(self, files: FunnelTls) -> None:
+        if (files.cert_file is None) != (files.key_file is None):
+            raise ConfigError("the log funnel's TLS: cert_file and key_file go together")
+        self.server_name = files.server_name
+        self._files = tuple(
+            None if path is None else PemFile(path, f"the log funnel's TLS: {name}")
+            for name, path in (
+                ("ca_file", files.ca_file),
+                ("key_file", files.key_file),
+                ("cert_file", files.cert_file),
+            )
+        )
+
+    def read(self) -> tuple[bytes | None, ...]:
+        """Return certificate authority, key and certificate."""
+        return tuple(None if file is None else file.read() for file in self._files)
+
+
+def find_token(path: str | None) -> TokenFile | None:
+    """Return the token in a file, or in the one that the environment names; None without.
+
+    Raises:
+        ConfigError: The file cannot be read, is open to others, or holds no token.
+    """
+    path = path or os.environ.get("NVRX_LOG_FUNNEL_TOKEN_FILE")
+    return TokenFile(path) if path else None
+
+
+def target_of(endpoint: str) -> str:
+    """Return an endpoint as gRPC names it.
+
+    Args:
+        endpoint: `host:port`, `[address]:port` or `unix:/absolute/path`.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    scheme, _, path = endpoint.partition(":")
+    if scheme == "unix":
+        path = path.removeprefix("//")
+        if not os.path.isabs(path) or len(os.fsencode(path)) > _LONGEST_UNIX_PATH or "\0" in path:
+            message = f"not an absolute path of at most {_LONGEST_UNIX_PATH} bytes"
+            raise ConfigError(f"the log funnel's endpoint {endpoint!r}: {message}")
+        return f"unix:{path}"
+    match = _HOST_AND_PORT.fullmatch(endpoint)
+    if match is None or not 0 < int(match[2]) <= _HIGHEST_PORT:
+        message = "neither host:port nor unix:/absolute/path"
+        raise ConfigError(f"the log funnel's endpoint {endpoint!r}: {message}")
+    return endpoint
+
 
 _MAX_MESSAGE_BYTES = 10 * 1024 * 1024
 _PREFIX = "/nvidia_resiliency_ext.fault_tolerance.LogAggregationService"
@@ -185,3 +272,147 @@ class Link:
                     credentials = grpc.ssl_channel_credentials(*files)
                     self._channel = grpc.secure_channel(self._target, credentials, options=options)
             return self._channel
+
+
+class Lane:
+    """Keeps a call to the server open as long as there is something to send.
+
+    Args:
+        feed: The target's lines.
+        link: The way to the server.
+        notices: Lines for people.
+        endpoint: The server's name in them.
+        stream_id: Under which the server counts the lines.
+    """
+
+    def __init__(
+        self, feed: Feed, link: Link, notices: Notices, endpoint: str, stream_id: str
+    ) -> None:
+        self._feed = feed
+        self._link = link
+        self._notices = notices
+        self._endpoint = endpoint
+        self._stream_id = stream_id
+        self._draw = random.Random()  # noqa: S311 - spreads load, guards nothing
+        self._backoff = Backoff(self._draw)
+        self._is_plain = False
+        self._away_since: float | None = None
+        self._call: Call | None = None
+        self._thread = threading.Thread(target=self._run, name="nvrx-log-funnel", daemon=True)
+
+    def start(self) -> None:
+        """Connect at once."""
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """End the present call."""
+        call = self._call
+        if call is not None:
+            call.cancel()
+
+    def join(self, timeout_s: float | None) -> bool:
+        """Wait for the thread; say whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                sending = self._feed.begin(is_plain=self._is_plain)
+                if sending is None or not self._after(*self._talk(sending)):
+                    return
+        finally:
+            self._feed.lane_ended()
+            self._notices.emit()
+
+    def _talk(self, sending: Sending) -> tuple[Outcome, bool]:
+        """Make one call; return how it ended and whether it got anything confirmed."""
+        has_progressed = False
+        try:
+            call = self._link.start(
+                sending, self._feed.path, self._stream_id, is_plain=sending.is_plain
+            )
+        except (ConnectionAbortedError, ValueError, RuntimeError) as error:
+            # The client closes its channel at this moment, or the interpreter ends.
+            self._feed.end(sending)
+            return Outcome("CANCELLED", str(error)), False
+        self._call = call
+        try:
+            if sending.is_plain:
+                status = call.final_status()
+                if status == "OK" and sending.last_seq:
+                    has_progressed = bool(self._feed.confirm(sending.last_seq))
+                    self._is_back()
+            else:
+                for stream_id, seq in call.answers():
+                    has_progressed = self._take(stream_id, seq) or has_progressed
+        finally:
+            self._call = None
+            self._feed.end(sending)
+        outcome = call.outcome()
+        if sending.is_plain and outcome.code == "OK" and status != "OK":
+            outcome = Outcome("UNAVAILABLE", f"the server could not write: {status}")
+        return outcome, has_progressed
+
+    def _take(self, stream_id: str, seq: int) -> bool:
+        result = self._feed.confirm(seq) if stream_id == self._stream_id else None
+        if result is None:
+            line = f"{self._endpoint} confirms lines that were never sent to it; this is ignored"
+            self._notices.state("nonsense", logging.ERROR, line)
+        else:
+            self._backoff.reset()
+            self._is_back()
+        self._notices.emit()
+        return bool(result)
+
+    def _after(self, outcome: Outcome, has_progressed: bool) -> bool:
+        """Prepare the next call; False when there is to be none."""
+        verdict = judge(outcome, is_plain=self._is_plain)
+        if outcome.code == "OK" and has_progressed:
+            # A plain stream that was ended to have it confirmed, or the end of a closed target.
+            return True
+        if verdict is Verdict.FALL_BACK:
+            self._is_plain = True
+            line = (
+                f"{self._endpoint} knows no acknowledged streams: lines are confirmed at the end of"
+                " each plain stream, and may come twice after a broken connection"
+            )
+            self._notices.state("plain", logging.WARNING, line)
+            self._notices.emit()
+            return True
+        self._is_plain = self._is_plain and verdict is Verdict.RETRY_SLOWLY
+        self._feed.reconnects += 1
+        if verdict is Verdict.REFUSED:
+            lost = self._feed.refuse(str(outcome))
+            line = (
+                f"{self._endpoint} refuses {self._feed.path}: {outcome};"
+                f" {lost.lines} lines ({lost.size} bytes) are lost"
+            )
+            self._notices.add(logging.ERROR, line)
+            self._notices.emit()
+            return False
+        if verdict is Verdict.RETRY_SLOWLY:
+            line = f"{self._endpoint} does not let us in ({outcome}); lines wait here meanwhile"
+            self._notices.state("refused", logging.ERROR, line)
+            delay_s = Backoff.slow_s(self._draw.random())
+        else:
+            self._is_away(outcome)
+            delay_s = self._backoff.next_s()
+        self._notices.emit()
+        self._feed.pause(delay_s)
+        return True
+
+    def _is_away(self, outcome: Outcome) -> None:
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            return  # a server that restarts is back before anybody needs to know
+        line = f"{self._endpoint} is away ({outcome}); lines wait here meanwhile"
+        self._notices.state("away", logging.WARNING, line)
+
+    def _is_back(self) -> None:
+        if self._away_since is None and not self._notices.is_in_trouble():
+            return
+        self._away_since = None
+        if self._notices.is_in_trouble():
+            line = f"{self._endpoint} takes lines again"
+            self._notices.state("up", logging.INFO, line)

@@ -24,7 +24,6 @@ from nvidia_resiliency_ext.shared_utils.os_utils import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Identity", "left_behind", "make_place", "ownerless", "remove_place"]
 
 _OWNER = "stream.json"
 _LARGEST_OWNER_BYTES = 64 * 1024

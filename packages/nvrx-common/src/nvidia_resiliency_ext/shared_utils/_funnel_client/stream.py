@@ -18,11 +18,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from .chunks import BATCH_BYTES, MAX_LINE_BYTES, Chunk, Gap, cut_at, notice_of
-from .pace import BATCH_DELAY_S
-from .room import Room
-
-__all__ = ["SpillFiles", "Stream"]
+from .limits import BATCH_BYTES, BATCH_DELAY_S, MAX_LINE_BYTES, Chunk, Gap, Room, cut_at, notice_of
 
 _MAX_WINDOW_CHUNKS = 4096
 

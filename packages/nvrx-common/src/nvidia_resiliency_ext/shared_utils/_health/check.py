@@ -1,24 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what all checks share: timing, the boundary for errors, logging, the endless coroutine.
-
-A check is a class with `_examine`, which looks at the hardware and returns a finding. It may block
-for as long as its own deadline, so coroutines run it in an executor.
-"""
+"""What all checks share: result, timing, deadline, the boundary for errors."""
 
 from __future__ import annotations
 
 import logging
+import math
+import os
 import time
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 from nvidia_resiliency_ext.shared_utils.console import plain
 
-from .result import Finding, HealthResult, Status, skipped
-
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-__all__ = ["Check", "PeriodicCheck", "log_once"]
+
+Status = Literal["healthy", "unhealthy", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found, before it is named and timed.
+
+    Attributes:
+        status: ``skipped`` where there was nothing to look at; that is not a failure.
+        reason: One line for people; empty when healthy and nothing needs to be said.
+        evidence: What was read, as JSON values.
+        warnings: Lines for the log, where one reason is not enough.
+    """
+
+    status: Status
+    reason: str = ""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+def healthy(reason: str = "", evidence: Mapping[str, Any] | None = None) -> Finding:
+    """Return a finding that nothing is wrong."""
+    return Finding("healthy", reason, evidence or {})
+
+
+def skipped(reason: str, evidence: Mapping[str, Any] | None = None) -> Finding:
+    """Return a finding that there was nothing to look at."""
+    return Finding("skipped", reason, evidence or {})
+
+
+def unhealthy(
+    reason: str, evidence: Mapping[str, Any] | None = None, warnings: tuple[str, ...] = ()
+) -> Finding:
+    """Return a finding that something is wrong."""
+    return Finding("unhealthy", reason, evidence or {}, warnings)
+
+
+@dataclass(frozen=True, slots=True)
+class HealthResult:
+    """What one health check found; false only when it is unhealthy.
+
+    Attributes:
+        name: The check, as the command line names it.
+        status: ``healthy``, ``unhealthy`` or ``skipped`` (nothing was there to look at).
+        reason: One line for people.
+        component: What was looked at, such as ``gpu 3`` or ``mlx5_0``.
+        evidence: What was read, as JSON values.
+        duration_s: How long it took.
+    """
+
+    name: str
+    status: Status
+    reason: str = ""
+    component: str = ""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    duration_s: float = 0.0
+
+    def __bool__(self) -> bool:
+        """Return False only when unhealthy."""
+        return self.status != "unhealthy"
+
 
 logger = logging.getLogger("nvrx")
 
@@ -126,3 +185,86 @@ class PeriodicCheck(Check):
             is_healthy = await loop.run_in_executor(None, self)
             if not is_healthy and self.on_failure is not None:
                 await self.on_failure()
+
+
+_DEFAULT_NVML_TIMEOUT_S = 10.0
+_MAX_TIMEOUT_S = 86400.0
+_TRUE = frozenset({"1", "true", "yes", "on"})
+
+
+def nvml_timeout_s() -> float:
+    """Return how long one driver call may take."""
+    value = _number("NVRX_NVML_TIMEOUT_S", f"using {_DEFAULT_NVML_TIMEOUT_S:g}")
+    if value is None or value <= 0:
+        return _DEFAULT_NVML_TIMEOUT_S
+    return min(value, _MAX_TIMEOUT_S)
+
+
+def nvml_in_helper() -> bool:
+    """Say whether driver calls run in a process of their own, which can be killed."""
+    return os.environ.get("NVRX_NVML_SUBPROCESS", "").strip().lower() in _TRUE
+
+
+def expected_gpus() -> int | None:
+    """Return how many GPUs this node is said to have."""
+    value = _number("NVRX_EXPECTED_GPUS", "ignored")
+    return None if value is None or value < 0 else int(value)
+
+
+def local_rank() -> int | None:
+    """Return this process's rank on its node."""
+    value = _number("LOCAL_RANK", "ignored")
+    return None if value is None or value < 0 else int(value)
+
+
+def visible_devices() -> str | None:
+    """Return which devices CUDA may use, as the user wrote it; `None` for all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def job_start_s() -> float | None:
+    """Return when Slurm started the job, in seconds since the epoch."""
+    return _number("SLURM_JOB_START_TIME", "ignored")
+
+
+def _number(name: str, instead: str) -> float | None:
+    given = os.environ.get(name, "").strip()
+    if not given:
+        return None
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if math.isfinite(value):
+        return value
+    message = f"{name}={given[:64]!r} is not a number: {instead}"
+    log_once(f"setting {name}", logging.WARNING, message)
+    return None
+
+
+def run_checks(checks: Sequence[Check], deadline_s: float) -> list[HealthResult]:
+    """Run checks at the same time and return their results in the same order.
+
+    A check that has not ended by the deadline is unhealthy, or skipped where its `late_status` says
+    so; it is left behind.
+
+    Args:
+        checks: What to look at.
+        deadline_s: Time for all of them together.
+    """
+    start = time.monotonic()
+    # Their threads are daemons: a check that never ends must not keep the interpreter from ending.
+    running = [AbandonableCall(f"check-{check.name}", check.check) for check in checks]
+    results = []
+    for check, call in zip(checks, running, strict=True):
+        if call.ended.wait(max(0.0, start + deadline_s - time.monotonic())):
+            results.append(call.result())
+        else:
+            results.append(_late(check, deadline_s, time.monotonic() - start))
+    return results
+
+
+def _late(check: Check, deadline_s: float, took_s: float) -> HealthResult:
+    reason = f"the check has not ended within {deadline_s:g} s"
+    logger.warning("health check %s: %s", check.name, reason)
+    return HealthResult(check.name, check.late_status, reason, check.component, {}, took_s)

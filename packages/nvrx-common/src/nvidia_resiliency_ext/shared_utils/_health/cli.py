@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.console import plain, write_out
 
-from .run import run_checks
+from .check import run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .check import Check
-    from .result import HealthResult
+    from .check import Check, HealthResult
 
-__all__ = ["main", "make_parser"]
 
 _DEFAULT_DEADLINE_S = 60.0
 _LONGEST_S = 86400.0
@@ -103,7 +101,7 @@ def _nvlink(_options: argparse.Namespace) -> list[Check]:
 
 
 def _nic(options: argparse.Namespace) -> list[Check]:
-    from .nic_state import NicLinkStateHealthCheck
+    from .nic import NicLinkStateHealthCheck
 
     return [NicLinkStateHealthCheck(expected_ports=options.expected_ports)]
 

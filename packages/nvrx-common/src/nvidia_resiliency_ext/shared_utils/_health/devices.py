@@ -1,20 +1,232 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPUs does a check look at, and where do they sit? Asks the session, judges nothing."""
+"""A session with the driver and the devices of this process."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+import os
+import threading
+from typing import TYPE_CHECKING, Any, Protocol
 
-from . import settings
-from .nvml_errors import NvmlCallError, NvmlError
-from .nvml_session import session
-from .pci_address import normal_bus_id
-from .visible import device_of_rank, full_uuid, visible_devices
+from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
+
+from . import check
+from .nvml import DriverHungError, NvmlCallError, NvmlError, NvmlQueries, load_binding
+from .pci import normal_bus_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PynvmlMixin", "device_label", "resolve_device", "selected_devices", "whose"]
+
+lock = threading.RLock()
+"""Held for one driver call at a time by the session; others may hold it around calls of theirs."""
+
+
+class Answering(Protocol):
+    """Answers one question at a time, within a deadline."""
+
+    def ask(self, query: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        """Return the answer, or raise an error of `nvml_errors`."""
+        ...
+
+    def close(self) -> None:
+        """Give back what can be given back."""
+        ...
+
+
+class NvmlSession:
+    """Puts questions of `NvmlQueries` to whoever answers them in this process.
+
+    Args:
+        answering: Answers them.
+    """
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+
+    def ask(self, query: str, *arguments: Any) -> Any:
+        """Return the answer to one question, by the name of a method of `NvmlQueries`.
+
+        Raises:
+            NvmlUnavailableError: There is nothing to ask.
+            NvmlCallError: The driver says no.
+            DriverHungError: This call, or one before it, has not returned within
+                `NVRX_NVML_TIMEOUT_S`.
+        """
+        timeout_s = check.nvml_timeout_s()
+        held = lock
+        if not held.acquire(timeout=timeout_s):
+            raise DriverHungError(query, timeout_s)
+        try:
+            # The whole time, however long others took before: it is the driver's, not the queue's.
+            return self._answering.ask(query, arguments, timeout_s)
+        finally:
+            held.release()
+
+    def close(self) -> None:
+        """Let it go; the library itself stays as it is."""
+        self._answering.close()
+
+
+class _ThreadAnswering:
+    """Answers in a thread per call; while one hangs, all later questions fail at once."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
+        self._queries: NvmlQueries | None = None
+        self._caller = DeadlineCaller()
+
+    def ask(self, query: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        answer = functools.partial(self._answer, query, arguments)
+        try:
+            return self._caller.run(query, answer, timeout_s)
+        except StuckError as error:
+            raise DriverHungError(error.what, error.seconds) from error
+
+    def close(self) -> None:
+        pass
+
+    def _answer(self, query: str, arguments: tuple[Any, ...]) -> Any:
+        if self._queries is None:
+            self._queries = NvmlQueries(self._load())
+        return self._queries.answer(query, arguments)
+
+
+class _State:
+    """The session of this process, and what it was told to use in place of the real binding."""
+
+    def __init__(self) -> None:
+        self.session: NvmlSession | None = None
+        self.binding: Any = None
+        self.is_forked = False
+        self.guard = threading.Lock()
+
+
+_state = _State()
+
+
+def session() -> NvmlSession:
+    """Return the session of this process, made at the first call."""
+    with _state.guard:
+        if _state.session is None:
+            _state.session = NvmlSession(_choose())
+        return _state.session
+
+
+def set_nvml(binding: Any) -> None:
+    """Use an object in place of the module `pynvml`.
+
+    It starts a new session, so a test can also use it to forget what was found before.
+
+    A new session begins, which forgets all earlier readings.
+
+    Args:
+        binding: The object; None: the real module.
+    """
+    with _state.guard:
+        old, _state.session = _state.session, None
+        _state.binding = binding
+    if old is not None:
+        old.close()
+
+
+def with_pynvml_lock(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that holds the lock of driver calls while it runs.
+
+    Args:
+        func: The function to wrap.
+    """
+
+    @functools.wraps(func)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return func(*args, **kwargs)
+
+    return locked
+
+
+def _choose() -> Answering:
+    if _state.binding is not None:
+        binding = _state.binding
+        return _ThreadAnswering(lambda: binding)
+    if _state.is_forked or check.nvml_in_helper():
+        from .nvml_helper import HelperAnswering
+
+        return HelperAnswering()
+    return _ThreadAnswering(load_binding)
+
+
+def _after_fork() -> None:
+    # The parent's threads are gone, its locks may be held for ever, and its descriptors of the
+    # driver are not ours to use.
+    global lock  # noqa: PLW0603 - the one name under which it is known
+    lock = threading.RLock()
+    _state.guard = threading.Lock()
+    _state.is_forked = _state.is_forked or _state.session is not None
+    _state.session = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def device_of_rank(rank: int, visible: str | None) -> int | str | None:
+    """Return the device that a local rank uses.
+
+    A rank beyond the list names a device of the node itself: launchers that give each rank its own
+    device keep counting ranks over the node.
+
+    Args:
+        rank: Local rank, or ordinal of a CUDA device.
+        visible: Value of CUDA_VISIBLE_DEVICES, `None` when unset.
+
+    Returns:
+        An index as the driver counts, a (perhaps shortened) UUID of a GPU or MIG device, or `None`
+        when the list hides all devices.
+    """
+    if visible is None:
+        return rank
+    entries = _entries(visible)
+    if not entries:
+        return None
+    return entries[rank] if 0 <= rank < len(entries) else rank
+
+
+def visible_devices(visible: str | None, present: int) -> list[int | str]:
+    """Return the devices that a process sees, by ordinal, as `device_of_rank` names them.
+
+    Args:
+        visible: Value of CUDA_VISIBLE_DEVICES, `None` when unset.
+        present: How many GPUs the driver has.
+    """
+    if visible is None:
+        return list(range(present))
+    found: list[int | str] = []
+    for entry in _entries(visible):
+        if isinstance(entry, int) and entry >= present:
+            break
+        found.append(entry)
+    return found
+
+
+def full_uuid(shortened: str, uuids: list[str]) -> str | None:
+    """Return the only UUID that begins with the text, as CUDA allows; `None` if none or several."""
+    found = [uuid for uuid in uuids if uuid.lower().startswith(shortened.lower())]
+    return found[0] if len(found) == 1 else None
+
+
+def _entries(visible: str) -> list[int | str]:
+    found: list[int | str] = []
+    for text in visible.split(","):
+        entry = text.strip()
+        if entry.isascii() and entry.isdigit():
+            found.append(int(entry[:9]))
+        elif entry.upper().startswith(("GPU-", "MIG-")):
+            found.append(entry)
+        else:
+            # CUDA ignores what follows the first entry that makes no sense, such as -1.
+            break
+    return found
+
 
 _MIN_MIG_UUID_LENGTH = len("MIG-") + 36
 
@@ -38,7 +250,7 @@ def resolve_device(rank: int) -> int | str | None:
     Raises:
         NvmlError: The driver cannot say.
     """
-    device = device_of_rank(rank, settings.visible_devices())
+    device = device_of_rank(rank, check.visible_devices())
     if not isinstance(device, str):
         return device
     ask = session().ask

@@ -1,24 +1,192 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the check of the GPUs themselves: recovery action, count, memory errors."""
+"""Owns the kernel's messages about GPU errors (XIDs): finding and reading them.
+
+They are evidence and never a verdict: many XIDs are faults of a program.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import time
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from . import settings, xid
-from .check import PeriodicCheck
-from .devices import PynvmlMixin, device_label, selected_devices
-from .gpu_judge import MIN_DRIVER_MAJOR, GpuReading, driver_major, judge_gpus
-from .nvml_errors import NvmlCallError, NvmlError, NvmlUnavailableError
-from .nvml_session import session
-from .pci_address import normal_bus_id
-from .result import Finding, skipped, unhealthy
+from . import check
+from .check import Finding, PeriodicCheck, healthy, skipped, unhealthy
+from .devices import (
+    PynvmlMixin,
+    device_label,
+    selected_devices,
+    session,
+)
+from .nvml import NvmlCallError, NvmlError, NvmlUnavailableError
+from .pci import normal_bus_id
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["GPUHealthCheck"]
+
+KMSG = "/dev/kmsg"
+
+_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d{1,5}),? ?(.*)")
+_READ_BYTES = 8192
+_LIMIT_BYTES = 16 << 20
+_LIMIT_XIDS = 50
+_TEXT_LENGTH = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Xid:
+    """One message: when (seconds since boot), which GPU, which number, the rest of the text."""
+
+    at_s: float
+    bus_id: str
+    number: int
+    text: str
+
+
+def seconds_since_boot(wall_s: float | None) -> float:
+    """Return a moment of the wall clock as the kernel's log counts; never below zero."""
+    if wall_s is None:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - (time.time() - wall_s))
+
+
+def parse_kmsg(lines: Iterable[str], since_s: float) -> Iterator[Xid]:
+    """Yield the XIDs in records of the kernel's log, from a moment on."""
+    for line in lines:
+        head, separator, text = line.partition(";")
+        fields = head.split(",")
+        if not separator or len(fields) < 3 or not fields[2].isdigit():  # noqa: PLR2004
+            continue
+        match = _XID.search(text)
+        at_s = int(fields[2][:18]) / 1e6
+        if match is None or at_s < since_s:
+            continue
+        # The kernel's message leaves the function out.
+        address = match[1] if "." in match[1] else f"{match[1]}.0"
+        bus_id = normal_bus_id(address) or match[1]
+        yield Xid(at_s, bus_id, int(match[2]), match[3][:_TEXT_LENGTH])
+
+
+def recent_xids(since_s: float, path: str = KMSG) -> list[dict[str, Any]] | None:
+    """Return the newest XIDs since a moment; `None` when the log may not be read."""
+    try:
+        lines = list(_lines(path))
+    except OSError:
+        return None
+    return [asdict(xid) for xid in list(parse_kmsg(lines, since_s))[-_LIMIT_XIDS:]]
+
+
+def _lines(path: str) -> Iterator[str]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    rest = b""
+    read_bytes = 0
+    try:
+        while read_bytes < _LIMIT_BYTES:
+            try:
+                data = os.read(descriptor, _READ_BYTES)
+            except BlockingIOError:
+                break
+            except BrokenPipeError:
+                # The ring overwrote what came next; the following read goes on behind it.
+                continue
+            if not data:
+                break
+            read_bytes += len(data)
+            *whole, rest = (rest + data).split(b"\n")
+            yield from (line.decode("utf-8", "replace") for line in whole)
+    finally:
+        os.close(descriptor)
+    if rest:
+        yield rest.decode("utf-8", "replace")
+
+
+MIN_DRIVER_MAJOR = 570
+"""The first driver that tells which recovery action a GPU needs."""
+
+_ACTIONS = {
+    1: "reset the GPU",
+    2: "reboot the node",
+    3: "drain peer-to-peer traffic",
+    4: "drain and reset the GPU",
+    5: "recover the IMEX domain",
+    6: "reset the bus",
+    7: "reboot the system",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReading:
+    """What was read of one GPU; `None` is what could not be told.
+
+    Attributes:
+        label: Its name in messages.
+        recovery_action: What the driver wants done; 0 is nothing.
+        error: Why it could not be read.
+        numbers: ECC and row remapping counters by name.
+        bus_id: PCI address.
+    """
+
+    label: str
+    recovery_action: int | None = None
+    error: str | None = None
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    bus_id: str | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with it, if anything."""
+        if self.error is not None:
+            return f"{self.label}: {self.error}"
+        if self.recovery_action:
+            action = _ACTIONS.get(self.recovery_action, f"unknown action {self.recovery_action}")
+            return f"{self.label}: the driver asks to {action}"
+        if self.numbers.get("remap_failure"):
+            return f"{self.label}: remapping a row of memory has failed"
+        return None
+
+
+def driver_major(version: str) -> int | None:
+    """Return the first number of a driver's version, `None` if it has none."""
+    first = version.partition(".")[0].strip()
+    return int(first) if first.isascii() and first.isdigit() else None
+
+
+def judge_gpus(readings: Sequence[GpuReading], expected: int | None) -> Finding:
+    """Return what to think of these GPUs.
+
+    Args:
+        readings: One of each GPU that was looked at.
+        expected: How many there must be, where that matters.
+    """
+    evidence: dict[str, Any] = {
+        "gpus": [_evidence(reading) for reading in readings],
+    }
+    problems = [reading.problem for reading in readings if reading.problem is not None]
+    if expected is not None and len(readings) < expected:
+        evidence["expected_gpus"] = expected
+        problems.insert(0, f"{len(readings)} GPUs are visible, {expected} are expected")
+    if problems:
+        return unhealthy("; ".join(problems), evidence)
+    if not readings:
+        return skipped("no GPU is visible")
+    if all(reading.recovery_action is None for reading in readings):
+        return skipped("these GPUs do not tell which recovery action they need", evidence)
+    return healthy(evidence=evidence)
+
+
+def _evidence(reading: GpuReading) -> dict[str, Any]:
+    found: dict[str, Any] = {"gpu": reading.label, **reading.numbers}
+    if reading.bus_id is not None:
+        found["bus_id"] = reading.bus_id
+    if reading.recovery_action is not None:
+        found["recovery_action"] = reading.recovery_action
+    if reading.error is not None:
+        found["error"] = reading.error
+    return found
+
 
 _RECOVERY_FIELD = "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"
 _NUMBER_FIELDS = {
@@ -51,14 +219,14 @@ class GPUHealthCheck(PeriodicCheck, PynvmlMixin):
         on_failure: Callable[[], Awaitable[object]] | None = None,
         *,
         expected_gpus: int | None = None,
-        kmsg: str = xid.KMSG,
+        kmsg: str = KMSG,
     ) -> None:
         super().__init__(interval, on_failure)
         self.device_index = device_index
-        self.expected_gpus = settings.expected_gpus() if expected_gpus is None else expected_gpus
+        self.expected_gpus = check.expected_gpus() if expected_gpus is None else expected_gpus
         self._kmsg = kmsg
-        job_start_s = settings.job_start_s()
-        self._since_s = xid.seconds_since_boot(time.time() if job_start_s is None else job_start_s)
+        job_start_s = check.job_start_s()
+        self._since_s = seconds_since_boot(time.time() if job_start_s is None else job_start_s)
         self._enabled: bool | None = None
         # A GPU that was there must not count as one that this node never had.
         self._most_seen = 0
@@ -117,7 +285,7 @@ class GPUHealthCheck(PeriodicCheck, PynvmlMixin):
         return [_read(device, known) for device in selected_devices(self.device_index)]
 
     def _with_xids(self, finding: Finding) -> Finding:
-        xids = xid.recent_xids(self._since_s, self._kmsg)
+        xids = recent_xids(self._since_s, self._kmsg)
         if not xids:
             return finding
         evidence = {**finding.evidence, "xids": xids}

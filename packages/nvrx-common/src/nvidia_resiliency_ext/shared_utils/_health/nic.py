@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the check of the counters of the adapter that serves a GPU."""
+"""Network adapters: those near the GPUs, their link counters and their state."""
 
 from __future__ import annotations
 
@@ -9,22 +9,98 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
+from nvidia_resiliency_ext.shared_utils.console import plain
 
-from . import nic_ports
-from .check import PeriodicCheck
+from . import pci
+from .check import Check, Finding, PeriodicCheck, healthy, skipped, unhealthy
 from .devices import PynvmlMixin, resolve_device
-from .nic_judge import WINDOW_S, grown, rebased, too_fast
-from .nic_match import match_nics
-from .nvml_errors import NvmlError
-from .pci import PciMixin
-from .pci_address import normal_bus_id
-from .result import Finding, healthy, skipped, unhealthy
-from .topology_file import TopologyError, read_topology
+from .nvml import NvmlError
+from .pci import PciMixin, TopologyError, natural_key, normal_bus_id, read_topology
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-__all__ = ["NicHealthCheck"]
+
+def match_nics(
+    gpus: Mapping[int, Sequence[str]], nics: Mapping[str, Sequence[str]]
+) -> dict[int, str]:
+    """Return an adapter for each GPU that has a PCI ancestor in common with one.
+
+    The closest pairs are joined first, each adapter to one GPU; GPUs that are left share the
+    adapter that is closest to them.
+
+    Args:
+        gpus: PCI ancestors of each GPU, nearest first.
+        nics: PCI ancestors of each adapter.
+    """
+    distances = {
+        (gpu, nic): distance
+        for gpu, above_gpu in gpus.items()
+        for nic, above_nic in nics.items()
+        if (distance := _distance(above_gpu, above_nic)) is not None
+    }
+    ordered = sorted(
+        distances, key=lambda pair: (distances[pair], pair[0], natural_key(pair[1]), pair[1])
+    )
+    matched: dict[int, str] = {}
+    used: set[str] = set()
+    for gpu, nic in ordered:
+        if gpu not in matched and nic not in used:
+            matched[gpu] = nic
+            used.add(nic)
+    for gpu, nic in ordered:
+        matched.setdefault(gpu, nic)
+    return dict(sorted(matched.items()))
+
+
+def _distance(above_gpu: Sequence[str], above_nic: Sequence[str]) -> int | None:
+    """Return the bridges between two devices below their nearest common one."""
+    places = {bridge: steps for steps, bridge in enumerate(above_nic)}
+    for steps, bridge in enumerate(above_gpu):
+        if bridge in places:
+            return steps + places[bridge]
+    return None
+
+
+WINDOW_S = 60.0
+"""How long growth is watched before it is compared with a limit per minute anew."""
+
+
+def is_active(state: str) -> bool:
+    """Return whether a port's state, such as `4: ACTIVE` or `ACTIVE`, is the one that works."""
+    return state.rpartition(":")[2].strip().upper() == "ACTIVE"
+
+
+def grown(baseline: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """Return by how much each counter that has a baseline grew."""
+    return {
+        key: value - baseline[key]
+        for key, value in now.items()
+        if key in baseline and value > baseline[key]
+    }
+
+
+def rebased(baseline: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """Return the baseline for the next look: counters that went down were reset."""
+    lowest = {key: min(value, baseline.get(key, value)) for key, value in now.items()}
+    return {**baseline, **lowest}
+
+
+def too_fast(
+    before: Mapping[str, int], now: Mapping[str, int], limits: Mapping[str, float], seconds: float
+) -> dict[str, float]:
+    """Return the counters (`port/name`) that grew faster than allowed, with growth per minute.
+
+    Less than a minute counts as a whole one: two looks in a row would make a flood of one error.
+    """
+    found = {}
+    for key, growth in grown(before, now).items():
+        rate = growth * WINDOW_S / max(seconds, WINDOW_S)
+        limit = limits.get(key.rpartition("/")[2])
+        if limit is not None and rate > limit:
+            found[key] = round(rate, 1)
+    return found
+
 
 logger = logging.getLogger("nvrx")
 
@@ -71,7 +147,7 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         self.pci_topo_file = pci_topo_file
         self._sysfs_root = os.fspath(sysfs_root).rstrip("/")
         self._has_default_template = link_down_path_template is None
-        default = nic_ports.link_downed_template(self._sysfs_root)
+        default = pci.link_downed_template(self._sysfs_root)
         self.link_down_path_template = link_down_path_template or default
         self.nic_name: str | None = None
         self._local_rank: int | None = None
@@ -173,12 +249,12 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
     def _read_files(self) -> tuple[dict[str, int], dict[str, int]]:
         nic = self.nic_name or ""
         downed = {}
-        for port, path in nic_ports.expand(self.link_down_path_template, nic).items():
-            count = nic_ports.read_count(path)
+        for port, path in pci.expand(self.link_down_path_template, nic).items():
+            count = pci.read_count(path)
             if count is not None:
                 downed[port] = count
         wanted = list(dict.fromkeys([*_EVIDENCE, *self._limits]))
-        return downed, nic_ports.read_counters(self._sysfs_root, nic, wanted)
+        return downed, pci.read_counters(self._sysfs_root, nic, wanted)
 
     def _gpu_of(self, local_rank: int) -> int:
         try:
@@ -214,3 +290,93 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
 
 def _port(port: str) -> str:
     return f"port {port}" if port else "its link"
+
+
+_GONE = "gone"
+_LONGEST_STATE = 40
+
+
+class NicLinkStateHealthCheck(Check):
+    """Is every port that was ACTIVE at construction still ACTIVE?
+
+    Also looked at, unless a template is given: whether the network devices of RoCE adapters keep
+    their carrier.
+
+    Args:
+        link_state_path_template: Path of the state, with ``{nic}`` and perhaps ``{port}``.
+        on_failure: Kept for the caller.
+        sysfs_root: Folder to take for /sys.
+        expected_ports: Fewer active ports are unhealthy, whatever they were at construction.
+    """
+
+    name = "nic_state"
+
+    def __init__(
+        self,
+        link_state_path_template: str | None = None,
+        on_failure: Callable[[], Awaitable[object]] | None = None,
+        *,
+        sysfs_root: str | os.PathLike[str] = "/sys",
+        expected_ports: int | None = None,
+    ) -> None:
+        super().__init__(on_failure)
+        self.expected_ports = expected_ports
+        self._sysfs_root = os.fspath(sysfs_root).rstrip("/")
+        self._has_default_template = link_state_path_template is None
+        default = f"{self._sysfs_root}/class/infiniband/{{nic}}/ports/{{port}}/state"
+        self.link_state_path_template = link_state_path_template or default
+        self._caller = DeadlineCaller()
+        try:
+            first = self._read()
+        except StuckError:
+            first = {}
+        self._active = {key for key, state in first.items() if is_active(state)}
+
+    @property
+    def component(self) -> str:
+        """What is looked at."""
+        return ", ".join(sorted({key.partition(" ")[0] for key in self._active})) or "no adapter"
+
+    def _examine(self) -> Finding:
+        try:
+            now = self._read()
+        except StuckError as error:
+            return unhealthy(str(error))
+        down = {key: now.get(key, _GONE) for key in sorted(self._active)}
+        down = {key: state for key, state in down.items() if not is_active(state)}
+        evidence = {"states": {**now, **down}}
+        problems = [f"{key} was ACTIVE and is {state or 'empty'}" for key, state in down.items()]
+        active = sum(" port " in key and is_active(state) for key, state in now.items())
+        if self.expected_ports is not None and active < self.expected_ports:
+            problems.insert(0, f"{active} ports are active, {self.expected_ports} are expected")
+        if problems:
+            return unhealthy("; ".join(problems), evidence)
+        if not now:
+            return skipped("no adapter is there")
+        if not self._active and self.expected_ports is None:
+            return skipped("no port was active at the start", evidence)
+        return healthy(evidence=evidence)
+
+    def _read(self) -> dict[str, str]:
+        found: dict[str, str]
+        found = self._caller.run("reading the state of ports", self._read_files, _READ_TIMEOUT_S)
+        return found
+
+    def _read_files(self) -> dict[str, str]:
+        states = {}
+        for nic in pci.names(self.link_state_path_template, self._sysfs_root):
+            for port, path in pci.expand(self.link_state_path_template, nic).items():
+                try:
+                    states[f"{nic} port {port or '1'}"] = _plain(pci.read_first(path))
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    states[f"{nic} port {port or '1'}"] = f"unreadable: {error.strerror}"
+            if self._has_default_template:
+                for device, has_carrier in pci.carriers(self._sysfs_root, nic).items():
+                    states[f"{nic} netdev {device}"] = "ACTIVE" if has_carrier else "NO CARRIER"
+        return states
+
+
+def _plain(state: str) -> str:
+    return plain(state[:_LONGEST_STATE])

@@ -1,20 +1,180 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the check of the NVLinks' state."""
+"""NVLink: links that are down, error counters, and their growth in a window."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from .check import PeriodicCheck
-from .devices import PynvmlMixin, device_label, selected_devices, whose
-from .nvml_errors import NvmlCallError, NvmlError, NvmlUnavailableError
-from .nvml_session import session
-from .result import Finding, healthy, skipped, unhealthy
+from .check import Finding, PeriodicCheck, healthy, skipped, unhealthy
+from .devices import (
+    PynvmlMixin,
+    device_label,
+    selected_devices,
+    session,
+    whose,
+)
+from .nvml import NvmlCallError, NvmlError, NvmlUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
-__all__ = ["NVLHealthCheck", "link_count"]
+
+# Field ids, with the port as scope: recovery events, PLR retry blocks, receive errors.
+_SCOPED_FIELDS = {"recovery_events": 215, "plr_retry_blocks": 295, "receive_errors": 208}
+_LANE_REPLAY_BASE = 46
+_LANE_RECOVERY_BASE = 53
+_LANE_PORTS = 6
+_DL_COUNTERS = {"dl_replay": 0, "dl_recovery": 1}
+_UNSUPPORTED = frozenset({NvmlCallError.INVALID_ARGUMENT, NvmlCallError.NOT_SUPPORTED})
+
+Counters = dict[str, int]
+
+
+class CounterReader:
+    """Remembers per GPU and port which method works, and which ports are not there."""
+
+    def __init__(self) -> None:
+        self._methods: dict[tuple[int | str, int], int] = {}
+        self._absent: set[tuple[int | str, int]] = set()
+
+    def read(self, device: int | str, port: int) -> Counters:
+        """Return the counters by name; none when they cannot be read.
+
+        Raises:
+            NvmlError: The driver hangs, or the device itself cannot be read.
+        """
+        key = (device, port)
+        if key in self._absent:
+            return {}
+        known = self._methods.get(key)
+        order = range(len(_METHODS)) if known is None else (known,)
+        is_absent = known is None
+        for number in order:
+            counters = _METHODS[number](device, port)
+            if counters:
+                self._methods[key] = number
+                return counters
+            is_absent = is_absent and counters is not None
+        if is_absent:
+            self._absent.add(key)
+        return {}
+
+
+def _scoped(device: int | str, port: int) -> Counters | None:
+    wanted = [[number, port] for number in _SCOPED_FIELDS.values()]
+    return _fields(device, list(_SCOPED_FIELDS), wanted)
+
+
+def _per_lane(device: int | str, port: int) -> Counters | None:
+    if port >= _LANE_PORTS:
+        return {}
+    wanted = [[_LANE_REPLAY_BASE + port, 0], [_LANE_RECOVERY_BASE + port, 0]]
+    return _fields(device, ["lane_replay", "lane_recovery"], wanted)
+
+
+def _fields(device: int | str, names: list[str], wanted: list[list[int]]) -> Counters | None:
+    """Return what could be read: nothing when unsupported, `None` when it failed for now."""
+    try:
+        values = session().ask("fields", device, wanted)
+    except NvmlCallError as error:
+        if error.is_unsupported:
+            return {}
+        raise
+    found = {name: value for name, (code, value) in zip(names, values, strict=True) if code == 0}
+    if not found and any(code not in _UNSUPPORTED for code, _ in values):
+        return None
+    return found
+
+
+def _data_link(device: int | str, port: int) -> Counters | None:
+    found: Counters = {}
+    has_failed = False
+    for name, counter in _DL_COUNTERS.items():
+        try:
+            found[name] = session().ask("link_error_counter", device, port, counter)
+        except NvmlCallError as error:
+            is_unsupported = error.is_unsupported or error.code in _UNSUPPORTED
+            has_failed = has_failed or not is_unsupported
+    return None if has_failed and not found else found
+
+
+_METHODS: tuple[Callable[[int | str, int], Counters | None], ...] = (_scoped, _per_lane, _data_link)
+
+
+PortKey = tuple[str, int]
+
+
+class PortHistory:
+    """The last windows of one port.
+
+    Args:
+        window_count: How many windows are kept.
+    """
+
+    def __init__(self, window_count: int) -> None:
+        self._previous: Mapping[str, int] | None = None
+        self._flags: deque[bool] = deque(maxlen=max(1, window_count))
+
+    @property
+    def flagged(self) -> int:
+        """How many of the windows kept are flagged."""
+        return sum(self._flags)
+
+    @property
+    def windows(self) -> int:
+        """How many windows are kept so far."""
+        return len(self._flags)
+
+    def add(self, counters: Mapping[str, int]) -> None:
+        """Take the counters of now; none at all is a failed read, which is no window."""
+        if not counters:
+            return
+        previous, self._previous = self._previous, dict(counters)
+        if previous is not None:
+            self._flags.append(
+                any(value > previous.get(name, value) for name, value in counters.items())
+            )
+
+
+class WindowHistory:
+    """The last windows of all ports of all GPUs.
+
+    Args:
+        window_count: How many windows are kept per port.
+        threshold: A port with more flagged windows than this is bad.
+        gpu_ports_threshold: A GPU with this many bad ports is unhealthy.
+    """
+
+    def __init__(self, window_count: int, threshold: int, gpu_ports_threshold: int) -> None:
+        self._window_count = window_count
+        self._threshold = threshold
+        self._gpu_ports_threshold = gpu_ports_threshold
+        self._ports: dict[PortKey, PortHistory] = {}
+
+    def add(self, gpu: str, port: int, counters: Mapping[str, int]) -> None:
+        """Take the counters of one port of one GPU."""
+        history = self._ports.get((gpu, port))
+        if history is None:
+            history = self._ports[gpu, port] = PortHistory(self._window_count)
+        history.add(counters)
+
+    def bad_ports(self) -> dict[str, dict[int, int]]:
+        """Return, of each unhealthy GPU, its bad ports with their number of flagged windows."""
+        bad: dict[str, dict[int, int]] = {}
+        for (gpu, port), history in self._ports.items():
+            if history.flagged > self._threshold:
+                bad.setdefault(gpu, {})[port] = history.flagged
+        return {gpu: ports for gpu, ports in bad.items() if len(ports) >= self._gpu_ports_threshold}
+
+    def evidence(self) -> dict[str, dict[str, int]]:
+        """Return the flagged windows of each port that has any."""
+        found: dict[str, dict[str, int]] = {}
+        for (gpu, port), history in self._ports.items():
+            if history.flagged:
+                found.setdefault(gpu, {})[str(port)] = history.flagged
+        return found
+
 
 _MAX_LINKS = 36
 _COUNT_FIELD = 91  # NVML_FI_DEV_NVLINK_LINK_COUNT
@@ -103,3 +263,80 @@ def _state(device: int | str, link: int) -> int | None:
             return None
         raise
     return state
+
+
+class NVLinkWindowHealthCheck(PeriodicCheck, PynvmlMixin):
+    """Do error counters of NVLink ports grow in too many of the last looks?
+
+    The first look only takes the counters; each one after it is a window.
+
+    Args:
+        device_index: Local rank whose GPU is looked at; `None` looks at all of the node.
+        interval: Seconds between two looks of `async_check`.
+        window_count: How many windows are judged together.
+        threshold: A port is bad when its counters grew in more windows than this.
+        gpu_ports_threshold: A GPU is unhealthy from this many bad ports on.
+        on_failure: Awaited by `async_check` after an unhealthy look.
+    """
+
+    name = "nvlink_window"
+
+    def __init__(
+        self,
+        device_index: int | None = None,
+        interval: float = 60,
+        window_count: int = 30,
+        threshold: int = 15,
+        gpu_ports_threshold: int = 1,
+        on_failure: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        super().__init__(interval, on_failure)
+        self.device_index = device_index
+        self.window_count = window_count
+        self.threshold = threshold
+        self.gpu_ports_threshold = gpu_ports_threshold
+        self._history = WindowHistory(window_count, threshold, gpu_ports_threshold)
+        self._reader = CounterReader()
+        self._links: dict[int | str, int] = {}
+
+    @property
+    def component(self) -> str:
+        """What is looked at."""
+        return f"NVLinks of {whose(self.device_index)}"
+
+    def _examine(self) -> Finding:
+        problems: list[str] = []
+        has_data = False
+        try:
+            devices = selected_devices(self.device_index)
+            lost = [device for device in self._links if device not in devices]
+            problems += [f"{device_label(device)} has vanished" for device in lost]
+            for device in devices:
+                try:
+                    has_data = self._look(device) or has_data
+                except NvmlCallError as error:
+                    if device in self._links or not error.is_unsupported:
+                        problems.append(f"{device_label(device)}: {error}")
+        except NvmlUnavailableError as error:
+            return skipped(str(error))
+        except NvmlError as error:
+            return unhealthy(str(error))
+        problems += [
+            f"{gpu}: error counters of NVLink ports {', '.join(map(str, ports))} grew in more than "
+            f"{self.threshold} of the last {self.window_count} windows"
+            for gpu, ports in self._history.bad_ports().items()
+        ]
+        evidence: dict[str, Any] = {"flagged_windows": self._history.evidence()}
+        if problems:
+            return unhealthy("; ".join(problems), evidence, tuple(problems))
+        return healthy(evidence=evidence) if has_data else skipped("no NVLink counters are there")
+
+    def _look(self, device: int | str) -> bool:
+        if device not in self._links:
+            self._links[device] = link_count(device)
+        has_data = False
+        for port in range(self._links[device]):
+            counters = self._reader.read(device, port)
+            self._history.add(device_label(device), port, counters)
+            has_data = has_data or bool(counters)
+        return has_data

@@ -17,11 +17,8 @@ from typing import Any
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, WireError
 from nvidia_resiliency_ext.shared_utils.wire import MessageSet, receive_message, send_message
 
-from .nvml_errors import DriverHungError, NvmlCallError, NvmlUnavailableError
-from .nvml_queries import NvmlQueries, load_binding
+from .nvml import DriverHungError, NvmlCallError, NvmlQueries, NvmlUnavailableError, load_binding
 from .probes import Probe
-
-__all__ = ["HelperAnswering", "main"]
 
 _MODULE = "nvidia_resiliency_ext.shared_utils._health.nvml_helper"
 

@@ -1,13 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads from /sys where PCI devices and InfiniBand adapters sit; the root may be another folder."""
+"""Devices on the PCI bus and the network adapters, as /sys and topology files show them."""
 
 from __future__ import annotations
 
 import os
+import re
+from typing import TYPE_CHECKING, Any
 
-from .pci_address import natural_key, normal_bus_id
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
-__all__ = ["PciMixin", "adapters", "pci_ancestors"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+_BUS_ID = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
+
+
+def normal_bus_id(text: str) -> str | None:
+    """Return an address as /sys names it, such as `0000:3b:00.0`; `None` if it is none.
+
+    The driver writes the domain with eight digits, topology files may leave it out.
+    """
+    match = _BUS_ID.fullmatch(text.strip().lower())
+    if match is None:
+        return None
+    domain, bus, device, function = match.groups()
+    return f"{int(domain or '0', 16):04x}:{bus}:{device}.{function}"
+
+
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """Return a key that sorts `mlx5_2` before `mlx5_10`."""
+    return [
+        (0, int(part), "") if part.isascii() and part.isdigit() else (1, 0, part)
+        for part in re.split(r"([0-9]+)", name)
+        if part
+    ]
 
 
 def adapters(sysfs_root: str) -> list[str]:
@@ -50,3 +78,168 @@ class PciMixin:
             if bus_id is not None:
                 mapping[name] = bus_id
         return mapping
+
+
+_LIMIT_BYTES = 8 << 20
+_LIMIT_DEPTH = 100
+_LIMIT_DEVICES = 10000
+
+
+class TopologyError(NvrxError):
+    """The topology file cannot be used; the message says why."""
+
+
+def read_topology(path: str) -> dict[str, list[str]]:
+    """Return what `parse_topology` makes of a file.
+
+    Raises:
+        TopologyError: It cannot be read or used.
+    """
+    try:
+        data = read_regular_file(path, _LIMIT_BYTES + 1, follows_symlink=True)
+    except (OSError, ValueError) as error:
+        raise TopologyError(f"{path} cannot be read: {error}") from error
+    try:
+        return parse_topology(data)
+    except TopologyError as error:
+        raise TopologyError(f"{path}: {error}") from error
+
+
+def parse_topology(data: bytes) -> dict[str, list[str]]:
+    """Return, of each PCI address, the addresses above it, nearest first.
+
+    Raises:
+        TopologyError: It is too large, no XML, or declares a document type.
+    """
+    if len(data) > _LIMIT_BYTES:
+        raise TopologyError(f"larger than {_LIMIT_BYTES} bytes")
+    from xml.parsers import expat
+
+    reader = _Reader()
+    parser = expat.ParserCreate()
+    parser.StartElementHandler = reader.start
+    parser.EndElementHandler = reader.end
+    parser.StartDoctypeDeclHandler = _refuse
+    parser.EntityDeclHandler = _refuse
+    try:
+        parser.Parse(data, True)
+    except expat.ExpatError as error:
+        raise TopologyError(f"no XML: {error}") from error
+    return reader.above
+
+
+def _refuse(*_: Any) -> None:
+    raise TopologyError("it declares a document type or entities")
+
+
+class _Reader:
+    """Follows the nesting of elements."""
+
+    def __init__(self) -> None:
+        self.above: dict[str, list[str]] = {}
+        self._open: list[str | None] = []
+
+    def start(self, name: str, attributes: Mapping[str, str]) -> None:
+        if len(self._open) >= _LIMIT_DEPTH:
+            raise TopologyError(f"nested deeper than {_LIMIT_DEPTH}")
+        bus_id = normal_bus_id(attributes.get("busid", "")) if name == "pci" else None
+        if bus_id is not None:
+            if len(self.above) >= _LIMIT_DEVICES:
+                raise TopologyError(f"more than {_LIMIT_DEVICES} devices")
+            self.above[bus_id] = [each for each in reversed(self._open) if each is not None]
+        self._open.append(bus_id)
+
+    def end(self, _name: str) -> None:
+        self._open.pop()
+
+
+_NIC_PORTS_LIMIT_BYTES = 4096
+_LONGEST_COUNT = 20  # digits of 64 bits
+_ADAPTER = re.compile(r"\{nic\}|\{dev_name\}")
+_PORT = re.escape("{port}")
+_COUNTER_FOLDERS = ("counters", "hw_counters")
+
+
+def link_downed_template(sysfs_root: str) -> str:
+    """Return where the kernel counts how often a link went down."""
+    return f"{sysfs_root}/class/infiniband/{{nic}}/ports/{{port}}/counters/link_downed"
+
+
+def names(template: str, sysfs_root: str) -> list[str]:
+    """Return the adapters that a template means: those that lie where it names them."""
+    head, *tail = _ADAPTER.split(template, maxsplit=1)
+    found = _found(head, ".+", tail[0]) if tail and os.path.dirname(head) else []
+    return list(dict.fromkeys(found)) or adapters(sysfs_root)
+
+
+def expand(template: str, nic: str) -> dict[str, str]:
+    """Return the path of each port of an adapter; one without number where none is asked for."""
+    path = _ADAPTER.sub(lambda _: nic, template)
+    head, separator, tail = path.partition("{port}")
+    if not separator:
+        return {"": path}
+    return {port: f"{head}{port}{tail}" for port in _found(head, "[0-9]+", tail)}
+
+
+def _found(head: str, wanted: str, tail: str) -> list[str]:
+    """Return what is there between `head` and the next part of a path, by a pattern."""
+    before, after = re.escape(os.path.basename(head)), re.escape(tail.partition("/")[0])
+    name = re.compile(f"{before}({wanted}){after.replace(_PORT, '[0-9]+')}")
+    try:
+        matches = map(name.fullmatch, os.listdir(os.path.dirname(head) or "."))
+    except OSError:
+        return []
+    return sorted((match[1] for match in matches if match), key=natural_key)
+
+
+def read_first(path: str) -> str:
+    """Return the content of a small file without the blanks around it.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return os.read(descriptor, _NIC_PORTS_LIMIT_BYTES).decode("utf-8", "replace").strip()
+    finally:
+        os.close(descriptor)
+
+
+def read_count(path: str) -> int | None:
+    """Return the number in a counter's file; `None` when there is none."""
+    try:
+        text = read_first(path)
+    except OSError:
+        return None
+    is_count = text.isascii() and text.isdigit() and len(text) <= _LONGEST_COUNT
+    return int(text) if is_count else None
+
+
+def read_counters(sysfs_root: str, nic: str, wanted: list[str]) -> dict[str, int]:
+    """Return the counters of these names of all ports that have them, as `port/name`."""
+    found = {}
+    for folder in _COUNTER_FOLDERS:
+        template = f"{sysfs_root}/class/infiniband/{{nic}}/ports/{{port}}/{folder}"
+        for port, path in expand(template, nic).items():
+            for name in wanted:
+                count = read_count(f"{path}/{name}")
+                if count is not None:
+                    found[f"{port}/{name}"] = count
+    return found
+
+
+def carriers(sysfs_root: str, nic: str) -> dict[str, bool]:
+    """Return whether the network devices of an adapter have a carrier."""
+    folder = f"{sysfs_root}/class/infiniband/{nic}/device/net"
+    found = {}
+    try:
+        devices = os.listdir(folder)
+    except OSError:
+        return {}
+    for device in sorted(devices, key=natural_key):
+        try:
+            found[device] = read_first(f"{folder}/{device}/carrier") == "1"
+        except OSError:
+            # The kernel refuses to tell for a device that is switched off.
+            found[device] = False
+    return found

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.shared_utils.children import Child
 
-__all__ = ["Probe", "abandoned_probes", "kill_all", "wait_for_any"]
 
 _KILL_WAIT_S = 0.5
 _PIPE_BYTES = 1 << 16

@@ -1,30 +1,147 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the checks of shared storage; every look at a mount happens in a child process."""
+"""Owns the reading of /proc/self/mountinfo; pure but for `read_mounts`."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 
-from .check import Check, PeriodicCheck
-from .mounts import MOUNTINFO, Mount, read_mounts
-from .nic_ports import read_first
-from .probes import Probe, abandoned_probes, kill_all, wait_for_any
-from .result import Finding, healthy, skipped, unhealthy
-from .storage_judge import Limits, judge_mount, judge_paths, parse_object
+from .check import Check, Finding, PeriodicCheck, healthy, skipped, unhealthy
+from .pci import read_first
+from .probes import (
+    Probe,
+    abandoned_probes,
+    kill_all,
+    wait_for_any,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     _Answers = dict[str, tuple[int, bytes] | str]
 
-__all__ = ["DistributedStorageHealthCheck", "StoragePathHealthCheck"]
+
+MOUNTINFO = "/proc/self/mountinfo"
+
+_OCTAL = re.compile(r"\\([0-7]{3})")
+_FIELDS_BEFORE = 6
+_FIELDS_BEHIND = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One mounted file system.
+
+    Attributes:
+        path: Where it is mounted.
+        kind: Its type, such as `nfs4`.
+        source: What is mounted.
+        is_read_only: Whether writing is impossible, by the mount or the file system itself.
+    """
+
+    path: str
+    kind: str
+    source: str
+    is_read_only: bool
+
+
+def parse_mounts(text: str, kinds: Collection[str]) -> list[Mount]:
+    """Return the mounts of these types; of several at one place the last, which hides the others.
+
+    Lines that make no sense are passed over.
+    """
+    found: dict[str, Mount] = {}
+    # Not `splitlines`: a path may hold the other characters that end lines of a text.
+    for line in text.split("\n"):
+        head, separator, tail = line.partition(" - ")
+        before, behind = head.split(" "), tail.split(" ")
+        if not separator or len(before) < _FIELDS_BEFORE or len(behind) < _FIELDS_BEHIND:
+            continue
+        path = _unescape(before[4])
+        found.pop(path, None)
+        if behind[0] in kinds:
+            options = {*before[5].split(","), *behind[2].split(",")}
+            found[path] = Mount(path, behind[0], _unescape(behind[1]), "ro" in options)
+    return list(found.values())
+
+
+def read_mounts(kinds: Collection[str], path: str = MOUNTINFO) -> list[Mount]:
+    """Return the mounts of these types in our namespace; it touches none of them.
+
+    Raises:
+        OSError: The list cannot be read.
+    """
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+        return parse_mounts(file.read(), kinds)
+
+
+def _unescape(text: str) -> str:
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How full a file system may get; zero allows all.
+
+    Attributes:
+        free_fraction: Least part of its bytes that must be free.
+        free_inodes_fraction: Least part of its inodes that must be free, where it counts them.
+    """
+
+    free_fraction: float = 0.0
+    free_inodes_fraction: float = 0.0
+
+
+def parse_object(data: bytes) -> dict[str, Any] | None:
+    """Return the JSON object in a child's output, `None` if it is something else."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def judge_mount(answer: Mapping[str, Any] | None, limits: Limits) -> str | None:
+    """Return what is wrong with a mount after its probe ended, if anything."""
+    if answer is None:
+        return "the probe failed"
+    if "error" in answer:
+        return f"cannot be listed: {answer['error']}"
+    room = _part(answer.get("blocks_free"), answer.get("blocks"))
+    if room is not None and room < limits.free_fraction:
+        return f"only {room:.1%} of its space is free"
+    files = _part(answer.get("files_free"), answer.get("files"))
+    if files is not None and files < limits.free_inodes_fraction:
+        return f"only {files:.1%} of its inodes are free"
+    return None
+
+
+def judge_paths(answer: Mapping[str, Any] | None) -> str | None:
+    """Return what is wrong with paths after `storage_probe` ended, if anything."""
+    if answer is None:
+        return "the probe failed"
+    problems = [
+        f"{kind}: {', '.join(map(str, answer[kind]))}"
+        for kind in ("invalid", "missing", "unreadable", "unwritable")
+        if answer.get(kind)
+    ]
+    return "; ".join(problems) or None
+
+
+def _part(free: object, whole: object) -> float | None:
+    if not isinstance(free, int) or not isinstance(whole, int) or whole <= 0:
+        return None
+    return free / whole
+
 
 _KINDS = ("lustre", "nfs", "nfs4")
 _MOUNT_TIMEOUT_S = 15.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the meaning of a set of event files: files in, one ``Timeline`` out; reads no file.
 
-The rules are in the rooms beside it: ``gather`` (one time axis), ``cycles`` (what happened),
-``accounting`` (what each second was spent on), ``lanes`` (the chart).
+The rules are in the modules beside it: ``cycles`` (one time axis, and what happened) and
+``accounting`` (what each second was spent on, and the chart).
 """
 
 from __future__ import annotations
@@ -11,24 +11,29 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .accounting import ORDER, key_of, paint, saves, succeeded
-from .cycles import inprocess_restarts, tell
-from .gather import gather
-from .intervals import flatten, totals
-from .lanes import node_lanes, rank_lanes
-from .timeline import CATEGORIES, Checkpoints, Remark, Restart, Timeline, Workers
-from .words import clock_time, plain
+from .accounting import ORDER, key_of, node_lanes, paint, rank_lanes, saves, succeeded
+from .cycles import gather, inprocess_restarts, tell
+from .timeline import (
+    CATEGORIES,
+    Checkpoints,
+    Remark,
+    Restart,
+    Timeline,
+    Workers,
+    clock_time,
+    flatten,
+    plain,
+    totals,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nvidia_resiliency_ext.shared_utils._events.read import EventFile
 
-    from .cycles import Story, Window
-    from .gather import Seen
+    from .cycles import Seen, Story, Window
     from .timeline import Cycle
 
-__all__ = ["build_timeline"]
 
 NO_HEARTBEAT = (
     "No rank sent a heartbeat or finished a section named step, so productive time is unknown."

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the report for the terminal: a ``Timeline`` in, lines of text out; prints nothing."""
+"""The report as text, once or as a live view."""
 
 from __future__ import annotations
 
+import os
+import select
+import sys
+import time
 from typing import TYPE_CHECKING
 
-from .timeline import CATEGORIES
-from .words import (
+from nvidia_resiliency_ext.shared_utils._events.read import EventFileError
+from nvidia_resiliency_ext.shared_utils.console import write_out
+from nvidia_resiliency_ext.shared_utils.directory_notices import DirectoryNotices
+
+from .timeline import (
+    CATEGORIES,
     clock_time,
     duration,
     ending,
@@ -18,11 +26,10 @@ from .words import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from .timeline import Timeline
 
-__all__ = ["render_text"]
 
 _NARROWEST = 40
 _MOST_ROWS = 20
@@ -149,3 +156,181 @@ def _wrap(line: str, width: int) -> list[str]:
         wrapped.append(line[:at].rstrip())
         line = "    " + line[at:].lstrip()
     return [*wrapped, line]
+
+
+_HOME = "\x1b[H"
+_CLEAR_LINE = "\x1b[K"
+_CLEAR_BELOW = "\x1b[J"
+
+
+def draw(timeline: Timeline, width: int, height: int, now: float) -> str:
+    """Return what draws the present state over the one before."""
+    ago = duration(max(0.0, now - timeline.end))
+    state = "ended" if timeline.is_ended else "running"
+    head = f"{clock_time(now)}  {state}, last event {ago} ago  (Ctrl-C ends this view)"
+    lines = [head[:width], "", *render_text(timeline, width=width).splitlines()]
+    room = max(3, height - 1)
+    if len(lines) > room:
+        lines = [*lines[: room - 1], f"... {len(lines) - room + 1} more lines"]
+    body = "".join(f"{line}{_CLEAR_LINE}\n" for line in lines)
+    return f"{_HOME}{body}{_CLEAR_BELOW}"
+
+
+def waiting(why: str) -> str:
+    """Return what is drawn before there is anything."""
+    return f"{_HOME}waiting: {plain(why)}{_CLEAR_LINE}\n{_CLEAR_BELOW}"
+
+
+def news(before: Timeline | None, timeline: Timeline) -> list[str]:
+    """Return a line for each cycle, fault, restart and remark that was not there before."""
+    found: list[tuple[float, str]] = []
+    known = before.cycles if before else ()
+    told = {(cycle.launch, cycle.number) for cycle in known}
+    found.extend(
+        (cycle.start, f"cycle {cycle.number} begins on {', '.join(map(plain, cycle.hosts))}")
+        for cycle in timeline.cycles
+        if (cycle.launch, cycle.number) not in told
+    )
+    found.extend(
+        (fault.at, f"cycle {fault.cycle} {fault_line(fault)}")
+        for fault in timeline.faults[len(before.faults) if before else 0 :]
+    )
+    found.extend(
+        (restart.at, f"restart {restart_line(restart)}")
+        for restart in timeline.restarts
+        if restart.down_s is not None
+        and (before is None or _key(restart) not in {_key(each) for each in before.restarts})
+    )
+    found.extend(
+        (remark.at, f"{plain(remark.kind)} on {plain(remark.host)}: {plain(remark.text)}")
+        for remark in timeline.remarks[len(before.remarks) if before else 0 :]
+    )
+    return [f"{clock_time(at)} {line}" for at, line in sorted(found)]
+
+
+def _key(restart: object) -> tuple[object, ...]:
+    return tuple(getattr(restart, name) for name in ("at", "layer", "cycle", "down_s"))
+
+
+_TICK_S = 1.0
+_GAP_S = 0.2
+# Reading a large record again and again must not take more than this part of a core.
+_SHARE = 0.2
+
+
+class Watch:
+    """Waits until something changes in the directories of these paths, or a second is over."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._directories: list[int] = []
+        self._notices: list[DirectoryNotices] = []
+        for path in {
+            path if os.path.isdir(path) else os.path.dirname(path) or "." for path in paths
+        }:
+            try:
+                directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError:
+                continue  # not there yet: the ticks look again
+            self._directories.append(directory)
+            self._notices.append(DirectoryNotices(directory))
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a change, or until the time is over."""
+        readable = [notices for notices in self._notices if notices.are_there]
+        poll = select.poll()
+        for notices in readable:
+            poll.register(notices.fileno(), select.POLLIN)
+        poll.poll(seconds * 1000)
+        for notices in readable:
+            notices.names()
+
+    def close(self) -> None:
+        """Stop watching."""
+        for notices in self._notices:
+            notices.close()
+        for directory in self._directories:
+            os.close(directory)
+
+
+def follow(
+    paths: Sequence[str],
+    read: Callable[[], Timeline],
+    seen: Callable[[Timeline], None] | None,
+    width: int,
+) -> int:
+    """Show a job until it ends, Ctrl-C, or nobody is there to see it; return the exit code.
+
+    Args:
+        paths: Where the record is, or will be.
+        read: Reads it.
+        seen: Is called with each new state; it is a reason to go on without a reader.
+        width: Columns, 0 for those of the terminal.
+    """
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    watch = Watch(paths)
+    timeline: Timeline | None = None
+    known: object = None
+    try:
+        if is_terminal:
+            write_out("\x1b[2J")
+        while timeline is None or not timeline.is_ended:
+            began = time.monotonic()
+            before, state = timeline, _state(paths)
+            if state != known:
+                known, timeline = state, _next(read, timeline, is_terminal=is_terminal)
+            if timeline is not None:
+                if timeline is not before and seen is not None:
+                    seen(timeline)
+                is_read = _show(before, timeline, width, is_terminal=is_terminal)
+                if not is_read and seen is None:
+                    return 0
+            spent_s = time.monotonic() - began
+            if timeline is None or not timeline.is_ended:
+                watch.wait(_TICK_S)
+                select.poll().poll(min(60.0, max(_GAP_S, spent_s / _SHARE)) * 1000)
+    except KeyboardInterrupt:
+        write_out("\n")
+        return 0
+    finally:
+        watch.close()
+    if not is_terminal:
+        write_out(render_text(timeline, width=width or 100))
+    return 0
+
+
+def _state(paths: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
+    """Return what tells that a record has grown, also where no notices come (network disks)."""
+    found = []
+    for path in paths:
+        names = [path]
+        try:
+            if os.path.isdir(path):
+                names = [os.path.join(path, name) for name in sorted(os.listdir(path))]
+            for name in names:
+                status = os.stat(name)
+                found.append((name, status.st_size, status.st_mtime_ns))
+        except OSError:
+            continue  # it may be gone or not there yet
+    return tuple(found)
+
+
+def _next(
+    read: Callable[[], Timeline], before: Timeline | None, *, is_terminal: bool
+) -> Timeline | None:
+    try:
+        return read()
+    except EventFileError as error:
+        # The first file appears with its first line, or the job was cleaned up while we looked.
+        if before is None and is_terminal:
+            write_out(waiting(str(error)))
+        return before
+
+
+def _show(before: Timeline | None, timeline: Timeline, width: int, *, is_terminal: bool) -> bool:
+    """Show what is new, and tell whether somebody reads it."""
+    if is_terminal:
+        size = os.get_terminal_size(sys.stdout.fileno())
+        columns = width or min(size.columns or 100, 120)
+        return write_out(draw(timeline, columns, size.lines or 40, time.time()))
+    lines = news(before, timeline) if timeline is not before else ()
+    return write_out("".join(f"{line}\n" for line in lines))

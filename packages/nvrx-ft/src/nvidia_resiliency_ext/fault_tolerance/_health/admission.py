@@ -30,8 +30,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_adapters, has_gpu_driver
 from nvidia_resiliency_ext.shared_utils.clock import Clock
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
-from nvidia_resiliency_ext.shared_utils.worker_thread import WorkerThread
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer, WorkerThread
 
 from .memory import GpuMemory, MemoryRules, wait_for_memory
 

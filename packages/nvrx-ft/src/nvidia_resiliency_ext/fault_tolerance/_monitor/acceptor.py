@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
-from nvidia_resiliency_ext.shared_utils.channel import Channel
 from nvidia_resiliency_ext.shared_utils.errors import PeerRefusedError
 from nvidia_resiliency_ext.shared_utils.event_loop import HasFileno
-from nvidia_resiliency_ext.shared_utils.unix_sockets import listen
+from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel, listen
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 
 from .messages import RANK_MESSAGES, Hello

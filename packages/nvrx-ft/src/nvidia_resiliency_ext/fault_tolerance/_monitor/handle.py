@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._env import RUN_ID
 from nvidia_resiliency_ext.shared_utils import procfs
-from nvidia_resiliency_ext.shared_utils.channel import Channel
 from nvidia_resiliency_ext.shared_utils.children import Child, PidHandle, start_child
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 
 from .messages import LAUNCHER_MESSAGES, Leave, LogLine, Ready, SlotReplaced, Start
 from .slot import SlotError, SlotLayout, SlotMemory

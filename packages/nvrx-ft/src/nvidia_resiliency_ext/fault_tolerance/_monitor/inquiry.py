@@ -35,7 +35,7 @@ from .session import SAVE_LIMIT_S
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from nvidia_resiliency_ext.shared_utils.worker_thread import WorkerThread
+    from nvidia_resiliency_ext.shared_utils.event_loop import WorkerThread
 
     from .port import RankPort, Testimony
     from .timeout_rules import Verdict

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._core.mailbox import RefusalLog
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
-from nvidia_resiliency_ext.shared_utils.worker_thread import WorkerThread
+from nvidia_resiliency_ext.shared_utils.event_loop import WorkerThread
 
 from . import messages, session
 from .acceptor import Acceptor, Watcher

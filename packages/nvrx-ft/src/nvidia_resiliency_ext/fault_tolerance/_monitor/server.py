@@ -11,9 +11,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.shared_utils.channel import Channel
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
-from nvidia_resiliency_ext.shared_utils.worker_thread import WorkerThread
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, WorkerThread
+from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 
 from . import messages
 from .handle import sweep

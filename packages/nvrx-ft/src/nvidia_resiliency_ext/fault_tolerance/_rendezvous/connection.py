@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
+from nvidia_resiliency_ext.shared_utils.abandonable import Attempt
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-from nvidia_resiliency_ext.shared_utils.store_attempt import Attempt
 from nvidia_resiliency_ext.shared_utils.store_sockets import (
     is_connected_to,
     reach,

@@ -7,8 +7,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess._monitor.messages import FROM_RANK, TO_RANK
-from nvidia_resiliency_ext.shared_utils.channel import Channel
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
+from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 
 if TYPE_CHECKING:
     import socket

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nvidia_resiliency_ext.shared_utils.store_attempt import Attempt
+from nvidia_resiliency_ext.shared_utils.abandonable import Attempt
 from nvidia_resiliency_ext.shared_utils.store_sockets import (
     is_connected_to,
     listen_at,

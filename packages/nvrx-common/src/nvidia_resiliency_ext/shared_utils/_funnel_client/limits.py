@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that all parts of the client share: limits, delays, notices, a server's verdicts."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import random
+import threading
+from collections import deque
+from typing import NamedTuple
+
+BATCH_BYTES = 64 * 1024
+"""A batch of this size is sent without waiting for its deadline."""
+
+MAX_LINE_BYTES = 1024 * 1024
+"""A longer line goes on in a new line."""
+
+
+class Chunk(NamedTuple):
+    """Whole lines of one target, numbered; it never changes."""
+
+    seq: int
+    data: bytes
+    lines: int
+
+
+class Gap(NamedTuple):
+    """Lines that were given up in one place; `seq` is the number of the last chunk among them."""
+
+    seq: int = 0
+    lines: int = 0
+    size: int = 0
+
+    def joined(self, later: Gap) -> Gap:
+        """Return this gap and one that follows it directly as one."""
+        return Gap(max(self.seq, later.seq), self.lines + later.lines, self.size + later.size)
+
+
+def notice_of(gap: Gap) -> Chunk:
+    """Return the line that stands in the log where lines were given up."""
+    text = f"[nvrx] dropped {gap.lines} lines ({gap.size} bytes)\n"
+    return Chunk(gap.seq, text.encode(), 1)
+
+
+def cut_at(buffer: bytearray) -> int:
+    """Return how many of the first bytes are whole lines; an endless line counts as one."""
+    end = buffer.rfind(b"\n") + 1
+    return end or (MAX_LINE_BYTES if len(buffer) >= MAX_LINE_BYTES else 0)
+
+
+logger = logging.getLogger("nvrx")
+
+_MOST_KEPT = 100
+
+
+class Notices:
+    """Lines for people, of all targets of one client; for all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: deque[tuple[int, str]] = deque(maxlen=_MOST_KEPT)
+        self._state = ""
+
+    def add(self, level: int, line: str) -> None:
+        """Keep a line until the next `emit`."""
+        self._kept.append((level, line))
+
+    def warn(self, line: str) -> None:
+        """Keep a warning until the next `emit`."""
+        self.add(logging.WARNING, line)
+
+    def state(self, name: str, level: int, line: str) -> None:
+        """Keep a line about a state of the server, unless it was the last one told."""
+        with self._lock:
+            if name != self._state:
+                self._state = name
+                self.add(level, line)
+
+    def is_in_trouble(self) -> bool:
+        """Say whether the last state told was a bad one."""
+        return self._state not in {"", "up", "plain"}
+
+    def emit(self) -> None:
+        """Log what was kept; the caller holds no lock."""
+        while self._kept:
+            try:
+                level, line = self._kept.popleft()
+            except IndexError:
+                return
+            logger.log(level, "log funnel: %s", line)
+
+
+BATCH_DELAY_S = 0.02
+"""Batches that are not full leave at most this often."""
+
+SLOW_RETRY_S = 30.0
+"""Between tries that only a person can make succeed."""
+
+_FIRST_S = 0.1
+_LONGEST_S = 5.0
+_MOST_DOUBLINGS = 10
+
+
+class Backoff:
+    """Delays that double up to 5 s, each drawn between nothing and all of it.
+
+    A thousand clients that lose the same server thus come back spread over time.
+    """
+
+    def __init__(self, draw: random.Random | None = None) -> None:
+        self._draw = draw or random.Random()  # noqa: S311 - spreads load, guards nothing
+        self._failures = 0
+
+    def reset(self) -> None:
+        """Begin again with short delays, after something has worked."""
+        self._failures = 0
+
+    def next_s(self) -> float:
+        """Return the seconds to wait after one more failure."""
+        longest_s = min(_LONGEST_S, _FIRST_S * 2.0 ** min(self._failures, _MOST_DOUBLINGS))
+        self._failures += 1
+        return self._draw.uniform(0.0, longest_s)
+
+    @staticmethod
+    def slow_s(draw: float) -> float:
+        """Return the seconds to wait where the cause will not go away by itself.
+
+        Args:
+            draw: A random number from 0 to 1.
+        """
+        return SLOW_RETRY_S * (0.75 + 0.5 * draw)
+
+
+RESERVE_BYTES = 128 * 1024
+"""What a target may hold even when the others have used up the memory."""
+
+
+class Room:
+    """Two limits, shared by threads. Its lock guards every field and is taken last.
+
+    Args:
+        memory_limit_bytes: What the targets may hold in memory together.
+        spill_limit_bytes: What they may hold in files together.
+    """
+
+    def __init__(self, memory_limit_bytes: int, spill_limit_bytes: int) -> None:
+        self.memory_limit_bytes = memory_limit_bytes
+        self.spill_limit_bytes = spill_limit_bytes
+        self._changed = threading.Condition(threading.Lock())
+        self._memory_bytes = 0
+        self._spill_bytes = 0
+        self._version = 0
+        self._waiters = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes held in memory now."""
+        return self._memory_bytes
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes held in files now."""
+        return self._spill_bytes
+
+    @property
+    def version(self) -> int:
+        """Read it before trying to take, and hand it to `wait` when that failed."""
+        return self._version
+
+    def take_memory(self, size: int, held: int) -> bool:
+        """Count bytes in, if there is room or the taker holds next to nothing.
+
+        Args:
+            size: Bytes wanted.
+            held: Bytes that this target holds already.
+        """
+        with self._changed:
+            fits = self._memory_bytes + size <= self.memory_limit_bytes
+            if fits or not held or held + size <= RESERVE_BYTES:
+                self._memory_bytes += size
+                return True
+            return False
+
+    def add_memory(self, size: int) -> None:
+        """Count bytes in that are on their way already and have a limit of their own."""
+        with self._changed:
+            self._memory_bytes += size
+
+    def give_memory(self, size: int) -> None:
+        """Count bytes out."""
+        with self._changed:
+            self._memory_bytes -= size
+            self._tell()
+
+    def take_spill(self, size: int) -> bool:
+        """Count bytes of files in, if there is room."""
+        with self._changed:
+            if self._spill_bytes + size > self.spill_limit_bytes:
+                return False
+            self._spill_bytes += size
+            return True
+
+    def add_spill(self, size: int) -> None:
+        """Count bytes of files in that are there already."""
+        with self._changed:
+            self._spill_bytes += size
+
+    def give_spill(self, size: int) -> None:
+        """Count bytes of files out."""
+        with self._changed:
+            self._spill_bytes -= size
+            self._tell()
+
+    def wake(self) -> None:
+        """Make every waiter look again."""
+        with self._changed:
+            self._tell()
+
+    def wait(self, version: int, timeout_s: float) -> None:
+        """Wait until something has changed since `version` was read."""
+        with self._changed:
+            self._waiters += 1
+            try:
+                self._changed.wait_for(lambda: self._version != version, timeout_s)
+            finally:
+                self._waiters -= 1
+
+    def _tell(self) -> None:
+        self._version += 1
+        if self._waiters:
+            self._changed.notify_all()
+
+
+class Verdict(enum.Enum):
+    """What to do next."""
+
+    RETRY = "retry"
+    """The server is away or went away."""
+    FALL_BACK = "fall back"
+    """The server does not know acknowledged streams."""
+    RETRY_SLOWLY = "retry slowly"
+    """Nothing helps but a person: a wrong token, or something that is no log server."""
+    REFUSED = "refused"
+    """The server will never take this target."""
+
+
+class Outcome(NamedTuple):
+    """How a call ended: the name of the gRPC status and what the server said."""
+
+    code: str
+    details: str
+
+    def __str__(self) -> str:
+        text = " ".join(self.details.split())[:300]
+        return f"{self.code}: {text}" if text else self.code
+
+
+def judge(outcome: Outcome, *, is_plain: bool) -> Verdict:
+    """Return what to do after a call that ended like this.
+
+    Args:
+        outcome: Its status.
+        is_plain: It was a stream without acknowledgements.
+    """
+    if outcome.code == "UNIMPLEMENTED":
+        return Verdict.RETRY_SLOWLY if is_plain else Verdict.FALL_BACK
+    if outcome.code in {"UNAUTHENTICATED", "PERMISSION_DENIED"}:
+        return Verdict.RETRY_SLOWLY
+    if outcome.code == "INVALID_ARGUMENT":
+        return Verdict.REFUSED
+    return Verdict.RETRY

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the merging of a node's logs stands, in a file that outlives a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+STATE_NAME = ".nvrx_log_aggregator.state"
+FRESH_S = 60.0
+_VERSION = 1
+_FILE_FIELDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class FilePosition:
+    """How far a file is read. Its first bytes tell it from a later file with its inode number.
+
+    Attributes:
+        inode: Number of the file.
+        done: Offset up to which the merged file has everything.
+        after: Offset after the present batch; ``done`` without one.
+        head_bytes: How many first bytes are known.
+        head_crc: Their checksum.
+    """
+
+    inode: int
+    done: int
+    after: int
+    head_bytes: int
+    head_crc: int
+
+    def is_of(self, descriptor: int) -> bool:
+        """Say whether an open file of this inode is the file that was meant."""
+        if os.fstat(descriptor).st_size < self.done:
+            return False
+        return crc32(os.pread(descriptor, self.head_bytes, 0)) == self.head_crc
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Bytes that are being appended to the output."""
+
+    length: int
+    crc: int
+    is_ordered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Everything that an aggregator must know when it starts again.
+
+    Attributes:
+        output_inode: The merged file.
+        output_bytes: Its size before the batch.
+        files: What is known of each file, in the order of a batch.
+        batch: What may or may not be in the output; None when nothing is under way.
+        boot_id: The boot that ``monotonic_s`` belongs to.
+        monotonic_s: When this was written.
+    """
+
+    output_inode: int
+    output_bytes: int
+    files: tuple[FilePosition, ...]
+    batch: Batch | None
+    boot_id: str
+    monotonic_s: float
+
+    def done_of(self, descriptor: int) -> int:
+        """Return how far an open file is surely read; 0 when it is not known."""
+        inode = os.fstat(descriptor).st_ino
+        known = (each for each in self.files if each.inode == inode and each.is_of(descriptor))
+        return next((each.done for each in known), 0)
+
+    def is_fresh(self, monotonic_s: float) -> bool:
+        """Say whether the aggregator that wrote this is alive, or may be back any moment."""
+        return 0.0 <= monotonic_s - self.monotonic_s < FRESH_S
+
+
+def encode(position: Position, number: int) -> bytes:
+    """Return a position as text with a checksum; the higher the number, the later it is."""
+    batch = position.batch
+    fields = {
+        "version": _VERSION,
+        "number": number,
+        "output": [position.output_inode, position.output_bytes],
+        "batch": None if batch is None else [batch.length, batch.crc, batch.is_ordered],
+        "boot_id": position.boot_id,
+        "monotonic_s": position.monotonic_s,
+        "files": [
+            [each.inode, each.done, each.after, each.head_bytes, each.head_crc]
+            for each in position.files
+        ],
+    }
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    return b"%08x %08x %s\n" % (crc32(text), len(text), text)
+
+
+def decode(data: bytes) -> tuple[int, Position] | None:
+    """Return number and position in the text form, None where there is none that is whole."""
+    try:
+        crc, length = int(data[:8], 16), int(data[9:17], 16)
+        text = data[18 : 18 + length]
+        if len(text) != length or crc32(text) != crc:
+            return None
+        fields = json.loads(text)
+        return _position(fields)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _position(fields: dict[str, object]) -> tuple[int, Position]:
+    """Check every field.
+
+    Raises:
+        ValueError, TypeError, KeyError: It is not what ``encode`` makes.
+    """
+    if fields["version"] != _VERSION:
+        raise ValueError("another version")
+    output_inode, output_bytes = _naturals(fields["output"], 2)
+    files = fields["files"]
+    if not isinstance(files, list):
+        raise TypeError("no list of files")
+    monotonic_s = fields["monotonic_s"]
+    if not isinstance(monotonic_s, (int, float)):
+        raise TypeError("no time")
+    position = Position(
+        output_inode=output_inode,
+        output_bytes=output_bytes,
+        files=tuple(FilePosition(*_naturals(each, _FILE_FIELDS)) for each in files),
+        batch=_batch(fields["batch"]),
+        boot_id=str(fields["boot_id"]),
+        monotonic_s=float(monotonic_s),
+    )
+    return _naturals([fields["number"]], 1)[0], position
+
+
+def _batch(value: object) -> Batch | None:
+    if value is None:
+        return None
+    length, crc, is_ordered = _naturals(value, 3)
+    return Batch(length, crc, bool(is_ordered))
+
+
+def _naturals(value: object, count: int) -> list[int]:
+    if not isinstance(value, list) or len(value) != count:
+        raise TypeError("not a list of that length")
+    if not all(isinstance(each, int) and each >= 0 for each in value):
+        raise ValueError("not all numbers of 0 or more")
+    return [int(each) for each in value]
+
+
+_PLACES = 2
+_LARGEST_BYTES = 64 * 1024 * 1024
+_FIRST_BYTES = 64 * 1024
+_PAGE_BYTES = 4096
+_NEW_NAME = STATE_NAME + ".new"
+_OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def read_position(directory: int) -> Position | None:
+    """Return the last position of the aggregator of a directory, None where there is none."""
+    try:
+        descriptor = os.open(STATE_NAME, os.O_RDONLY | _OPEN, dir_fd=directory)
+    except OSError:
+        return None
+    try:
+        found = _latest(descriptor)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return None if found is None else found[1]
+
+
+class PositionFile:
+    """The position file of one directory, written by one aggregator.
+
+    Args:
+        directory: Descriptor of the directory; it stays open.
+
+    Raises:
+        OSError: The file can be neither opened nor made.
+    """
+
+    def __init__(self, directory: int) -> None:
+        self._directory = directory
+        self._number = 0
+        self._place_bytes = 0
+        self._fd = -1
+        self.last: Position | None = None
+        self.is_damaged = False
+        try:
+            self._fd = os.open(STATE_NAME, os.O_RDWR | _OPEN, dir_fd=directory)
+            found = _latest(self._fd)
+            self.is_damaged = found is None
+        except FileNotFoundError:
+            found = None
+        if found is not None:
+            self._number, self.last = found
+            self._place_bytes = os.fstat(self._fd).st_size // _PLACES
+
+    def write(self, position: Position) -> None:
+        """Replace the older of the two positions.
+
+        Raises:
+            OSError: It cannot be written; the position before is then untouched.
+        """
+        data = encode(position, self._number + 1)
+        if self._fd < 0 or len(data) > self._place_bytes or not os.fstat(self._fd).st_nlink:
+            self._make(data)
+        else:
+            self._put(self._fd, data)
+        self._number += 1
+        self.last = position
+
+    def close(self) -> None:
+        """Close the file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _put(self, fd: int, data: bytes) -> None:
+        place = (self._number + 1) % _PLACES * self._place_bytes
+        while data:
+            written = os.pwrite(fd, data, place)
+            data, place = data[written:], place + written
+
+    def _make(self, data: bytes) -> None:
+        """Put a new file with enough room in the place of the old one."""
+        least = -(-len(data) // _PAGE_BYTES) * _PAGE_BYTES
+        fd = self._open_new()
+        before = self._place_bytes
+        try:
+            self._place_bytes = _reserve(
+                fd, [max(_FIRST_BYTES, self._place_bytes, 2 * least), least]
+            )
+            self._put(fd, data)
+            os.rename(_NEW_NAME, STATE_NAME, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        except OSError as error:
+            self._place_bytes = before
+            os.close(fd)
+            os.unlink(_NEW_NAME, dir_fd=self._directory)
+            raise OSError(error.errno, error.strerror, STATE_NAME) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        self.close()
+        self._fd = fd
+
+    def _open_new(self) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_NEW_NAME, dir_fd=self._directory)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN
+        return os.open(_NEW_NAME, flags, 0o600, dir_fd=self._directory)
+
+
+def _reserve(descriptor: int, sizes: Sequence[int]) -> int:
+    """Reserve room for all places and return the size of one: the first for which there is room.
+
+    Raises:
+        OSError: There is room for none.
+    """
+    *wishes, least = sizes
+    for place_bytes in wishes:
+        with contextlib.suppress(OSError):
+            os.posix_fallocate(descriptor, 0, place_bytes * _PLACES)
+            return place_bytes
+    os.posix_fallocate(descriptor, 0, least * _PLACES)
+    return least
+
+
+def _latest(descriptor: int) -> tuple[int, Position] | None:
+    """Return the later of the positions in a file that are whole."""
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_BYTES:
+        return None
+    place_bytes = found.st_size // _PLACES
+    places = (decode(os.pread(descriptor, place_bytes, n * place_bytes)) for n in range(_PLACES))
+    return max((place for place in places if place is not None), key=_number_of, default=None)
+
+
+def _number_of(found: tuple[int, Position]) -> int:
+    return found[0]
+
+
+_UNREAD_FACTOR = 16
+_CHUNK_BYTES = 1 << 20
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_COMPLAINT_END = b" log records dropped\n"
+
+
+def remove_old(names: Sequence[str], max_backup_files: int, directory: int) -> int:
+    """Delete all but the newest files of one writer; what is not read yet may stay as well.
+
+    Args:
+        names: The writer's files, oldest first.
+        max_backup_files: How many stay in any case.
+        directory: Descriptor of their directory.
+
+    Returns:
+        How many records were deleted that no aggregator had read.
+    """
+    position = _position_of(directory)
+    is_aggregated = position is not None and position.is_fresh(time.monotonic())
+    most = _UNREAD_FACTOR * max(1, max_backup_files) if is_aggregated else max_backup_files
+    dropped = 0
+    left = len(names)
+    for name in names[: len(names) - max_backup_files]:
+        try:
+            descriptor = os.open(name, _FLAGS, dir_fd=directory)
+        except OSError:
+            continue  # gone, or a link or a device: whatever it is, it is no log of ours
+        try:
+            offset = 0 if position is None else position.done_of(descriptor)
+            is_unread = offset < os.fstat(descriptor).st_size
+            if is_unread and left <= most:
+                continue
+            dropped += count_records(descriptor, offset) if is_unread else 0
+        finally:
+            os.close(descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=directory)
+        left -= 1
+    return dropped
+
+
+def count_records(descriptor: int, offset: int = 0) -> int:
+    """Return how many records a file has from ``offset`` on, complaints of the writer aside."""
+    count = 0
+    before = b"\n"
+    with open(descriptor, "rb", closefd=False) as file:
+        if not offset:
+            file.seek(0)
+            count -= file.readline(_CHUNK_BYTES).endswith(_COMPLAINT_END)
+        file.seek(offset)
+        while chunk := file.read(_CHUNK_BYTES):
+            joined = before + chunk
+            # A line begins after each line break, and goes on with a record if a tab is first.
+            count += joined.count(b"\n", 0, -1) - joined.count(b"\n\t")
+            before = joined[-1:]
+    return count
+
+
+def _position_of(directory: int) -> Position | None:
+    """Return how far an aggregator of this boot has read the files."""
+    from .journal import STATE_NAME
+
+    try:
+        os.stat(STATE_NAME, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    from nvidia_resiliency_ext.shared_utils.procfs import boot_id
+
+    from .journal import read_position
+
+    position = read_position(directory)
+    return position if position is not None and position.boot_id == boot_id() else None

@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merges records into one file; one aggregator at a time works in a directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+from nvidia_resiliency_ext.shared_utils.errors import DirectoryBusyError
+from nvidia_resiliency_ext.shared_utils.os_utils import open_append_beneath, validate_directory
+from nvidia_resiliency_ext.shared_utils.procfs import boot_id
+
+from .handler import open_log_directory
+from .journal import Batch, Position, PositionFile
+from .reader import Sources, render, take
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from .reader import Read, Source
+
+
+_NAME = ".nvrx_log_aggregator.lock"
+
+
+class DirectoryLock:
+    """Held from construction to ``close``.
+
+    The kernel's lock belongs to the process and not to its forked children, who would otherwise
+    hold it after our death. It says nothing within a process: the set does.
+
+    Args:
+        directory: Descriptor of the directory.
+        path: Its path, for the message.
+
+    Raises:
+        DirectoryBusyError: Somebody holds the lock.
+        OSError: The lock's file cannot be made.
+    """
+
+    _guard = threading.Lock()  # guards _held
+    _held: set[tuple[int, int, int]] = set()  # noqa: RUF012 - one set for the process is the point
+
+    def __init__(self, directory: int, path: str) -> None:
+        status = os.fstat(directory)
+        self._key = (os.getpid(), status.st_dev, status.st_ino)
+        with self._guard:
+            if self._key in self._held:
+                raise DirectoryBusyError(f"{path}: this process aggregates its logs already")
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            self._fd = os.open(_NAME, flags, 0o600, dir_fd=directory)
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(self._fd)
+                message = f"{path}: another process aggregates its logs already"
+                raise DirectoryBusyError(message) from error
+            self._held.add(self._key)
+
+    def close(self) -> None:
+        """Let others work in the directory."""
+        with self._guard:
+            self._held.discard(self._key)
+            os.close(self._fd)
+
+
+class Output:
+    """A file that is appended to; it may be renamed or removed at any time.
+
+    Args:
+        directory: Descriptor of its directory; it stays open.
+        name: Its name.
+
+    Raises:
+        UnsafePathError: It is no regular file with a single name.
+        OSError: It cannot be opened.
+    """
+
+    def __init__(self, directory: int, name: str) -> None:
+        self._directory = directory
+        self._name = name
+        self._left = b""
+        self._fd = open_append_beneath(directory, name)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether bytes are still to be written."""
+        return bool(self._left)
+
+    def place(self) -> tuple[int, int]:
+        """Return inode and size of the file that is written to, which is the one of the name."""
+        status = os.fstat(self._fd)
+        try:
+            named = os.stat(self._name, dir_fd=self._directory, follow_symlinks=False)
+        except FileNotFoundError:
+            named = None
+        if named is None or (named.st_dev, named.st_ino) != (status.st_dev, status.st_ino):
+            fd = open_append_beneath(self._directory, self._name)
+            os.close(self._fd)
+            self._fd = fd
+            status = os.fstat(fd)
+        return status.st_ino, status.st_size
+
+    def append(self, data: bytes) -> None:
+        """Write bytes; those that cannot be written are kept for ``flush``.
+
+        Raises:
+            OSError: Not all could be written.
+        """
+        self._left += data
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is left of earlier calls.
+
+        Raises:
+            OSError: Not all could be written.
+        """
+        while self._left:
+            self._left = self._left[os.write(self._fd, self._left) :]
+
+    def found_of(self, position: Position) -> bytes:
+        """Return the bytes that stand where a batch of this position would be."""
+        if position.batch is None or self.place()[0] != position.output_inode:
+            return b""
+        # The descriptor for appending cannot read.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(self._name, flags, dir_fd=self._directory)
+        try:
+            return os.pread(fd, position.batch.length, position.output_bytes)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def is_batch(data: bytes, position: Position) -> bool:
+    """Say whether these bytes are the batch of a position."""
+    batch = position.batch
+    return batch is not None and len(data) == batch.length and crc32(data) == batch.crc
+
+
+_BATCH_BYTES = 8 << 20
+_SETTLE_S = 0.1
+_ORDER_S = 0.3
+_RETRY_S = 1.0
+_SIGN_OF_LIFE_S = 10.0
+_ALL_TIMES = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is aggregated into what.
+
+    Attributes:
+        temp_dir: Directory of the processes' files.
+        log_dir: Directory of the merged file.
+        log_file: Its name.
+        max_file_size: Size in bytes from which on a file that is read and closed is deleted.
+        is_ordered: Whether records of different files are merged by their times.
+    """
+
+    temp_dir: str
+    log_dir: str
+    log_file: str
+    max_file_size: int
+    is_ordered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step did.
+
+    Attributes:
+        taken: Bytes read and merged.
+        again_s: When the next one is due at the latest; 0 for at once.
+        is_stuck: Nothing can be written, so there is no use in trying earlier.
+    """
+
+    taken: int
+    again_s: float | None = None
+    is_stuck: bool = False
+
+
+class Aggregation:
+    """Used by one thread. It takes what an earlier aggregation of the directory left behind.
+
+    Args:
+        job: What to do.
+        report: Is told, once each, what goes wrong while it goes on.
+
+    Raises:
+        DirectoryBusyError: Another aggregator works in the directory.
+        UnsafePathError: A directory or the merged file cannot be trusted.
+        OSError: Something cannot be made or opened.
+    """
+
+    def __init__(self, job: Job, report: Callable[[str], None]) -> None:
+        self._job = job
+        self._report = report
+        self._said: set[str] = set()
+        self._targets: dict[int, int] | None = None
+        self._boot_id = boot_id()
+        with ExitStack() as stack:
+            self.directory = open_log_directory(job.temp_dir)
+            stack.callback(os.close, self.directory)
+            stack.callback(DirectoryLock(self.directory, job.temp_dir).close)
+            log_directory = _open_directory(job.log_dir)
+            stack.callback(os.close, log_directory)
+            self._output = Output(log_directory, job.log_file)
+            stack.callback(self._output.close)
+            self._position = PositionFile(self.directory)
+            stack.callback(self._position.close)
+            if self._position.is_damaged:
+                report(f"{job.temp_dir}: the position is damaged: all that is there is merged anew")
+            self._sources = Sources(self.directory)
+            stack.callback(self._sources.close)
+            self._recover()
+            if not self._output.is_behind:
+                self._note(None)
+            self._stack = stack.pop_all()
+
+    def step(self, names: Iterable[str] | None, *, is_final: bool = False) -> Step:
+        """Merge what is there now.
+
+        Args:
+            names: What has changed in the directory; None when that is not known.
+            is_final: Take what is there at the first such step, and nothing that comes later.
+        """
+        if names is None or (is_final and self._targets is None):
+            self._sources.look()
+        else:
+            self._sources.look_at(names)
+        if is_final and self._targets is None:
+            self._targets = {each.inode: each.seen_bytes for each in self._sources}
+        try:
+            if self._output.is_behind:
+                self._output.flush()
+                self._confirm()
+            step = self._merge()
+        except OSError as error:
+            self._complain(f"{self._job.log_file}: {error.strerror}: merging of logs waits")
+            return Step(0, _RETRY_S, is_stuck=True)
+        if step.taken:
+            self._said.clear()
+        return step
+
+    def is_moved(self) -> bool:
+        """Say whether the directory's path leads to another directory, or nowhere."""
+        ours = os.fstat(self.directory)
+        try:
+            named = os.stat(self._job.temp_dir, follow_symlinks=False)
+        except OSError:
+            return True
+        return (named.st_dev, named.st_ino) != (ours.st_dev, ours.st_ino)
+
+    def close(self) -> None:
+        """Close everything; the position stays for the next aggregation."""
+        self._stack.close()
+
+    def _merge(self) -> Step:
+        """Read, decide, append.
+
+        Raises:
+            OSError: Position or output cannot be written; nothing is lost.
+        """
+        reads = self._read()
+        now_ms = None
+        if self._job.is_ordered:
+            now_ms = _ALL_TIMES if self._targets is not None else int(time.time() * 1000)
+        lengths = take([read for _, read in reads], now_ms=now_ms)
+        for (source, read), length in zip(reads, lengths, strict=True):
+            # Lines that wait are looked at again; a half line is not, before something comes.
+            are_waiting = read.data.rfind(b"\n") >= length
+            source.is_hungry = read.has_more or not read.is_settled or are_waiting
+        taken = sum(lengths)
+        if taken:
+            self._append(reads, lengths)
+        else:
+            self._show_life()
+        self._tidy()
+        if any(read.has_more for _, read in reads):
+            return Step(taken, 0.0)
+        is_waiting = any(source.is_hungry for source in self._sources)
+        wait_s = _ORDER_S if self._job.is_ordered else _SETTLE_S
+        return Step(taken, wait_s if is_waiting else None)
+
+    def _read(self) -> list[tuple[Source, Read]]:
+        """Read on in every file in which there may be something new."""
+        reads = []
+        left = _BATCH_BYTES
+        busy_stems = set()
+        for source in self._sources.in_turn():
+            # A writer's next file comes after the end of the one before.
+            if not source.is_hungry or left <= 0 or source.stem in busy_stems:
+                continue
+            limit = None if self._targets is None else self._targets.get(source.inode, 0)
+            try:
+                read = self._sources.read(source, limit)
+            except OSError as error:
+                # One file that cannot be read must not hold up the others.
+                source.is_hungry = False
+                if not source.is_linked:
+                    self._sources.forget(source)
+                elif not isinstance(error, FileNotFoundError):
+                    self._complain(f"{source.name}: {error.strerror}: it is left out")
+                continue
+            left -= len(read.data)
+            if read.has_more or read.may_be_torn:
+                busy_stems.add(source.stem)
+            reads.append((source, read))
+        return reads
+
+    def _append(self, reads: Sequence[tuple[Source, Read]], lengths: Sequence[int]) -> None:
+        sources = [source for source, _ in reads]
+        parts = [read.data[:length] for (_, read), length in zip(reads, lengths, strict=True)]
+        data = _render(sources, parts, is_ordered=self._job.is_ordered)
+        for source, length in zip(sources, lengths, strict=True):
+            source.after = source.offset + length
+        try:
+            self._note(Batch(len(data), crc32(data), self._job.is_ordered), sources)
+        except OSError:
+            for source in sources:
+                source.after = source.offset
+                source.is_hungry = True
+            raise
+        self._output.append(data)
+        self._confirm()
+
+    def _confirm(self) -> None:
+        """Take note that the batch is in the output."""
+        for source in self._sources:
+            source.offset = source.after
+        self._note(None)
+
+    def _note(self, batch: Batch | None, first: Sequence[Source] = ()) -> None:
+        """Write the position; the files of a batch come first in it, in the batch's order."""
+        inode, size = self._output.place()
+        others = [source for source in self._sources if source not in set(first)]
+        self._position.write(
+            Position(
+                output_inode=inode,
+                output_bytes=size,
+                files=tuple(source.position() for source in (*first, *others)),
+                batch=batch,
+                boot_id=self._boot_id,
+                monotonic_s=time.monotonic(),
+            )
+        )
+
+    def _show_life(self) -> None:
+        """Let the writers know from time to time that their files are being read."""
+        last = self._position.last
+        if last is None or time.monotonic() - last.monotonic_s >= _SIGN_OF_LIFE_S:
+            self._note(None)
+
+    def _tidy(self) -> None:
+        """Delete files that are read, full and closed, and forget those that are gone."""
+        for source in self._sources:
+            if not self._sources.is_read(source) or source.is_hungry:
+                continue
+            if not source.is_linked:
+                self._sources.forget(source)
+            elif source.size >= self._job.max_file_size and self._sources.is_over(source):
+                self._sources.remove(source)
+
+    def _recover(self) -> None:
+        """Find out what of the last batch is in the output, and append what is not."""
+        position = self._position.last
+        if position is None:
+            self._sources.look()
+            return
+        self._sources.restore(position)
+        found = self._output.found_of(position)
+        if position.batch is None:
+            return
+        if not is_batch(found, position) and not self._append_rest(found, position):
+            for source in self._sources:
+                source.after = source.offset
+            if found:
+                self._append_soon(b"\n")
+        if not self._output.is_behind:
+            self._confirm()
+
+    def _append_rest(self, found: bytes, position: Position) -> bool:
+        """Make a batch again, and append what the output has not got of it."""
+        if position.batch is None:
+            return False
+        sources = tuple(self._sources)
+        parts = [self._sources.reread(source) for source in sources]
+        data = _render(sources, parts, is_ordered=position.batch.is_ordered)
+        if not is_batch(data, position) or not data.startswith(found):
+            return False
+        self._append_soon(data[len(found) :])
+        return True
+
+    def _append_soon(self, data: bytes) -> None:
+        """Append now, or in the first step that can."""
+        try:
+            self._output.append(data)
+        except OSError as error:
+            self._complain(f"{self._job.log_file}: {error.strerror}: merging of logs waits")
+
+    def _complain(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._report(message)
+
+
+def _render(sources: Sequence[Source], parts: Sequence[bytes], *, is_ordered: bool) -> bytes:
+    """Return the merged bytes; what one writer has put into several files is one part."""
+    joined: dict[str, bytes] = {}
+    for source, part in zip(sources, parts, strict=True):
+        before = joined.get(source.stem, b"")
+        end = b"\n" if before and not before.endswith(b"\n") else b""
+        joined[source.stem] = before + end + part
+    return render([*joined.values()], is_ordered=is_ordered)
+
+
+def _open_directory(path: str) -> int:
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    validate_directory(path)
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the archive for a bug report: what goes in, how it is packed, the command."""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+import socket
+import stat
+import sys
+import tarfile
+import time
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
+from nvidia_resiliency_ext.shared_utils.redaction import REDACTED, is_secret_name, redact
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+
+_LONGEST_NAME = 80
+
+
+class Archive:
+    """Collects texts and writes them at the end.
+
+    Args:
+        top: Name of the directory that everything lies in.
+        max_bytes: How much text it takes.
+    """
+
+    def __init__(self, top: str, max_bytes: int) -> None:
+        self._top = _safe_part(top)
+        self._entries: dict[str, bytes] = {}
+        self.left_bytes = max_bytes
+
+    def add(self, name: str, text: str) -> bool:
+        """Take a text if there is room for it, and say whether there was."""
+        data = text.encode("utf-8", "backslashreplace")
+        if len(data) > self.left_bytes:
+            return False
+        self.left_bytes -= len(data)
+        path = "/".join(_safe_part(part) for part in name.split("/") if part not in {"", "."})
+        number = 1
+        unique = path
+        while unique in self._entries:
+            number += 1
+            unique = f"{path}-{number}"
+        self._entries[unique] = data
+        return True
+
+    def write(self, path: str) -> int:
+        """Write the archive to a new file, readable by its owner only; return its size.
+
+        Raises:
+            FileExistsError: There is something of that name.
+            OSError: It cannot be written; then there is no such file.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            with open(descriptor, "wb") as file:
+                self._write_to(file)
+                file.flush()
+                return os.fstat(file.fileno()).st_size
+        except BaseException:
+            os.unlink(path)
+            raise
+
+    def _write_to(self, file: io.BufferedWriter) -> None:
+        with tarfile.open(fileobj=file, mode="w:gz", format=tarfile.PAX_FORMAT) as tar:
+            for name, data in self._entries.items():
+                entry = tarfile.TarInfo(f"{self._top}/{name}")
+                entry.size = len(data)
+                entry.mode = 0o600
+                entry.mtime = int(time.time())
+                tar.addfile(entry, io.BytesIO(data))
+
+
+def _safe_part(part: str) -> str:
+    """Return a part of a path that means the same everywhere: no separators, not hidden, short."""
+    kept = "".join(
+        char if char.isascii() and (char.isalnum() or char in "._-=@") else "_" for char in part
+    )
+    return kept.lstrip(".-")[-_LONGEST_NAME:] or "_"
+
+
+_LOG_END_BYTES = 256 * 1024
+_EVENTS_BYTES = 8 * 1024 * 1024
+_CONFIG_BYTES = 256 * 1024
+_MOST_FILES = 500
+_MOST_SEEN = 20_000
+_DEEPEST = 6
+_CONFIG_ENDS = (".yaml", ".yml", ".toml", ".ini", ".cfg", ".json")
+_LOG_ENDS = (".log", ".txt", ".out", ".err", ".jsonl", ".stacks")
+_LOG_NAMES = ("rank_", "stdout", "stderr", "slurm-", "events-", "failures")
+_PREFIXES = (
+    "NVRX_", "FT_", "FAULT_TOL", "TORCH", "PET_", "NCCL_", "GLOO_", "CUDA_", "SLURM_", "MASTER_",
+    "OMP_", "PYTHON", "UCX_", "LD_", "PBS_", "KUBERNETES_",
+)  # fmt: skip
+_NAMES = frozenset(
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TMPDIR", "LANG", "TZ"}
+)
+
+
+class Collector:
+    """Fills an archive.
+
+    Args:
+        archive: Takes the texts.
+    """
+
+    def __init__(self, archive: Archive) -> None:
+        self._archive = archive
+        self._notes: list[str] = []
+        self._secrets = 0
+        self._files = 0
+
+    def add(self, name: str, text: str) -> None:
+        """Add a text without its secrets."""
+        kept, count = redact(text)
+        if self._archive.add(name, kept):
+            self._secrets += count
+        else:
+            self._notes.append(f"{name}: left out: the bundle has reached its size")
+
+    def add_machine(self, environ: Mapping[str, str]) -> None:
+        """Add versions, the self-check, and the variables that concern the job."""
+        from nvidia_resiliency_ext.shared_utils.doctor import findings
+
+        lines = [f"{each.level:<8} {each.topic}: {each.text}" for each in findings()]
+        lines += ["", f"python {sys.version}", platform.platform(), f"cpus {os.cpu_count()}"]
+        self.add("machine.txt", "\n".join(lines) + "\n")
+        self.add("environment.txt", "".join(self._variables(environ)))
+
+    def add_path(self, path: str, label: str) -> None:
+        """Add a file, or what a directory has of records, configurations and logs."""
+        if not os.path.isdir(path):
+            self._add_file(path, f"{label}/{os.path.basename(path)}", is_asked_for=True)
+            return
+        for relative in self._files_below(path):
+            self._add_file(os.path.join(path, relative), f"{label}/{relative}")
+
+    def finish(self) -> None:
+        """Add the page that says what is here and what is not."""
+        lines = [
+            "What this is: records, logs' ends and settings of a job, for a bug report.",
+            f"Taken out: {self._secrets} values that looked like secrets ({REDACTED}).",
+            "Not taken out: names of hosts, users, files and jobs, and what logs say.",
+            "Please look through it before you send it to anybody.",
+            "",
+            *self._notes,
+        ]
+        self._archive.left_bytes += _CONFIG_BYTES
+        self._archive.add("README.txt", "\n".join(lines).rstrip()[:_CONFIG_BYTES] + "\n")
+
+    def _variables(self, environ: Mapping[str, str]) -> Iterator[str]:
+        for name in sorted(environ):
+            if not name.startswith(_PREFIXES) and name not in _NAMES:
+                continue
+            value = environ[name]
+            if is_secret_name(name) and value:
+                self._secrets += 1
+                value = REDACTED
+            yield f"{name}={value}\n"
+
+    def _files_below(self, root: str) -> Iterator[str]:
+        """Yield the names worth a look, records first; links are not followed."""
+        found: list[str] = []
+        seen = 0
+        for folder, folders, names in os.walk(root):
+            depth = os.path.relpath(folder, root).count(os.sep)
+            folders[:] = sorted(folders) if depth < _DEEPEST else []
+            for name in sorted(names):
+                seen += 1
+                if _is_wanted(name):
+                    found.append(os.path.relpath(os.path.join(folder, name), root))
+            if seen > _MOST_SEEN:
+                self._notes.append(f"{root}: more than {_MOST_SEEN} files: not all were looked at")
+                break
+        yield from sorted(found, key=lambda name: (not _is_record(name), name))
+
+    def _add_file(self, path: str, name: str, *, is_asked_for: bool = False) -> None:
+        if self._files >= _MOST_FILES and not is_asked_for:
+            self._notes.append(f"{name}: left out: there are {_MOST_FILES} files already")
+            return
+        self._files += 1
+        try:
+            text = _text_of(path, _limit_of(path))
+        except OSError as error:
+            self._notes.append(f"{name}: left out: {error.strerror}")
+            return
+        except ValueError as error:
+            self._notes.append(f"{name}: left out: {error}")
+            return
+        self.add(name, text)
+
+
+def _is_wanted(name: str) -> bool:
+    return name.endswith((*_CONFIG_ENDS, *_LOG_ENDS)) or name.startswith(_LOG_NAMES)
+
+
+def _is_record(path: str) -> bool:
+    name = os.path.basename(path)
+    return name.startswith(("events-", "failures"))
+
+
+def _limit_of(path: str) -> int:
+    if _is_record(path):
+        return _EVENTS_BYTES
+    return _CONFIG_BYTES if path.endswith(_CONFIG_ENDS) else _LOG_END_BYTES
+
+
+def _text_of(path: str, limit: int) -> str:
+    """Return a file's text; of a long one its first line and its end.
+
+    Raises:
+        OSError: It cannot be read or is no regular file.
+        ValueError: It is no text.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("not a regular file")
+    with open(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
+        data = file.readline(limit) if size > limit else b""
+        if size > limit:
+            file.seek(size - limit)
+            left_out = size - limit - len(data)
+            # A cut line could begin in the middle of a secret whose name is gone.
+            file.readline(limit)
+            data = data.rstrip(b"\n") + f"\n... {max(0, left_out)} bytes ...\n".encode()
+        data += file.read(limit)
+    if b"\0" in data:
+        raise ValueError("not a text")
+    return data.decode("utf-8", "replace")
+
+
+_MIB = 1024 * 1024
+_DEFAULT_MIB = 32
+_WRONG_INPUT = 2
+
+
+def main(argv: Sequence[str], report_texts: Callable[[Sequence[str]], Mapping[str, str]]) -> int:
+    """Make the archive and return the exit code: 0, or 2 where it cannot be made.
+
+    Args:
+        argv: The command line after `bundle`.
+        report_texts: Gives the reports of the records under paths, by name.
+    """
+    options = _parse(argv)
+    paths = options.paths or [path for path in (os.environ.get("NVRX_EVENT_DIR"),) if path]
+    for path in (*paths, *options.config):
+        if not os.path.exists(path):
+            return _complain(f"{path}: there is no such file or directory")
+    host = socket.gethostname()
+    top = f"nvrx-bundle-{host}-{time.strftime('%Y%m%dT%H%M%S')}"
+    target = options.output or f"{top}.tar.gz"
+    archive = Archive(top, max(1, options.max_size) * _MIB)
+    collector = Collector(archive)
+    collector.add_machine(os.environ)
+    for name, text in report_texts(paths).items():
+        collector.add(name, text)
+    for path in options.config:
+        collector.add_path(path, "config")
+    for number, path in enumerate(paths):
+        collector.add_path(path, f"files-{number}")
+    collector.finish()
+    try:
+        size = archive.write(target)
+    except OSError as error:
+        return _complain(f"{target}: {error.strerror}")
+    write_out(
+        f"{target}: {size / _MIB:.1f} MiB. Secrets that were recognised are taken out; please look"
+        " through it before you send it to anybody.\n"
+    )
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> Namespace:
+    from argparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog="nvrx-report bundle",
+        description="Put what a bug report needs into one archive: the record of events, the"
+        " report, versions, the self-check, settings and the ends of logs, without secrets.",
+    )
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="directory of records and logs (as --log-dir), or a file; default NVRX_EVENT_DIR",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="the archive; must not exist yet")
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="FILE", help="a file of settings; repeat"
+    )
+    parser.add_argument(
+        "--max-size",
+        type=int,
+        default=_DEFAULT_MIB,
+        metavar="MIB",
+        help=f"how much text to take at most; default {_DEFAULT_MIB}",
+    )
+    return parser.parse_args(argv)
+
+
+def _complain(message: str) -> int:
+    write_err(f"nvrx-report bundle: {plain(message)}\n")
+    return _WRONG_INPUT

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Private rooms of ``testing_utils.fake_hardware``: one stand-in each."""
