@@ -127,7 +127,7 @@ class DestroyedGroups:
 
     Example:
         >>> held = DestroyedGroups()
-        >>> held.hold(torch_groups.all_groups())
+        >>> held.hold(all_groups())
         >>> held.release()
         True
     """
