@@ -118,7 +118,7 @@ def test_a_hung_call_inside_a_finalizer_is_not_taken_for_its_own_timeout() -> No
     def stuck() -> None:
         raise StuckError("NVML", 3.0)
 
-    with pytest.raises(StuckError, match="NVML has not returned for 3.0 s"):
+    with pytest.raises(StuckError, match="NVML has not returned"):
         ThreadedFinalize(LONG, stuck)(state())
 
 
