@@ -88,7 +88,15 @@ def test_no_restart_depends_on_a_monitor() -> None:
     loop.close()
 
 
-def test_a_launch_without_a_monitor_does_not_begin() -> None:
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    """Return the launcher's loop."""
+    loop = EventLoop(SystemClock())
+    yield loop
+    loop.close()
+
+
+def test_a_launch_without_a_monitor_does_not_begin(loop: EventLoop) -> None:
     """A monitor that is never there is an error of the first cycle, not a warning."""
 
     def start(_cycle: int, _word: int) -> TalkingHandle:
@@ -97,7 +105,7 @@ def test_a_launch_without_a_monitor_does_not_begin() -> None:
     with pytest.raises(OSError, match="temporarily"):
         SharedMonitor(
             start,  # type: ignore[arg-type]
-            EventLoop(SystemClock()),
+            loop,
             SystemClock(),
             on_first_step=lambda _rank, _at: None,
             on_stuck=lambda _rank, _where: None,
@@ -117,12 +125,14 @@ def report(rank: int, cycle: int, culprits: list[int]) -> dict[str, object]:
     return {"local_rank": rank, "cycle": cycle, "culprits": culprits}
 
 
-def test_a_hang_of_the_last_cycle_is_none_of_this_one(handle: TalkingHandle) -> None:
+def test_a_hang_of_the_last_cycle_is_none_of_this_one(
+    handle: TalkingHandle, loop: EventLoop
+) -> None:
     """A report that comes after the restart is dropped; one that names a culprit is kept."""
     clock = SystemClock()
     monitor = SharedMonitor(
         lambda _cycle, _word: handle,  # type: ignore[arg-type, return-value]
-        EventLoop(clock),
+        loop,
         clock,
         on_first_step=lambda _rank, _at: None,
         on_stuck=lambda _rank, _where: None,
