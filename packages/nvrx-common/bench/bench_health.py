@@ -80,7 +80,7 @@ print(json.dumps({"ms": worst * 1e3, "check_s": took}))
 """
 
 _ROOT = Path(__file__).resolve().parents[1]
-_SOURCE = _ROOT / "src/nvidia_resiliency_ext/testing_utils/_fakes/nvml.c"
+_SOURCE = _ROOT / "src/nvidia_resiliency_ext/testing_utils/nvml.c"
 _MODULE = "nvidia_resiliency_ext.shared_utils.health_check"
 # The driver asks for a reset of its GPU, so that on_failure ends the program.
 _ANSWERS = "count 1\nfield.0.230 1\n"

@@ -2,6 +2,8 @@
 """The event loop, its wake-up descriptor and the worker thread beside it."""
 
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -89,6 +91,23 @@ def test_closed_objects_can_be_unwatched(loop):
     again.close()
 
 
+@pytest.mark.parametrize("as_number", [True, False])
+def test_the_next_owner_of_a_closed_descriptors_number_is_watched(loop, as_number):
+    """A descriptor that was closed while it was watched hides nothing from its number's next."""
+    seen, first = [], WakeUp()
+    kept = first.fileno() if as_number else first
+    loop.watch(kept, lambda: seen.append("first"))
+    first.close()
+    second = WakeUp()
+    assert not as_number or second.fileno() == kept
+    loop.watch(second.fileno() if as_number else second, lambda: seen.append("second"))
+    second.set()
+    loop.run_once(until=0.0)
+    assert seen == ["second"]
+    loop.unwatch(second)
+    second.close()
+
+
 def test_cancelled_timers_are_removed():
     """Timers that are cancelled do not pile up, and the others fire in order."""
     clock, seen = ManualClock(), []
@@ -123,6 +142,46 @@ def test_callbacks_go_through_the_guard():
     loop.close()
 
 
+def test_calls_behind_one_that_raises_come_in_the_next_round(loop):
+    """Without a guard an exception ends the round; nobody has to post again."""
+    seen = []
+    loop.post(lambda: 1 / 0)
+    loop.post(lambda: seen.append(1))
+    with pytest.raises(ZeroDivisionError):
+        loop.run_once(until=0.0)
+    loop.run_once(until=0.0)
+    assert seen == [1]
+
+
+FORKS = """
+import os, signal, threading
+from nvidia_resiliency_ext.shared_utils.event_loop import WakeUp
+wake_up = WakeUp()
+is_held = threading.Event()
+
+def hold():
+    with wake_up._lock:
+        is_held.set()
+        threading.Event().wait()
+
+threading.Thread(target=hold, daemon=True).start()
+assert is_held.wait(30)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(30)
+    wake_up.set()
+    wake_up.close()
+    os._exit(0)
+os._exit(os.waitpid(pid, 0)[1])
+"""
+
+
+def test_a_forked_child_can_close_a_wake_up_whose_lock_was_held():
+    """The thread that held the lock does not exist in the child."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKS]
+    assert subprocess.run(command, timeout=120, check=False).returncode == 0
+
+
 def test_a_wake_up_is_harmless_after_close():
     """Setting it after `close` writes into nobody's descriptor."""
     wake_up = WakeUp()
@@ -143,10 +202,11 @@ def test_jobs_run_in_order_and_a_failed_one_gives_none(loop, caplog):
     worker, seen = WorkerThread(), []
     loop.watch(worker, worker.collect)
     worker.submit(lambda: 1 / 0, seen.append)
+    worker.submit(lambda: sys.exit(3), seen.append)
     worker.submit(threading.get_ident, seen.append)
-    turn(loop, lambda: len(seen) == 2)
-    assert seen[0] is None
-    assert seen[1] != threading.get_ident()
+    turn(loop, lambda: len(seen) == 3)
+    assert seen[:2] == [None, None]
+    assert seen[2] != threading.get_ident()
     assert "division by zero" in caplog.text
     loop.unwatch(worker)
     worker.close()

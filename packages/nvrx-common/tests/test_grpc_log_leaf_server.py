@@ -194,7 +194,10 @@ def test_root_that_does_not_acknowledge(tmp_path: Path, logs: Path) -> None:
             leaf.start()
             assert send_acked(leaf.address, chunk(logs / "x", b"1\n", "0", "s", 1)) == {"s": 1}
             assert send(leaf.address, chunk(logs / "x", b"2\n")).status == "OK"
-            peers.until(lambda: (logs / "x").read_bytes() == b"1\n2\n", "the lines")
+            peers.until(
+                lambda: (logs / "x").exists() and (logs / "x").read_bytes() == b"1\n2\n",
+                "the lines",
+            )
             assert leaf.stop() == 0
     finally:
         server.stop(None).wait()

@@ -38,7 +38,7 @@ class Told(PeriodicCheck):
     def _examine(self) -> Finding:
         if self.wait is not None:
             self.wait.wait(30)
-        if isinstance(self.finding, Exception):
+        if isinstance(self.finding, BaseException):
             raise self.finding
         return self.finding
 
@@ -145,6 +145,13 @@ def test_many_checks_share_one_deadline(monkeypatch) -> None:
     release.set()
     assert "not ended within 30 s" in results[3].reason
     assert took_s < 20
+
+
+def test_a_check_that_ends_its_thread_does_not_end_the_caller() -> None:
+    """`sys.exit` in a check is an unhealthy result, and the other checks count as before."""
+    ended, other = run_checks([Told(SystemExit(3)), Told(healthy())], 30.0)
+    assert (ended.status, other.status) == ("unhealthy", "healthy")
+    assert "SystemExit: 3" in ended.reason
 
 
 def test_hung_call_costs_one_thread() -> None:

@@ -2,6 +2,7 @@
 """Paths that may be hostile, and files that are written whole."""
 
 import errno
+import fcntl
 import os
 import random
 import stat
@@ -522,4 +523,42 @@ def test_a_lock_is_waited_for_until_a_deadline(tmp_path: Path) -> None:
         os_utils.lock_file(waiter)
     os.close(third)
     os_utils.lock_file(waiter, 60.0)
+    os.close(waiter)
+
+
+def test_an_error_of_a_lock_that_is_waited_for_reaches_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that loses its locks is no other holder; the descriptor's copy is closed."""
+    descriptor = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def flock(_descriptor: int, operation: int) -> None:
+        number = errno.EAGAIN if operation & fcntl.LOCK_NB else errno.ENOLCK
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os_utils.fcntl, "flock", flock)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="No locks available"):
+        os_utils.lock_file(descriptor, 30.0)
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(descriptor)
+
+
+def test_a_lock_that_no_thread_can_wait_for_leaves_no_descriptor_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the limit of threads the error says so."""
+    path = tmp_path / "lock"
+    holder, waiter = (os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for _ in "12")
+    os_utils.lock_file(holder)
+
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="new thread"):
+        os_utils.lock_file(waiter, 30.0)
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(holder)
     os.close(waiter)

@@ -1,24 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exceptions without @record are named, and a program that cannot start is not started for ever."""
 
+import dataclasses
 import re
+import signal
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._agent.start_failures import StartFailures
+from nvidia_resiliency_ext.fault_tolerance._agent import agent as agents
+from nvidia_resiliency_ext.fault_tolerance._agent.agent import NodeAgent, Parts
+from nvidia_resiliency_ext.fault_tolerance._agent.start_failures import (
+    OTHERS_MAY_TAKE_S,
+    StartFailures,
+    is_program_error,
+)
 from nvidia_resiliency_ext.fault_tolerance._core.exceptions import (
     ErrorFile,
     last_exception,
     read_error_output,
 )
+from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    Assignment,
+    Phase,
+    Policy,
+    Signalled,
+)
+from nvidia_resiliency_ext.fault_tolerance._monitor.slot import Steps
 from nvidia_resiliency_ext.fault_tolerance._report.failures import (
     Failure,
     cause_of,
     failure_table,
 )
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
+from nvidia_resiliency_ext.shared_utils.clock import ManualClock
 
 LAUNCHER = "nvidia_resiliency_ext.fault_tolerance.launcher"
 TWO_TRACEBACKS = """Traceback (most recent call last):
@@ -30,7 +47,20 @@ During handling of the above exception, another exception occurred:
 Traceback (most recent call last):
   File 'b'
 B: 2
-last words
+"""
+TOP = "Traceback (most recent call last):\n  File 'a', line 1, in <module>\n    f()\n"
+CAUGHT = "Traceback (most recent call last):\n  File 'a', line 1, in main\n    f()\n"
+# What stands behind a traceback although the program was at its end.
+AFTERWARDS = """[rank0]:[W1123 06:28:54.123456789 ProcessGroupNCCL.cpp:1496] Warning: not destroyed
+/usr/lib/python3.11/multiprocessing/resource_tracker.py:224: UserWarning: 1 leaked semaphore
+  warnings.warn('resource_tracker: %d leaked')
+host:12:34 [0] NCCL INFO comm 0x55 rank 0 nranks 2 - Abort COMPLETE
+
+wandb: View run at https://example.org
+Exception ignored in: <function P.__del__ at 0x7f>
+Traceback (most recent call last):
+  File 'p', line 7, in __del__
+AttributeError: 'NoneType' object has no attribute 'close'
 """
 MISSING = "ModuleNotFoundError: No module named 'nowhere'"
 
@@ -54,12 +84,22 @@ MISSING = "ModuleNotFoundError: No module named 'nowhere'"
             "SyntaxError: invalid syntax",
         ),
         (TWO_TRACEBACKS, "B: 2"),
+        (TOP + "KeyError: 3\n" + AFTERWARDS, "KeyError: 3"),
+        (CAUGHT + "ImportError: apex\ngoing on without apex\n", None),
+        ("SyntaxError: of another program\ngoing on\n", None),
     ],
 )
 def test_the_last_exception_of_an_output_is_found(text, message):
     """The one whose traceback stands last; nothing is guessed where there is none."""
     found = last_exception(text)
     assert (found and found.message) == message
+    assert found is None or found.is_last
+
+
+def test_lines_behind_an_exception_may_be_more_of_its_text():
+    """It is named, but for all that is known the program may have gone on."""
+    found = last_exception(TOP + "RuntimeError: CUDA error: unspecified\nFor debugging set X\n")
+    assert (found.message, found.is_last) == ("RuntimeError: CUDA error: unspecified", False)
 
 
 def test_what_an_earlier_worker_wrote_is_not_read(tmp_path):
@@ -120,6 +160,98 @@ def test_a_job_that_has_done_a_step_or_worked_for_long_goes_on():
     assert not StartFailures(1).is_hopeless(both, 2, 3600.0, stepped=False)
     assert not StartFailures(0).is_hopeless(both, 2, 1.0, stepped=False)
     assert StartFailures(1).is_hopeless(both, 2, 1.0, stepped=False)
+
+
+@pytest.mark.parametrize(("lived_s", "stepped"), [(1.0, True), (120.0, False)])
+def test_a_cycle_that_ended_otherwise_is_remembered(lived_s, stepped):
+    """A step or two minutes of work in any cycle, whatever ended it, end the rule."""
+    rule = StartFailures(1)
+    rule.cycle_ended(lived_s, stepped=stepped)
+    assert not rule.is_hopeless([MISSING], 1, 1.0, stepped=False)
+
+
+def test_a_cycle_that_ended_otherwise_is_between_two_in_a_row():
+    """A node that failed to start its workers, say: the count begins anew."""
+    rule = StartFailures(2)
+    assert not rule.is_hopeless([MISSING], 1, 1.0, stepped=False)
+    rule.cycle_ended(1.0, stepped=False)
+    rule.cycle_ended(1.0, stepped=False)
+    assert not rule.is_hopeless([MISSING], 1, 1.0, stepped=False)
+    rule.cycle_ended(1.0, stepped=False)
+    assert rule.is_hopeless([MISSING], 1, 1.0, stepped=False)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "libcudart.so.12: cannot open shared object file: No such file or directory",
+        "/lustre/lib.so: Input/output error",
+        "[Errno 116] Stale file handle: '/lustre/lib.py'",
+    ],
+)
+def test_an_import_that_fails_by_its_file_system_is_no_error_of_the_program(what):
+    """The next cycle may find the file."""
+    assert not is_program_error(f"ImportError: {what}")
+
+
+@pytest.fixture
+def agent(tmp_path):
+    """Return an agent that runs two ranks, the first of which has just failed at its start."""
+    clock, output = ManualClock(), tmp_path / "stderr.log"
+    output.write_text(f"{TOP}{MISSING}\n")
+    given = dict.fromkeys(field.name for field in dataclasses.fields(Parts))
+    quiet = mock.MagicMock()
+    quiet.steps_of_rank0.return_value = Steps(None, 0, 0.0)
+    quiet.hang_report.return_value = {}
+    quiet.should_terminate_early.return_value = False
+    parts = ("rendezvous", "gate", "monitor", "tracker", "reporter", "controller", "loop")
+    given |= dict.fromkeys(parts, quiet)
+    given |= {"policy": Policy(2, 15.0, 15.0, 93), "clock": clock, "start_failure_limit": 2}
+    it = NodeAgent(Parts(**given))
+    it.monitor = quiet
+    it._workers = mock.MagicMock(started={0: mock.MagicMock(), 1: mock.MagicMock()})
+    it._assignment = Assignment(0, 0, 1, 0, 2, "h", 1)
+    it._node = dataclasses.replace(it._node, phase=Phase.RUNNING, running=frozenset({0, 1}))
+    it._error_outputs = {0: (str(output), 0)}
+    it._started_at = clock.monotonic()
+    it._worker_exited(0, ExitStatus(1))
+    assert not it._settle()  # The other rank may fail likewise.
+    return it
+
+
+def test_an_event_does_not_overtake_an_exit_that_waits_for_others(agent):
+    """The failure is the cause, and is reported, although a signal comes before the others."""
+    agent.post(Signalled(signal.SIGTERM))
+    assert agent._settle()
+    assert [failure.error.message for failure in agent._failures] == [MISSING]
+    assert agent._node.cause.what.endswith(MISSING)
+
+
+def test_the_output_of_a_rank_is_read_once(agent, monkeypatch):
+    """It may be on a file system that hangs."""
+    monkeypatch.setattr(agents, "read_error_output", None)
+    agent._clock.advance(OTHERS_MAY_TAKE_S)
+    assert agent._settle()
+    assert agent._failures[0].error.message == MISSING
+
+
+def test_steps_are_remembered_while_a_monitor_is_replaced(agent):
+    """The new one does not know yet what the ranks have told."""
+    agent.monitor.steps_of_rank0.return_value = Steps(7, 7, 1.0)
+    agent._tick_progress()
+    agent.monitor.steps_of_rank0.return_value = Steps(None, 0, 0.0)
+    agent._clock.advance(OTHERS_MAY_TAKE_S)
+    assert agent._settle()
+    assert not agent._start_failures.counts([MISSING], 1.0, stepped=False)
+
+
+def test_a_long_cycle_that_a_signal_ends_is_remembered(agent):
+    """No exit was judged in it, and yet the program has shown that it can start."""
+    agent._exits.clear()
+    agent._clock.advance(3600.0)
+    agent.post(Signalled(signal.SIGTERM))
+    assert agent._settle()
+    assert not agent._start_failures.counts([MISSING], 1.0, stepped=False)
 
 
 def launch(tmp_path, *flags):

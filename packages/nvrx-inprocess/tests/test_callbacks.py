@@ -30,6 +30,7 @@ from nvidia_resiliency_ext.inprocess.rank_assignment import Tree
 from nvidia_resiliency_ext.inprocess.sibling_monitor import Heartbeat
 from nvidia_resiliency_ext.inprocess.state import FrozenState, Mode, State
 from nvidia_resiliency_ext.inprocess.terminate import Terminate
+from nvidia_resiliency_ext.shared_utils.abandonable import StuckError
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 LONG = timedelta(seconds=30)
@@ -109,6 +110,16 @@ def test_threaded_finalize_runs_in_a_daemon_thread() -> None:
     assert seen[0] == ((1, 2), {"key": 3}, "ThreadedFinalize-3", True)
     assert seen[1][:2] == ((), {})
     assert "ThreadedFinalize-3" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_hung_call_inside_a_finalizer_is_not_taken_for_its_own_timeout() -> None:
+    """The error that the function raised comes through with what it says."""
+
+    def stuck() -> None:
+        raise StuckError("NVML", 3.0)
+
+    with pytest.raises(StuckError, match="NVML has not returned"):
+        ThreadedFinalize(LONG, stuck)(state())
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), SystemExit(3), ValueError(threading.Lock())])

@@ -38,7 +38,9 @@ def monitor(socket_folder, clean_environment):
 
     def start(**config):
         path = str(socket_folder / f"m{len(started)}.sock")
-        cfg = ft.FaultToleranceConfig(**{"rank_section_timeouts": SECTIONS, **config})
+        # This process is the rank: timeouts learned from steps of a few ms must not end it.
+        usual = {"rank_section_timeouts": SECTIONS, "safety_factor": 10_000.0}
+        cfg = ft.FaultToleranceConfig(**{**usual, **config})
         started.append(ft.RankMonitorServer.run_in_subprocess(cfg, path))
         clean_environment.setenv("FT_RANK_MONITOR_IPC_SOCKET", path)
         for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}.items():

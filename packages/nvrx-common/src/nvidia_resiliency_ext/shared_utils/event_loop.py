@@ -55,6 +55,7 @@ class WakeUp:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Reentrant: a signal handler may call `set` in the middle of `close`.
         self._lock = threading.RLock()
+        self._pid = os.getpid()
 
     def fileno(self) -> int:
         """Return the descriptor; -1 after `close`."""
@@ -62,7 +63,7 @@ class WakeUp:
 
     def set(self) -> None:
         """Make the descriptor readable; without effect after `close`."""
-        with self._lock:
+        with self._guard():
             if self._fd >= 0:  # else the number may be another file's by now
                 with contextlib.suppress(BlockingIOError):  # full: readable already
                     os.eventfd_write(self._fd, 1)
@@ -74,10 +75,14 @@ class WakeUp:
 
     def close(self) -> None:
         """Close the descriptor; nobody may wait for it any more. Harmless when repeated."""
-        with self._lock:
+        with self._guard():
             fd, self._fd = self._fd, -1
             if fd >= 0:
                 os.close(fd)
+
+    def _guard(self) -> contextlib.AbstractContextManager[object]:
+        # A forked child may have a lock that a thread of its parent held: it is never released.
+        return self._lock if os.getpid() == self._pid else contextlib.nullcontext()
 
 
 class Timer:
@@ -159,10 +164,15 @@ class EventLoop:
             write: Call it also whenever the descriptor is writable.
         """
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
-        try:
-            self._selector.modify(fileobj, events, callback)
-        except KeyError:
+        known = self._selector.get_map().get(fileobj)
+        if known is not None and (isinstance(fileobj, int) or known.fileobj is not fileobj):
+            # The number may be that of a closed file: the kernel has then forgotten it.
+            self._selector.unregister(known.fileobj)
+            known = None
+        if known is None:
             self._selector.register(fileobj, events, callback)
+        else:
+            self._selector.modify(fileobj, events, callback)
 
     def unwatch(self, fileobj: HasFileno | int) -> None:
         """Stop watching a descriptor; unknown and closed ones are ignored.
@@ -212,8 +222,12 @@ class EventLoop:
 
     def _run_posted(self) -> None:
         self._wake_up.clear()
-        for _ in range(len(self._posted)):
-            self._call(self._posted.popleft())
+        try:
+            for _ in range(len(self._posted)):
+                self._call(self._posted.popleft())
+        finally:
+            if self._posted:  # An exception ends this round: the others are called in the next.
+                self._wake_up.set()
 
     def _is_watched(self, key: selectors.SelectorKey) -> bool:
         # A callback of the same round may have closed the descriptor, and another one opened its
@@ -380,7 +394,7 @@ class WorkerThread:
                 # The machine's fault, not a defect: one line says it.
                 logger.error("a job of the thread %s failed: %s", self._name, error)  # noqa: TRY400
                 result = None
-            except Exception:
+            except BaseException:  # `SystemExit`, too: the next jobs need the thread.
                 logger.exception("a job of the thread %s failed", self._name)
                 result = None
             self._results.put((done, result))

@@ -401,12 +401,14 @@ def lock_file(descriptor: int, timeout_s: float = 0.0) -> None:
     copies, end it with `fcntl.flock(descriptor, fcntl.LOCK_UN)`.
 
     Args:
-        descriptor: The open file.
+        descriptor: The open file. After a wait in vain, close it: the lock may still come to it,
+            and is then given back at once.
         timeout_s: Seconds to wait for whoever has the lock; default: not at all.
 
     Raises:
         BlockingIOError: Somebody has the lock, for all of that time.
-        OSError: The file system has no locks.
+        OSError: The file system has no locks, or lost them during the wait.
+        RuntimeError: The system gives no thread for the wait.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -419,21 +421,30 @@ def lock_file(descriptor: int, timeout_s: float = 0.0) -> None:
     guard = threading.Lock()
     is_done = threading.Event()
     is_abandoned = False
+    errors: list[OSError] = []
     copy = os.dup(descriptor)
 
     def wait() -> None:
-        fcntl.flock(copy, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(copy, fcntl.LOCK_EX)
+        except OSError as error:
+            errors.append(error)
         with guard:
             if is_abandoned:
-                fcntl.flock(copy, fcntl.LOCK_UN)
+                with contextlib.suppress(OSError):
+                    fcntl.flock(copy, fcntl.LOCK_UN)
             os.close(copy)
             is_done.set()
 
-    threading.Thread(target=wait, name="nvrx-lock", daemon=True).start()
-    if is_done.wait(timeout_s):
-        return
+    try:
+        threading.Thread(target=wait, name="nvrx-lock", daemon=True).start()
+    except RuntimeError:
+        os.close(copy)
+        raise
+    is_done.wait(timeout_s)
     with guard:
-        if is_done.is_set():
-            return
-        is_abandoned = True
-    raise BlockingIOError(errno.EAGAIN, f"another process has had the lock for {timeout_s:g} s")
+        is_abandoned = not is_done.is_set()
+    if is_abandoned:
+        raise BlockingIOError(errno.EAGAIN, f"another process has had the lock for {timeout_s:g} s")
+    if errors:
+        raise errors[0]

@@ -151,6 +151,8 @@ class FakeDriver:
         os.replace(f"{self._control}.new", self._control)
 
     def _build(self) -> None:
+        if not os.path.exists(_SOURCE):  # else it would pass for a compiler's fault
+            raise FileNotFoundError(f"{_SOURCE} is missing: install nvrx-common again")
         compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
         if compiler is None:
             raise NoCompilerError("no C compiler is on PATH")

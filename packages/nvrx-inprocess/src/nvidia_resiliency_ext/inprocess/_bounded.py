@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
-from nvidia_resiliency_ext.shared_utils.abandonable import StuckError, call_within
+from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 
 from . import exception
 
@@ -30,7 +30,8 @@ def call_bounded(name: str, function: Callable[[], T], timeout: timedelta) -> T:
         threading.current_thread().name = name
         return function()
 
-    try:
-        return call_within(name, run, timeout.total_seconds())
-    except StuckError:
-        raise exception.TimeoutError(f"{name} has not ended within {timeout}") from None
+    call = AbandonableCall(name, run)
+    # Not `call_within`: its error could not be told from one that the function raised.
+    if not call.ended.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX)):
+        raise exception.TimeoutError(f"{name} has not ended within {timeout}")
+    return call.result()

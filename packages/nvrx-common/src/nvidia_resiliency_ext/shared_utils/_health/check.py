@@ -254,7 +254,7 @@ def run_checks(checks: Sequence[Check], deadline_s: float) -> list[HealthResult]
     """
     start = time.monotonic()
     # Their threads are daemons: a check that never ends must not keep the interpreter from ending.
-    running = [AbandonableCall(f"check-{check.name}", check.check) for check in checks]
+    running = [AbandonableCall(f"check-{check.name}", _guarded(check)) for check in checks]
     results = []
     for check, call in zip(checks, running, strict=True):
         if call.ended.wait(max(0.0, start + deadline_s - time.monotonic())):
@@ -262,6 +262,22 @@ def run_checks(checks: Sequence[Check], deadline_s: float) -> list[HealthResult]
         else:
             results.append(_late(check, deadline_s, time.monotonic() - start))
     return results
+
+
+def _guarded(check: Check) -> Callable[[], HealthResult]:
+    """Return a call of a check for a thread: what ends the thread, as `sys.exit`, is a result."""
+
+    def run() -> HealthResult:
+        start = time.monotonic()
+        try:
+            return check.check()
+        except BaseException as error:
+            logger.exception("health check %s has ended its thread", check.name)
+            reason = _plain(f"the check has ended its thread: {type(error).__name__}: {error}")
+            took_s = time.monotonic() - start
+            return HealthResult(check.name, "unhealthy", reason, check.component, {}, took_s)
+
+    return run
 
 
 def _late(check: Check, deadline_s: float, took_s: float) -> HealthResult:

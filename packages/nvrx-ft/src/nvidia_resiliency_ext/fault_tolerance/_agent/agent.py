@@ -229,6 +229,7 @@ class NodeAgent:
         self._assignment: Assignment | None = None
         self._error_files: dict[int, str] = {}
         self._error_outputs: dict[int, tuple[str, int]] = {}
+        self._errors: dict[int, ErrorFile | None] = {}
         self._others_until: float | None = None
         self._cycle_start_time: float | None = None
         self._started_at: float | None = None
@@ -353,7 +354,7 @@ class NodeAgent:
 
     def _settle(self) -> bool:
         """Decide one thing that is waiting; exits first, they are the causes."""
-        if self._exits and not self._others_may_fail():
+        if self._exits and (self._events or not self._others_may_fail()):
             self._judge_exits()
             return True
         if self._events:
@@ -400,13 +401,12 @@ class NodeAgent:
         return machine.HangJudged(cause, self._makes_no_progress())
 
     def _note_end(self) -> None:
-        """Tell the gate how the cycle ended that nobody works in any more."""
-        cause, started_at = self._node.cause, self._started_at
-        self._started_at = None
-        if cause is not None and started_at is not None:
-            lived_s = self._clock.monotonic() - started_at
-            has_stepped = self._monitor.steps_of_rank0().count > 0
+        """Take note of how the cycle ended that nobody works in any more; tell the gate."""
+        cause, lived_s, has_stepped = self._node.cause, self._lived_s(), self._has_stepped()
+        self._start_failures.cycle_ended(lived_s, stepped=has_stepped)
+        if cause is not None and self._started_at is not None:
             self._gate.cycle_failed(cause, lived_s, has_stepped=has_stepped)
+        self._started_at = None
 
     def _apply(self, effect: Effect) -> None:
         self._perform[type(effect)](effect)
@@ -419,9 +419,9 @@ class NodeAgent:
             return False
         now = self._clock.monotonic()
         if self._others_until is None:
-            errors = [self._error_of(rank, status) for rank, status, _ in self._exits]
+            self._errors = {rank: self._error_of(rank, status) for rank, status, _ in self._exits}
             may_fail = self._start_failures.counts(
-                [None if error is None else error.message for error in errors],
+                [_message_of(error) for error in self._errors.values()],
                 self._lived_s(),
                 stepped=self._has_stepped(),
             )
@@ -431,14 +431,15 @@ class NodeAgent:
         return now < self._others_until and len(self._exits) < len(self._node.running)
 
     def _has_stepped(self) -> bool:
-        return self._monitor.steps_of_rank0().count > 0
+        # A monitor that takes the place of another one knows nothing for a while.
+        return max(self._monitor.steps_of_rank0().count, self._steps_recorded.count) > 0
 
     def _lived_s(self) -> float:
         return 0.0 if self._started_at is None else self._clock.monotonic() - self._started_at
 
     def _is_hopeless(self, failures: list[Failure]) -> bool:
         return not self._node.policy.many_nodes and self._start_failures.is_hopeless(
-            [None if f.error is None else f.error.message for f in failures],
+            [_message_of(failure.error) for failure in failures],
             len(self._workers.started),
             self._lived_s(),
             stepped=self._has_stepped(),
@@ -457,6 +458,7 @@ class NodeAgent:
         ]
         if failures and hang:
             failures = self._with_culprit(failures, hang)
+        self._errors = {}
         failed = {failure.local_rank for failure in failures}
         cause: Cause | None = None
         no_progress = is_hopeless = False
@@ -491,6 +493,10 @@ class NodeAgent:
     def _failure(self, local_rank: int, status: ExitStatus, seen_at: float) -> Failure:
         assert self._assignment is not None
         started = self._workers.started[local_rank]
+        if local_rank in self._errors:  # Shared storage is read once.
+            error = self._errors[local_rank]
+        else:
+            error = self._error_of(local_rank, status)
         return Failure(
             rank=self._assignment.rank_offset + local_rank,
             local_rank=local_rank,
@@ -498,7 +504,7 @@ class NodeAgent:
             host=self._host,
             status=status,
             seen_at=seen_at,
-            error=self._error_of(local_rank, status),
+            error=error,
         )
 
     def _error_of(self, local_rank: int, status: ExitStatus) -> ErrorFile | None:
@@ -655,6 +661,11 @@ class NodeAgent:
         if steps.count > self._steps_recorded.count:
             self._reporter.progress(self._steps_recorded, steps)
             self._steps_recorded = steps
+
+
+def _message_of(error: ErrorFile | None) -> str | None:
+    """Return what an exception says that has ended a worker for certain, else None."""
+    return error.message if error is not None and error.is_last else None
 
 
 def _error_outputs(specs: Sequence[WorkerSpec]) -> dict[int, tuple[str, int]]:

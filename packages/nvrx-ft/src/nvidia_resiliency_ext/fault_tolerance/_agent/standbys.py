@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts workers from standbys where it can, from fresh interpreters where it must.
 
-Wires the pool's decisions (`_prewarm.pool`) to standby processes and to the loop. When and why is
-decided there and in `_prewarm.conditions`; here it is done. One thread, the launcher's main one:
+Wires the pool's decisions (`_workers.pool`) to standby processes and to the loop. When and why is
+decided there and in `_workers.conditions`; here it is done. One thread, the launcher's main one:
 the kernel ties the lives of standbys to it.
 """
 

@@ -3,7 +3,8 @@
 
 A missing package or a wrong name fails on all ranks, in every cycle, before any step. Pure: the
 agent tells how each cycle ended. Only errors of the program count; a file, a host or a GPU that is
-missing may be there the next time. A job that has done a step once is never ended here.
+missing may be there the next time. A job that has done a step once, or has run for two minutes, is
+never ended here.
 """
 
 from __future__ import annotations
@@ -23,13 +24,23 @@ PROGRAM_ERRORS = frozenset(
         "UnboundLocalError",
     }
 )
+# An ImportError with one of these is an error of the machine.
+MACHINE_ERRORS = (
+    "cannot open shared object file",
+    "Input/output error",
+    "Stale file handle",
+)
 LONGEST_START_S = 120.0
 OTHERS_MAY_TAKE_S = 1.0
 
 
 def is_program_error(message: str | None) -> bool:
     """Return whether an exception, as `Type: text`, is an error of the program itself."""
-    return message is not None and message.partition(":")[0].strip() in PROGRAM_ERRORS
+    return (
+        message is not None
+        and message.partition(":")[0].strip() in PROGRAM_ERRORS
+        and not any(text in message for text in MACHINE_ERRORS)
+    )
 
 
 class StartFailures:
@@ -43,7 +54,8 @@ class StartFailures:
         self._limit = limit
         self._message = ""
         self._count = 0
-        self._has_stepped = False
+        self._has_worked = False
+        self._is_judged = False
 
     def counts(self, messages: Collection[str | None], lived_s: float, *, stepped: bool) -> bool:
         """Return whether failures seen so far may be a start that fails on all ranks.
@@ -53,11 +65,10 @@ class StartFailures:
             lived_s: How long the cycle's workers have run.
             stepped: Whether a rank has told of a step in this cycle.
         """
-        self._has_stepped = self._has_stepped or stepped
+        self._note(lived_s, stepped=stepped)
         return (
             self._limit > 0
-            and not self._has_stepped
-            and lived_s < LONGEST_START_S
+            and not self._has_worked
             and all(is_program_error(message) for message in messages)
             and len(set(messages)) == 1
         )
@@ -73,6 +84,7 @@ class StartFailures:
             lived_s: As for `counts`.
             stepped: As for `counts`.
         """
+        self._is_judged = True
         if not self.counts(messages, lived_s, stepped=stepped) or len(messages) < workers:
             self._count = 0
             return False
@@ -80,3 +92,18 @@ class StartFailures:
         self._count = self._count + 1 if message == self._message else 1
         self._message = message
         return self._count >= self._limit
+
+    def cycle_ended(self, lived_s: float, *, stepped: bool) -> None:
+        """Take note of a cycle's end, also of one that `is_hopeless` was not asked about.
+
+        Args:
+            lived_s: As for `counts`.
+            stepped: As for `counts`.
+        """
+        self._note(lived_s, stepped=stepped)
+        if not self._is_judged:
+            self._count = 0
+        self._is_judged = False
+
+    def _note(self, lived_s: float, *, stepped: bool) -> None:
+        self._has_worked = self._has_worked or stepped or lived_s >= LONGEST_START_S

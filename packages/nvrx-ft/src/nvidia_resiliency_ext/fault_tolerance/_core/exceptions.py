@@ -21,6 +21,16 @@ MAX_OUTPUT_BYTES = 1 << 16
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):\n"
 _SYNTAX_ERROR = re.compile(r"^(?:SyntaxError|IndentationError|TabError): .*$", re.MULTILINE)
+# A traceback that ends nothing: of an object that is deleted, often at the exit.
+_IGNORED = re.compile(
+    r"^Exception ignored .*\nTraceback \(most recent call last\):\n(?:[ \t].*\n)*.*\n?",
+    re.MULTILINE,
+)
+# What Python, torch, NCCL and wandb still write after an uncaught exception.
+_AFTERWARDS = re.compile(
+    r"\s|$|(?:\[rank\d+\]:)?\[[IWE]|[IWE]\d{4} |.*\bNCCL (?:INFO|WARN)\b|.*Warning: |wandb: "
+)
+_OUTERMOST_FRAMES = ("in <module>", "in _run_module_as_main")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +42,14 @@ class ErrorFile:
         message: Type and text of the exception.
         traceback: Its lines, or an empty text.
         timestamp: When it was raised, None when that is not known.
+        is_last: Whether the program wrote nothing of its own after it; else it may have gone on.
     """
 
     path: str
     message: str
     traceback: str
     timestamp: float | None
+    is_last: bool = True
 
 
 def read_error_file(path: str) -> ErrorFile | None:
@@ -64,7 +76,7 @@ def read_error_file(path: str) -> ErrorFile | None:
 
 
 def read_error_output(path: str, since: int) -> ErrorFile | None:
-    """Return the last uncaught exception in a worker's stderr file, or None where there is none.
+    """Return the exception in a worker's stderr file that `last_exception` finds, or None.
 
     Args:
         path: The file that the worker's stderr went to.
@@ -88,17 +100,33 @@ def read_error_output(path: str, since: int) -> ErrorFile | None:
 
 
 def last_exception(text: str) -> ErrorFile | None:
-    """Return the exception whose traceback stands last in a program's output, or None."""
-    text = _RANK_PREFIX.sub("", text)
+    """Return the exception that has ended a program, by its output, or None.
+
+    It is the one whose traceback stands last. Where other lines follow, they may be more of its
+    text, or it was caught and the program went on: it counts only if no function can have caught
+    it, and is not `is_last`.
+    """
+    text = _IGNORED.sub("", _RANK_PREFIX.sub("", text))
     at = text.rfind(_TRACEBACK)
     if at < 0 or (at > 0 and text[at - 1] != "\n"):
         found = _SYNTAX_ERROR.search(text)  # A script that cannot be compiled has no header.
-        return None if found is None else ErrorFile("", found.group()[:2000], "", None)
+        if found is None or not _is_end(text[found.end() :].splitlines()):
+            return None
+        return ErrorFile("", found.group()[:2000], "", None)
     lines = text[at:].splitlines()
     for number, line in enumerate(lines[1:], start=1):
         if line and not line[0].isspace():
-            return ErrorFile("", line[:2000], "\n".join(lines[: number + 1]), None)
+            is_last = _is_end(lines[number + 1 :])
+            if not is_last and not lines[1].endswith(_OUTERMOST_FRAMES):
+                return None
+            traceback = "\n".join(lines[: number + 1])
+            return ErrorFile("", line[:2000], traceback, None, is_last=is_last)
     return None
+
+
+def _is_end(lines: list[str]) -> bool:
+    """Return whether a program that wrote only these lines after an exception was at its end."""
+    return all(_AFTERWARDS.match(line) for line in lines)
 
 
 def _timestamp(stamp: object) -> float | None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 import json
 import logging
+import math
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -391,10 +392,10 @@ class NodeGate:
             if self._pause is None:
                 logger.warning(
                     "%d cycles in a row failed within %g s and without a step: "
-                    "the next one waits %.2g s before it starts",
+                    "the next one waits %d s before it starts",
                     self._crashes,
                     SHORT_CYCLE_S,
-                    wait_s,
+                    math.ceil(wait_s),
                 )
             self._cancel_pause()
             self._pause = self._loop.call_at(self._not_before, self._let_start)
