@@ -20,7 +20,7 @@ def told(first: int, *rest: int, limit_s: float = 1.0, _hidden: int = 0) -> None
         rest, limit_s: The others.
     """
 def silent(amount: int) -> None:
-    """Do it with another amount."""
+    """Do it with `another` amount, or ``none``, or `all`."""
 class Thing(Base):
     """A thing of a `size`."""
     def __init__(self, size: int) -> None: ...

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SKIPPED_DECORATORS = ("overload", "property", "functools.cached_property", "cached_property")
+QUOTED = re.compile(r"(`{1,2})([^`\n]+)\1")
 VALUE_BASES = ("NamedTuple", "TypedDict")
 
 
@@ -49,8 +50,10 @@ def is_named(parameter: str, text: str) -> bool:
     """Tell whether a docstring has an entry for a parameter, or its name in backticks."""
     name = re.escape(parameter)
     entry = rf"^ +(\*{{0,2}}\w+, )*\*{{0,2}}{name}(, \*{{0,2}}\w+)*:"
-    quoted = rf"`[^`\n]*\b{name}\b[^`\n]*`"
-    return re.search(f"{entry}|{quoted}", text, re.MULTILINE) is not None
+    if re.search(entry, text, re.MULTILINE):
+        return True
+    quoted = (match[2] for match in QUOTED.finditer(text))
+    return any(re.search(rf"\b{name}\b", part) for part in quoted)
 
 
 def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef, *, is_method: bool) -> list[str]:

@@ -18,6 +18,7 @@ from nvidia_resiliency_ext.services.attrsvc import Settings, parse_service_endpo
 from nvidia_resiliency_ext.services.attrsvc.limits import RateLimiter, parse_rate
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.health_check import AttributionService
+from nvidia_resiliency_ext.shared_utils.job_metadata import task_id_from_env
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -205,7 +206,7 @@ def verdict_about(service, log):
 
 
 def test_launchers_of_an_array_share_a_service(tmp_path, monkeypatch):
-    """Two tasks of an array with the same cycles get verdicts of their own, with own histories."""
+    """Tasks that are jobs of their own get verdicts of their own, with own histories."""
     root = tmp_path / "logs"
     root.mkdir()
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
@@ -216,12 +217,12 @@ def test_launchers_of_an_array_share_a_service(tmp_path, monkeypatch):
                 monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
                 log = root / f"task{task}_cycle{cycle}.log"
                 log.write_text(text)
-                client = AttributionService(service.endpoint, poll_interval_s=0.05)
+                name = task_id_from_env()
+                client = AttributionService(service.endpoint, poll_interval_s=0.05, job_id=name)
                 stack.callback(client.stop_poller)
                 client.start_poller()
                 client._submit_log(str(log), cycle)
                 assert client.request_terminal_analysis()
-                # The thread reads the environment when it sends: the next task's is not yet there.
                 wait_until(lambda log=log: service.get(log, wait="false")[0] == 200)
         found = {
             (task, cycle): verdict_about(service, root / f"task{task}_cycle{cycle}.log")

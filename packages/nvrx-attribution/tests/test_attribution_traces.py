@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flight-recorder dumps: what is read of them, and who is accused."""
 
+import contextlib
+import gc
 import json
 import os
 import pickle
@@ -14,7 +16,7 @@ import pytest
 
 from nvidia_resiliency_ext.attribution import cli
 from nvidia_resiliency_ext.attribution._core.errors import NoTraceError
-from nvidia_resiliency_ext.attribution._traces import loading
+from nvidia_resiliency_ext.attribution._traces import dumps, loading, reading
 from nvidia_resiliency_ext.attribution._traces.analysis import analyze_dumps, analyze_traces
 from nvidia_resiliency_ext.attribution._traces.dumps import decode_dump
 from nvidia_resiliency_ext.attribution._traces.loading import LoadedTraces, load_traces
@@ -140,6 +142,78 @@ def test_workers_read_the_same(tmp_path):
     assert [finding.kind for finding in loaded.findings] == ["unsafe_pickle"]
     expected = {rank: decode_dump(d, rank, f"_dump_{rank}") for rank, d in job.dumps.items()}
     assert loaded.dumps == expected
+
+
+def test_row_that_is_never_sent_leaves_no_numbers(monkeypatch):
+    """Where memory ends while a row is made, the next one is whole: its reader knows no number."""
+    data, other, *_ = simulated.make_job("device_stuck", 8, 2).dumps.values()
+    expected = decode_dump(data, 0, "_dump_0")
+    broken = decode_dump(data, 0, "_dump_0")
+    earlier = decode_dump(other, 1, "_dump_1")
+    tries = iter([earlier, broken, expected])
+
+    def read(*_):
+        dump = next(tries)
+        monkeypatch.setattr(reading, "_newest", exhausted if dump is broken else newest)
+        return dump
+
+    def exhausted(table, count):
+        raise MemoryError
+
+    newest = reading._newest  # is called when the tables are filled
+    monkeypatch.setattr(reading, "read_dump", read)
+    orders = {"limit_bytes": 1, "allowed_root": None}
+    writer, reader = reading.DumpWriter(), reading.DumpReader()
+    for wanted in (earlier, expected):
+        row = json.loads(json.dumps(reading._answer("file", 0, orders, writer)))
+        assert reader.dump(row) == wanted
+
+
+def test_texts_of_groups_are_not_kept_without_end(monkeypatch):
+    """Long lists of members are forgotten before they fill a worker, or cut where none counts."""
+    monkeypatch.setattr(reading, "_TABLE_CHARS", 20)
+    monkeypatch.setattr(dumps, "_MEMBERS_CHARS", 30)
+    writer, reader = reading.DumpWriter(), reading.DumpReader()
+    fresh = []
+    for text in ("[0, 1]", "[0, 1, 2, 3, 4, 5, 6]", "[0, 1]", "[0]" + 90 * " "):
+        dump = decode_dump({"pg_config": {"0": {"ranks": text}}, "entries": []}, 0, "_dump_0")
+        row = writer.row(dump)
+        fresh.append(row["fresh"])
+        assert reader.dump(row) == dump
+        assert dump.groups[0].members_text == text[:31]
+    assert fresh == [True, False, True, False]
+    assert dumps.parse_members(dump.groups[0].members_text) == ()
+
+
+def test_pauses_of_the_collector_may_overlap():
+    """The collector is off until the last pause has ended, and then as before."""
+    assert gc.isenabled()
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        first.enter_context(loading.collector_paused())
+        second.enter_context(loading.collector_paused())
+        first.close()
+        assert not gc.isenabled()
+        second.close()
+        assert gc.isenabled()
+
+
+def test_lines_of_any_length_are_read_whole(monkeypatch):
+    """Lines that are far longer or shorter than what is read at once stay what they are."""
+    monkeypatch.setattr(loading, "_READ_BYTES", 4)
+    lines = [b"", b"a", b"abcdefghij", b"abc", b"abcd", b"x" * 100, b""]
+    worker = object.__new__(loading._Worker)
+    worker._offset, worker._rest = 0, []
+    worker._answers = os.memfd_create("lines")
+    try:
+        found = []
+        for line in lines:
+            os.write(worker._answers, line[:5])
+            found += worker._new_lines()
+            os.write(worker._answers, line[5:] + b"\n")
+            found += worker._new_lines()
+    finally:
+        os.close(worker._answers)
+    assert found == lines
 
 
 def test_nested_pickle_costs_one_rank(tmp_path, monkeypatch):

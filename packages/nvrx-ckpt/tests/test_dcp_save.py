@@ -8,6 +8,7 @@ import os
 import random
 import threading
 import time
+import weakref
 
 import failing_files
 import pytest
@@ -16,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_saves import assert_same, load_like, request_for, state_of
 
 from nvidia_resiliency_ext.checkpointing._verify import verify_checkpoint
-from nvidia_resiliency_ext.checkpointing.async_ckpt import _record
+from nvidia_resiliency_ext.checkpointing.async_ckpt import _dcp_write, _record
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import CheckpointMetadataCache
@@ -58,6 +59,25 @@ def test_files_are_those_of_stock_dcp(queue, tmp_path):
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes()
     names = {".metadata", ".nvrx_manifest.json", ".nvrx_manifest.0.json", "__0_0.distcp"}
     assert set(os.listdir(tmp_path / "ours")) == names
+
+
+def test_copies_of_tensors_are_made_one_at_a_time(queue, tmp_path, monkeypatch):
+    """Tensors that must be copied before they are staged need memory for one of them only."""
+    alive, most = weakref.WeakSet(), [0]
+    storage_bytes = _dcp_write.storage_bytes
+
+    def counted(tensor):
+        data = storage_bytes(tensor)
+        alive.add(data)
+        most[0] = max(most[0], len(alive))
+        return data
+
+    monkeypatch.setattr(_dcp_write, "storage_bytes", counted)
+    state = {str(number): torch.randn(30, 40)[:, ::2] for number in range(5)}
+    queue.schedule_async_request(request_for(state, tmp_path / "c"))
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert_same(state, load_like(state, tmp_path / "c"))
+    assert most == [1]
 
 
 def test_several_files_and_a_hint(queue, tmp_path):

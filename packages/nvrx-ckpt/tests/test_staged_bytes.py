@@ -6,6 +6,9 @@ import gc
 import io
 import os
 import random
+import subprocess
+import sys
+import threading
 import zlib
 
 import pytest
@@ -230,3 +233,53 @@ def test_copies_are_whole_with_any_number_of_threads(threads):
             copier.copy([(targets[-1], sources[-1][:8])])
         with pytest.raises(ValueError, match="read-only"):
             copier.copy([(sources[2], bytes(5 << 20))])
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_copies_are_whole_where_no_thread_can_start(started, monkeypatch):
+    """Who cannot have all its helpers copies what is left itself, and then keeps none."""
+    start, count = threading.Thread.start, [0]
+
+    def limited(thread):
+        count[0] += 1
+        if count[0] > started:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    source = os.urandom(13 << 20)
+    with Copier(4) as copier:
+        for _ in range(2):
+            target = bytearray(len(source))
+            copier.copy([(target, source)])
+            assert target == source
+            assert copier._pool is None
+    assert count == [started + 1]
+
+
+def test_copies_are_whole_while_the_interpreter_ends():
+    """A save in a function of atexit works, though no thread takes work any more."""
+    program = """if True:
+        import atexit
+        from nvidia_resiliency_ext.checkpointing._copying import Copier
+
+        def save():
+            target = bytearray(9 << 20)
+            with Copier(3) as copier:
+                copier.copy([(target, bytes([7]) * len(target))])
+            print(target.count(7) == len(target))
+
+        atexit.register(save)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert (result.stdout, result.stderr) == ("True\n", "")
+
+
+def test_nothing_to_copy_starts_no_thread():
+    """Without a piece, or with one, the caller needs no help."""
+    with Copier(4) as copier:
+        copier.copy([])
+        copier.copy([(bytearray(3), b"abc")])
+        assert copier._pool is None

@@ -227,6 +227,59 @@ def test_stopping_does_not_wait_for_a_dead_service(client_of) -> None:
     assert time.monotonic() - start < 60.0
 
 
+def test_end_that_gets_no_slot_is_sent_at_once(service, client_of) -> None:
+    """It wakes the thread, which has nothing else to do and would wait for ever."""
+    client = client_of(service.endpoint)
+    client._submit_log("/a", 0)
+    client.request_terminal_analysis()
+    client._submit_log("/b", 1)
+    service.wait_for(lambda: ("progressive", "/b") in service.posts())
+    wait_until(lambda: client._state.next_post() is None)
+    assert not client.request_terminal_analysis()
+    due_s = client._not_before_s
+    assert not client.request_terminal_analysis()
+    assert client._not_before_s == due_s  # who asks again and again delays nothing
+    service.wait_for(lambda: ("terminal", "/b") in service.posts())
+
+
+@pytest.mark.parametrize(("failures", "tries"), [(0, 1), (2, 3), (9, 3)])
+def test_end_that_gets_no_slot_is_tried_again(failures, tries) -> None:
+    """A failed connection costs no end: there are three tries, as for others; then the next."""
+    state = requests.RequestState(enforce_stop=True)
+    for cycle, path in enumerate(("/a", "/b", "/c")):
+        state.submit(path, cycle)
+        state.request_terminal()
+    state.posted(state.next_post(), "accepted")
+    for path in ("/b", "/c"):
+        outcomes = iter(["failed"] * failures + ["accepted"])
+        made = 0
+        while (post := state.next_post()) is not None and post.log_path == path:
+            assert not state.posted(post, next(outcomes))
+            made += 1
+        assert made == tries
+    assert (state.next_post(), state.poll_path) == (None, "/a")
+
+
+def test_end_that_was_dropped_while_it_was_sent_accepts_nothing() -> None:
+    """The answer to it is none to the submission that waits for the slot's verdict."""
+    state = requests.RequestState(enforce_stop=True)
+    for cycle in range(20):
+        state.submit(f"/{cycle}", cycle)
+        state.request_terminal()
+    sent = requests.Post("/1", requests.INTENT_TERMINAL, 1)
+    state.posted(sent, "accepted")
+    assert (state.next_post().log_path, state.poll_path) == ("/0", None)
+
+
+def test_job_of_an_array_is_the_whole_array(client_of, monkeypatch) -> None:
+    """Tasks of one job name the same job; the one that takes over has its history."""
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    post = requests.Post("/a", requests.INTENT_TERMINAL)
+    for options, job in (({}, "77"), ({"job_id": "77_1"}, "77_1")):
+        assert client_of("http://127.0.0.1:9", **options)._submission(post).job_id == job
+
+
 def test_token_is_sent(service, client_of, tmp_path, monkeypatch) -> None:
     """A token from a file travels as bearer token; a bad one is said and left out."""
     token = tmp_path / "token"

@@ -21,6 +21,8 @@ from nvidia_resiliency_ext.fault_tolerance._agent.run_files import (
     StoreHost,
     cycle_info_environment,
 )
+from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
+from nvidia_resiliency_ext.fault_tolerance._hosting import attribution as hosting_attribution
 from nvidia_resiliency_ext.fault_tolerance._hosting import services as log_token
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CycleNodes,
@@ -29,6 +31,7 @@ from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     HostServices,
     nodes_of_members,
 )
+from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import Member
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Candidate
@@ -103,6 +106,41 @@ def test_a_cycle_left_open_by_a_host_that_died_is_ended(tmp_path: Path) -> None:
         second.ended(0)
         second.begins(1, NODES)
     assert "" < content(tmp_path, 0)["cycle_end_time"] <= content(tmp_path, 1)["cycle_start_time"]
+
+
+@pytest.mark.parametrize(
+    ("is_shared", "named", "job"), [(True, None, "77"), (False, None, "77_1"), (True, "j", "j")]
+)
+def test_job_is_the_array_where_its_tasks_may_meet(
+    is_shared: bool, named: str | None, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that takes a job of many nodes over asks about the same one; others ask about own."""
+    asked: list[dict[str, Any]] = []
+
+    class Watch:
+        def __init__(self, _manager: object, **settings: Any) -> None:
+            asked.append(settings)
+
+        def start(self) -> None: ...
+        def close(self, *, asks: bool) -> None: ...
+
+    monkeypatch.setattr(hosting_attribution, "AttributionWatch", Watch)
+    monkeypatch.setenv("SLURM_JOB_ID", "79")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    plan = HostPlan(
+        logs=LogPlan(applog_prefix=str(tmp_path / "log")),
+        attribution=AttributionConfig("http://127.0.0.1:9"),
+        cycle_info_job_id=named,
+        job_name="name",
+    )
+    clock = SystemClock()
+    place = HostPlace("127.0.0.1", "host", str(tmp_path))
+    with contextlib.closing(EventLoop(clock)) as loop:
+        host = HostServices(plan, {}, place, loop, clock, is_shared=is_shared)
+        host.follow_attribution(lambda _: None, lambda *_: None)
+        host.close()
+    assert [settings["job_id"] for settings in asked] == [job]
 
 
 def test_members_are_named_in_the_order_of_their_ranks() -> None:

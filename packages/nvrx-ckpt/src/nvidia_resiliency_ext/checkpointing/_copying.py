@@ -11,6 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from concurrent.futures import Future
 
 __all__ = ["Copier"]
 
@@ -51,17 +52,24 @@ class Copier:
             ValueError: Two buffers of a pair differ in length; some others may have been copied.
         """
         pieces = [piece for target, source in copies for piece in _pieces(target, source)]
-        if self._helpers < 1 or len(pieces) == 1:
+        if self._helpers < 1 or len(pieces) <= 1:
             _copy_pieces(pieces)
             return
         left = iter(pieces)  # whoever is ready takes the next
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="nvrx-copy")
-        helping = [self._pool.submit(_copy_pieces, left) for _ in range(self._helpers)]
+        helping: list[Future[None]] = []
         try:
+            try:
+                while len(helping) < self._helpers:
+                    helping.append(self._pool.submit(_copy_pieces, left))
+            except RuntimeError:  # no thread can start, as while the interpreter ends
+                self._helpers = 0
             _copy_pieces(left)
         finally:
             # Nothing may be written into the targets once this has returned.
+            if not self._helpers:
+                self.close()  # waits also for what was queued before its thread failed to start
             errors = [future.exception() for future in helping]
         for error in errors:
             if error is not None:

@@ -67,6 +67,7 @@ class RequestState:
         self._progressive: Post | None = None
         self._terminal: Post | None = None
         self._ends: deque[Post] = deque(maxlen=_MOST_ENDS)
+        self._end_failures = 0
         self._ended_path = ""
         self._is_accepted = False
         self._failures = 0
@@ -77,6 +78,11 @@ class RequestState:
         if self._terminal is None or not self._is_accepted or self.is_over:
             return None
         return self._terminal.log_path
+
+    @property
+    def newest_end(self) -> Post | None:
+        """The last end of a cycle that got no slot, until it is submitted."""
+        return self._ends[-1] if self._ends else None
 
     @property
     def is_over(self) -> bool:
@@ -121,9 +127,15 @@ class RequestState:
             if self._progressive == post:
                 self._progressive = None
             return outcome != "accepted"
-        if self._ends and post == self._ends[0]:
-            self._ends.popleft()
-            return False  # no verdict was asked for, and the posts that matter tell what is wrong
+        if post != self._terminal:
+            # No verdict was asked for, and the posts that matter tell what is wrong.
+            self._end_failures += 1
+            is_due = outcome == "failed" and self._end_failures < _MAX_POST_FAILURES
+            if not is_due and self._ends and post == self._ends[0]:
+                self._ends.popleft()
+            if not is_due:
+                self._end_failures = 0
+            return False
         if outcome == "accepted":
             self._is_accepted, self._failures = True, 0
             return False
@@ -192,8 +204,8 @@ class AttributionService:
         ca_file: Certificates to trust in place of the system's.
         trust_candidate: Take a STOP that the service's rules give while its analysis still runs.
         poll_interval_s: Seconds between two questions for a verdict; the first ones come sooner.
-        job_id: Whose logs these are; default: the scheduler's number of the job, of an array's
-            task `<array>_<task>`.
+        job_id: Whose logs these are; default: the scheduler's number of the job, of an array that
+            of the whole. Tasks that are jobs of their own: `job_metadata.task_id_from_env`.
         log_complete: Whether nothing is written to a log any more when its verdict is asked for.
         on_verdict: Called with action, log and reason of each verdict, in the client's thread. An
             exception of it is logged, as of the next one.
@@ -255,11 +267,15 @@ class AttributionService:
             Whether it was asked for: while another verdict is pending nothing is done.
         """
         with self._changed:
+            before = self._state.newest_end
             log_path = self._state.request_terminal(evidence)
-            if log_path is None or self._endpoint is None:
+            is_new = log_path is not None or self._state.newest_end is not before
+            if self._endpoint is None or not is_new:
                 return False
             self._not_before_s = time.monotonic() + _CALM_S
             self._wake()
+        if log_path is None:
+            return False
         self._record("ATTRIBUTION_GET_STARTED")
         return True
 
@@ -398,12 +414,12 @@ class AttributionService:
         return outcome == "failed"
 
     def _submission(self, post: Post) -> LogSubmission:
-        from .job_metadata import job_user_from_env, task_id_from_env
+        from .job_metadata import job_id_from_env, job_user_from_env
 
         return LogSubmission(
             post.log_path,
             user=job_user_from_env() or "unknown",
-            job_id=self._job_id or task_id_from_env(),
+            job_id=self._job_id or job_id_from_env(),
             cycle_id=post.cycle_id,
             analysis_intent=post.intent,
             log_complete=self._log_complete and post.intent == INTENT_TERMINAL,

@@ -87,6 +87,10 @@ def format_rank_set_verbose(ranks: Iterable[int]) -> str:
 def format_rank_set_brief(ranks: Iterable[int], max_show: int = 8) -> str:
     """Return at most `max_show` ranks: `{0, 1, 2, 3 ... 60, 61, 62, 63} (total: 64)`.
 
+    Args:
+        ranks: In any order; one that is given twice counts once.
+        max_show: Ranks to show, half of them from the end. Default 8.
+
     Raises:
         ValueError: `max_show` is less than 2.
     """

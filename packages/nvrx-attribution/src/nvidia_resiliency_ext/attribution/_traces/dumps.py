@@ -19,6 +19,7 @@ ENTRY_LIMIT = 20_000
 _TEXT_LENGTH = 300
 _FRAMES = 3
 _MOST_MEMBERS = 1 << 20
+_MEMBERS_CHARS = 16 * _MOST_MEMBERS
 # Frames of torch's own wrappers say nothing about the program.
 _LIBRARY = re.compile(
     r"/torch/(distributed|nn|utils|_|autograd)|/multiprocessing/|<frozen|<string>"
@@ -147,7 +148,7 @@ def decode_dump(value: object, rank: int, file: str) -> Dump:
 
 def parse_members(text: str) -> tuple[int, ...]:
     """Return the sorted ranks of a text such as `[0, 1]`; empty when it names none."""
-    if len(text) > 16 * _MOST_MEMBERS:
+    if len(text) > _MEMBERS_CHARS:
         return ()
     try:
         found = {int(part) for part in text.strip().strip("[](){}").split(",") if part.strip()}
@@ -170,7 +171,8 @@ def _groups(value: object) -> list[Group]:
             Group(
                 _text(config.get("name")) or _text(key),
                 _text(config.get("desc")),
-                members if isinstance(members, str) else "",
+                # One more than can be parsed: what is cut must not pass for the whole.
+                members[: _MEMBERS_CHARS + 1] if isinstance(members, str) else "",
             )
         )
     return found

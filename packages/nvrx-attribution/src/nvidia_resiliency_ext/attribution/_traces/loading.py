@@ -16,6 +16,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,9 @@ _WORKER = (
     "import sys; sys.path[:] = sys.argv[1:];"
     " from nvidia_resiliency_ext.attribution._traces.reading import main; main()"
 )
+_collector_lock = threading.Lock()  # guards the next two
+_pauses = 0
+_was_enabled = False
 _RANK = re.compile(r"(\d{1,7})(?:\.(?:json|pkl|pickle))?$")
 
 
@@ -88,15 +92,21 @@ class LoadedTraces:
 def collector_paused() -> Iterator[None]:
     """Pause the collector of cycles: it takes half the time where millions of objects live.
 
-    No thread leaves the collector disabled, whatever others do at the same time.
+    Pauses of several threads may overlap: the last one to end enables it again.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    global _pauses, _was_enabled  # noqa: PLW0603 - there is one collector
+    with _collector_lock:
+        if not _pauses:
+            _was_enabled = gc.isenabled()
+        _pauses += 1
+        gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        with _collector_lock:
+            _pauses -= 1
+            if not _pauses and _was_enabled:
+                gc.enable()
 
 
 def find_dump_files(path: str, pattern: str = DEFAULT_PATTERN) -> list[str]:
@@ -230,7 +240,7 @@ class _Worker:
     def _start(self) -> None:
         self._is_ready = False
         self._offset = 0
-        self._rest = b""
+        self._rest: list[bytes] = []
         self._reader = DumpReader()
         paths = [os.path.abspath(path) for path in sys.path]
         with contextlib.ExitStack() as stack:
@@ -298,7 +308,11 @@ class _Worker:
         # The process shares the position of the file: it must not be moved.
         while data := os.pread(self._answers, _READ_BYTES, self._offset):
             self._offset += len(data)
-            *lines, self._rest = (self._rest + data).split(b"\n")
+            *lines, rest = data.split(b"\n")
+            if lines:
+                lines[0] = b"".join((*self._rest, lines[0]))
+                self._rest = []
+            self._rest.append(rest)
             yield from lines
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ __all__ = ["DumpReader", "DumpWriter", "main", "read_dump"]
 
 _MEMORY_BYTES = 2 << 30
 _TABLE_LIMIT = 100_000
+_TABLE_CHARS = 64 << 20  # of the texts of groups
 
 
 def main() -> None:
@@ -57,6 +58,8 @@ def _answer(file: str, rank: int, orders: dict[str, Any], writer: DumpWriter) ->
         except PathOutsideRootsError as error:
             return {"finding": "outside_root", "text": str(error)}
         except (OSError, ValueError, MemoryError) as error:
+            if isinstance(error, MemoryError):
+                writer.forget()
             if is_last:
                 return {"finding": "unreadable", "text": str(error) or "too large"}
         gc.collect()  # a hostile file before this one may have kept the memory, by cycles
@@ -91,14 +94,21 @@ class DumpWriter:
     def __init__(self) -> None:
         self._shapes: dict[Any, int] = {}
         self._groups: dict[tuple[str, str, str], int] = {}
+        self._group_chars = 0
+        self._is_fresh = True
+
+    def forget(self) -> None:
+        """Name nothing by its number any more: the last row may not have been sent."""
+        self._shapes.clear()
+        self._groups.clear()
+        self._group_chars = 0
+        self._is_fresh = True
 
     def row(self, dump: Dump) -> dict[str, Any]:
         """Return a dump as a JSON object."""
         shapes, groups = self._shapes, self._groups
-        is_fresh = len(shapes) + len(groups) > _TABLE_LIMIT
-        if is_fresh:
-            shapes.clear()
-            groups.clear()
+        if len(shapes) + len(groups) > _TABLE_LIMIT or self._group_chars > _TABLE_CHARS:
+            self.forget()
         known_shapes, known_groups = len(shapes), len(groups)
         rows = [
             [
@@ -115,13 +125,15 @@ class DumpWriter:
             groups.setdefault((group.name, group.desc, group.members_text), len(groups))
             for group in dump.groups
         ]
-        return {
+        new_groups = _newest(groups, len(groups) - known_groups)
+        self._group_chars += sum(len(members_text) for _, _, members_text in new_groups)
+        row = {
             "rank": dump.rank,
             "file": dump.file,
             "host": dump.host,
             "version": dump.version,
-            "fresh": is_fresh,
-            "new_groups": _newest(groups, len(groups) - known_groups),
+            "fresh": self._is_fresh,
+            "new_groups": new_groups,
             "groups": own,
             "status": [
                 (key, item.enqueued, item.started, item.completed)
@@ -132,6 +144,8 @@ class DumpWriter:
             "new_shapes": _newest(shapes, len(shapes) - known_shapes),
             "ops": rows,
         }
+        self._is_fresh = False
+        return row
 
 
 class DumpReader:

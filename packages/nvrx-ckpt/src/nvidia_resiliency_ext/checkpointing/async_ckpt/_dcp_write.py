@@ -235,7 +235,7 @@ def default_serialize(item: WriteItem, data: Any) -> tuple[Any, list[str]]:
 def _frame_and_copies(
     buffer: StagingBuffer, position: int, piece: _Piece
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Write all of a piece but the data of a tensor; return what that is to be copied from."""
+    """Write all of a piece but data that is a view of its tensor; return what is left to copy."""
     if piece.frame is None:
         buffer.view[position : position + piece.length] = memoryview(piece.data).cast("B")
         return []
@@ -244,7 +244,11 @@ def _frame_and_copies(
     end = start + frame.nbytes
     buffer.view[position:start] = frame.head
     buffer.view[end : position + piece.length] = frame.tail
-    return [(buffer.tensor()[start:end], storage_bytes(piece.data))]
+    copy = (buffer.tensor()[start:end], storage_bytes(piece.data))
+    if copy[1].untyped_storage().data_ptr() != piece.data.untyped_storage().data_ptr():
+        stage_copies([copy])  # a copy already: one at a time, for as little memory as possible
+        return []
+    return [copy]
 
 
 def _name(item: WriteItem) -> str:

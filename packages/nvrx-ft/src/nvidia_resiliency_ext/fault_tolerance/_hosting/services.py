@@ -16,7 +16,7 @@ from nvidia_resiliency_ext.fault_tolerance._config.attribution import Attributio
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-from nvidia_resiliency_ext.shared_utils.job_metadata import task_id_from_env
+from nvidia_resiliency_ext.shared_utils.job_metadata import job_id_from_env, task_id_from_env
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class HostPlan:
     Attributes:
         logs: Which log servers there are, and where they may write.
         cycle_info_dir: Where files about cycles go; None: nowhere.
-        cycle_info_job_id: The job in their names; None takes the scheduler's.
+        cycle_info_job_id: The job in their names and at the service; None takes the scheduler's.
         job_name: The job's name at a service where no scheduler has one; None: it has none.
         attribution: The service that is asked why a cycle ended.
         excludes_named: Whether hosts that it names get no place any more.
@@ -272,7 +272,9 @@ class HostServices:
             state_dir,
         )
 
-        job_id = plan.cycle_info_job_id or task_id_from_env() or plan.job_name
+        # A job of several nodes may span the tasks of an array, and the next task takes it over.
+        scheduled = job_id_from_env() if self._is_shared else task_id_from_env()
+        job_id = plan.cycle_info_job_id or scheduled or plan.job_name
         manager = AttributionManager(
             plan.attribution,
             is_store_host=True,

@@ -148,7 +148,11 @@ class PipeBasedLogsSpecs(LogsSpecs):
         return self._folder
 
     def get_cycle_log_file(self, cycle: int) -> str:
-        """Return the path of a cycle's log."""
+        """Return the path of a cycle's log.
+
+        Args:
+            cycle: Number of the cycle, from 0.
+        """
         return cycle_log_file(self._base_log_file, cycle)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
