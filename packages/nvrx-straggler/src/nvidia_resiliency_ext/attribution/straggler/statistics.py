@@ -136,8 +136,6 @@ def summarize(samples: Sequence[float]) -> list[float]:
 
     `STD` of a single sample is NaN.
 
-    `STD` of a single sample is NaN.
-
     Args:
         samples: One sample or more.
 

@@ -418,7 +418,7 @@ class Session:
         """Take requests through the job's store, too, if there is a token to know them by."""
         token_file = os.environ.get(TOKEN_FILE_VARIABLE)
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-        if not token_file or not host or not port.isdigit():
+        if not token_file or not host or not port.isdecimal() or int(port) >= 1 << 16:
             return
         try:
             token = TokenFile(token_file, TOKEN_FILE_VARIABLE)
