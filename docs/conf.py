@@ -29,6 +29,10 @@ html_title = f"nvrx {version}"
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
+# Each page carries the contents of all pages: with every object in them the build takes four times
+# as long, and the list beside a page of the reference has hundreds of lines.
+toc_object_entries = False
+
 # Docstrings mark code with single backticks.
 default_role = "code"
 # Two dashes before a flag stay two dashes.
