@@ -22,6 +22,10 @@ extensions = [
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "_ext"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["nvrx.css"]
+# Drawings and output have no language; by default they would be coloured as Python.
+highlight_language = "text"
 _ROOT = HERE.parent / "packages/nvrx-common/src/nvidia_resiliency_ext/__init__.py"
 version = re.findall(r'__version__.*?"(.+?)"', _ROOT.read_text())[0]
 html_title = f"nvrx {version}"
@@ -40,3 +44,5 @@ smartquotes = False
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+# The heading above names the module.
+add_module_names = False
