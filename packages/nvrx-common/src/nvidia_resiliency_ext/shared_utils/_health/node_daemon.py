@@ -33,7 +33,7 @@ def socket_of(socket_path: str | None, endpoint: str | None) -> str | None:
     return target if target.startswith(("/", "./")) or not endpoint else None
 
 
-def judge_answer(*, success: bool, exit_code: int, output: str, error: str) -> Finding:
+def evaluate_answer(*, success: bool, exit_code: int, output: str, error: str) -> Finding:
     """Return what to think of an answer.
 
     Args:
@@ -156,7 +156,7 @@ class NodeHealthCheck(PeriodicCheck):
                 answer = stub.RunHealthCheck(request, timeout=self.request_timeout_sec)
             except grpc.RpcError as error:
                 return self._refused(error)
-        return judge_answer(
+        return evaluate_answer(
             success=answer.success,
             exit_code=answer.exit_code,
             output=answer.output,

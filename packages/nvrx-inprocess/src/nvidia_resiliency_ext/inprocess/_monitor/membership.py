@@ -79,12 +79,9 @@ class Member:
     """A rank of this node.
 
     Attributes:
-        initial_rank: Its identity.
         iteration: What it began last; -1 before the first.
-        rank: Its number in that iteration.
         world_size: The number of ranks in that iteration.
         ended: Why it takes no further part, if so.
-        is_leaving: It has said so itself.
         is_discarded: It has no number in the iteration after the one it began last.
         is_settled: It left a call that needs it no more.
         seen: What it was doing before it was ended for a hard timeout.
@@ -143,8 +140,6 @@ class Membership:
 
     Attributes:
         members: The ranks of this node, by initial rank.
-        position: The iteration that counts now.
-        is_over: All ranks have completed.
     """
 
     def __init__(self, world_size: int) -> None:

@@ -84,18 +84,6 @@ def find_hang(
         records: What was reported, of initial ranks.
         seen: What ranks were doing, by initial rank.
         world_size: Ranks that took part.
-
-    Example:
-        >>> found = find_hang(
-        ...     [InterruptionRecord(0, Interruption.SOFT_TIMEOUT)],
-        ...     {
-        ...         0: Seen(Activity.WAITING, "train.py:9 in step"),
-        ...         1: Seen(Activity.WORKING, "train.py:5 in load", "runs in train.py:5 in load"),
-        ...     },
-        ...     world_size=2,
-        ... )
-        >>> found.text
-        'rank 1 runs in train.py:5 in load; rank 0 waited for it'
     """
     records = list(records)
     if not is_searched(records):
@@ -127,7 +115,6 @@ class Arrival:
     """How a participant has reached the end of an iteration.
 
     Attributes:
-        initial_rank: Who.
         rank: Its number in this iteration, if it goes on.
         world_size: How many numbers there are, if it goes on.
         is_out: It was discarded or leaves. Without number and not out: it has ended.
@@ -153,7 +140,6 @@ class Decision:
     Attributes:
         participants: How each participant has arrived, by initial rank.
         terminated: Numbers of this iteration that nobody has who goes on.
-        records: What was reported, of initial ranks.
         hang: Whom a hang is blamed on, if it was one.
     """
 

@@ -29,9 +29,6 @@ class NodeEntry:
 
     Attributes:
         node_id: The smallest initial rank of the node.
-        ranks: Its initial ranks.
-        pids: Their processes, in the same order.
-        host: Its name, for people.
     """
 
     node_id: int
