@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import stat
 from typing import TYPE_CHECKING, Any, Literal
 
 from .check import Finding, PeriodicCheck, healthy, log_once, skipped, unhealthy
+from .storage import parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -42,7 +42,7 @@ def evaluate_answer(*, success: bool, exit_code: int, output: str, error: str) -
         output: JSON text with `fail_count` and `failed_checks`.
         error: What went wrong, in its words.
     """
-    details = _details(output)
+    details = parse_object(output)
     evidence: dict[str, Any] = {"exit_code": exit_code}
     failed: float = 0
     names: object = None
@@ -60,14 +60,6 @@ def evaluate_answer(*, success: bool, exit_code: int, output: str, error: str) -
     if details is None:
         return healthy("the daemon's answer has no usable details", evidence)
     return healthy(evidence=evidence)
-
-
-def _details(output: str) -> dict[str, Any] | None:
-    try:
-        details = json.loads(output)
-    except (ValueError, RecursionError):
-        return None
-    return details if isinstance(details, dict) else None
 
 
 def _shorten(value: object) -> str:

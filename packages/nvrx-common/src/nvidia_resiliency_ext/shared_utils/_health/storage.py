@@ -99,7 +99,7 @@ class Limits:
     free_inodes_fraction: float = 0.0
 
 
-def parse_object(data: bytes) -> dict[str, Any] | None:
+def parse_object(data: bytes | str) -> dict[str, Any] | None:
     """Return the JSON object in a child's output, `None` if it is something else."""
     try:
         found = json.loads(data)

@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._protocol.decision import Seen
+from nvidia_resiliency_ext.inprocess._protocol.decision import ObservedActivity
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.os_utils import shared_memory
 from nvidia_resiliency_ext.shared_utils.rank_activity import (
@@ -287,7 +287,7 @@ def read_dump(fd: int) -> str:
     return data.decode(errors="replace")
 
 
-def seen_before_end(kernel: Kernel, dump: str) -> Seen:
+def observed_before_end(kernel: Kernel, dump: str) -> ObservedActivity:
     """Return what a rank did, from a look at its process and the stacks that it wrote."""
     frames = main_frames(dump)
     stack = stack_of(frames)
@@ -297,7 +297,7 @@ def seen_before_end(kernel: Kernel, dump: str) -> Seen:
     named = [*itertools.takewhile(lambda frame: not frame[0].endswith(_WRAPPER), frames)]
     if named:
         words += f", stack: {' < '.join(map(_in_words, named[:_FRAMES_SHOWN]))}"
-    return Seen(activity, stack.place, words)
+    return ObservedActivity(activity, stack.place, words)
 
 
 def _in_words(frame: Frame) -> str:

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._protocol.decision import Seen, encode_decision
+from nvidia_resiliency_ext.inprocess._protocol.decision import ObservedActivity, encode_decision
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.rank_activity import (
@@ -28,7 +28,7 @@ from nvidia_resiliency_ext.shared_utils.rank_activity import (
 from nvidia_resiliency_ext.shared_utils.rank_sets import parse_ranks
 
 from . import membership, messages, timeouts
-from .page import PageError, PageView, Phase, Stamps, read_dump, seen_before_end
+from .page import PageError, PageView, Phase, Stamps, observed_before_end, read_dump
 from .registration import Registration
 from .store_threads import OutcomeListener, OutcomeReader, StoreWorker, read_outcome, store_name
 
@@ -176,7 +176,7 @@ class Serving:
         for rank, session in self._sessions.items():
             if session.pid == pid:
                 logger.info("monitor_process: initial rank %d, target_pid=%d, ended", rank, pid)
-                self._do(self._membership.ended(rank, self._seen_before_end(rank, session)))
+                self._do(self._membership.ended(rank, self._observed_before_end(rank, session)))
                 session.close_page()
 
     def tick(self, now: float) -> float:
@@ -263,7 +263,9 @@ class Serving:
         if isinstance(message, messages.Done):
             return self._membership.completed(rank, message.iteration)
         if isinstance(message, messages.Arrived):
-            return self._membership.arrived(rank, message.iteration, self._seen_of(rank, message))
+            return self._membership.arrived(
+                rank, message.iteration, self._activity_of(rank, message)
+            )
         raise ValueError(f"a second {type(message).__name__}")
 
     def _hung_up(self, session: _RankSession, connection: Connection) -> None:
@@ -317,7 +319,7 @@ class Serving:
             "monitor_process: initial rank %d, target_pid=%d: %s", rank, session.pid, name
         )
         if isinstance(effect, timeouts.GiveUp):
-            self._do(self._membership.ended(rank, self._seen_before_end(rank, session)))
+            self._do(self._membership.ended(rank, self._observed_before_end(rank, session)))
         else:
             is_soft = isinstance(effect, timeouts.SoftTimeout)
             kind = Interruption.SOFT_TIMEOUT if is_soft else Interruption.HARD_TIMEOUT
@@ -332,16 +334,16 @@ class Serving:
         if session.dump_fd >= 0 and number > 0 and procfs.catches_signal(session.pid, number):
             self._host.processes.signal(session.pid, (number,))
 
-    def _seen_before_end(self, rank: int, session: _RankSession) -> Seen | None:
+    def _observed_before_end(self, rank: int, session: _RankSession) -> ObservedActivity | None:
         """Return what a rank did that was ended for a hard timeout; log its stacks."""
         if session.kernel is None or not session.watch.is_being_killed:
             return None
         dump = read_dump(session.dump_fd) if session.dump_fd >= 0 else ""
-        seen = seen_before_end(session.kernel, dump)
-        logger.warning("monitor_process: initial rank %d %s\n%s", rank, seen.words, dump)
-        return seen
+        observed = observed_before_end(session.kernel, dump)
+        logger.warning("monitor_process: initial rank %d %s\n%s", rank, observed.words, dump)
+        return observed
 
-    def _seen_of(self, rank: int, message: messages.Arrived) -> Seen | None:
+    def _activity_of(self, rank: int, message: messages.Arrived) -> ObservedActivity | None:
         """Return what a rank did when it was interrupted, by its word and by the kernel's.
 
         Raises:
@@ -350,13 +352,13 @@ class Serving:
         session = self._sessions[rank]
         kernel, session.kernel = session.kernel, None
         if message.call == messages.WAITED:
-            return Seen(Activity.WAITING, message.place)
+            return ObservedActivity(Activity.WAITING, message.place)
         if not message.call or kernel is None:
             return None
         stack = Stack(Call(message.call), message.place)
         activity = classify(kernel, stack)
         is_waiting = activity is Activity.WAITING
-        return Seen(
+        return ObservedActivity(
             activity, message.place, "" if is_waiting else in_words(activity, kernel, stack)
         )
 
