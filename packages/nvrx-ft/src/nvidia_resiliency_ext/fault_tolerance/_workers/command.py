@@ -216,13 +216,17 @@ def hidden_packages(command: WorkerCommand) -> list[str]:
     folder = os.getcwd() if command.is_module else os.path.dirname(entry)
     needed = sys.stdlib_module_names & sys.modules.keys() - set(sys.builtin_module_names)
     packages = ("nvidia_resiliency_ext", "torch", "numpy")
+    try:
+        beside = set(os.listdir(folder))  # one call: the folder may be on a slow file system
+    except OSError:
+        return []
     found = []
     for name in (*packages, *sorted(needed)):
-        kind = "package" if name in packages else "standard module"
-        for path in (f"{name}.py", os.path.join(name, "__init__.py")):
-            whole = os.path.join(folder, path)
-            if os.path.isfile(whole):
-                found.append(f"{whole} hides the {kind} {name} from the program; rename it")
+        path = os.path.join(folder, name)
+        file = f"{path}.py" if f"{name}.py" in beside else os.path.join(path, "__init__.py")
+        if f"{name}.py" in beside or (name in beside and os.path.isfile(file)):
+            kind = "package" if name in packages else "standard module"
+            found.append(f"{file} hides the {kind} {name} from the program; rename it")
     return found
 
 
