@@ -330,7 +330,9 @@ def late_at(rank, late_step, steps, in_step):
     )
     if rank == 0 and in_step:
         _Announced("not joined", store, "rank0-waited")
-    Detector._session._submit(lambda _: None)._done.wait(DEADLINE_S)  # ranks have met
+    Detector._session._submit(lambda _: None, is_collective=True)._done.wait(
+        DEADLINE_S
+    )  # ranks have met
     now = 0.0
     interval_tracker.time = types.SimpleNamespace(monotonic=lambda: now)
     due, intervals = [], set()

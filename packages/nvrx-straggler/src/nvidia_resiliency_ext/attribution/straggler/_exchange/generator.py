@@ -238,8 +238,12 @@ class ReportGenerator:
                 return Outcome(None, settings, step_time)
         else:
             rows = row.reshape(1, -1)
-            if self.exchanges and not dist_utils.is_all_true(vote(), self.group):
-                step_time = math.inf
+            have_waited = vote()
+            if self.exchanges:
+                have_waited = dist_utils.is_all_true(have_waited, self.group)
+            elif self.world_size > 1:
+                have_waited = False  # other ranks do not know this step time
+            step_time = step_time if have_waited else math.inf
         report = self._report(rows, data, window, kernels, scored)
         elapsed_ms = (time.perf_counter() - started) * 1e3
         report = replace(report, generate_report_elapsed_time=elapsed_ms)

@@ -28,7 +28,7 @@ _JOINING = "joining"
 _GROUP_TIMEOUT_S = 1800.0
 _LONGEST_LIST = 200
 _LONGEST_REASON = 300
-_LOST_CONNECTION = ("closed by peer", "reset by peer", "Connection reset", "Broken pipe", "refused")
+_LOST_CONNECTION = ("closed by peer", "reset by peer", "Connection reset", "Broken pipe")
 
 
 class Peers:

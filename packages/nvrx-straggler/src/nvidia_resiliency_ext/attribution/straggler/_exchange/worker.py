@@ -236,11 +236,12 @@ class ExchangeWorker:
             now = time.monotonic()
             if can_end and self._end:
                 raise ReportsEndedError(self._end)
+            is_over_time = now > self._current.deadline
             announce_after = min(_ANNOUNCE_AFTER_S, self._timeout_s / 2)
-            if not self._announced and now - self._started > announce_after:
+            if not self._announced and (is_over_time or now - self._started > announce_after):
                 self._announced = True
                 self._peers.announce(str(self._number))
-            if not is_late and now > self._current.deadline:
+            if is_over_time and not is_late:
                 is_late = True
                 self._current.miss(self._peers.absent())
             time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, (now - began) / 8)))

@@ -124,7 +124,7 @@ class SessionOptions:
             "report_time_interval": str(float(self.settings.report_time_interval)),
             "reference": str(scoring.quantile),
             "reference_scope": scoring.reference_scope,
-            "peer_groups": str([sorted(group) for group in scoring.peer_groups or ()]),
+            "peer_groups": str([sorted(map(int, group)) for group in scoring.peer_groups or ()]),
         }
 
 
@@ -234,7 +234,10 @@ class Session:
     def _run_report(self, *, is_scheduled: bool) -> Report | None:
         self._open_control()
         data, offered = self._collect()
-        exchange = self._submit(lambda exchange: self.generator.exchange(data, exchange.vote))
+        exchange = self._submit(
+            lambda exchange: self.generator.exchange(data, exchange.vote),
+            is_collective=self.generator.exchanges,
+        )
         if is_scheduled:
             self._correction = _Correction(exchange, offered)
         outcome = self._await(exchange)
@@ -341,7 +344,9 @@ class Session:
         if correction is not None and not correction.exchange.withdraw():
             outcome = self._await(correction.exchange, has_voted=True)
             if outcome is None and self._worker is not None:
-                self._worker.end("ranks no longer agree when a report is due")
+                reason = "ranks no longer agree when a report is due"
+                logger.error("straggler reports end here: %s", reason)
+                self._worker.end(reason)
             elif outcome is not None:
                 self._apply(outcome, correction.offered)
                 agreed = self._agreed_settings(outcome, correction.offered)
@@ -379,11 +384,11 @@ class Session:
                 only = names[ranks[0]] if len(ranks) == 1 else None
                 self._events.record(event, cycle=_launch_cycle(), rank=only)
 
-    def _submit(self, run: Callable[[Exchange[T]], T]) -> Exchange[T]:
-        """Start a collective of reports: in the worker thread, if there are peers to wait for."""
+    def _submit(self, run: Callable[[Exchange[T]], T], *, is_collective: bool) -> Exchange[T]:
+        """Run a report, or start it in the worker thread, if there are peers to wait for."""
         given = self._options.process_group
         if (
-            not self.generator.exchanges
+            not is_collective
             or dist_utils.get_world_size(given) == 1
             or (given is not None and dist_utils.get_device_for_backend(given).type != "cpu")
         ):
@@ -440,7 +445,7 @@ class Session:
             have_waited = dist_utils.is_all_true(exchange.vote(), group)
             return float(tensor.item()) if have_waited else math.inf
 
-        exchange = self._submit(reduce)
+        exchange = self._submit(reduce, is_collective=True)
         agreed = self._await(exchange)
         if agreed is None:
             agreed = math.inf if exchange.withdraw() else self._await(exchange, has_voted=True)
