@@ -6,9 +6,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -499,8 +499,11 @@ def parse_scores(scores_to_compute: Sequence[str] | str) -> tuple[str, ...]:
     Raises:
         ConfigError: A name is not known.
     """
-    is_list = isinstance(scores_to_compute, Iterable) and not isinstance(scores_to_compute, str)
-    wanted = tuple(scores_to_compute) if is_list else (scores_to_compute,)
+    is_text = isinstance(scores_to_compute, str)
+    try:
+        wanted: tuple[Any, ...] = (scores_to_compute,) if is_text else tuple(scores_to_compute)
+    except TypeError:
+        wanted = (scores_to_compute,)
     if wanted == ("all",):
         return SCORES
     for name in wanted:

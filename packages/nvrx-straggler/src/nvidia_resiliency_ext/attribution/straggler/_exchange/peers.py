@@ -14,13 +14,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from nvidia_resiliency_ext.attribution.straggler import dist_utils
 from nvidia_resiliency_ext.attribution.straggler._errors import OptionsDifferError
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
 
 __all__ = ["Peers", "reason_of"]
 
@@ -75,7 +77,7 @@ class Peers:
             OptionsDifferError: Ranks have different options; it is raised on all of them.
             RuntimeError: The store or a rank is gone.
         """
-        store = self._store = dist.PrefixStore(self._prefix, _own_connection(self._job_store))
+        store = self._store = PrefixStore(self._prefix, _own_connection(self._job_store))
         self.announce(_JOINING)
         own = {"rank": str(self._rank), **self._options}
         first = json.loads(store.compare_set("options", "", json.dumps(own)))
@@ -91,7 +93,7 @@ class Peers:
                 f"ranks were given different options, {store.get('difference').decode()}"
             )
         self.group = self._given or dist.ProcessGroupGloo(
-            dist.PrefixStore("gloo", store), self._rank, self._size, self._timeout
+            PrefixStore("gloo", store), self._rank, self._size, self._timeout
         )
 
     def announce(self, stage: str) -> None:
@@ -148,6 +150,7 @@ def reason_of(error: BaseException) -> str:
 def _own_connection(store: Store) -> Store:
     """Return a store that does not wait for what the training asks of its own connection."""
     try:
-        return store.clone()
+        clone: Store = store.clone()  # type: ignore[attr-defined]
     except (AttributeError, NotImplementedError):  # a torch that cannot
         return store
+    return clone

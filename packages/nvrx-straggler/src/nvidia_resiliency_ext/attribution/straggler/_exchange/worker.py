@@ -7,7 +7,6 @@ stays in the queue, and so do later ones: when the missing rank arrives, the ord
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from nvidia_resiliency_ext.attribution.straggler import dist_utils
 from nvidia_resiliency_ext.attribution.straggler._errors import StragglerError
-from nvidia_resiliency_ext.shared_utils.abandonable import ParkedAtExit
+from nvidia_resiliency_ext.shared_utils.abandonable import ParkedAtExit, park
 
 if TYPE_CHECKING:
     from .peers import Peers
@@ -180,9 +179,15 @@ class ExchangeWorker:
         """Run no more collectives."""
         self._end = self._end or reason
 
+    def park(self) -> None:
+        """Run no more collectives, and stop the thread for good: the interpreter ends."""
+        self.end("the process ends")
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            park(thread)
+
     def close(self) -> None:
         """End the thread; one that waits for a rank that never comes is left behind."""
-        atexit.unregister(self._end_at_exit)
         thread, self._thread = self._thread, None
         self.end("the detector is shut down")
         if thread is not None:
@@ -198,11 +203,6 @@ class ExchangeWorker:
             self.end(f"there is no thread for reports: {error}")
             return
         self._thread = thread
-        # Later than the thread is made to be parked at exit, so it is called before that.
-        atexit.register(self._end_at_exit)
-
-    def _end_at_exit(self) -> None:
-        self.end("the process ends")
 
     def _work(self) -> None:
         dist_utils.waiting.set(lambda work: self._wait(work.is_completed))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -176,6 +177,9 @@ class Session:
         self.last_report: Report | None = None
         self._is_paused_here = False
         self._pid = os.getpid()
+        self._is_at_exit = False
+        # Registered now: what is registered while a program ends is not called.
+        atexit.register(self._end_at_exit)
         self._worker: ExchangeWorker | None = None
         self._world: object = None
         self._correction: _Correction | None = None
@@ -270,6 +274,7 @@ class Session:
     def close(self) -> None:
         """Restore callables, release CUPTI, end threads; what fails does not stop the rest."""
         self.registry.is_paused = True
+        atexit.unregister(self._end_at_exit)
         with ExitStack() as parts:  # closed in reverse order
             parts.callback(self._events.close)
             if self.capture is not None:
@@ -418,7 +423,14 @@ class Session:
             number = _number_in(self._world)
             peers = Peers(options.process_group, number, options.common, timeout_s)
             self._worker = ExchangeWorker(peers, timeout_s)
+        if self._is_at_exit:
+            self._worker.park()
         return self._worker
+
+    def _end_at_exit(self) -> None:
+        self._is_at_exit = True
+        if self._worker is not None:
+            self._worker.park()
 
     def _leave_world(self) -> None:
         worker, self._worker = self._worker, None
