@@ -15,11 +15,11 @@ import os
 import threading
 from typing import Any
 
-import torch.distributed as dist
-
 from nvidia_resiliency_ext.attribution.straggler._errors import ControlError
+from nvidia_resiliency_ext.shared_utils.abandonable import StuckError, call_within
 from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.store_sockets import reach
 
 from .control import MESSAGES, Change, Handler, Refused, Status, StatusRequest, status_of
 
@@ -36,7 +36,6 @@ _PROOF_BYTES = 32
 _HEAD_BYTES = _PROOF_BYTES + 2 * _NONCE_BYTES
 _MAX_BYTES = 1 << 20
 _CONNECT_TIMEOUT = dt.timedelta(seconds=10)
-_ANSWER_TIMEOUT = dt.timedelta(seconds=20)
 _ATTEMPTS = 3
 _OUTDATED = "the request has an old challenge: it was sent twice, or another one came first"
 _LONG_WAIT = dt.timedelta(hours=1)
@@ -97,6 +96,8 @@ class StoreControlServer:
 
     def _waited(self, store: Any) -> bool:
         """Wait for a request; False after an hour without one, and when the server is closed."""
+        import torch.distributed as dist
+
         try:
             store.wait([_REQUEST], _LONG_WAIT)
         except dist.DistStoreError:
@@ -121,7 +122,7 @@ class StoreControlServer:
 
 
 def ask_through_store(
-    host: str, port: int, token_file: str, request: StatusRequest | Change
+    host: str, port: int, token_file: str, request: StatusRequest | Change, timeout_s: float
 ) -> Status:
     """Send a request to a job through its store and return its answer.
 
@@ -130,36 +131,76 @@ def ask_through_store(
         port: Its `MASTER_PORT`.
         token_file: The file that the job's `NVRX_STRAGGLER_TOKEN_FILE` names, or a copy.
         request: What to ask.
+        timeout_s: How long the store, and then rank 0, may take.
 
     Raises:
         ConfigError: The token file cannot be used.
         ControlError: The job cannot be reached, refuses, or has another token.
     """
     token = TokenFile(token_file, "--token-file").token()
+    store = _reach_store(host, port, timeout_s)
     place = f"the job's store at {host}:{port}"
-    try:
-        store = _connect(host, port)
+
+    def exchange() -> object:
         for _ in range(_ATTEMPTS):
-            answer = _exchange(store, token, request)
+            answer = _exchange(store, token, request, dt.timedelta(seconds=timeout_s))
             if answer != Refused(_OUTDATED):
                 break
+        return answer
+
+    try:
+        # A store whose process stands still would be waited for without an end.
+        answer = call_within("store-request", exchange, 2 * timeout_s + 1)
+    except (StuckError, RuntimeError) as error:  # errors of a store are RuntimeErrors
+        if isinstance(error, ControlError):
+            raise ControlError(f"{place}: {error}") from error
+        raise ControlError(f"{place} does not answer within {timeout_s:g} s") from error
     except NvrxError as error:
         raise ControlError(f"{place}: {error}") from error
-    except RuntimeError as error:  # of which all errors of a store are
-        reason = str(error).splitlines()[0]
-        raise ControlError(
-            f"{place} gives no answer ({reason}); is {TOKEN_FILE_VARIABLE} set for rank 0?"
-        ) from error
     return status_of(answer, place)
 
 
-def _exchange(store: Any, token: str, request: StatusRequest | Change) -> object:
+def _reach_store(host: str, port: int, timeout_s: float) -> Any:
+    """Connect to a store, in bounded time.
+
+    Raises:
+        ControlError: Nothing listens there, or it is no store.
+    """
+    place = f"{host}:{port}"
+    try:
+        # Names are looked up without a limit of their own.
+        call_within("reach", lambda: reach((host, port), timeout_s).close(), timeout_s + 1)
+    except (OSError, StuckError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ControlError(
+            f"no store can be reached at {place} ({reason}): give MASTER_ADDR and MASTER_PORT of"
+            " the job's ranks"
+        ) from error
+    import torch.distributed  # noqa: F401 - takes seconds, which do not count
+
+    try:
+        return call_within("connect", lambda: _connect(host, port), timeout_s)
+    except (RuntimeError, StuckError) as error:
+        raise ControlError(
+            f"what listens at {place} does not answer as a job's store within {timeout_s:g} s: give"
+            " MASTER_ADDR and MASTER_PORT of the job's ranks"
+        ) from error
+
+
+def _exchange(
+    store: Any, token: str, request: StatusRequest | Change, timeout: dt.timedelta
+) -> object:
     """Send one request and return its answer, verified."""
-    store.wait([_CHALLENGE], _ANSWER_TIMEOUT)
+    try:
+        store.wait([_CHALLENGE], timeout)
+    except RuntimeError as error:
+        raise ControlError(
+            f"no straggler detector takes requests; is {TOKEN_FILE_VARIABLE} set for rank 0?"
+        ) from error
     challenge, nonce = store.get(_CHALLENGE), os.urandom(_NONCE_BYTES)
     store.set(_REQUEST, _seal(token, b"request", challenge, nonce, request))
     key = f"{_ANSWER}{nonce.hex()}"
-    store.wait([key], _ANSWER_TIMEOUT)
+    store.wait([key], timeout)
     data = store.get(key)
     store.delete_key(key)
     payload = _open(token, b"answer", data)
@@ -169,6 +210,8 @@ def _exchange(store: Any, token: str, request: StatusRequest | Change) -> object
 
 
 def _connect(host: str, port: int) -> Any:
+    import torch.distributed as dist
+
     return dist.TCPStore(  # type: ignore[attr-defined]
         host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT
     )
