@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -242,6 +243,15 @@ def test_requests_through_the_store(store, capsys):
     assert json.loads(capsys.readouterr().out)["settings"]["profiling_interval"] == 3
     assert main(["set", *address, "--profiling-interval", "0"]) == 2
     assert "profiling_interval" in capsys.readouterr().err
+
+
+def test_two_commands_at_once_are_both_answered(store):
+    """Requests that overwrite each other in the store are sent again until each is answered."""
+    address = ["--store", f"127.0.0.1:{store.port}", "--timeout", "60"]
+    threads = 6
+    with ThreadPoolExecutor(threads) as pool:
+        codes = list(pool.map(main, [["status", *address]] * 4 * threads))
+    assert codes == [0] * 4 * threads
 
 
 def test_requests_through_the_store_are_refused_to_others(store, capsys, tmp_path):

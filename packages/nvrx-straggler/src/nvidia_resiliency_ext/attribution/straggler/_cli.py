@@ -111,6 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _ask(options: argparse.Namespace, request: StatusRequest | Change) -> Status:
     if options.store is None:
         return ask(find_job(options.run_dir), request, options.timeout)
+    # Its client prints lines and frames of its own when a store is gone.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from ._session.store_control import ask_through_store
 
     host, port = options.store

@@ -13,10 +13,13 @@ import hmac
 import logging
 import os
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 from nvidia_resiliency_ext.attribution.straggler._errors import ControlError
 from nvidia_resiliency_ext.shared_utils.abandonable import StuckError, call_within
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.store_sockets import reach
@@ -36,7 +39,7 @@ _PROOF_BYTES = 32
 _HEAD_BYTES = _PROOF_BYTES + 2 * _NONCE_BYTES
 _MAX_BYTES = 1 << 20
 _CONNECT_TIMEOUT = dt.timedelta(seconds=10)
-_ATTEMPTS = 3
+_POLL_S = 0.02
 _OUTDATED = "the request has an old challenge: it was sent twice, or another one came first"
 _LONG_WAIT = dt.timedelta(hours=1)
 _CLOSE_TIMEOUT_S = 5.0
@@ -140,23 +143,17 @@ def ask_through_store(
     token = TokenFile(token_file, "--token-file").token()
     store = _reach_store(host, port, timeout_s)
     place = f"the job's store at {host}:{port}"
-
-    def exchange() -> object:
-        for _ in range(_ATTEMPTS):
-            answer = _exchange(store, token, request, dt.timedelta(seconds=timeout_s))
-            if answer != Refused(_OUTDATED):
-                break
-        return answer
-
     try:
         # A store whose process stands still would be waited for without an end.
-        answer = call_within("store-request", exchange, 2 * timeout_s + 1)
-    except (StuckError, RuntimeError) as error:  # errors of a store are RuntimeErrors
-        if isinstance(error, ControlError):
-            raise ControlError(f"{place}: {error}") from error
+        answer = call_within(
+            "store-request", lambda: _exchange(store, token, request, timeout_s), timeout_s + 1
+        )
+    except StuckError as error:
         raise ControlError(f"{place} does not answer within {timeout_s:g} s") from error
     except NvrxError as error:
         raise ControlError(f"{place}: {error}") from error
+    except RuntimeError as error:  # which errors of a store are
+        raise ControlError(f"{place} has ended the connection: is the job over?") from error
     return status_of(answer, place)
 
 
@@ -187,26 +184,46 @@ def _reach_store(host: str, port: int, timeout_s: float) -> Any:
         ) from error
 
 
-def _exchange(
-    store: Any, token: str, request: StatusRequest | Change, timeout: dt.timedelta
-) -> object:
-    """Send one request and return its answer, verified."""
-    try:
-        store.wait([_CHALLENGE], timeout)
-    except RuntimeError as error:
-        raise ControlError(
-            f"no straggler detector takes requests; is {TOKEN_FILE_VARIABLE} set for rank 0?"
-        ) from error
-    challenge, nonce = store.get(_CHALLENGE), os.urandom(_NONCE_BYTES)
-    store.set(_REQUEST, _seal(token, b"request", challenge, nonce, request))
-    key = f"{_ANSWER}{nonce.hex()}"
-    store.wait([key], timeout)
-    data = store.get(key)
-    store.delete_key(key)
-    payload = _open(token, b"answer", data)
-    if data[_PROOF_BYTES + _NONCE_BYTES : _HEAD_BYTES] != nonce:
-        raise ControlError("an answer to another request came")
-    return MESSAGES.decode(payload)
+def _exchange(store: Any, token: str, request: StatusRequest | Change, timeout_s: float) -> object:
+    """Send a request until it is answered, and return the answer, verified.
+
+    The store keeps one request. If another command's takes its place, it is sent again.
+    """
+    deadline = Deadline.after(timeout_s)
+    hint = f"no straggler detector takes requests; is {TOKEN_FILE_VARIABLE} set for rank 0?"
+    _poll(lambda: store.check([_CHALLENGE]), deadline, hint)
+    busy = f"rank 0 has not answered within {timeout_s:g} s; a busy one may need a longer --timeout"
+    while True:
+        challenge, nonce = store.get(_CHALLENGE), os.urandom(_NONCE_BYTES)
+        key = f"{_ANSWER}{nonce.hex()}"
+        store.set(_REQUEST, _seal(token, b"request", challenge, nonce, request))
+
+        def is_taken(key: str = key, challenge: bytes = challenge) -> bool:
+            return store.check([key]) or store.get(_CHALLENGE) != challenge
+
+        _poll(is_taken, deadline, busy)
+        if not store.check([key]):  # an answer comes before the next challenge
+            continue
+        data = store.get(key)
+        store.delete_key(key)
+        payload = _open(token, b"answer", data)
+        if data[_PROOF_BYTES + _NONCE_BYTES : _HEAD_BYTES] != nonce:
+            raise ControlError("an answer to another request came")
+        answer = MESSAGES.decode(payload)
+        if answer != Refused(_OUTDATED):
+            return answer
+
+
+def _poll(is_so: Callable[[], bool], deadline: Deadline, failure: str) -> None:
+    """Wait for a condition; waits of torch's own print C++ messages when they end in vain.
+
+    Raises:
+        ControlError: It does not come true in time.
+    """
+    while not is_so():
+        if deadline.expired():
+            raise ControlError(failure)
+        time.sleep(_POLL_S)
 
 
 def _connect(host: str, port: int) -> Any:
