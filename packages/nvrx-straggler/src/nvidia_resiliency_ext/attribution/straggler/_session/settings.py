@@ -71,7 +71,7 @@ class Settings:
             except ValueError as error:
                 raise ConfigError(f"ranks={self.ranks[:80]!r}: {error}") from error
             if not ranks:
-                raise ConfigError("ranks='': name at least one; enabled=False measures on none")
+                raise ConfigError("ranks='': name at least one; to measure on none, disable")
             object.__setattr__(self, "_ranks", frozenset(ranks))
             object.__setattr__(self, "ranks", format_ranks(ranks))
         if len(self.encode()) > SETTINGS_BYTES:
