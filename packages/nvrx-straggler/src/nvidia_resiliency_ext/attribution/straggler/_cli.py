@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
@@ -35,7 +35,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-_OPTIONS = {
+_OPTIONS: dict[str, tuple[str, Callable[[str], object], str]] = {
     "--report-interval": ("report_time_interval", float, "seconds between reports"),
     "--profiling-interval": (
         "profiling_interval",

@@ -128,9 +128,13 @@ class Report:
             >>> report.identify_stragglers()["straggler_gpus_relative"]
             {StragglerId(rank=1, node='b')}
         """
-        given = (gpu_rel_threshold, section_rel_threshold)
-        given += (gpu_indiv_threshold, section_indiv_threshold)
-        for name, threshold in zip(DEFAULT_THRESHOLDS, given, strict=True):
+        given = {
+            "gpu_rel_threshold": gpu_rel_threshold,
+            "section_rel_threshold": section_rel_threshold,
+            "gpu_indiv_threshold": gpu_indiv_threshold,
+            "section_indiv_threshold": section_indiv_threshold,
+        }
+        for name, threshold in given.items():
             if not 0 <= threshold <= 1:
                 raise ValueError(f"{name}={threshold}: must lie between 0 and 1")
         return {

@@ -199,7 +199,7 @@ def _exchange(store: Any, token: str, request: StatusRequest | Change, timeout_s
         store.set(_REQUEST, _seal(token, b"request", challenge, nonce, request))
 
         def is_taken(key: str = key, challenge: bytes = challenge) -> bool:
-            return store.check([key]) or store.get(_CHALLENGE) != challenge
+            return bool(store.check([key]) or store.get(_CHALLENGE) != challenge)
 
         _poll(is_taken, deadline, busy)
         if not store.check([key]):  # an answer comes before the next challenge
