@@ -18,11 +18,11 @@ from collections.abc import Callable
 from typing import Any
 
 from nvidia_resiliency_ext.attribution.straggler._errors import ControlError
-from nvidia_resiliency_ext.shared_utils.abandonable import StuckError, call_within
+from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-from nvidia_resiliency_ext.shared_utils.store_sockets import reach
+from nvidia_resiliency_ext.shared_utils.store_sockets import NoAnswerError, open_client, reach
 
 from .control import MESSAGES, Change, Handler, Refused, Status, StatusRequest, status_of
 
@@ -145,7 +145,7 @@ def ask_through_store(
     place = f"the job's store at {host}:{port}"
     try:
         # A store whose process stands still would be waited for without an end.
-        answer = call_within(
+        answer = DeadlineCaller().run(
             "store-request", lambda: _exchange(store, token, request, timeout_s), timeout_s + 1
         )
     except StuckError as error:
@@ -166,7 +166,7 @@ def _reach_store(host: str, port: int, timeout_s: float) -> Any:
     place = f"{host}:{port}"
     try:
         # Names are looked up without a limit of their own.
-        call_within("reach", lambda: reach((host, port), timeout_s).close(), timeout_s + 1)
+        DeadlineCaller().run("reach", lambda: reach((host, port), timeout_s).close(), timeout_s + 1)
     except (OSError, StuckError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ControlError(
@@ -176,8 +176,8 @@ def _reach_store(host: str, port: int, timeout_s: float) -> Any:
     import torch.distributed  # noqa: F401 - takes seconds, which do not count
 
     try:
-        return call_within("connect", lambda: _connect(host, port), timeout_s)
-    except (RuntimeError, StuckError) as error:
+        return open_client(lambda: _connect(host, port), port, timeout_s)
+    except (RuntimeError, NoAnswerError) as error:
         raise ControlError(
             f"what listens at {place} does not answer as a job's store within {timeout_s:g} s: give"
             " MASTER_ADDR and MASTER_PORT of the job's ranks"
