@@ -178,7 +178,7 @@ class Session:
         self._is_paused_here = False
         self._pid = os.getpid()
         self._is_at_exit = False
-        # Registered now: what is registered while a program ends is not called.
+        # Now, for a first report at exit: what is registered while a program ends is not called.
         atexit.register(self._end_at_exit)
         self._worker: ExchangeWorker | None = None
         self._world: object = None
@@ -407,13 +407,18 @@ class Session:
                 f"this process was forked from process {self._pid}, to which the detector belongs:"
                 " report there, or call Detector.shutdown and Detector.initialize here"
             )
+        is_first = self._worker is None
         worker = self._join_world()
 
         def run_with_peers(exchange: Exchange[T]) -> T:
             self.generator.group = worker.join_peers()
             return run(exchange)
 
-        return worker.submit(run_with_peers)
+        exchange = worker.submit(run_with_peers)
+        if is_first:
+            # Again, to be called before all threads are parked: then a report is refused at once.
+            atexit.register(self._end_at_exit)
+        return exchange
 
     def _join_world(self) -> ExchangeWorker:
         """Return what runs collectives among the ranks of now: it is new with a new world."""
