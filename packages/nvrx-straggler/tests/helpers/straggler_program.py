@@ -41,8 +41,6 @@ def main() -> None:
         dist.destroy_process_group()
     if way == "exit":
         sys.exit(7)
-    if way == "shut_down":
-        Detector.shutdown()
 
 
 if __name__ == "__main__":
