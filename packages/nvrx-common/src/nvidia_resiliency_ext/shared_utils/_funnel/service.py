@@ -395,7 +395,7 @@ class RootService:
 
     async def _refuse(self, context: Any, rpc: StreamRpc, refusal: Refusal) -> None:
         nodes = [source.node_id for source in rpc.sources.values()]
-        self._servicer.record_refusal(nodes[0] if nodes else "", refusal)
+        self._servicer.note_refusal(nodes[0] if nodes else "", refusal)
         refused = [source.refused_seq for source in rpc.sources.values() if source.refusal]
         trailers = (("nvrx-refused-seq", str(refused[0])),) if refused else ()
         await abort(context, refusal, trailers)

@@ -218,7 +218,7 @@ class LogAggregationServicer:
         with self.clients_lock:
             self.connected_clients += change
 
-    def record_refusal(self, node_id: str, refusal: Refusal) -> None:
+    def note_refusal(self, node_id: str, refusal: Refusal) -> None:
         """Log a refusal, ever more seldom if there are many.
 
         Args:
@@ -255,7 +255,7 @@ class LogAggregationServicer:
         import grpc
 
         node_id = next((source.node_id for source in sources.values()), "")
-        self.record_refusal(node_id, refusal)
+        self.note_refusal(node_id, refusal)
         context.abort(grpc.StatusCode[refusal.code], refusal.reason)
         # Only a stand-in for gRPC's context comes back from that.
         from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
