@@ -38,7 +38,8 @@ MAX_SAMPLES = 8192
 """Samples of a section that are kept for one window; the newest win."""
 
 logger = logging.getLogger("nvrx")
-_is_compiling = torch.compiler.is_compiling
+# Of the two such functions the cheaper one; what is exported may be timed.
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Capture(Protocol):
@@ -131,7 +132,15 @@ class SectionRegistry:
         return section
 
     def named_at_frame(self, name: str, frame: FrameType) -> CustomSection:
-        """Return a new section with this name, entered here for the first time."""
+        """Return a new section with this name, entered here for the first time.
+
+        Raises:
+            TypeError: The name is no text.
+        """
+        if not isinstance(name, str):
+            raise TypeError(
+                f"detection_section: name={name!r}: must be text, or None for the place of the call"
+            )
         return self.add(name, _place_of(frame))
 
     def drain(self) -> SummaryTable:
@@ -241,7 +250,8 @@ def timed_callable(
         count = section.total_entry_cnt
         section.total_entry_cnt = count + 1
         if count % registry.interval:
-            return function(*args, **kwargs)
+            # Passing on no keywords costs a dictionary.
+            return function(*args, **kwargs) if kwargs else function(*args)
         capture = registry.capture
         if profile_cuda and capture is not None:
             with CapturedEntry(append, capture):
