@@ -19,6 +19,7 @@ import torch
 from nvidia_resiliency_ext.attribution.straggler import CallableId, Detector, Statistic
 from nvidia_resiliency_ext.attribution.straggler._measure import kernel_capture
 from nvidia_resiliency_ext.attribution.straggler.statistics import SummaryTable, summarize
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 
 class Model:
@@ -502,15 +503,35 @@ def test_starting_twice_is_refused_without_assertions():
         ({"reference": 2.0}, "reference"),
         ({"reference": "worst"}, "reference"),
         ({"peer_groups": [[0, 1], [1]]}, "peer_groups"),
-        ({"exchange_timeout": 0}, "exchange_timeout"),
+        *(({"exchange_timeout": value}, "exchange_timeout") for value in (0, math.inf, 1e12, "x")),
+        ({"node_name": 5}, "node_name=5"),
+        ({"peer_groups": ["ab"]}, "peer_groups"),
+        ({"peer_groups": 5}, "peer_groups"),
+        ({"gather_on_rank0": "no"}, "gather_on_rank0='no'"),
+        ({"control": "no"}, "control='no'"),
+        ({"process_group": 5}, "process_group=5"),
+        ({"kernel_filter": 5}, "kernel_filter=5"),
+        *(({"min_samples": value}, "min_samples") for value in (math.nan, 0, "x")),
+        ({"best_decay": "x"}, "best_decay"),
+        ({"reference": [1]}, "reference"),
+        ({"scores_to_compute": []}, "scores_to_compute"),
+        ({"scores_to_compute": 5}, "scores_to_compute"),
     ],
 )
 def test_wrong_arguments_leave_nothing_behind(start, options, named):
-    """A wrong argument is a ValueError that names it, and a second try works."""
-    with pytest.raises(ValueError, match=named):
+    """A wrong argument is a ConfigError that names it, and a second try works."""
+    with pytest.raises(ConfigError, match=named):
         start(**options)
     assert not Detector.initialized
     start()
+
+
+def test_a_section_needs_a_name_of_text(start):
+    """A name that is no text is refused where it is given, not in a report."""
+    start()
+    with pytest.raises(TypeError, match="name=5: must be text"):
+        Detector.detection_section(5)
+    assert Detector.generate_report() is not None
 
 
 def test_missing_extension_is_said_once_and_in_the_report(start, caplog, monkeypatch):
