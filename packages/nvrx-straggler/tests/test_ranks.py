@@ -77,12 +77,6 @@ def test_steady_report_is_two_collectives(tmp_path):
         assert counts[3] <= 6
 
 
-def test_the_first_interval_takes_one_collective(tmp_path):
-    """Ranks agree on the interval with one collective, in the 17th iteration, and in no other."""
-    for counts in ranks.run(ranks.collectives_of_the_interval, 2, tmp_path):
-        assert counts == [0] * 16 + [1] * 4
-
-
 def test_individual_scores_alone_take_no_collective(tmp_path):
     """Without relative scores and gathering, ranks do not communicate, and number no names."""
     assert ranks.run(ranks.individual_alone, 2, tmp_path) == [(0, 0)] * 2

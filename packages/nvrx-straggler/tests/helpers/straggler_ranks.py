@@ -281,17 +281,6 @@ def detector_in_steps(rank, steps):
     return due, texts
 
 
-def collectives_of_the_interval(rank):
-    """Count the collectives after each of 20 iterations in which no report is due."""
-    Detector.initialize(report_time_interval=1e6, cuda_profiling="off", control=False)
-    called, counts = count_collectives(), []
-    for _ in range(20):
-        Detector.generate_report_if_interval_elapsed()
-        counts.append(len(called))
-    Detector.shutdown()
-    return counts
-
-
 def missing_peer(rank):
     """Rank 1 comes late to one report: rank 0 goes on, and both find together again."""
     Detector.initialize(cuda_profiling="off", exchange_timeout=1.0, control=False)
