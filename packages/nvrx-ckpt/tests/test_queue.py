@@ -143,6 +143,31 @@ def test_abort_of_another_thread_ends_a_wait(queue, tmp_path):
     assert not ran
 
 
+def test_save_aborted_while_it_is_staged_is_never_written(tmp_path):
+    """An abort during `schedule` stops that save too: no file of it appears, no worker is left."""
+    callers = []
+    for persistent in (True, False):
+        queue = AsyncCallsQueue(persistent=persistent, sigterm_timeout=5)
+        callers.append(queue._get_async_caller())
+
+        def preload(queue=queue):
+            aborting = threading.Thread(target=queue.close, args=(True,))
+            aborting.start()
+            aborting.join(DEADLINE_S)
+            return 5
+
+        args = (str(tmp_path / "old"), None)
+        request = AsyncRequest(failing_files.write_text, args, [], None, preload)
+        queue.schedule_async_request(request)
+        assert callers[-1].process is None
+        assert queue.get_num_unfinalized_calls() == 0
+        args = (str(tmp_path / "new"), 6)
+        queue.schedule_async_request(AsyncRequest(failing_files.write_text, args, []))
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+        queue.close()
+    assert os.listdir(tmp_path) == ["new"]
+
+
 def test_request_without_function_and_foreign_requests(queue):
     """Nothing to do is done at once; other request types are understood."""
     ran = []
