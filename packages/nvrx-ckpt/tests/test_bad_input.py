@@ -3,7 +3,6 @@
 
 import contextlib
 import os
-import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from nvidia_resiliency_ext.checkpointing import (
 from nvidia_resiliency_ext.checkpointing.__main__ import main
 from nvidia_resiliency_ext.checkpointing.async_ckpt import TorchAsyncCheckpoint
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import _ResultsExchange
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -98,32 +98,39 @@ def test_path_that_is_a_file_fails_the_save_only(below, tmp_path):
         dcp_save(state_of(1), f"{file}{below}")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_quota_that_lets_no_directory_be_made_fails_the_save_only(queue, tmp_path):
+def test_quota_that_lets_no_directory_be_made_fails_the_save_only(queue, mounted):
     """Without room for a directory a save fails, the one before loads, and the next succeeds."""
-    small = tmp_path / "small"
-    small.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m,nr_inodes=16", "tmpfs", str(small)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting is not permitted here")
-    try:
-        queue.schedule_async_request(request_for(state_of(1), small / "1"))
-        queue.maybe_finalize_async_calls(blocking=True)
-        fillers = [small / f"filler{number}" for number in range(16)]
-        with contextlib.suppress(OSError):
-            for filler in fillers:
-                filler.touch()
-        queue.schedule_async_request(request_for(state_of(2), small / "2"))
-        with pytest.raises(AsyncSaveError, match=f"cannot create '{small}/2'.*No space"):
-            queue.maybe_finalize_async_calls(blocking=True)
+    small = mounted("-t", "tmpfs", "-o", "size=8m,nr_inodes=16", "tmpfs", name="small")
+    queue.schedule_async_request(request_for(state_of(1), small / "1"))
+    queue.maybe_finalize_async_calls(blocking=True)
+    fillers = [small / f"filler{number}" for number in range(16)]
+    with contextlib.suppress(OSError):
         for filler in fillers:
-            filler.unlink(missing_ok=True)
-        queue.schedule_async_request(request_for(state_of(3), small / "3"))
+            filler.touch()
+    queue.schedule_async_request(request_for(state_of(2), small / "2"))
+    with pytest.raises(AsyncSaveError, match=f"cannot create '{small}/2'.*No space"):
         queue.maybe_finalize_async_calls(blocking=True)
-        for step in (1, 3):
-            assert_same(state_of(step), load_like(state_of(0), small / str(step)))
-    finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
+    for filler in fillers:
+        filler.unlink(missing_ok=True)
+    queue.schedule_async_request(request_for(state_of(3), small / "3"))
+    queue.maybe_finalize_async_calls(blocking=True)
+    for step in (1, 3):
+        assert_same(state_of(step), load_like(state_of(0), small / str(step)))
+
+
+@pytest.mark.parametrize("io_mode", ["buffered", "direct"])
+def test_disk_that_fails_is_an_error_and_no_checkpoint(io_mode, queue, failing_disk):
+    """An error that the device reports only when data is synced fails the save, with the path."""
+    queue.schedule_async_request(request_for(state_of(1), failing_disk / "1"))
+    queue.maybe_finalize_async_calls(blocking=True)
+    os.sync()
+    writer = FileSystemWriterAsync(failing_disk / "2", thread_count=1, io_mode=io_mode)
+    state = {"large": torch.ones(10 << 20)}
+    queue.schedule_async_request(request_for(state, None, writer=writer))
+    with pytest.raises(AsyncSaveError, match=r"2/__0_0\.distcp': \[Errno (5|28)\]"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert not (failing_disk / "2" / ".metadata").exists()
+    assert verify_checkpoint(failing_disk / "1").whole
 
 
 def test_manifest_is_tried_again_like_the_data(tmp_path):
