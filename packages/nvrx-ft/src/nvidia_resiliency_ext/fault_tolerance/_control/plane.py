@@ -37,7 +37,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, lo
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.console import open_missing_streams, write_err
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalInbox
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalQueue
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir, remove_stale_run_dirs
 
 from .plan import CONTROL_FLAGS, PROGRAM, ControlPlan, get_args_parser, plan_of, usage_error
@@ -116,12 +116,12 @@ class ControlPlane:
 
     def _build(self) -> None:
         plan, stack = self._plan, self._stack
-        inbox = SignalInbox((signal.SIGTERM, signal.SIGINT))
-        stack.callback(inbox.close)
-        stack.enter_context(inbox.installed())
+        signals = SignalQueue((signal.SIGTERM, signal.SIGINT))
+        stack.callback(signals.close)
+        stack.enter_context(signals.installed())
         self._loop = EventLoop(self._clock)
         stack.callback(self._loop.close)
-        self._loop.watch(inbox.fileno(), lambda: self._signalled(inbox.receive()))
+        self._loop.watch(signals.fileno(), lambda: self._signalled(signals.receive()))
         secret = read_token(plan.token_file) if plan.token_file else None
         # Before anybody can connect: who waits in the queue of a port is not told that no store is
         # there yet, and its lease does not stand still.
