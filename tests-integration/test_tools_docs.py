@@ -134,7 +134,7 @@ ROOT = TOOL.parents[1]
 NAMED_TEST = re.compile(r"`([\w/-]*\btest_\w+\.py|\.\.\.|)(?:::(\w+))?`")
 
 
-def tests_named(line: str) -> list[tuple[str, str]]:
+def named_tests(line: str) -> list[tuple[str, str]]:
     """Return file and function of each test that a line names; `...::` stands for the last file."""
     found, file = [], ""
     for path, function in NAMED_TEST.findall(line):
@@ -154,7 +154,7 @@ def test_tests_that_pages_name_exist() -> None:
         f"{page.relative_to(ROOT)}: {file}::{function}"
         for page in ROOT.glob("docs/**/*.md")
         for line in page.read_text().splitlines()
-        for file, function in tests_named(line)
+        for file, function in named_tests(line)
         if file not in texts or (function and f"def {function}(" not in texts[file])
     ]
     assert not missing
@@ -179,6 +179,6 @@ def test_each_promise_about_checkpoints_names_its_test() -> None:
                     shows = True
                 elif shows and not line.startswith("| ---"):
                     others = ("the same", "bench/", "by construction")
-                    assert tests_named(line) or any(text in line for text in others), line
+                    assert named_tests(line) or any(text in line for text in others), line
                     numbers |= numbers_of(line.split("|")[1])
     assert numbers == set(range(1, 64))
