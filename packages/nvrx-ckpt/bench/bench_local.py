@@ -7,7 +7,8 @@ Prints one JSON line per figure, with the load average. Limits are measured by t
 same time: a plain write that removes the file before, as a save does; a read into fresh memory, as
 a load needs it, and into memory that was used before; plain TCP in both directions at once; and
 `copy`: TCP in both directions while each end writes its own file and the one that arrives, without
-checksums. The time of a write that runs beside training counts from the end of the calls.
+checksums. The time of a write that runs beside training counts from the end of the calls. The last
+line compares stalls: saves without copies and with them take turns.
 """
 
 import argparse

@@ -130,7 +130,7 @@ class MakesTensors:
 def test_objects_with_many_tensors_are_what_torch_save_writes(tmp_path):
     """A nested state is staged without checksums, and the file has them, twice in a row."""
     tied = [TENSORS["float"], TENSORS["float"][1]]
-    state = {"model": TENSORS, "tied": tied, "made": MakesTensors(), "step": 7}
+    state = {"model": TENSORS, "tied": tied, "made": MakesTensors(), "empty": torch.ones(0)}
     size = _image.saved_size(state)
     part = (size, lambda image: _image.save_into(image, state), None)
     assert write_image(tmp_path, [part, part]) == 2 * saved(state)
