@@ -424,6 +424,29 @@ def test_hot_path_does_nothing_twice(start, state):
     assert (" ".join(calls_of(enter)), " ".join(calls_of(call))) == wanted[state]
 
 
+def test_the_clock_runs_inside_the_capture(start):
+    """Kernel timing is on before the clock starts and until after it has stopped."""
+    start()
+    seen = []
+    capture = types.SimpleNamespace(
+        start=lambda: not seen.append("on"), stop=lambda: seen.append("off")
+    )
+    model = Model()
+    Detector.wrap_callables([CallableId(model, "step")])
+    Detector._registry.capture = capture
+
+    def enter():
+        with Detector.detection_section("s"):
+            seen.append("body")
+
+    enter()  # makes the section
+    for run in (enter, model.step):
+        order = [name for name in calls_of(run) if name in ("<lambda>", "perf_counter")]
+        assert order == ["<lambda>", "perf_counter", "perf_counter", "<lambda>"]
+    assert seen == ["on", "body", "off", "on", "body", "off", "on", "off"]
+    Detector._registry.capture = None
+
+
 def test_use_before_and_after_initialize(start):
     """Everything but shutdown is an error before initialize, and initialize is one twice."""
     with pytest.raises(RuntimeError), Detector.detection_section("s"):
