@@ -128,3 +128,57 @@ def test_options_that_may_differ_from_node_to_node_are_listed() -> None:
     assert listed is not None
     flags = {f"--{one.flag}" for one in OPTIONS if one.field in many_nodes._OWN_AFFAIRS}
     assert set(re.findall(r"`(--[\w-]+)`", listed[1])) == flags
+
+
+ROOT = TOOL.parents[1]
+NAMED_TEST = re.compile(r"`([\w/-]*\btest_\w+\.py|\.\.\.|)(?:::(\w+))?`")
+
+
+def named_tests(line: str) -> list[tuple[str, str]]:
+    """Return file and function of each test that a line names; `...::` stands for the last file."""
+    found, file = [], ""
+    for path, function in NAMED_TEST.findall(line):
+        file = file if path in {"", "..."} else path.rpartition("/")[2]
+        if file:
+            found.append((file, function))
+    return found
+
+
+def test_tests_that_pages_name_exist() -> None:
+    """Whoever looks up a test that a page names finds it."""
+    texts: dict[str, str] = {}
+    for folder in ("packages/*/tests", "tests-integration"):
+        for path in ROOT.glob(f"{folder}/**/test_*.py"):
+            texts[path.name] = texts.get(path.name, "") + path.read_text()
+    missing = [
+        f"{page.relative_to(ROOT)}: {file}::{function}"
+        for page in ROOT.glob("docs/**/*.md")
+        for line in page.read_text().splitlines()
+        for file, function in named_tests(line)
+        if file not in texts or (function and f"def {function}(" not in texts[file])
+    ]
+    assert not missing
+
+
+def numbers_of(cell: str) -> set[int]:
+    """Return the numbers of the requirements in `CK-1`, `CK-1, CK-2` or `CK-1 to CK-3`."""
+    found = [int(number) for number in re.findall(r"CK-(\d+)", cell)]
+    return set(range(found[0], found[-1] + 1)) if " to " in cell and found else set(found)
+
+
+def test_each_promise_about_checkpoints_names_its_test() -> None:
+    """Each row of "what survives what", and each requirement CK-1 to CK-63, says what shows it."""
+    numbers: set[int] = set()
+    for name in ("guides/checkpoints-survive", "guides/checkpoints-local", "design/nvrx-ckpt*"):
+        for page in (ROOT / "docs").glob(f"{name}.md"):
+            shows = False
+            for line in page.read_text().splitlines():
+                if not line.startswith("|"):
+                    shows = False
+                elif line.rstrip().endswith("| test |"):
+                    shows = True
+                elif shows and not line.startswith("| ---"):
+                    others = ("the same", "bench/", "by construction")
+                    assert named_tests(line) or any(text in line for text in others), line
+                    numbers |= numbers_of(line.split("|")[1])
+    assert numbers == set(range(1, 64))

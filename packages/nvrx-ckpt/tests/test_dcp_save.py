@@ -128,6 +128,18 @@ def test_overwriting_never_mixes_old_and_new(queue, tmp_path):
     assert verify_checkpoint(tmp_path).whole
 
 
+def test_old_metadata_goes_before_new_data_comes(queue, tmp_path, monkeypatch):
+    """A save over an older one that ends before it is published leaves no metadata for its data."""
+    queue.schedule_async_request(request_for(state_of(1), tmp_path))
+    queue.maybe_finalize_async_calls(blocking=True)
+    monkeypatch.setattr(FileSystemWriterAsync, "finish", failing_files.raise_error)
+    queue.schedule_async_request(request_for(state_of(2), tmp_path))
+    with pytest.raises(dcp.api.CheckpointException, match="this save function fails"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert sorted(os.listdir(tmp_path)) == [".nvrx_manifest.0.json", "__0_0.distcp"]
+    assert not verify_checkpoint(tmp_path).whole
+
+
 @pytest.mark.no_second_try
 def test_each_flipped_bit_is_found(queue, tmp_path):
     """A bit flipped anywhere in any file of a checkpoint is found, and the tensor is named."""

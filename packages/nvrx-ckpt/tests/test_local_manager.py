@@ -6,7 +6,6 @@ import logging
 import os
 import pickle
 import random
-import shutil
 import subprocess
 import sys
 import time
@@ -490,25 +489,6 @@ def test_checksums_are_compared_unless_switched_off(tmp_path, monkeypatch):
         LocalCheckpointManager(tmp_path)
 
 
-@pytest.fixture
-def mounted(tmp_path):
-    """Mount file systems below the test's directory; skip where that is not permitted."""
-    points = []
-
-    def mount(*options, name):
-        folder = tmp_path / name
-        folder.mkdir()
-        command = ["mount", *options, str(folder)]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            pytest.skip("mounting is not permitted here")
-        points.append(folder)
-        return folder
-
-    yield mount
-    for folder in reversed(points):
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def test_a_read_only_file_system_fails_the_save_and_nothing_else(mounted):
     """EROFS is an error that says so; the previous checkpoint stays, and a later save succeeds."""
     small = mounted("-t", "tmpfs", "-o", "size=8m", "tmpfs", name="small")
@@ -526,22 +506,14 @@ def test_a_read_only_file_system_fails_the_save_and_nothing_else(mounted):
     assert files(small) == ["iter_0000003_0_local.pt"]
 
 
-def test_a_failing_disk_fails_the_save_and_nothing_else(mounted):
+def test_a_failing_disk_fails_the_save_and_nothing_else(failing_disk):
     """When the device reports errors only at fsync, no shard is published that was not written."""
-    small = mounted("-t", "tmpfs", "-o", "size=16m", "tmpfs", name="small")
-    image = small / "image"
-    with image.open("wb") as file:
-        file.truncate(96 << 20)  # more than there is behind it: the device fails when that is full
-    command = ["mkfs.ext4", "-q", "-E", "nodiscard", "-O", "^has_journal", str(image)]
-    if shutil.which("mkfs.ext4") is None or subprocess.run(command, check=False).returncode:
-        pytest.skip("there is no mkfs.ext4")
-    disk = mounted("-o", "loop", str(image), name="disk")
-    manager = saved(disk, 1)
+    manager = saved(failing_disk, 1)
     os.sync()
     with pytest.raises(CheckpointingException, match=r"Errno 5|Input/output|No space") as caught:
         manager.save(BasicTensorAwareStateDict(state_of(0, 2, 8 << 20)), 2)
     assert "iter_0000002_0_local.pt" in str(caught.value)
-    again = LocalCheckpointManager(disk)
+    again = LocalCheckpointManager(failing_disk)
     assert again.find_latest() == 1
     assert is_state(again.load()[0], 0, 1)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from local_ranks import damage, find_and_load, is_state, manager, save_all, started, state_of
 
+from nvidia_resiliency_ext.checkpointing._shard import job as job_module
 from nvidia_resiliency_ext.checkpointing._shard.directory import RankDirectory, ShardName
 from nvidia_resiliency_ext.checkpointing._shard.job import SaveJob, run_save_job
 from nvidia_resiliency_ext.checkpointing._shard.layout import ShardIdentity
@@ -297,6 +298,26 @@ def test_a_copy_is_read_back_as_it_was(server, tmp_path):
     source.read_into(manifest.records[2].offset, memoryview(data))
     source.close()
     assert bytes(data) == storages[0]
+
+
+class FlippingTarget(PeerTarget):
+    """A network that changes one bit of what is sent, in the bytes of the tensor."""
+
+    def __call__(self, position, data):
+        changed = bytearray(data)
+        if len(changed) > 1000:
+            changed[len(changed) // 2] ^= 1
+        super().__call__(position, memoryview(changed))
+
+
+@pytest.mark.no_second_try
+def test_a_copy_with_other_bytes_is_refused(server, tmp_path, monkeypatch):
+    """A bit that changes on the way fails the save, names the tensor, and leaves no copy."""
+    monkeypatch.setattr(job_module, "PeerTarget", FlippingTarget)
+    problem = run_save_job(*job_of(tmp_path, [peer_of(server)]))
+    assert "other bytes than the original: w" in problem
+    assert server.wait_for_stores(20)
+    assert os.listdir(tmp_path / "1") == []
 
 
 def test_who_does_not_know_the_token_gets_and_gives_nothing(server):

@@ -13,7 +13,7 @@ import torch
 from local_ranks import state_of
 
 from nvidia_resiliency_ext.checkpointing._errors import CheckpointWriteError, DamagedCheckpointError
-from nvidia_resiliency_ext.checkpointing._shard.directory import RankDirectory
+from nvidia_resiliency_ext.checkpointing._shard.directory import RankDirectory, ShardName
 from nvidia_resiliency_ext.checkpointing._shard.job import SaveJob, run_save_job
 from nvidia_resiliency_ext.checkpointing._shard.layout import ShardIdentity, place_records
 from nvidia_resiliency_ext.checkpointing._shard.read import (
@@ -118,18 +118,18 @@ def test_records_beyond_4_gib_have_their_place():
     assert records[1].offset >= records[0].offset + records[0].nbytes
 
 
-def test_no_foreign_code_runs_for_our_own_class():
+def test_no_foreign_code_runs_for_our_own_class(tmp_path):
     """A skeleton that names a function which is not on the list is refused before it runs."""
 
     class Payload:
         def __reduce__(self):
-            return os.mkdir, ("/tmp/nvrx-must-not-exist",)
+            return os.mkdir, (str(tmp_path / "made"),)
 
     state = BasicTensorAwareStateDict({})
     state.state_dict["x"] = Payload()
     with pytest.raises(UnsafeSkeletonError, match="mkdir"):
         join_state(pickle.dumps(state, 2), [], any_name=False)
-    assert not os.path.exists("/tmp/nvrx-must-not-exist")
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -195,6 +195,30 @@ def test_files_of_others_and_links_are_not_read(tmp_path):
     path.chmod(0o666)
     with pytest.raises(PermissionError, match="others may write"):
         FileSource(str(path))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to somebody else")
+def test_files_and_directories_of_another_user_are_not_used(tmp_path):
+    """What belongs to somebody else is neither read nor written to nor removed."""
+    path = written(tmp_path, BasicTensorAwareStateDict(state_of(0, 1)))
+    os.chown(path, 65534, 65534)
+    with pytest.raises(PermissionError, match="belongs to uid 65534"):
+        FileSource(str(path))
+    directory = RankDirectory(tmp_path / "other", "", 0)
+    directory.ensure()
+    (tmp_path / "other" / "0" / "iter_0000001_0_local.pt").write_bytes(b"theirs")
+    os.chown(directory.path, 65534, 65534)
+    name = ShardName(1, 0)
+    for use in (
+        directory.names,
+        lambda: directory.create(2, 0),
+        lambda: directory.remove([name]),
+        lambda: directory.source(name),
+        directory.remove_leftovers,
+    ):
+        with pytest.raises(OSError, match="belongs to uid 65534"):
+            use()
+    assert os.listdir(directory.path) == [str(name)]
 
 
 def test_a_directory_that_others_can_write_to_is_not_used(tmp_path):

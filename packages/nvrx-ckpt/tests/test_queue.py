@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nvidia_resiliency_ext.checkpointing.async_ckpt import core
+from nvidia_resiliency_ext.checkpointing.async_ckpt import _payload, core
 from nvidia_resiliency_ext.checkpointing.async_ckpt._agreement import control_group
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
     AsyncCallsQueue,
@@ -68,6 +68,27 @@ def test_function_gets_what_was_there_when_it_was_scheduled(queue, tmp_path):
     assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
     assert (tmp_path / "a").read_text() == "70.0"
     assert (tmp_path / "b").read_text() == "20.0"
+
+
+def test_arguments_are_copied_one_at_a_time(queue, tmp_path, monkeypatch):
+    """Tensors that must be copied before they are staged need memory for one of them only."""
+    alive, most = weakref.WeakSet(), [0]
+    storage_bytes = _payload.storage_bytes
+
+    def counted(tensor):
+        data = storage_bytes(tensor)
+        if data.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+            alive.add(data)
+            most[0] = max(most[0], len(alive))
+        return data
+
+    monkeypatch.setattr(_payload, "storage_bytes", counted)
+    tensors = [torch.full((30, 40), float(number))[:, ::2] for number in range(5)]
+    args = (str(tmp_path / "sum"), [*tensors, torch.ones(3)])
+    queue.schedule_async_request(AsyncRequest(failing_files.write_sum, args, []))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert (tmp_path / "sum").read_text() == str(float(sum(range(5)) * 600 + 3))
+    assert most == [1]
 
 
 @pytest.mark.parametrize("how", ["raises", "killed", "cannot be pickled", "preload raises"])
@@ -141,6 +162,31 @@ def test_abort_of_another_thread_ends_a_wait(queue, tmp_path):
     assert queue.schedule_async_request(AsyncRequest(print, ("again",), [])) == 0
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
     assert not ran
+
+
+def test_save_aborted_while_it_is_staged_is_never_written(tmp_path):
+    """An abort during `schedule` stops that save too: no file of it appears, no worker is left."""
+    callers = []
+    for persistent in (True, False):
+        queue = AsyncCallsQueue(persistent=persistent, sigterm_timeout=5)
+        callers.append(queue._get_async_caller())
+
+        def preload(queue=queue):
+            aborting = threading.Thread(target=queue.close, args=(True,))
+            aborting.start()
+            aborting.join(DEADLINE_S)
+            return 5
+
+        args = (str(tmp_path / "old"), None)
+        request = AsyncRequest(failing_files.write_text, args, [], None, preload)
+        queue.schedule_async_request(request)
+        assert callers[-1].process is None
+        assert queue.get_num_unfinalized_calls() == 0
+        args = (str(tmp_path / "new"), 6)
+        queue.schedule_async_request(AsyncRequest(failing_files.write_text, args, []))
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+        queue.close()
+    assert os.listdir(tmp_path) == ["new"]
 
 
 def test_request_without_function_and_foreign_requests(queue):
@@ -303,6 +349,39 @@ def test_nothing_outlives_the_trainer(how, tmp_path):
     finally:
         program.kill()
         program.communicate()
+
+
+FORKS = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+import failing_files
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
+begun, go = sys.argv[2:]
+queue = AsyncCallsQueue(sigterm_timeout=5)
+queue.schedule_async_request(AsyncRequest(failing_files.touch_and_wait, (begun, go), []))
+while not os.path.exists(begun):
+    time.sleep(0.01)
+child = os.fork()
+if child == 0:
+    open(begun + ".child", "w").close()
+    sys.exit()  # with everything that runs at the interpreter's end
+time.sleep(0.2)
+open(go, "w").close()
+os.waitpid(child, 0)
+print(queue.maybe_finalize_async_calls(blocking=True))
+queue.close()
+"""
+
+
+def test_forked_child_leaves_the_queue_to_its_parent(tmp_path):
+    """A child that the trainer forks and that exits takes no result and ends no worker."""
+    arguments = [str(Path(failing_files.__file__).parent), tmp_path / "begun", tmp_path / "go"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS, *arguments],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == "[0]\n", done.stderr
+    assert "not finalised" not in done.stderr
 
 
 @pytest.mark.parametrize("max_pending", [1, 2])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two nodes with two ranks each, one of them slow: what a report says about it.
 
-The ranks are processes on this machine that call themselves node-a and node-b. Rank 3 takes half
-as long again for its forward pass. Prints the report of rank 0 and writes `report.png` if
+The ranks are processes on this machine that call themselves node-a and node-b. Rank 3 takes twice
+as long for its forward pass. Prints the report of rank 0 and writes `report.png` if
 matplotlib is installed.
 """
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from nvidia_resiliency_ext.attribution.straggler import Detector
+from nvidia_resiliency_ext.attribution.straggler import Detector, _cli
 from nvidia_resiliency_ext.attribution.straggler._cli import main
 from nvidia_resiliency_ext.attribution.straggler._session import store_control
 from nvidia_resiliency_ext.attribution.straggler._session.control import Change
@@ -142,6 +142,17 @@ def test_silent_clients_do_not_hold_up_the_others(job, capsys, caplog):
     finally:
         for sock in silent:
             sock.close()
+
+
+def test_an_interrupted_command_is_silent(job, capsys, monkeypatch):
+    """Control-C ends a command that waits, with the exit code of a signal and no traceback."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_cli, "ask", interrupt)
+    assert main(["status", "--run-dir", job]) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_commands_need_no_torch(job):

@@ -450,6 +450,13 @@ def test_extension_needs_nothing_but_the_c_library():
                                                           "libpthread"}  # fmt: skip
 
 
+def test_cupti_is_never_finalized():
+    """The extension does not know the call that would end CUPTI for the process's other clients."""
+    code = Path(extension.__file__).read_bytes()
+    assert b"cuptiActivityFlushAll" in code
+    assert b"cuptiFinalize" not in code
+
+
 @pytest.fixture
 def build_hook(monkeypatch):
     pytest.importorskip("hatchling")

@@ -160,14 +160,75 @@ def test_late_rank_costs_a_report_and_not_the_job(tmp_path):
     assert one == [False] * 4
 
 
-@pytest.mark.parametrize("late_step", [17, 20])
-def test_ranks_agree_when_reports_are_due(tmp_path, late_step):
+@pytest.mark.parametrize(
+    ("late_step", "due", "intervals"),
+    # At first 20 steps of 0.5 s are 10 s; from step 18 on it is 5 steps of 2 s.
+    [(17, [*range(35, 81, 5)], [5]), (20, [20, *range(40, 81, 5)], [5, 20])],
+)
+def test_ranks_agree_when_reports_are_due(tmp_path, late_step, due, intervals):
     """A rank that misses the first estimate or a report has the same reports due as the others."""
-    zero, one = ranks.run(ranks.late_at, 2, tmp_path, late_step, 80)
-    assert zero == one
-    # 20 steps of 0.5 s are 10 s; 5 steps of 2 s later on.
-    assert zero[1] == [5, 20]
-    assert zero[0][0] == 20
+    found = ranks.run(ranks.late_at, 2, tmp_path, late_step, 80, True)
+    assert found == [(due, intervals)] * 2
+
+
+@pytest.mark.parametrize(("late_step", "due"), [(17, []), (20, [20, 40, 60, 80])])
+def test_rank_that_stays_away_stops_no_training(tmp_path, late_step, due):
+    """Without the other rank, a rank runs to its end; the other then has the same reports due."""
+    found = ranks.run(ranks.late_at, 2, tmp_path, late_step, 80, False)
+    assert found[0] == found[1]
+    assert found[0][0] == due
+
+
+@pytest.mark.parametrize(
+    ("absent", "calls", "kind"),
+    [([1], 2, "asked"), ([0], 2, "asked"), ([1, 2], 1, "asked"), ([1], 60, "scheduled")],
+)
+def test_ranks_that_never_report_are_named(tmp_path, absent, calls, kind):
+    """Ranks that never report cost the others `exchange_timeout` once, and are named."""
+    found = ranks.run(ranks.never_there, 3, tmp_path, absent, calls, kind)
+    named = "rank 1 has" if absent == [1] else "rank 0 has" if absent == [0] else "ranks 1-2 have"
+    for rank, (first, *others) in enumerate(lines or [None] for lines in found):
+        if rank in absent:
+            assert first is None
+            continue
+        assert f"{named} not joined the report within 0.5 s" in first
+        assert all("an earlier one still waits for other ranks" in line for line in others)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [{}, {"gather_on_rank0": False}, {}],
+        [{}, {}, {"scores_to_compute": "relative_perf_scores"}],
+        [{"reference": "median"}, {}, {}],
+        [{"report_time_interval": 5}, {}, {}],
+        [{}, {"peer_groups": [[0, 1]]}, {}],
+    ],
+)
+def test_different_options_are_said_on_all_ranks(tmp_path, options):
+    """Options that ranks must have in common and have not are one line on each rank, and the end
+    of reports.
+    """
+    name = next(name for item in options for name in item)
+    for lines in ranks.run(ranks.different_options, 3, tmp_path, options):
+        (line,) = lines
+        assert f"different options, {name}: rank " in line
+        assert "\n" not in line
+
+
+def test_report_in_a_forked_child_is_refused(tmp_path):
+    """A report in a forked child names the process whose detector it is; that one goes on."""
+    ((said, _, has_report),) = ranks.run(ranks.in_a_forked_child, 1, tmp_path)
+    assert (said, has_report) == ("", True)  # alone, there is nobody to confuse
+    (said, parent, has_report), (_, _, has_other) = ranks.run(ranks.in_a_forked_child, 2, tmp_path)
+    assert f"forked from process {parent}, to which the detector belongs" in said
+    assert (has_report, has_other) == (True, False)
+
+
+def test_detectors_find_together_in_new_process_groups(tmp_path):
+    """Reports are whole in each world, with each detector, also after one that a rank missed."""
+    found = ranks.run(ranks.new_process_groups, 2, tmp_path)
+    assert found == [[False] + [True] * 5, [False] * 5]
 
 
 def test_long_names_are_shortened_and_not_a_hang(tmp_path):

@@ -19,6 +19,7 @@ import torch
 from nvidia_resiliency_ext.attribution.straggler import CallableId, Detector, Statistic
 from nvidia_resiliency_ext.attribution.straggler._measure import kernel_capture
 from nvidia_resiliency_ext.attribution.straggler.statistics import SummaryTable, summarize
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 
 class Model:
@@ -423,6 +424,29 @@ def test_hot_path_does_nothing_twice(start, state):
     assert (" ".join(calls_of(enter)), " ".join(calls_of(call))) == wanted[state]
 
 
+def test_the_clock_runs_inside_the_capture(start):
+    """Kernel timing is on before the clock starts and until after it has stopped."""
+    start()
+    seen = []
+    capture = types.SimpleNamespace(
+        start=lambda: not seen.append("on"), stop=lambda: seen.append("off")
+    )
+    model = Model()
+    Detector.wrap_callables([CallableId(model, "step")])
+    Detector._registry.capture = capture
+
+    def enter():
+        with Detector.detection_section("s"):
+            seen.append("body")
+
+    enter()  # makes the section
+    for run in (enter, model.step):
+        order = [name for name in calls_of(run) if name in ("<lambda>", "perf_counter")]
+        assert order == ["<lambda>", "perf_counter", "perf_counter", "<lambda>"]
+    assert seen == ["on", "body", "off", "on", "body", "off", "on", "off"]
+    Detector._registry.capture = None
+
+
 def test_use_before_and_after_initialize(start):
     """Everything but shutdown is an error before initialize, and initialize is one twice."""
     with pytest.raises(RuntimeError), Detector.detection_section("s"):
@@ -479,15 +503,35 @@ def test_starting_twice_is_refused_without_assertions():
         ({"reference": 2.0}, "reference"),
         ({"reference": "worst"}, "reference"),
         ({"peer_groups": [[0, 1], [1]]}, "peer_groups"),
-        ({"exchange_timeout": 0}, "exchange_timeout"),
+        *(({"exchange_timeout": value}, "exchange_timeout") for value in (0, math.inf, 1e12, "x")),
+        ({"node_name": 5}, "node_name=5"),
+        ({"peer_groups": ["ab"]}, "peer_groups"),
+        ({"peer_groups": 5}, "peer_groups"),
+        ({"gather_on_rank0": "no"}, "gather_on_rank0='no'"),
+        ({"control": "no"}, "control='no'"),
+        ({"process_group": 5}, "process_group=5"),
+        ({"kernel_filter": 5}, "kernel_filter=5"),
+        *(({"min_samples": value}, "min_samples") for value in (math.nan, 0, "x")),
+        ({"best_decay": "x"}, "best_decay"),
+        ({"reference": [1]}, "reference"),
+        ({"scores_to_compute": []}, "scores_to_compute"),
+        ({"scores_to_compute": 5}, "scores_to_compute"),
     ],
 )
 def test_wrong_arguments_leave_nothing_behind(start, options, named):
-    """A wrong argument is a ValueError that names it, and a second try works."""
-    with pytest.raises(ValueError, match=named):
+    """A wrong argument is a ConfigError that names it, and a second try works."""
+    with pytest.raises(ConfigError, match=named):
         start(**options)
     assert not Detector.initialized
     start()
+
+
+def test_a_section_needs_a_name_of_text(start):
+    """A name that is no text is refused where it is given, not in a report."""
+    start()
+    with pytest.raises(TypeError, match="name=5: must be text"):
+        Detector.detection_section(5)
+    assert Detector.generate_report() is not None
 
 
 def test_missing_extension_is_said_once_and_in_the_report(start, caplog, monkeypatch):

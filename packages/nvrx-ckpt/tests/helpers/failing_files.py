@@ -28,6 +28,11 @@ def write_text(path, value):
     Path(path).write_text(str(float(value.sum()) if hasattr(value, "sum") else value))
 
 
+def write_sum(path, tensors):
+    """Write the sum of several tensors."""
+    Path(path).write_text(str(float(sum(tensor.sum() for tensor in tensors))))
+
+
 def wait_for_file(path):
     """Work until a file is there."""
     while not os.path.exists(path):

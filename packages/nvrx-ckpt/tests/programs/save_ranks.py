@@ -226,6 +226,39 @@ def subgroup():
     return done
 
 
+class NoPlan(OwnPlanner):
+    """A planner that fails on rank 1."""
+
+    def create_local_plan(self):
+        if rank == 1:
+            raise ValueError("no plan for this")
+        return super().create_local_plan()
+
+
+def plan_fails():
+    """Rank 1 cannot plan, or has a value that cannot be pickled: all ranks hear of it."""
+    texts = []
+    queue = AsyncCallsQueue()
+    try:
+        queue.schedule_async_request(request_for(own_state(1), folder / "a", planner=NoPlan()))
+    except CheckpointException as error:
+        texts.append("no plan for this" in str(error))
+    for planner in (DefaultSavePlanner, OwnPlanner):
+        more = {"bad": threading.Lock()} if rank else {}
+        state = own_state(1, **more)
+        queue.schedule_async_request(request_for(state, folder / "b", planner=planner()))
+        try:
+            queue.maybe_finalize_async_calls(blocking=True)
+        except AsyncSaveError as error:
+            texts.append([error.rank, f"'bad' cannot be saved to {folder}/b" in str(error)])
+    queue.schedule_async_request(request_for(own_state(2), folder / "c"))
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    assert_same(own_state(2), load_like(own_state(0), folder / "c"))
+    assert not (folder / "b" / ".metadata").exists()
+    return texts
+
+
 def world_shrinks():
     """With a warm cache rank 0 goes on alone: it saves what rank 1 has saved before."""
     cache = CheckpointMetadataCache()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import multiprocessing.util
+import os
 import pickle
 import queue
 import tempfile
@@ -18,7 +19,12 @@ import torch
 import torch.distributed as dist
 
 from nvidia_resiliency_ext.attribution import straggler
-from nvidia_resiliency_ext.attribution.straggler import Detector, Statistic, interval_tracker
+from nvidia_resiliency_ext.attribution.straggler import (
+    Detector,
+    Statistic,
+    dist_utils,
+    interval_tracker,
+)
 from nvidia_resiliency_ext.attribution.straggler.reporting import ReportGenerator, ScoringOptions
 
 DEADLINE_S = 170.0
@@ -139,26 +145,8 @@ def nothing_in_common(rank, measured):
 
 def count_collectives():
     """Return a list that grows by one with each collective of this process."""
-    names = (
-        *("all_reduce", "all_gather_into_tensor", "all_gather_single", "gather", "broadcast"),
-        *("all_gather", "reduce", "all_gather_object", "gather_object", "broadcast_object_list"),
-    )
     called = []
-
-    def counting(original):
-        def call(*args, **kwargs):
-            called.append(1)
-            return original(*args, **kwargs)
-
-        return call
-
-    for name in names:
-        if hasattr(dist, name):
-            # Recent torch marks a function as deprecated on itself.
-            wrapped = counting(getattr(dist, name))
-            if hasattr(getattr(dist, name), "__deprecated__"):
-                wrapped.__deprecated__ = "yes"
-            setattr(dist, name, wrapped)
+    dist_utils.waiting.set(called.append)
     return called
 
 
@@ -207,6 +195,7 @@ def every_collective(rank):
 def initialized_before_the_group(rank):
     """Start the detector while there is no process group; returns nodes, and whose group it is."""
     store = dist.distributed_c10d._get_default_store()
+    dist.barrier()  # the other rank is connected, too
     dist.destroy_process_group()
     Detector.initialize(cuda_profiling="off", control=False, node_name=f"node{rank}")
     with Detector.detection_section("s"):
@@ -310,8 +299,7 @@ def missing_peer(rank):
             # Rank 0's contribution is taken up by rank 1; then both are level again.
             store.set(f"level{rank}", "1")
             store.wait([f"level{1 - rank}"])
-            worker = Detector._session._worker
-            worker._last.result(DEADLINE_S)
+            Detector._session._worker._last._done.wait(DEADLINE_S)
     Detector.shutdown()
     return found
 
@@ -329,19 +317,22 @@ class _Announced(logging.Handler):
             self._store.set(self._key, "1")
 
 
-def late_at(rank, late_step, steps):
+def late_at(rank, late_step, steps, in_step):
     """Rank 1 comes too late to one iteration; returns when reports were due, and the intervals.
 
     Each rank has a clock of its own: rank 0 takes 1 s per step, rank 1 half of it, and both four
-    times as long from step 18 on.
+    times as long from step 18 on. Ranks end each step together if `in_step`; else rank 1 comes
+    when rank 0 has ended the last one.
     """
     store = dist.distributed_c10d._get_default_store()
     Detector.initialize(
         cuda_profiling="off", exchange_timeout=0.5, control=False, report_time_interval=10.0
     )
-    if rank == 0:
-        _Announced("have not joined", store, "rank0-waited")
-    Detector.generate_report()  # makes the process group, for which all ranks wait
+    if rank == 0 and in_step:
+        _Announced("not joined", store, "rank0-waited")
+    Detector._session._submit(lambda _: None, is_collective=True)._done.wait(
+        DEADLINE_S
+    )  # ranks have met
     now = 0.0
     interval_tracker.time = types.SimpleNamespace(monotonic=lambda: now)
     due, intervals = [], set()
@@ -353,10 +344,101 @@ def late_at(rank, late_step, steps):
         if Detector.is_interval_elapsed():
             due.append(step)
         intervals.add(Detector.report_interval_tracker.iter_interval)
+        if in_step:
+            store.set(f"{step}/{rank}", "1")
+            store.wait([f"{step}/{1 - rank}"])
+    store.set(f"rank{rank}-waited", "1")
     store.set(f"done{rank}", "1")
     store.wait([f"done{1 - rank}"])
     Detector.shutdown()
     return due, sorted(intervals - {None})
+
+
+class _Log(logging.Handler):
+    """Keeps the lines of the log that are warnings or worse."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+        logging.getLogger("nvrx").addHandler(self)
+
+    def emit(self, record):
+        self.lines.append(self.format(record))
+
+
+def never_there(rank, absent, calls, kinds):
+    """Ranks in `absent` never report; returns the lines of the log, and whether all calls ended."""
+    log = _Log()
+    Detector.initialize(
+        cuda_profiling="off", exchange_timeout=0.5, control=False, report_time_interval=0.0
+    )
+    store = dist.distributed_c10d._get_default_store()
+    if rank not in absent:
+        for _ in range(calls):
+            if kinds == "scheduled":
+                Detector.generate_report_if_interval_elapsed()
+            else:
+                Detector.generate_report()
+        store.set(f"ended{rank}", "1")
+    store.wait([f"ended{peer}" for peer in range(dist.get_world_size()) if peer not in absent])
+    Detector.shutdown()
+    return log.lines
+
+
+def different_options(rank, options):
+    """Each rank has options of its own; returns the lines of the log."""
+    log = _Log()
+    Detector.initialize(cuda_profiling="off", control=False, **options[rank])
+    assert Detector.generate_report() is None
+    assert Detector.generate_report() is None
+    Detector.shutdown()
+    return log.lines
+
+
+def in_a_forked_child(rank):
+    """Report in a child of each rank, then here; returns the child's error, and if it worked."""
+    Detector.initialize(cuda_profiling="off", control=False)
+    Detector.generate_report()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            Detector.generate_report()
+        except RuntimeError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    said = os.read(reader, 4096).decode()
+    os.close(reader)
+    report = Detector.generate_report()
+    Detector.shutdown()
+    return said, os.getpid(), report is not None
+
+
+def new_process_groups(rank):
+    """Report in three worlds, with one or two detectors in each, one of which spans two worlds.
+
+    Rank 1 does not report with the first detector.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    found = []
+    for world in range(3):
+        if world:
+            dist.destroy_process_group()
+            again = dist.PrefixStore(f"world{world}", store)
+            dist.init_process_group("gloo", store=again, rank=rank, world_size=2)
+        for number in range(2):
+            if not Detector.initialized:
+                timeout = 0.5 if (world, number) == (0, 0) else 60.0
+                Detector.initialize(cuda_profiling="off", control=False, exchange_timeout=timeout)
+            if (world, number, rank) != (0, 0, 1):
+                found.append(Detector.generate_report() is not None)
+            if number == 0:
+                dist.barrier()
+                Detector.shutdown()
+    Detector.shutdown()
+    return found
 
 
 def long_name(rank):

@@ -57,7 +57,7 @@ class LocalCopy:
             dataclasses.replace(file, path=self._local(number))
             for number, file in enumerate(plan.files)
         ]
-        local = dataclasses.replace(plan, files=files, remove_first=[], sync=False)
+        local = dataclasses.replace(plan, files=files, remove_first=[], sync=False, folder=None)
         self._saver = FileSaver(local, view, on_progress=on_progress)
         self.results: list[FileResult] = []
 

@@ -56,7 +56,7 @@ def publish_latest(tracker: str | os.PathLike[str], name: str, *, link: bool = F
     if os.path.isdir(target) and not os.path.exists(os.path.join(target, _METADATA)):
         raise DamagedCheckpointError(target, "it has no metadata, so it is not complete")
     if not link:
-        write_small_file(path, name.encode())
+        write_small_file(path, os.fsencode(name))
         return
     os.stat(target)
     temporary = temporary_name(path, "link")
@@ -82,7 +82,7 @@ def read_latest(tracker: str | os.PathLike[str]) -> str | None:
         return None
     except OSError:
         with open(tracker, "rb") as file:
-            return file.read(_MAX_NAME_BYTES).decode().strip()
+            return os.fsdecode(file.read(_MAX_NAME_BYTES)).strip()
 
 
 def remove_old(

@@ -69,6 +69,7 @@ class Call:
         attempts: How often writing was tried.
         expires: Monotonic time at which it has taken too long; None for never.
         given_up: Monotonic time from which on nobody waits for it any more; None until then.
+        epoch: How often its caller had been closed when it was scheduled.
     """
 
     request: AsyncRequest
@@ -82,6 +83,7 @@ class Call:
     attempts: int = 1
     expires: float | None = None
     given_up: float | None = None
+    epoch: int = 0
     buffer: StagingBuffer | None = None
     run: Run | None = None
     plan: bytes = b""
@@ -152,7 +154,8 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         self._calls: dict[Job, Call] = {}
         self._threads: list[Call] = []
         self._restart_callbacks: list[Callable[[], None]] = []
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()
+        self._epoch = 0
         self._control = control_group()
         self._current: Call | None = None
 
@@ -185,6 +188,7 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         """
         begin = time.perf_counter()
         self.start_time = time.time()
+        call.epoch = self._epoch
         try:
             self._stage(call)
         except Exception:  # noqa: BLE001 - whatever the user's functions raise is the call's failure
@@ -213,8 +217,6 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
 
     def publish(self, call: Call) -> None:
         """Begin to publish a call that all ranks have written; all ranks call this.
-
-        On the rank that publishes the call is running again until that is done.
 
         On the rank that publishes, the call is running again until its metadata is durable.
 
@@ -296,6 +298,7 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
             for call in self._threads:
                 self.wait(call, None)
         with self._closing:
+            self._epoch += 1  # what is being staged now is not written any more
             worker, self._worker = self._worker, None
             if worker is not None:
                 worker.stop(self.sigterm_timeout if self._calls else 0.0)
@@ -354,8 +357,11 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
 
     def _submit(self, call: Call, kind: str, renames: bool) -> None:
         for attempt in range(2):
-            self.start()
-            worker = self._worker
+            with self._closing:
+                if call.epoch != self._epoch:
+                    raise WorkerLostError("it was aborted while it was staged")
+                self.start()
+                worker = self._worker
             if worker is None or call.buffer is None:
                 raise WorkerLostError("the queue was closed meanwhile")
             job = Job(self._identity, call.idx, self._generation)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,7 @@ class CheckpointWrite(StagedWrite):
         options: How.
         serialize: Returns the bytes of a tensor that is more than plain numbers, and the names of
             the transformations that were applied to it; also of objects where there are any.
+        problem: Why nothing can be staged; raised when it is.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class CheckpointWrite(StagedWrite):
         options: WriteOptions,
         serialize: Callable[[WriteItem, Any], tuple[Any, list[str]]] | None,
         default_serialize: Callable[[WriteItem, Any], tuple[Any, list[str]]],
+        problem: BaseException | None = None,
     ) -> None:
         self.buckets = list(buckets)
         self.options = options
@@ -117,6 +120,7 @@ class CheckpointWrite(StagedWrite):
         self.renames = options.renames
         self._serialize = serialize
         self._default_serialize = default_serialize
+        self._problem = problem
         self._files: list[tuple[WriteBucket, list[_Piece], int]] | None = None
         self.results: list[WriteResult] | None = None
         self.manifest: FileResult | None = None
@@ -129,6 +133,8 @@ class CheckpointWrite(StagedWrite):
 
     def staging_bytes(self) -> int:
         """Lay the files out and return the size of all of them."""
+        if self._problem is not None:
+            raise self._problem
         self._files = [self._layout(bucket) for bucket in self.buckets]
         return sum(round_up(length) for _, _, length in self._files)
 
@@ -166,6 +172,7 @@ class CheckpointWrite(StagedWrite):
             io_mode=options.io_mode,
             sync=options.sync,
             staging_dir=options.staging_dir,
+            folder=os.path.dirname(options.metadata_path) if self.renames else None,
         )
 
     def written(self, results: Sequence[FileResult], manifest: FileResult | None) -> None:

@@ -56,21 +56,34 @@ class FunctionPayload:
 
     def add(self, tensor: torch.Tensor) -> tuple[object, ...]:
         """Note a tensor and return what its place is pickled as."""
-        data = storage_bytes(tensor)
         start = self.nbytes
-        self._tensors.append((start, data))
-        self.nbytes = round_up(start + data.nbytes, _ALIGNMENT)
-        self.pinned = self.pinned or data.is_cuda
-        covers = data.nbytes == tensor.untyped_storage().nbytes()
+        self._tensors.append((start, tensor))
+        self.nbytes = round_up(start + tensor.nbytes, _ALIGNMENT)
+        self.pinned = self.pinned or tensor.is_cuda
+        covers = tensor.nbytes == tensor.untyped_storage().nbytes()
         offset = tensor.storage_offset() if covers and tensor.nbytes else 0
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return start, data.nbytes, dtype, tuple(tensor.shape), saved_stride(tensor), offset
+        return start, tensor.nbytes, dtype, tuple(tensor.shape), saved_stride(tensor), offset
 
     def stage(self, buffer: StagingBuffer) -> None:
         """Copy the data of the tensors, and wait for copies from devices."""
         target = buffer.tensor()
-        stage_copies([(target[start : start + data.nbytes], data) for start, data in self._tensors])
+        views = []
+        for start, tensor in self._tensors:
+            views += _left_to_copy(target[start : start + tensor.nbytes], tensor)
+        stage_copies(views)
         self._tensors = []
+
+
+def _left_to_copy(
+    target: torch.Tensor, tensor: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what to copy for a tensor; one that needs a copy before is copied here, at once."""
+    copy = (target, storage_bytes(tensor))
+    if copy[1].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        return [copy]
+    stage_copies([copy])
+    return []
 
 
 class _Pickler(pickle.Pickler):

@@ -180,8 +180,7 @@ class _Server:
             run, memory, begin, local = self._flushes.get()
             result: Any
             try:
-                files, attempts = self._retry(run, local, local.flush, _FLUSH_RETRIES)
-                result = _describe_files(local.plan, files, attempts)
+                result = self._retry(run, local, local.flush, local.plan, _FLUSH_RETRIES)
             except BaseException as error:  # noqa: BLE001 - the trainer reports it
                 result = error
             local.remove()
@@ -202,8 +201,7 @@ class _Server:
             self._start(run, saver)
             return saver.run()
 
-        files, attempts = self._retry(run, None, attempt, 0)
-        return _describe_files(plan, files, attempts)
+        return self._retry(run, None, attempt, plan, 0)
 
     def _write_local(
         self, run: Run, plan: WritePlan, buffer: StagingBuffer, memory: JobMemory
@@ -219,13 +217,14 @@ class _Server:
         run: Run,
         local: LocalCopy | None,
         attempt: Callable[[], list[FileResult]],
+        plan: WritePlan,
         least: int,
-    ) -> tuple[list[FileResult], int]:
-        """Return what an attempt returned, and how many it took."""
+    ) -> dict[str, Any]:
+        """Return the files that an attempt wrote, their manifest, and how many attempts it took."""
         retries, delay = max(run.retries, least), run.retry_delay
         for number in range(retries + 1):
             try:
-                return attempt(), number + 1
+                return _describe_files(plan, attempt(), number + 1)
             except OSError:
                 active = local or self._active.get(run.job)
                 if number == retries or active is None or active.stopped.wait(delay):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import time
 import weakref
 from collections import deque
@@ -473,4 +474,11 @@ def _leave_all() -> None:
         AsyncCallsQueue._warm.close(abort=True)  # noqa: SLF001 - our own class
 
 
+def _forget_all() -> None:
+    """Leave all queues to the process that this one was forked from: the workers are its."""
+    AsyncCallsQueue._instances.clear()  # noqa: SLF001 - our own class
+    AsyncCallsQueue._warm = None  # noqa: SLF001 - our own class
+
+
 atexit.register(_leave_all)
+os.register_at_fork(after_in_child=_forget_all)

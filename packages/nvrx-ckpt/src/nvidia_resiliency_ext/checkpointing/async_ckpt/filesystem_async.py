@@ -7,6 +7,7 @@ The order of calls: `save_state_dict_async_plan`, `get_save_function_and_args`, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import io
@@ -189,18 +190,23 @@ class FileSystemWriterAsync(FileSystemWriter):
         )
         prefix = plan.storage_data.prefix
         self._buckets = []
-        for hint, buckets in groups.items():
-            for bucket in buckets:
-                if bucket:
+        problem = None
+        try:
+            for hint, buckets in groups.items():
+                for bucket in filter(None, buckets):
                     name = f"{hint}{prefix}{len(self._buckets)}{DEFAULT_SUFFIX}"
                     path = os.path.join(self.path, name)
-                    self._buckets.append((path, name, _resolved(bucket, planner)))
-        self.has_data_to_write = bool(self._buckets)
+                    self._buckets.append((path, name, _resolved(bucket, planner, self.path)))
+        except Exception as error:  # noqa: BLE001 - the queue reports it, and on all ranks
+            problem, self._buckets = error, []
+        self.has_data_to_write = bool(self._buckets) or problem is not None
         self._write = None
         if self.has_data_to_write:
             options = self._options(prefix)
             special = self._transformed if self.transforms.extensions else None
-            self._write = CheckpointWrite(self._buckets, options, special, default_serialize)
+            self._write = CheckpointWrite(
+                self._buckets, options, special, default_serialize, problem
+            )
 
     def get_save_function_and_args(
         self,
@@ -356,12 +362,15 @@ class FileSystemWriterAsync(FileSystemWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the checkpoint's directory; the worker does it when there is a staging directory.
 
+        What is in the way is reported with the save: the worker tries it again.
+
         Args:
             plan: This rank's plan; it is returned unchanged.
         """
         if self.use_msc or self.staging_dir is not None:
             return plan
-        os.makedirs(self.path, exist_ok=True)
+        with contextlib.suppress(OSError):
+            os.makedirs(self.path, exist_ok=True)
         return plan
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
@@ -488,10 +497,15 @@ def _write_here(
     return found
 
 
-def _resolved(bucket: Sequence[WriteItem], planner: SavePlanner) -> Any:
+def _resolved(
+    bucket: Sequence[WriteItem], planner: SavePlanner, path: str | os.PathLike[str]
+) -> Any:
     bytes_items, tensor_items = [], []
     for item in bucket:
-        data = planner.resolve_data(item)
+        try:
+            data = planner.resolve_data(item)
+        except Exception as error:
+            raise TypeError(f"{item.index.fqn!r} cannot be saved to {path}: {error}") from error
         if item.type == WriteItemType.BYTE_IO:
             bytes_items.append((item, data))
         else:

@@ -19,7 +19,10 @@ from torch.distributed.checkpoint.api import (
     _wrap_exception,
 )
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
+
+from nvidia_resiliency_ext.checkpointing._places import place_of_cycle
 
 from ._agreement import control_group
 
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+    from torch.distributed.checkpoint.planner import SavePlanner
     from torch.distributed.checkpoint.storage import WriteResult
 
     from .filesystem_async import FileSystemWriterAsync
@@ -249,7 +252,7 @@ class _Planning:
         self, cache: CheckpointMetadataCache | None
     ) -> tuple[SavePlan, Metadata | None, bool]:
         planner: Any = self.planner
-        local = self._local_step()
+        local = self._local_step_on_all()
         loaded = None if cache is None else cache.loaded_all_plans
         verified = bool(
             loaded and verify_global_md_reuse(loaded, local, self._wrapper.rank, self._wrapper)
@@ -266,8 +269,27 @@ class _Planning:
         central = self._writer.prepare_decentralized_global_plan(central)
         return central, metadata if self._wrapper.is_coordinator else None, verified
 
+    def _local_step_on_all(self) -> SavePlan:
+        """Return the local plan; what fails on one rank is raised on all of them."""
+        failure, local = None, SavePlan([])
+        try:
+            local = self._local_step()
+        except Exception as error:  # noqa: BLE001 - a planner may raise anything
+            failure = _wrap_exception(error)
+        if not control_group(self._wrapper.group).minimum([int(failure is None)])[0]:
+            told = self._wrapper.all_gather_object(failure) or []
+            raise CheckpointException("plan", {r: one for r, one in enumerate(told) if one})
+        return local
+
     def _local_step(self) -> SavePlan:
-        self._set_up_planner()
+        try:
+            self._set_up_planner()
+        except RecursionError as error:
+            place = place_of_cycle(self._state_dict)
+            if not place:
+                raise
+            where = self._writer.checkpoint_id
+            raise ValueError(f"{place} of the state for {where} is in itself") from error
         self._set_up_writer()
         local = self.planner.create_local_plan()
         self._local = self._writer.prepare_local_plan(local)
@@ -443,6 +465,8 @@ class _ResultsExchange:
             digest, part = self._kept[rank]
             error = RuntimeError(f"rank {rank} has other results than it says")
             found.append(part if digest == row[2] else _wrap_exception(error))
+        if any(map(_is_wrapped_exception, found)):
+            self._kept = {}  # after an exchange that was broken off: all send theirs again
         return found
 
 

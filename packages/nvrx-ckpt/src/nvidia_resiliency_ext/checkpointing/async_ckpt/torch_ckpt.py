@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nvidia_resiliency_ext.checkpointing._image import save_into, saved_size
+from nvidia_resiliency_ext.checkpointing._places import place_where
 from nvidia_resiliency_ext.checkpointing._staged_write import StagedWrite
 from nvidia_resiliency_ext.checkpointing._write_plan import (
     PLAIN_BYTES,
@@ -106,7 +109,11 @@ class _TorchFileWrite(StagedWrite):
         self._nbytes = 0
 
     def staging_bytes(self) -> int:
-        self._nbytes = saved_size(self._value, self._save)
+        try:
+            self._nbytes = saved_size(self._value, self._save)
+        except Exception as error:
+            place = place_where(self._value, _cannot_be_pickled)
+            raise TypeError(f"{place} cannot be saved to {self._path}: {error}") from error
         return self._nbytes
 
     def stage(self, buffer: StagingBuffer) -> WritePlan:
@@ -125,6 +132,22 @@ class _TorchFileWrite(StagedWrite):
         torch.save(value, stream, *self._args, **self._kwargs)
 
 
+class _Probe(pickle.Pickler):
+    """Pickles all but the data of tensors."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Return what stands for a tensor; None for all else."""
+        return "" if isinstance(obj, (torch.Tensor, torch.UntypedStorage)) else None
+
+
+def _cannot_be_pickled(value: Any) -> bool:
+    try:
+        _Probe(io.BytesIO()).dump(value)
+    except Exception:  # noqa: BLE001 - any error of a user's class means the same here
+        return True
+    return False
+
+
 def _target(*args: Any, **kwargs: Any) -> tuple[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return the path among the arguments of `torch.save`, and the other ones."""
     if args:
@@ -134,4 +157,5 @@ def _target(*args: Any, **kwargs: Any) -> tuple[str, tuple[tuple[Any, ...], dict
         target = kwargs.pop("f", None)
     if not isinstance(target, (str, os.PathLike)):
         raise TypeError(f"a path is needed to save to, not {type(target).__name__}")
-    return os.path.abspath(os.fspath(target)), (tuple(rest), kwargs)
+    # A link stays what it is, as with torch.save: the file that it names is replaced.
+    return os.path.realpath(os.fspath(target)), (tuple(rest), kwargs)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from nvidia_resiliency_ext.checkpointing._places import parts_of, place_where
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import (
     BasicTensorAwareStateDict,
     TensorPlaceholder,
@@ -266,20 +267,7 @@ def _tensors_by_path(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield path, item
         elif id(item) not in seen:
             seen.add(id(item))
-            waiting.extend(_parts(path, item))
-
-
-def _parts(path: str, item: Any) -> list[tuple[str, Any]]:
-    if isinstance(item, dict):
-        parts = [(f"{path}[{key!r}]", value) for key, value in item.items()]
-    elif isinstance(item, (list, tuple)):
-        parts = [(f"{path}[{index}]", value) for index, value in enumerate(item)]
-    elif hasattr(item, "__dict__") and not isinstance(item, type) and not callable(item):
-        dot = "." if path else ""
-        parts = [(f"{path}{dot}{name}", value) for name, value in vars(item).items()]
-    else:
-        parts = []
-    return parts[::-1]
+            waiting.extend(parts_of(path, item))
 
 
 def _place_of_failure(state: Any) -> str:
@@ -290,7 +278,7 @@ def _place_of_failure(state: Any) -> str:
             return True
         return False
 
-    return _deepest(state, fails)
+    return place_where(state, fails)
 
 
 def _place_of_name(state: Any, name: str) -> str:
@@ -299,18 +287,4 @@ def _place_of_name(state: Any, name: str) -> str:
         pickler.dump(item)
         return name in pickler.named
 
-    return _deepest(state, names)
-
-
-def _deepest(state: Any, holds: Callable[[Any], bool]) -> str:
-    """Return the path of the innermost part for which something holds, as it does for the state."""
-    path, item = "", state
-    seen = {id(state)}
-    while True:
-        for inner_path, inner in _parts(path, item):
-            if id(inner) not in seen and holds(inner):
-                seen.add(id(inner))
-                path, item = inner_path, inner
-                break
-        else:
-            return path or "the state"
+    return place_where(state, names)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -21,14 +22,14 @@ __all__ = ["build_parser", "main"]
 _LARGEST = 1 << 63  # of numbers that a message can carry
 
 
-def _integer(text: str) -> int:
+def integer(text: str) -> int:
     value = int(text)
     if not -_LARGEST <= value < _LARGEST:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to 1000000000")
     return value
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < threading.TIMEOUT_MAX / 3:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
@@ -39,7 +40,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[str], object], str]] = {
     "--report-interval": ("report_time_interval", float, "seconds between reports"),
     "--profiling-interval": (
         "profiling_interval",
-        _integer,
+        integer,
         "measure every Nth entry of a section",
     ),
     "--ranks": ("ranks", str, "ranks that measure, such as 0-3,8, or all"),
@@ -75,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     shared.add_argument(
         "--timeout",
         metavar="S",
-        type=_seconds,
+        type=seconds,
         default=DEFAULT_TIMEOUT_S,
         help="wait at most S seconds for the job, and again for its answer; default: %(default)g",
     )
@@ -91,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; exit code 0, or 2 after a one-line error."""
+    """Run the program; exit code 0, 2 after a one-line error, 130 when it was interrupted."""
     parser = build_parser()
     options = parser.parse_args(argv)
     request = _request_of(options)
@@ -104,6 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ControlError, ConfigError) as error:
         write_err(f"nvrx-straggler: {plain(str(error))}\n")
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     write_out(json.dumps(asdict(status)) + "\n" if options.json else _text(status))
     return 0
 

@@ -11,6 +11,7 @@ __all__ = [
     "CuptiUnavailableError",
     "MalformedNamesError",
     "NotInitializedError",
+    "OptionsDifferError",
     "StragglerError",
 ]
 
@@ -25,6 +26,10 @@ class AlreadyInitializedError(StragglerError, AssertionError, RuntimeError):
 
 class NotInitializedError(StragglerError, AssertionError, RuntimeError):
     """The detector was used before `Detector.initialize` or after `Detector.shutdown`."""
+
+
+class OptionsDifferError(StragglerError, RuntimeError):
+    """Ranks were initialised with different options, so they cannot report together."""
 
 
 class CuptiUnavailableError(StragglerError, RuntimeError):

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,7 @@ __all__ = [
     "all_gather_object",
     "all_gather_rows",
     "all_reduce",
+    "broadcast_from_rank0",
     "gather_on_rank0",
     "get_device_for_backend",
     "get_global_rank",
@@ -27,13 +30,23 @@ __all__ = [
 ]
 
 
+waiting: ContextVar[Callable[[Any], object]] = ContextVar(
+    "waiting",
+    default=lambda _work: None,
+)
+"""How this thread waits for a collective before it takes the result."""
+
+
 def get_world_size(group: ProcessGroup | None = None) -> int:
     """Return the number of ranks in the group, 1 without torch.distributed.
 
     Args:
         group: The group; None: the default group.
     """
-    return dist.get_world_size(group) if _is_initialized() else 1
+    if not _is_initialized():
+        return 1
+    # Also of a group that torch.distributed does not know.
+    return dist.get_world_size() if group is None else getattr(group, "size", lambda: -1)()
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:
@@ -42,7 +55,9 @@ def get_rank(group: ProcessGroup | None = None) -> int:
     Args:
         group: The group; None: the default group.
     """
-    return dist.get_rank(group) if _is_initialized() else 0
+    if not _is_initialized():
+        return 0
+    return dist.get_rank() if group is None else getattr(group, "rank", lambda: -1)()
 
 
 def get_global_rank(group: ProcessGroup | None, group_rank: int) -> int:
@@ -61,7 +76,7 @@ def get_device_for_backend(group: ProcessGroup | None = None) -> torch.device:
     Args:
         group: The group; None: the default group.
     """
-    if not _is_initialized():
+    if not _is_initialized() or isinstance(group, dist.ProcessGroupGloo):
         return torch.device("cpu")
     # A mixed group ("cpu:gloo,cuda:nccl") takes CPU tensors, too.
     if dist.get_backend(group) == "nccl":
@@ -88,7 +103,10 @@ def all_reduce(
     """
     if get_world_size(group) == 1:
         return None
-    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    work = _of(group).allreduce([tensor], options)
+    return work if async_op else _finish(work)
 
 
 def all_gather_object(obj: object, group: ProcessGroup | None = None) -> list[Any]:
@@ -124,13 +142,12 @@ def gather_on_rank0(
         return [tensor]
     device = get_device_for_backend(group)
     payload = tensor.to(device)
-    first = get_global_rank(group, 0)
-    if get_rank(group) != 0:
-        dist.gather(payload, None, dst=first, group=group)
-        return None
-    gathered = list(payload.new_empty((world_size, *payload.shape)).unbind(0))
-    dist.gather(payload, gathered, dst=first, group=group)
-    return [item.to(tensor.device) for item in gathered]
+    is_first = get_rank(group) == 0
+    gathered = list(payload.new_empty((world_size, *payload.shape)).unbind(0)) if is_first else []
+    options = dist.GatherOptions()
+    options.rootRank = 0
+    _finish(_of(group).gather([gathered] if is_first else [], [payload], options))
+    return [item.to(tensor.device) for item in gathered] if is_first else None
 
 
 def all_gather_rows(row: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
@@ -144,11 +161,22 @@ def all_gather_rows(row: torch.Tensor, group: ProcessGroup | None = None) -> tor
     if world_size == 1:
         return row
     gathered = torch.empty(world_size * len(row), dtype=row.dtype, device=row.device)
-    gather = dist.all_gather_into_tensor
-    if hasattr(gather, "__deprecated__"):  # from torch 2.13 on, under another name
-        gather = dist.all_gather_single
-    gather(gathered, row, group=group)
+    _finish(_of(group)._allgather_base(gathered, row))  # noqa: SLF001 - dist renames it
     return gathered
+
+
+def broadcast_from_rank0(tensor: torch.Tensor, group: ProcessGroup | None = None) -> None:
+    """Overwrite a tensor with that of rank 0; does nothing for one rank.
+
+    Args:
+        tensor: Of the same shape on all ranks.
+        group: The group, whose rank 0 it is; None: the default group.
+    """
+    if get_world_size(group) == 1:
+        return
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    _finish(_of(group).broadcast([tensor], options))
 
 
 def is_all_true(flag: bool, group: ProcessGroup | None = None) -> bool:
@@ -161,6 +189,16 @@ def is_all_true(flag: bool, group: ProcessGroup | None = None) -> bool:
     tensor = torch.tensor([1 if flag else 0], device=get_device_for_backend(group))
     all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
     return bool(tensor.item())
+
+
+def _of(group: ProcessGroup | None) -> Any:
+    """Return the group; its methods, unlike functions of `dist`, take one that torch has not."""
+    return dist.group.WORLD if group is None else group
+
+
+def _finish(work: Any) -> None:
+    waiting.get()(work)
+    work.wait()
 
 
 def _is_initialized() -> bool:

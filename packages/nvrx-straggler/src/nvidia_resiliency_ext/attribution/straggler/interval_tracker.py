@@ -48,7 +48,8 @@ class ReportIntervalTracker:
         prev_iter_start_time: When the last call was made, monotonic seconds.
         step_times: Seconds between calls; empty after the first estimate.
         profiling_interval: The least value of `iter_interval`.
-        reduce_max: Returns the greatest value that any rank gives; a collective.
+        reduce_max: Returns the greatest value that any rank gives, or infinity on all ranks to be
+            asked again 16 iterations later; a collective.
         settling_iter: Iteration that begins with `settle`; None when no correction is expected.
     """
 
@@ -79,7 +80,8 @@ class ReportIntervalTracker:
         if self.iter_interval is None and len(self.step_times) >= self.INTERVAL_ESTIMATION_ITERS:
             wanted = iterations_in(self.time_interval, _median(self.step_times))
             reduce_max = self.reduce_max or _reduce_max
-            self.iter_interval = int(reduce_max(max(wanted, self.profiling_interval)))
+            agreed = reduce_max(max(wanted, self.profiling_interval))
+            self.iter_interval = int(agreed) if math.isfinite(agreed) else None
             self.step_times = []
             self._recent.clear()
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from . import dist_utils
 from ._errors import MalformedNamesError
@@ -297,7 +296,7 @@ def _exchange(payload: bytes, group: ProcessGroup | None) -> list[bytes]:
         shared[end - len(packed) : end] = np.frombuffer(packed, dtype=np.uint8)
     # One contributor per byte, so the sum over ranks is a concatenation.
     summed = torch.from_numpy(shared).to(device)
-    dist.all_reduce(summed, op=dist.ReduceOp.SUM, group=group)
+    dist_utils.all_reduce(summed, group=group)
     data = summed.cpu().numpy().tobytes()
     parts = []
     for source, size, end in zip(sources, sizes, ends.tolist(), strict=True):

@@ -116,12 +116,13 @@ class Detector:
             peer_groups: Sets of ranks that are compared only among themselves.
             min_samples: Kernels and sections with fewer samples in a window are not compared.
             best_decay: Part by which the individual best is raised before each report.
-            exchange_timeout: Seconds after which a report that waits for other ranks is skipped.
+            exchange_timeout: Seconds after which a report that waits for other ranks is skipped, at
+                most a day.
             control: Let `nvrx-straggler` steer the job through a socket of rank 0.
 
         Raises:
             AlreadyInitializedError: It is initialised (an `AssertionError` and a `RuntimeError`).
-            ValueError: An argument is wrong; the message names it.
+            ConfigError: An argument is wrong; the message names it (a `ValueError`).
             CuptiUnavailableError: Kernels cannot be timed, and `cuda_profiling="require"`.
         """
         if cls.initialized:

@@ -123,13 +123,13 @@ def gather_medians(medians: Array, group: ProcessGroup | None) -> Array:
 
 
 def gather_rows(
-    row: npt.NDArray[np.float32], group: ProcessGroup | None
-) -> npt.NDArray[np.float32] | None:
-    """Return the rows of all ranks in one array on rank 0, None elsewhere."""
+    row: npt.NDArray[np.float32], vote: bool, group: ProcessGroup | None
+) -> tuple[npt.NDArray[np.float32] | None, bool]:
+    """Return the rows of all ranks on rank 0, None elsewhere, and whether all vote with True."""
     if dist_utils.get_world_size(group) == 1:
-        return row.reshape(1, -1)
-    rows: npt.NDArray[np.float32] = _all_gather(row, group)
-    return rows.reshape(-1, len(row)) if dist_utils.get_rank(group) == 0 else None
+        return row.reshape(1, -1), vote
+    rows = _all_gather(np.append(row, row.dtype.type(vote)), group).reshape(-1, len(row) + 1)
+    return rows[:, :-1] if dist_utils.get_rank(group) == 0 else None, bool(rows[:, -1].all())
 
 
 def gather_nodes(node: str, longest: int, group: ProcessGroup | None) -> list[str] | None:
@@ -158,8 +158,7 @@ def broadcast_settings(settings: bytes, group: ProcessGroup | None) -> bytes:
     buffer = np.zeros(SETTINGS_BYTES, dtype=np.uint8)
     buffer[: len(settings)] = np.frombuffer(settings, dtype=np.uint8)
     tensor = torch.from_numpy(buffer).to(dist_utils.get_device_for_backend(group))
-    first = dist_utils.get_global_rank(group, 0)
-    dist.broadcast(tensor, src=first, group=group)
+    dist_utils.broadcast_from_rank0(tensor, group)
     return tensor.cpu().numpy().tobytes().rstrip(b"\0")
 
 
@@ -207,7 +206,7 @@ def _reduce_min(vector: Array, group: ProcessGroup | None) -> Array:
     if dist_utils.get_world_size(group) == 1:
         return vector
     tensor = torch.from_numpy(vector).to(dist_utils.get_device_for_backend(group))
-    dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
+    dist_utils.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
     least: Array = tensor.cpu().numpy()
     return least
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from nvidia_resiliency_ext.attribution.straggler.name_mapper import (
     NameMapper,
     Proposal,
 )
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 from .collectives import (
     Agreement,
@@ -105,7 +106,8 @@ class Outcome:
     Attributes:
         report: The report, None where this rank gets none.
         settings: Settings that all ranks apply now, None when nothing changed.
-        step_time: The least step time of all ranks, s; infinity when unknown.
+        step_time: The least step time of all ranks, s; infinity when unknown, or when a rank has
+            not waited for this outcome.
     """
 
     report: Report | None
@@ -206,11 +208,13 @@ class ReportGenerator:
         """
         return self.exchange(RankData(section_summaries, kernel_summaries)).report
 
-    def exchange(self, data: RankData) -> Outcome:
+    def exchange(self, data: RankData, vote: Callable[[], bool] = lambda: True) -> Outcome:
         """Run one report exchange with all ranks and return this rank's outcome.
 
         Args:
             data: What this rank has measured since the exchange before.
+            vote: Called once all ranks have joined. Tells whether this rank has waited; unless
+                all have, the outcome has no step time.
         """
         started = time.perf_counter()
         self.group = self.group  # ranks may have changed
@@ -227,12 +231,19 @@ class ReportGenerator:
         status = "failed" if has_failed else data.cuda_status
         row = self._row(scored, window, status, data.dropped_records)
         if self.gather_on_rank0:
-            rows = gather_rows(row, self.group)
+            rows, have_waited = gather_rows(row, vote(), self.group)
+            step_time = step_time if have_waited else math.inf
             self._refresh_nodes(agreement)
             if rows is None:
                 return Outcome(None, settings, step_time)
         else:
             rows = row.reshape(1, -1)
+            have_waited = vote()
+            if self.exchanges:
+                have_waited = dist_utils.is_all_true(have_waited, self.group)
+            elif self.world_size > 1:
+                have_waited = False  # other ranks do not know this step time
+            step_time = step_time if have_waited else math.inf
         report = self._report(rows, data, window, kernels, scored)
         elapsed_ms = (time.perf_counter() - started) * 1e3
         report = replace(report, generate_report_elapsed_time=elapsed_ms)
@@ -491,20 +502,21 @@ def parse_scores(scores_to_compute: Sequence[str] | str) -> tuple[str, ...]:
     """Return the names of scores; `"all"` and the name of one score are accepted.
 
     Raises:
-        ValueError: A name is not known.
+        ConfigError: A name is not known.
     """
-    if isinstance(scores_to_compute, str):
-        wanted: tuple[str, ...] = SCORES if scores_to_compute == "all" else (scores_to_compute,)
-    else:
-        wanted = tuple(scores_to_compute)
-        if wanted == ("all",):
-            wanted = SCORES
+    is_text = isinstance(scores_to_compute, str)
+    try:
+        wanted: tuple[Any, ...] = (scores_to_compute,) if is_text else tuple(scores_to_compute)
+    except TypeError:
+        wanted = (scores_to_compute,)
+    if wanted == ("all",):
+        return SCORES
     for name in wanted:
         if name not in SCORES:
-            raise ValueError(
+            raise ConfigError(
                 f"scores_to_compute: {name!r} is no score; known are {', '.join(SCORES)} and 'all'"
             )
-    return tuple(wanted)
+    return wanted
 
 
 def _by_number(

@@ -9,117 +9,239 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from nvidia_resiliency_ext.attribution.straggler import dist_utils
 from nvidia_resiliency_ext.attribution.straggler._errors import StragglerError
+from nvidia_resiliency_ext.shared_utils.abandonable import ParkedAtExit, park
 
-__all__ = ["Exchange", "ExchangeSkippedError", "ExchangeWorker"]
+if TYPE_CHECKING:
+    from .peers import Peers
+
+__all__ = ["Exchange", "ExchangeSkippedError", "ExchangeWorker", "ReportsEndedError"]
 
 T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 2.0
+_ANNOUNCE_AFTER_S = 1.0
+_STORE_GRACE_S = 2.0
+"""How long a caller still waits, after its time is over, for the names of the missing ranks."""
+_LONGEST_PAUSE_S = 0.02
+_SHORTEST_PAUSE_S = 5e-5
 
 
 class ExchangeSkippedError(StragglerError):
     """A collective goes on without its caller: other ranks have not joined it in time."""
 
 
-class Exchange(Generic[T]):
-    """A collective of reports: its result once all ranks have joined."""
+class ReportsEndedError(StragglerError):
+    """A collective was not run: an earlier one has failed, or the detector or process ends."""
 
-    def __init__(self, run: Callable[[], T]) -> None:
+
+class Exchange(Generic[T]):
+    """A collective of reports: its result once all ranks have joined.
+
+    Args:
+        run: The collective; it gets this exchange.
+        timeout_s: How long its caller waits.
+        is_behind: It comes after one that still waits for other ranks; its caller does not wait.
+    """
+
+    def __init__(
+        self, run: Callable[[Exchange[T]], T], timeout_s: float, *, is_behind: bool = False
+    ) -> None:
+        self.deadline = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._is_behind = is_behind
         self._run = run
         self._done = threading.Event()
+        self._woken = threading.Event()
+        self._absent = "other ranks have"
         self._result: T | None = None
         self._error: BaseException | None = None
+        self._vote = threading.Lock()
+        self._has_voted = self._is_withdrawn = False
 
     @property
     def is_done(self) -> bool:
         """Whether it has a result or has failed."""
         return self._done.is_set()
 
+    @property
+    def error(self) -> BaseException | None:
+        """What it has raised."""
+        return self._error
+
     def run(self) -> None:
         """Run it in this thread and keep what comes of it."""
         try:
-            self._result = self._run()
+            self._result = self._run(self)
         except BaseException as error:  # noqa: BLE001 - `result` raises it
             self._error = error
         self._done.set()
+        self._woken.set()
 
     def refuse(self, reason: str) -> None:
         """End it without running it."""
-        self._error = ExchangeSkippedError(reason)
+        self._error = ReportsEndedError(reason)
         self._done.set()
+        self._woken.set()
 
-    @property
-    def failure(self) -> str:
-        """What it has raised, empty if nothing."""
-        return "" if self._error is None else str(self._error)
+    def miss(self, absent: str) -> None:
+        """Tell the caller, whose time is over, which ranks have not joined."""
+        self._absent = absent
+        self._woken.set()
 
-    def result(self, timeout_s: float) -> T:
-        """Return the result, at the latest after `timeout_s`.
+    def vote(self) -> bool:
+        """Tell the other ranks whether this one still waits; from then on it cannot withdraw."""
+        with self._vote:
+            self._has_voted = True
+            return not self._is_withdrawn
+
+    def withdraw(self) -> bool:
+        """Do without the result; False when other ranks may rely on it already."""
+        with self._vote:
+            self._is_withdrawn = not self._has_voted
+            return self._is_withdrawn
+
+    def result(self, *, has_voted: bool = False) -> T:
+        """Return the result when it is there, or raise after the time that its caller has.
+
+        Args:
+            has_voted: It cannot be withdrawn any more; wait again, as all ranks have joined it.
 
         Raises:
             ExchangeSkippedError: Other ranks have not joined by then; it goes on without this
-                caller. Or it was not run, because an earlier one has failed.
+                caller.
+            ReportsEndedError: It was not run.
             Exception: What the collective raised.
         """
-        if not self._done.wait(timeout_s):
+        event, end = self._woken, self.deadline + _STORE_GRACE_S
+        if has_voted:
+            event, end = self._done, time.monotonic() + self._timeout_s
+        elif self._is_behind:
+            raise ExchangeSkippedError("an earlier one still waits for other ranks")
+        while not event.is_set() and (left := end - time.monotonic()) > 0:
+            # In short waits: an exception for this thread is raised between them.
+            event.wait(min(left, 1.0))
+        if not self._done.is_set():
             raise ExchangeSkippedError(
-                f"other ranks have not joined the report within {timeout_s:g} s"
+                f"{self._absent} not joined the report within {self._timeout_s:g} s"
             )
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
 
 
+class _Thread(ParkedAtExit):
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__("nvrx-straggler-exchange")
+        self._work = work
+
+    def run(self) -> None:
+        self.begin()
+        self._work()
+
+
 class ExchangeWorker:
-    """One daemon thread with a queue of collectives; started by the first one."""
+    """One daemon thread with a queue of collectives among the same ranks.
 
-    def __init__(self) -> None:
+    Args:
+        peers: The ranks.
+        timeout_s: How long a caller waits for a collective.
+    """
+
+    def __init__(self, peers: Peers, timeout_s: float) -> None:
+        self._peers = peers
+        self._timeout_s = timeout_s
         self._queue: queue.SimpleQueue[Exchange[Any] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: _Thread | None = None
         self._last: Exchange[Any] | None = None
-        self._failure = ""
+        self._end = ""
+        self._number = 0
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether a collective still waits for other ranks."""
-        return self._last is not None and not self._last.is_done
-
-    def submit(self, run: Callable[[], T]) -> Exchange[T]:
+    def submit(self, run: Callable[[Exchange[T]], T]) -> Exchange[T]:
         """Queue a collective behind those that were submitted before."""
-        exchange = Exchange(run)
-        if self._failure:
-            exchange.refuse(self._failure)
+        is_behind = self._last is not None and not self._last.is_done
+        exchange = Exchange(run, self._timeout_s, is_behind=is_behind)
+        if not self._end and self._thread is None:
+            self._start()
+        if self._end:
+            exchange.refuse(self._end)
             return exchange
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._work, name="nvrx-straggler-exchange", daemon=True
-            )
-            self._thread.start()
         self._last = exchange
         self._queue.put(exchange)
         return exchange
 
+    def end(self, reason: str) -> None:
+        """Run no more collectives."""
+        self._end = self._end or reason
+
+    def park(self) -> None:
+        """Run no more collectives, and stop the thread for good: the interpreter ends."""
+        self.end("the process ends")
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            park(thread)
+
     def close(self) -> None:
         """End the thread; one that waits for a rank that never comes is left behind."""
         thread, self._thread = self._thread, None
-        self._failure = "the detector is shut down"
+        self.end("the detector is shut down")
         if thread is not None:
             self._queue.put(None)
-            if not self.is_behind:
+            if self._last is None or self._last.is_done:
                 thread.join(_CLOSE_TIMEOUT_S)
 
+    def _start(self) -> None:
+        thread = _Thread(self._work)
+        try:
+            thread.start()
+        except RuntimeError as error:  # such as at the interpreter's end
+            self.end(f"there is no thread for reports: {error}")
+            return
+        self._thread = thread
+
     def _work(self) -> None:
-        while True:
-            exchange = self._queue.get()
-            if exchange is None:
-                return
-            if self._failure:
-                exchange.refuse(self._failure)
+        dist_utils.waiting.set(lambda work: self._wait(work.is_completed))
+        while (exchange := self._queue.get()) is not None:
+            if self._end:
+                exchange.refuse(self._end)
                 continue
+            self._number += 1
+            self._announced = False
+            self._started = time.monotonic()
+            self._current = exchange
             exchange.run()
-            if exchange.failure:
-                self._failure = f"an earlier collective has failed: {exchange.failure}"
+            self._peers.withdraw()
+            if exchange.error is not None:
+                self.end("an earlier collective has failed")
+
+    def join_peers(self) -> Any:
+        """Return the process group of the ranks; in the thread of this worker."""
+        if self._peers.group is None:
+            self._announced = True
+            self._peers.join(lambda is_over: self._wait(is_over, can_end=True))
+            self._peers.withdraw()
+            self._announced = False
+        return self._peers.group
+
+    def _wait(self, is_over: Callable[[], bool], *, can_end: bool = False) -> None:
+        """Wait for other ranks; tell them after a while, and the caller when its time is over."""
+        began = time.monotonic()
+        is_late = self._current.deadline < began
+        while not is_over():
+            now = time.monotonic()
+            if can_end and self._end:
+                raise ReportsEndedError(self._end)
+            is_over_time = now > self._current.deadline
+            announce_after = min(_ANNOUNCE_AFTER_S, self._timeout_s / 2)
+            if not self._announced and (is_over_time or now - self._started > announce_after):
+                self._announced = True
+                self._peers.announce(str(self._number))
+            if is_over_time and not is_late:
+                is_late = True
+                self._current.miss(self._peers.absent())
+            time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, (now - began) / 8)))

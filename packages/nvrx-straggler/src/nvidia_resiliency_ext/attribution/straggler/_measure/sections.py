@@ -132,7 +132,15 @@ class SectionRegistry:
         return section
 
     def named_at_frame(self, name: str, frame: FrameType) -> CustomSection:
-        """Return a new section with this name, entered here for the first time."""
+        """Return a new section with this name, entered here for the first time.
+
+        Raises:
+            TypeError: The name is no text.
+        """
+        if not isinstance(name, str):
+            raise TypeError(
+                f"detection_section: name={name!r}: must be text, or None for the place of the call"
+            )
         return self.add(name, _place_of(frame))
 
     def drain(self) -> SummaryTable:

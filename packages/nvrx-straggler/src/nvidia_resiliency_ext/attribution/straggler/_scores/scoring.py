@@ -7,10 +7,12 @@ long. An entry whose time is unusable (zero, subnormal, NaN, infinite) has the s
 
 from __future__ import annotations
 
+import numbers
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from nvidia_resiliency_ext.attribution.straggler.name_mapper import (
     shortened,
 )
 from nvidia_resiliency_ext.attribution.straggler.statistics import Statistic, SummaryTable
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -34,6 +37,7 @@ __all__ = [
     "Window",
     "gpu_score",
     "is_communication",
+    "is_number",
     "ratios",
     "read_window",
     "reference_of_ranks",
@@ -62,6 +66,11 @@ _DEFAULTS = {Statistic.MED: float("nan"), Statistic.NUM: 1.0, Statistic.AVG: flo
 _FIGURES = itemgetter(*_DEFAULTS)
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Tell whether a value is a real number; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class ScoringOptions:
     """How medians become scores.
@@ -80,7 +89,7 @@ class ScoringOptions:
             list of communication kernels.
 
     Raises:
-        ValueError: A value is out of range; the message names it.
+        ConfigError: A value is wrong; the message names it.
     """
 
     reference: str | float = "best"
@@ -92,22 +101,38 @@ class ScoringOptions:
     kernel_filter: Callable[[str], bool] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.reference, str):
-            if self.reference not in ("best", "median"):
-                raise ValueError(
-                    f"reference={self.reference!r}: give 'best', 'median' or a number from 0 to 1"
-                )
-        elif not 0 <= self.reference <= 1:
-            raise ValueError(f"reference={self.reference}: a quantile lies between 0 and 1")
+        if self.reference not in ("best", "median") and not (
+            is_number(self.reference) and 0 <= self.reference <= 1
+        ):
+            raise ConfigError(
+                f"reference={self.reference!r}: give 'best', 'median' or a number from 0 to 1"
+            )
         if self.reference_scope not in ("all", "present"):
-            raise ValueError(f"reference_scope={self.reference_scope!r}: give 'all' or 'present'")
-        members = [rank for group in self.peer_groups or () for rank in group]
+            raise ConfigError(f"reference_scope={self.reference_scope!r}: give 'all' or 'present'")
+        self._check_peer_groups()
+        for name in ("min_samples", "max_kernels"):
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= 1):
+                raise ConfigError(f"{name}={value!r}: must be a whole number of at least 1")
+        if not (is_number(self.best_decay) and 0 <= self.best_decay < 1):
+            raise ConfigError(f"best_decay={self.best_decay!r}: must be at least 0 and below 1")
+        if self.kernel_filter is not None and not callable(self.kernel_filter):
+            raise ConfigError(
+                f"kernel_filter={self.kernel_filter!r}: give a function of a kernel's name"
+            )
+
+    def _check_peer_groups(self) -> None:
+        try:
+            members = [operator.index(rank) for group in self.peer_groups or () for rank in group]
+        except TypeError:
+            members = [-1]
+        if any(rank < 0 for rank in members):
+            raise ConfigError(
+                f"peer_groups={self.peer_groups!r}: give lists of ranks, such as [[0, 1], [2, 3]]"
+            )
         if len(members) != len(set(members)):
-            raise ValueError("peer_groups: a rank stands in more than one group")
-        if self.min_samples < 1 or self.max_kernels < 1 or not 0 <= self.best_decay < 1:
-            raise ValueError(
-                f"min_samples={self.min_samples} and max_kernels={self.max_kernels} must be at"
-                f" least 1, best_decay={self.best_decay} at least 0 and below 1"
+            raise ConfigError(
+                f"peer_groups={self.peer_groups!r}: a rank stands in more than one group"
             )
 
     @property

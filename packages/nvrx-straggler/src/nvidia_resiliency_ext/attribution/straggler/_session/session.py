@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-import datetime as dt
+import atexit
 import logging
+import math
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,17 +17,22 @@ import torch
 import torch.distributed as dist
 
 from nvidia_resiliency_ext.attribution.straggler import dist_utils
-from nvidia_resiliency_ext.attribution.straggler._errors import MalformedNamesError
+from nvidia_resiliency_ext.attribution.straggler._errors import (
+    MalformedNamesError,
+    NotInitializedError,
+)
 from nvidia_resiliency_ext.attribution.straggler._exchange.generator import (
+    SCORES,
     Outcome,
     RankData,
     ReportGenerator,
-    parse_scores,
 )
+from nvidia_resiliency_ext.attribution.straggler._exchange.peers import Peers, reason_of
 from nvidia_resiliency_ext.attribution.straggler._exchange.worker import (
     Exchange,
     ExchangeSkippedError,
     ExchangeWorker,
+    ReportsEndedError,
 )
 from nvidia_resiliency_ext.attribution.straggler._measure.kernel_capture import (
     MODES,
@@ -35,7 +42,10 @@ from nvidia_resiliency_ext.attribution.straggler._measure.kernel_capture import 
 from nvidia_resiliency_ext.attribution.straggler._measure.sections import SectionRegistry
 from nvidia_resiliency_ext.attribution.straggler._measure.wrapping import Wrapping
 from nvidia_resiliency_ext.attribution.straggler._scores.report import Report
-from nvidia_resiliency_ext.attribution.straggler._scores.scoring import ScoringOptions
+from nvidia_resiliency_ext.attribution.straggler._scores.scoring import (
+    ScoringOptions,
+    is_number,
+)
 from nvidia_resiliency_ext.attribution.straggler.interval_tracker import (
     NEVER,
     ReportIntervalTracker,
@@ -56,7 +66,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Session", "SessionOptions"]
 
-_GROUP_TIMEOUT = dt.timedelta(minutes=30)
+_LONGEST_TIMEOUT_S = 86_400
 _MOST_RANKS_IN_EVENT = 64
 _WORST_RANKS_IN_STATUS = 8
 
@@ -80,13 +90,43 @@ class SessionOptions:
     control: bool = True
 
     def __post_init__(self) -> None:
-        parse_scores(self.scores_to_compute)
+        if not self.scores_to_compute:
+            raise ConfigError(f"scores_to_compute=[]: give one of {', '.join(SCORES)}, or 'all'")
+        for name in ("gather_on_rank0", "control"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False")
+        if not isinstance(self.node_name, str):
+            raise ConfigError(f"node_name={self.node_name!r}: must be text")
+        group = self.process_group
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"process_group={group!r}: give a process group of which this rank is a member, or"
+                " None for all ranks"
+            )
         if self.cuda_profiling not in MODES:
-            raise ValueError(
+            raise ConfigError(
                 f"cuda_profiling={self.cuda_profiling!r}: give one of {', '.join(MODES)}"
             )
-        if not self.exchange_timeout > 0:
-            raise ValueError(f"exchange_timeout={self.exchange_timeout}: must be more than 0 s")
+        timeout = self.exchange_timeout
+        if not is_number(timeout) or not 0 < timeout <= _LONGEST_TIMEOUT_S:
+            raise ConfigError(
+                f"exchange_timeout={timeout!r}: must be more than 0 and at most"
+                f" {_LONGEST_TIMEOUT_S} s"
+            )
+
+    @property
+    def common(self) -> dict[str, str]:
+        """Options that must be the same on all ranks, as text."""
+        scoring = self.scoring
+        return {
+            "scores_to_compute": str(sorted(self.scores_to_compute)),
+            "gather_on_rank0": str(self.gather_on_rank0),
+            "profiling_interval": str(self.settings.profiling_interval),
+            "report_time_interval": str(float(self.settings.report_time_interval)),
+            "reference": str(scoring.quantile),
+            "reference_scope": scoring.reference_scope,
+            "peer_groups": str([sorted(map(int, group)) for group in scoring.peer_groups or ()]),
+        }
 
 
 @dataclass(frozen=True)
@@ -136,10 +176,13 @@ class Session:
         self.wrapping = Wrapping()
         self.last_report: Report | None = None
         self._is_paused_here = False
-        self._worker = ExchangeWorker()
-        self._correction: _Correction | None = None
-        self._own_group: ProcessGroup | None = None
+        self._pid = os.getpid()
+        self._is_at_exit = False
+        # Now, for a first report at exit: what is registered while a program ends is not called.
+        atexit.register(self._end_at_exit)
+        self._worker: ExchangeWorker | None = None
         self._world: object = None
+        self._correction: _Correction | None = None
         self._events = EventLog.join(src="straggler")
         self._control: ControlServer | None = None
         self._store_control: StoreControlServer | None = None
@@ -196,23 +239,14 @@ class Session:
     def _run_report(self, *, is_scheduled: bool) -> Report | None:
         self._open_control()
         data, offered = self._collect()
-        is_behind = self._worker.is_behind
-        exchange = self._submit(lambda: self.generator.exchange(data))
+        exchange = self._submit(
+            lambda exchange: self.generator.exchange(data, exchange.vote),
+            is_collective=self.generator.exchanges,
+        )
         if is_scheduled:
             self._correction = _Correction(exchange, offered)
-        if is_behind:
-            logger.warning("straggler report skipped: an earlier one still waits for other ranks")
-            return None
-        try:
-            outcome = exchange.result(self._options.exchange_timeout)
-        except ExchangeSkippedError as error:
-            logger.warning("straggler report skipped: %s", error)
-            return None
-        except (RuntimeError, MalformedNamesError):
-            logger.exception(
-                "straggler reports end here: a collective failed, as when a rank is gone;"
-                " call Detector.shutdown and Detector.initialize on all ranks to go on"
-            )
+        outcome = self._await(exchange)
+        if outcome is None:
             return None
         self._apply(outcome, offered)
         if outcome.report is not None:
@@ -220,27 +254,41 @@ class Session:
             self._record(outcome.report)
         return outcome.report
 
+    def _await(self, exchange: Exchange[T], *, has_voted: bool = False) -> T | None:
+        """Return the result of a collective, None without one; the log says why."""
+        try:
+            return exchange.result(has_voted=has_voted)
+        except ExchangeSkippedError as error:
+            logger.warning("straggler report skipped: %s", error)
+        except ReportsEndedError as error:  # what has ended them was said
+            logger.debug("straggler report skipped: %s", error)
+        except Exception as error:  # whatever fails, the training goes on
+            is_known = isinstance(error, (RuntimeError, MalformedNamesError))
+            logger.error(  # noqa: TRY400 - the text of a lost connection says it all
+                "straggler reports end here: %s; call Detector.shutdown and Detector.initialize on"
+                " all ranks to go on",
+                reason_of(error),
+                exc_info=None if is_known else error,
+            )
+        return None
+
     def close(self) -> None:
         """Restore callables, release CUPTI, end threads; what fails does not stop the rest."""
         self.registry.is_paused = True
+        atexit.unregister(self._end_at_exit)
         with ExitStack() as parts:  # closed in reverse order
-            parts.callback(self._destroy_group)
             parts.callback(self._events.close)
             if self.capture is not None:
                 # A process has one profiler: it must not wait for the garbage collector.
                 parts.callback(self.capture.close)
                 self.capture = self.registry.capture = None
-            parts.callback(self._worker.close)
+            parts.callback(self._take_number)
+            parts.callback(self._leave_world)
             if self._control is not None:
                 parts.callback(self._control.close)
             if self._store_control is not None:
                 parts.callback(self._store_control.close)
             parts.callback(self.wrapping.restore)
-
-    def _destroy_group(self) -> None:
-        group, self._own_group = self._own_group, None
-        if group is not None and dist.is_initialized() and dist.group.WORLD is self._world:
-            dist.destroy_process_group(group)
 
     def _collect(self) -> tuple[RankData, Settings]:
         """Return the window of this rank and the settings that it offers.
@@ -295,19 +343,17 @@ class Session:
         return Settings.decode(outcome.settings)
 
     def _settle_interval(self) -> None:
-        """Apply the interval of the last scheduled report; wait for that report if need be.
-
-        A rank that has skipped the report must not go on with another interval than its peers, so
-        this wait ends with the report or with the timeout of the process group, on all ranks.
-        """
+        """Apply the interval of the last scheduled report, or do without it on all ranks."""
         correction, self._correction = self._correction, None
         interval = None
-        if correction is not None:
-            try:
-                outcome = correction.exchange.result(_GROUP_TIMEOUT.total_seconds())
-            except (ExchangeSkippedError, RuntimeError, MalformedNamesError) as error:
-                logger.debug("straggler: the report interval stays as it is: %s", error)
-            else:
+        # Withdrawn here, it changes the interval on no rank; else all ranks have joined it.
+        if correction is not None and not correction.exchange.withdraw():
+            outcome = self._await(correction.exchange, has_voted=True)
+            if outcome is None and self._worker is not None:
+                reason = "ranks no longer agree when a report is due"
+                logger.error("straggler reports end here: %s", reason)
+                self._worker.end(reason)
+            elif outcome is not None:
                 self._apply(outcome, correction.offered)
                 agreed = self._agreed_settings(outcome, correction.offered)
                 interval = agreed.iterations_between_reports(outcome.step_time)
@@ -344,60 +390,84 @@ class Session:
                 only = names[ranks[0]] if len(ranks) == 1 else None
                 self._events.record(event, cycle=_launch_cycle(), rank=only)
 
-    def _submit(self, run: Callable[[], T]) -> Exchange[T]:
-        """Start a collective of reports: in the worker thread, if there are peers to wait for."""
-        if not self.generator.exchanges:
-            exchange = Exchange(run)
-            exchange.run()
-            return exchange
-        group = self._group()
-        self.generator.group = group
-        alone = dist_utils.get_world_size(group) == 1
-        if alone or dist_utils.get_device_for_backend(group).type != "cpu":
-            exchange = Exchange(run)
-            exchange.run()
-            return exchange
-        return self._worker.submit(run)
-
-    def _group(self) -> ProcessGroup | None:
-        """Return the ranks' group for reports, made by the first collective on all ranks.
-
-        It is one of its own, so that reports neither wait for nor disturb the training's
-        collectives.
-        """
+    def _submit(self, run: Callable[[Exchange[T]], T], *, is_collective: bool) -> Exchange[T]:
+        """Run a report, or start it in the worker thread, if there are peers to wait for."""
         given = self._options.process_group
-        if given is not None or dist_utils.get_world_size() == 1:
-            return given
-        world = dist.group.WORLD
-        if self._world is not world or self._own_group is None:
-            self._world = world
-            self._own_group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
-        return self._own_group
+        if (
+            not is_collective
+            or dist_utils.get_world_size(given) == 1
+            or (given is not None and dist_utils.get_device_for_backend(given).type != "cpu")
+        ):
+            self.generator.group = given
+            exchange = Exchange(run, 0.0)
+            exchange.run()
+            return exchange
+        if os.getpid() != self._pid:
+            raise NotInitializedError(
+                f"this process was forked from process {self._pid}, to which the detector belongs:"
+                " report there, or call Detector.shutdown and Detector.initialize here"
+            )
+        is_first = self._worker is None
+        worker = self._join_world()
+
+        def run_with_peers(exchange: Exchange[T]) -> T:
+            self.generator.group = worker.join_peers()
+            return run(exchange)
+
+        exchange = worker.submit(run_with_peers)
+        if is_first:
+            # Again, to be called before all threads are parked: then a report is refused at once.
+            atexit.register(self._end_at_exit)
+        return exchange
+
+    def _join_world(self) -> ExchangeWorker:
+        """Return what runs collectives among the ranks of now: it is new with a new world."""
+        if self._worker is None or self._world is not dist.group.WORLD:
+            self._leave_world()
+            self._world = dist.group.WORLD
+            options, timeout_s = self._options, self._options.exchange_timeout
+            number = _number_in(self._world)
+            peers = Peers(options.process_group, number, options.common, timeout_s)
+            self._worker = ExchangeWorker(peers, timeout_s)
+        if self._is_at_exit:
+            self._worker.park()
+        return self._worker
+
+    def _end_at_exit(self) -> None:
+        self._is_at_exit = True
+        if self._worker is not None:
+            self._worker.park()
+
+    def _leave_world(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+    def _take_number(self) -> None:
+        """Count this detector in a world in which it has not reported: other ranks may have."""
+        if dist.is_available() and dist.is_initialized() and self._world is not dist.group.WORLD:
+            _number_in(dist.group.WORLD)
 
     def _agree_on_interval(self, wanted: float) -> float:
         """Return the greatest interval that any rank wants; a collective.
 
-        It cannot be skipped: a rank that went on with its own estimate would have other reports
-        due than its peers.
+        A rank that does not wait for it makes it infinity on all ranks: a rank that went on with
+        its own estimate would have other reports due than its peers.
         """
 
-        def reduce() -> float:
+        def reduce(exchange: Exchange[float]) -> float:
             group = self.generator.group
             device = dist_utils.get_device_for_backend(group)
             tensor = torch.tensor([wanted], dtype=torch.float64, device=device)
             dist_utils.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-            return float(tensor.item())
+            have_waited = dist_utils.is_all_true(exchange.vote(), group)
+            return float(tensor.item()) if have_waited else math.inf
 
-        exchange = self._submit(reduce)
-        try:
-            try:
-                return exchange.result(self._options.exchange_timeout)
-            except ExchangeSkippedError as error:
-                logger.warning("straggler: waiting for the first report interval: %s", error)
-                return exchange.result(_GROUP_TIMEOUT.total_seconds())
-        except (ExchangeSkippedError, RuntimeError):
-            logger.exception("straggler: there will be no reports, ranks found no interval")
-            return float(NEVER)
+        exchange = self._submit(reduce, is_collective=True)
+        agreed = self._await(exchange)
+        if agreed is None:
+            agreed = math.inf if exchange.withdraw() else self._await(exchange, has_voted=True)
+        return float(NEVER) if agreed is None else agreed
 
     def _open_control(self) -> None:
         """Offer `nvrx-straggler` a socket, on rank 0, once the rank is known."""
@@ -460,3 +530,13 @@ def _launch_cycle() -> int | None:
     """Return how often the launcher has started this job again, None without a launcher."""
     text = os.environ.get("NVRX_CYCLE") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or ""
     return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _number_in(world: object) -> int:
+    """Return how many detectors have come before in this world, the same on all ranks."""
+    number = _detectors.get(world, 0)
+    _detectors[world] = number + 1
+    return number
+
+
+_detectors: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()

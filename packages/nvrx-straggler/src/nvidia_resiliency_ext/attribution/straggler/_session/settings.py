@@ -60,7 +60,7 @@ class Settings:
             )
         if not (math.isfinite(self.report_time_interval) and self.report_time_interval >= 0):
             raise ConfigError(
-                f"report_time_interval={self.report_time_interval}: must be 0 s or more"
+                f"report_time_interval={self.report_time_interval}: must be seconds, 0 or more"
             )
         for name in DEFAULT_THRESHOLDS:
             if not 0 <= getattr(self, name) <= 1:
