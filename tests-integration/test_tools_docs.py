@@ -131,6 +131,74 @@ def test_options_that_may_differ_from_node_to_node_are_listed() -> None:
 
 
 ROOT = TOOL.parents[1]
+NAMED = re.compile(r"`([\w/]+?)(?:\.py)?(\.\.\.)?`")
+
+
+def missing_tests(page: str) -> list[str]:
+    """Return the tests and benchmarks that a page names and nobody has.
+
+    A name that begins with `test_` is a file or a function; one that ends with three dots is the
+    beginning of a function's name in the file that was named before it.
+    """
+    files: dict[str, str] = {}
+    for path in [*ROOT.glob("tests-integration/test_*.py"), *ROOT.glob("packages/*/tests/**/*.py")]:
+        files[path.stem] = files.get(path.stem, "") + path.read_text()
+    functions = set(re.findall(r"def (test_\w+)", "".join(files.values())))
+    missing, current = [], ""
+    for line in page.splitlines():
+        for name, dots in NAMED.findall(line):
+            stem = name.rpartition("/")[2]
+            if stem.startswith("test_") and stem in files:
+                current = files[stem]
+            elif stem.startswith("test_"):
+                if not any(each == stem or (dots and each.startswith(stem)) for each in functions):
+                    missing.append(name)
+            elif dots and current and f"def test_{stem}" not in current:
+                missing.append(name)
+            elif name.startswith("bench/") and not any(ROOT.glob(f"*/{name}.py")):
+                missing += [] if any(ROOT.glob(f"packages/*/{name}.py")) else [name]
+    return missing
+
+
+def test_tests_that_a_page_names_exist() -> None:
+    """A page that says which test shows something names a test that is there."""
+    pages = {str(page): page.read_text() for page in (ROOT / "docs").rglob("*.md")}
+    missing = {path: missing_tests(text) for path, text in pages.items() if "`test_" in text}
+    assert missing
+    assert not {path: names for path, names in missing.items() if names}
+
+
+def test_a_test_that_does_not_exist_is_missed() -> None:
+    """Files, whole names, beginnings of names and benchmarks are all looked up."""
+    page = "`test_tools_docs`: `a_test_that...`, `nobody_wrote...`, `test_gone`, `bench/gone.py`"
+    assert missing_tests(page) == ["nobody_wrote", "test_gone", "bench/gone"]
+
+
+def test_keys_of_the_rendezvous_are_listed() -> None:
+    """The page lists each key of --rdzv-conf that the code reads, and none that it does not."""
+    page = (ROOT / "docs" / "reference" / "rdzv-conf.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    listed = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
+    # What is left out reads keys of torch's own rendezvous.
+    sources = [path for path in SOURCE.rglob("*.py") if path.stem != "c10d_monkey_patch"]
+    code = "".join(path.read_text() for path in sources)
+    reads = r"(?:rdzv_config_get_as_\w+|_seconds)\(\s*[\w.]+,|(?:conf|params)\.get(?:_as_\w+)?\("
+    read = set(re.findall(rf'(?:{reads})\s*"(\w+)"', code))
+    assert read - {"rank"} <= listed
+    assert listed - set(re.findall(r'"(\w+)"', code)) <= {"close_timeout", "heartbeat_timeout"}
+
+
+def test_default_times_of_the_rendezvous_are_listed() -> None:
+    """The page says how long a launcher waits where nobody chose another time."""
+    page = (ROOT / "docs" / "reference" / "rdzv-conf.md").read_text()
+    for key, seconds in (
+        ("join_timeout", many_nodes.JOIN_TIMEOUT_S),
+        ("store_connect_wait_seconds", many_nodes.CONNECT_WAIT_S),
+        ("last_call_timeout", many_nodes.LAST_CALL_S),
+    ):
+        assert re.search(rf"^\| `{key}` \| [^|]* \| {seconds:g}\b", page, re.MULTILINE), key
+
+
 NAMED_TEST = re.compile(r"`([\w/-]*\btest_\w+\.py|\.\.\.|)(?:::(\w+))?`")
 
 

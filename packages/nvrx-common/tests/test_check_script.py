@@ -22,6 +22,8 @@ def texts(tmp_path, code):
     [
         (f"from {ROOT}.inject_fault import Fualt", "has no Fualt; did you mean Fault?"),
         (f"import {ROOT}.gone", f"there is no module {ROOT}.gone"),
+        (f"import {ROOT}.inject_falt", f"module {ROOT}.inject_falt; did you mean inject_fault?"),
+        (f"import {ROOT}.gone.deeper", f"there is no module {ROOT}.gone"),
         (
             f"import {ROOT}.rundir as r\nr.RunDir.crate('x')",
             "RunDir has no crate; did you mean create?",

@@ -5,6 +5,7 @@ import pytest
 
 from nvidia_resiliency_ext.shared_utils.hang_culprit import (
     Confidence,
+    Finding,
     RankState,
     describe,
     find_culprit,
@@ -131,6 +132,22 @@ def test_words_say_what_the_kernel_sees():
     )
     assert in_words(WORKING, Kernel("S", FUTEX), stack).startswith("waits for a lock")
     assert "SIGSTOP" in in_words(Activity.STOPPED, Kernel("T"), Stack())
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("is stopped", "are stopped"),
+        ("sleeps in a.py:1 (nanosleep)", "sleep in a.py:1 (nanosleep)"),
+        ("runs", "run"),
+    ],
+)
+def test_several_ranks_that_do_the_same_share_a_verb(words, text):
+    """One sentence for all of them, in the plural."""
+    ranks = tuple(RankState(rank, WORKING, "h", words) for rank in (0, 1))
+    assert describe(Finding(culprits=ranks, confidence=Confidence.LIKELY)).startswith(
+        f"ranks 0 and 1 {text}"
+    )
 
 
 def state(rank, activity, *, late=False, moved=False, progress=None, place="p"):

@@ -12,6 +12,7 @@ from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
 from nvidia_resiliency_ext.fault_tolerance._agent.monitor_link import (
     SharedMonitor,
     longest_limit_s,
+    needs_heartbeats,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
@@ -57,7 +58,7 @@ def test_flags_behind_the_script_are_told_of(folder):
         ("no_such_module_here", "no 'no_such_module_here' here"),
         ("no_such_module_here.train", "no 'no_such_module_here' here"),
         ("tool", "'tool' is a package without __main__"),
-        ("train.py", ""),
+        ("train.py", "leave -m out to run a file, or write -m train"),
         ("my-train", "a file without -m"),
         ("../train", "a file without -m"),
     ],
@@ -66,9 +67,6 @@ def test_a_module_that_cannot_run_is_refused_at_the_start(folder, name, problem)
     """One line, before any process is started; a package needs __main__."""
     (folder / "tool").mkdir()
     (folder / "tool" / "__init__.py").write_text("raise SystemExit('imported')")
-    if not problem:
-        assert missing_module(name) == ""
-        return
     with pytest.raises(FaultToleranceConfigError, match=problem):
         plan("-m", name)
 
@@ -84,15 +82,64 @@ def test_a_module_that_is_there_is_taken(folder):
     assert plan("-m", "elsewhere", environ={"PYTHON_EXEC": sys.executable}).command.is_module
 
 
-@pytest.mark.parametrize("name", ["torch.py", "torch/__init__.py", "numpy.py"])
+@pytest.mark.parametrize(
+    ("flags", "is_said"),
+    [
+        (["--nnodes=2"], True),
+        (["--nnodes=2", "--rdzv-endpoint=127.0.0.1:29400"], True),
+        (["--nnodes=2", "--rdzv-endpoint=node0:29400"], False),
+        (["--nnodes=1"], False),
+    ],
+)
+def test_many_nodes_need_an_endpoint_that_they_reach(folder, flags, is_said):
+    """Who names none is told at once, and does not wait for nodes that cannot come."""
+    notes = [note for note in plan(*flags, "train.py").warnings if "--rdzv-endpoint" in note]
+    assert bool(notes) is is_said
+
+
+def test_workers_that_the_launcher_ends_while_they_import_are_no_failed_standbys(folder):
+    """Rank by rank dies in its first line; those that still import are ended, and nobody is told
+    that standby workers do not work here."""
+    (folder / "slow_import.py").write_text(
+        "import os, time\ntry:\n    os.mkdir('first')\n"
+        "except FileExistsError:\n    time.sleep(600)\n"
+    )
+    (folder / "train.py").write_text("raise SystemExit(3)")
+    command = [sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher"]
+    command += ["--nproc-per-node=3", "--ft-prewarm=on", "--ft-prewarm-import=slow_import"]
+    done = subprocess.run(
+        [*command, "train.py"],
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "from standbys still importing" in said
+    assert "standby workers failed" not in said
+
+
+def test_python_before_the_script_is_left_out(folder):
+    """Who writes `ft_launcher python train.py` is told that the launcher starts Python."""
+    with pytest.raises(FaultToleranceConfigError, match="leave 'python' out"):
+        plan("python", "train.py")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["torch.py", "torch/__init__.py", "numpy.py", "nvidia_resiliency_ext.py", "logging.py"],
+)
 def test_a_file_that_hides_a_package_is_told_of(folder, caplog, name):
     """A script's folder comes first where Python looks: the warning names the file."""
     path = folder / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("")
     package = name.split("/")[0].removesuffix(".py")
-    (text,) = [note for note in plan("train.py").warnings if "hides the package" in note]
-    assert f"{path} hides the package {package}" in text
+    (text,) = [note for note in plan("train.py").warnings if "rename it" in note]
+    assert str(path) in text
+    assert f" {package} from the program" in text
 
 
 class Handle:
@@ -124,7 +171,7 @@ def monitor():
     loop = EventLoop(SystemClock())
     ends = os.pipe()
 
-    def make(after_s):
+    def make(after_s, **options):
         handle = Handle(ends[0])
         link = SharedMonitor(
             lambda _cycle, _word: handle,
@@ -133,6 +180,7 @@ def monitor():
             on_first_step=lambda *_: None,
             on_stuck=lambda *_: None,
             unwatched_after_s=after_s,
+            **options,
         )
         return link, handle, loop
 
@@ -173,6 +221,26 @@ def test_a_client_or_no_limit_is_no_reason_for_a_word(monitor, warned, after_s):
     handle.said.append(messages.RankJoined(0, 0, 1))
     link.close()
     assert warned() == 0
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_client_that_never_sends_a_heartbeat_is_told_of(monitor, warned, caplog, sends):
+    """Where only the time between heartbeats is limited, nothing counts before the first one."""
+    link, handle, _ = monitor(60.0, needs_heartbeats=True)
+    link.workers_changed(WORKERS)
+    handle.said += [messages.RankJoined(0, 0, 1)] + [messages.FirstStep(0, 0.0)] * sends
+    link.close()
+    assert warned() == 0
+    assert ("no rank has sent one" in caplog.text) is not sends
+
+
+def test_only_heartbeats_need_heartbeats():
+    """A limit for the first one, or one for sections, counts without any."""
+    between = {"rank_heartbeat_timeout": 5}
+    assert needs_heartbeats(FaultToleranceConfig(**between))
+    assert not needs_heartbeats(FaultToleranceConfig())
+    for other in ({"initial_rank_heartbeat_timeout": 9}, {"rank_section_timeouts": {"step": 9}}):
+        assert not needs_heartbeats(FaultToleranceConfig(**between, **other))
 
 
 def test_the_longest_limit_is_what_a_rank_may_stay_silent():

@@ -102,9 +102,12 @@ def test_cycle_number():
 
 
 def test_unknown_iterations_are_said_once(caplog):
-    """That nothing can be counted is worth one warning, not one per restart."""
+    """It is said once, and not before the cycle after which the job would have been given up."""
+    tracker = TrainingProgressTracker(max_no_progress_cycles=3)
     with caplog.at_level(logging.WARNING, logger="nvrx"):
-        counts_after(TrainingProgressTracker(), [[], [], []])
+        counts_after(tracker, [[], []])
+        assert not caplog.records
+        counts_after(tracker, [[], []])
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 

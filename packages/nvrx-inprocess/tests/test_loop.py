@@ -270,6 +270,20 @@ def test_what_made_a_rank_restart_is_logged(caplog: pytest.LogCaptureFixture) ->
     assert any("in function" in each for each in trace)
 
 
+def test_a_group_that_cannot_be_made_again_is_explained(caplog: pytest.LogCaptureFixture) -> None:
+    """Only after a restart: keys of the call before are in the store that the function uses."""
+    state = State(0, 1)
+
+    def init_process_group() -> str:
+        return raises_in(2, state)()
+
+    with call_of(state) as (loop, _):
+        assert loop.run(init_process_group, (), {}) == "done"
+    first, second = (each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR)
+    assert "PrefixStore(str(call.iteration), store)" not in first
+    assert "PrefixStore(str(call.iteration), store)" in second
+
+
 def test_huge_message_is_cut_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """A message of megabytes is logged by its two ends, with where it was raised."""
     state = State(0, 1)

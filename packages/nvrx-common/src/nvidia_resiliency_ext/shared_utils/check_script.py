@@ -196,8 +196,9 @@ class _Uses(ast.NodeVisitor):
             owner = _owner(name)
             if not _is_installed(owner):
                 self.problems.append((line, f"{name}: pip install {owner}"))
-            elif error.name == name:
-                self.problems.append((line, f"there is no module {name}"))
+            elif error.name and f"{name}.".startswith(f"{error.name}."):
+                near = _nearest_module(error.name)
+                self.problems.append((line, f"there is no module {error.name}{near}"))
             else:
                 self.problems.append((line, f"{name} cannot be imported here: {error}"))
         return None
@@ -280,6 +281,17 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
     near = get_close_matches(name, known, 1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def _nearest_module(name: str) -> str:
+    from pkgutil import iter_modules
+
+    package, _, own = name.rpartition(".")
+    try:
+        folders = getattr(importlib.import_module(package), "__path__", ())
+    except ImportError:
+        return ""
+    return _nearest(own, [each.name for each in iter_modules(folders)])
 
 
 def _scripts(paths: Sequence[str]) -> Iterator[str]:

@@ -236,9 +236,9 @@ def describe(finding: Finding) -> str:
 
 def _each(ranks: Sequence[RankState]) -> str:
     if len({r.words for r in ranks}) == 1 and len(ranks) > 1:
-        words = ranks[0].words
-        words = words.replace("is ", "are ", 1) if words.startswith("is ") else words
-        return f"{ranks_in_words(r.rank for r in ranks)} {words}"
+        verb, space, rest = ranks[0].words.partition(" ")
+        verb = "are" if verb == "is" else verb.removesuffix("s")
+        return f"{ranks_in_words(r.rank for r in ranks)} {verb}{space}{rest}"
     named = [f"rank {r.rank}{_on(r.host)} {r.words}" for r in ranks[:MAX_NAMED]]
     more = len(ranks) - MAX_NAMED
     return ", ".join(named) + (f" and {more} more" if more > 0 else "")

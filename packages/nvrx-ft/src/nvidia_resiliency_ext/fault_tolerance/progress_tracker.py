@@ -130,7 +130,7 @@ class TrainingProgressTracker:
         self.last_restart_iteration = 0
         self.no_progress_count = 0
         self.cycle_number = initial_cycle_number
-        self._warned_no_iterations = False
+        self._unknown_cycles = 0
         self._file = (
             IterationFile(checkpoint_iteration_file)
             if checkpoint_iteration_file and self.is_enabled
@@ -198,8 +198,9 @@ class TrainingProgressTracker:
 
     def _count(self, gained: int) -> None:
         if self.current_max_iteration == 0 and self.last_restart_iteration == 0:
-            if not self._warned_no_iterations:
-                self._warned_no_iterations = True
+            self._unknown_cycles += 1
+            # Without a file it matters first where the job would be given up.
+            if self._unknown_cycles == (1 if self._file else self.max_no_progress_cycles):
                 logger.warning("%s", self._why_unknown())
             return
         if gained >= self.min_progress_iterations:

@@ -70,7 +70,13 @@ from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalQueue
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Parts, Result
-from .monitor_link import MonitorPerRank, NoMonitor, SharedMonitor, longest_limit_s
+from .monitor_link import (
+    MonitorPerRank,
+    NoMonitor,
+    SharedMonitor,
+    longest_limit_s,
+    needs_heartbeats,
+)
 from .preemption import PreemptionController
 from .rendezvous import LocalRendezvous, Rendezvous
 from .run_files import CycleRecords, StoreHost, cycle_info_environment, make_run_paths
@@ -385,6 +391,7 @@ class Job:
             on_save_known=self._controller.known,
             on_ranks_seen=self._ranks_seen,
             unwatched_after_s=longest_limit_s(self._plan.fault_tolerance),
+            needs_heartbeats=needs_heartbeats(self._plan.fault_tolerance),
         )
         self._stack.callback(monitor.close)
         return monitor

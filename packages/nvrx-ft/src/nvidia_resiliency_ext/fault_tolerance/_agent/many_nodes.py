@@ -385,11 +385,12 @@ def _connect(
             store = way.connect(way.secret, max(1.0, left_s))
             begin(store)
         except StoreLostError as error:
-            if not has_warned and clock.monotonic() - began > LATE_ANSWER_S:
+            left_s = deadline - clock.monotonic()
+            if not has_warned and left_s > 0 and clock.monotonic() - began > LATE_ANSWER_S:
                 has_warned = True
                 logger.warning(
                     "no answer from the job's store at %s:%d, tried again for %.0f s at most: %s",
-                    *(meeting.host, meeting.port, deadline - clock.monotonic(), error),
+                    *(meeting.host, meeting.port, left_s, error),
                 )
             # Whoever listened was not ready, or was a store that is just ending.
             if deadline - clock.monotonic() < RETRY_S or stop.wait(RETRY_S):

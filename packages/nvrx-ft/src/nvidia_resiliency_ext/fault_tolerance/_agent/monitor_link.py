@@ -51,6 +51,13 @@ def longest_limit_s(config: FaultToleranceConfig) -> float | None:
     return max(SHORTEST_SILENCE_S, *given) if given else None
 
 
+def needs_heartbeats(config: FaultToleranceConfig) -> bool:
+    """Return whether a rank is watched only from its first heartbeat on."""
+    others = [config.initial_rank_heartbeat_timeout, config.rank_out_of_section_timeout]
+    others += config.rank_section_timeouts.values()
+    return config.rank_heartbeat_timeout is not None and not any(others)
+
+
 class NoMonitor:
     """Stands in when `NVRX_DISABLE_RANK_MONITORS` switches monitoring off."""
 
@@ -109,6 +116,7 @@ class SharedMonitor:
             with the report when a limit was broken here: the nodes compare.
         unwatched_after_s: How long after its workers' start a job without any client is told of
             that, once; None where no limit is set.
+        needs_heartbeats: Whether only heartbeats have limits: a client alone is not enough then.
     """
 
     def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
@@ -122,9 +130,12 @@ class SharedMonitor:
         on_save_known: Callable[[], None] = lambda: None,
         on_ranks_seen: Callable[[list[dict[str, Any]], dict[str, Any]], None] = lambda *_: None,
         unwatched_after_s: float | None = None,
+        needs_heartbeats: bool = False,
     ) -> None:
         self._start = start
         self._unwatched_after_s = unwatched_after_s
+        self._needs_heartbeats = needs_heartbeats
+        self._has_client = False
         self._unwatched: Timer | None = None
         self._loop = loop
         self._clock = clock
@@ -199,11 +210,17 @@ class SharedMonitor:
             self._unwatched = self._loop.call_at(at, self._say_unwatched)
 
     def _say_unwatched(self) -> None:
-        """Say that limits are set and no rank of any cycle has opened a client."""
+        """Say that limits are set and no rank of any cycle has opened a client, or used it."""
         if self._unwatched is None or self._unwatched_after_s is None:
             return
         self._unwatched.cancel()
         self._unwatched_after_s = None
+        if self._has_client:
+            logger.warning(
+                "limits for heartbeats are set, but no rank has sent one: hangs are not found. Call"
+                " send_heartbeat() in each step, or set --ft-initial-rank-heartbeat-timeout"
+            )
+            return
         logger.warning(
             "limits for heartbeats or sections are set, but no rank has told of itself: hangs are"
             " not found. Call RankMonitorClient().init_workload_monitoring() in each rank, then"
@@ -306,9 +323,12 @@ class SharedMonitor:
 
     def _handle_message(self, message: object) -> None:
         if isinstance(message, messages.FirstStep):
+            self._unwatched_after_s = None
             self._on_first_step(message.local_rank, message.t)
         elif isinstance(message, messages.RankJoined):
-            self._unwatched_after_s = None
+            self._has_client = True
+            if not self._needs_heartbeats:
+                self._unwatched_after_s = None
         elif isinstance(message, messages.HangFound):
             self._take_report(message.report)
         elif isinstance(message, messages.RanksSeen):

@@ -355,8 +355,13 @@ class StandbyStarter:
         if self._told.get(slot) is standby:
             del self._told[slot]
 
-    def never_began(self, local_rank: int) -> str | None:
-        """Return why a process that just exited never became a worker, or None if it was one."""
+    def never_began(self, local_rank: int, *, is_stopped: bool) -> str | None:
+        """Return why a process that just exited never became a worker, or None if it was one.
+
+        Args:
+            local_rank: Whose process it was.
+            is_stopped: The launcher ended it, which is no failure of a standby.
+        """
         standby = self._told.get(local_rank)
         if standby is None:
             return None
@@ -367,7 +372,7 @@ class StandbyStarter:
         if isinstance(news, Failed):
             reason = news.reason
         self._forget_told(local_rank, standby)
-        if reason is not None:
+        if reason is not None and not is_stopped:
             self._reporter.standby(local_rank, "failed", None, None)
             self._step(pools.StandbyFailed(local_rank, reason))
         return reason

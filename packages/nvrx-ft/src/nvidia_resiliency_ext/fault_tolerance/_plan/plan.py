@@ -219,6 +219,11 @@ def plan_from_args(
         *(hidden_packages(command) if looks_for_script else []),
         *log_notes(logs, args),
     ]
+    if max_nodes > 1 and get_rdzv_endpoint(args).startswith("127."):
+        notes.append(
+            f"launchers on other machines cannot come to {get_rdzv_endpoint(args)}: give all of"
+            " them --rdzv-endpoint HOST:PORT, where HOST is one machine of the job"
+        )
     policy = layers.restart_policy()
     output = _output(args, nproc)
     stop_timeout_s = _workers_stop_timeout_s(args, environ)

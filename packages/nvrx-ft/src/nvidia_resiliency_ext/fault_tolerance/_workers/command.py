@@ -166,6 +166,8 @@ def visible_gpus(environ: Mapping[str, str]) -> Sequence[str | None]:
 def missing_script(path: str) -> str:
     """Return what keeps Python from running the file `path`, or an empty text."""
     if not os.path.exists(path):
+        if path in ("python", "python3"):
+            return f"script {path!r}: leave {path!r} out; the launcher starts Python by itself"
         return f"script {path!r} does not exist; name a file, or a module with -m"
     # Python runs a directory or an archive that holds __main__.py.
     if os.path.isdir(path):
@@ -196,23 +198,35 @@ def missing_module(name: str) -> str:
     if spec is None:
         return f"module {name!r} does not exist: there is no {head!r} here or in this environment"
     inside = spec.submodule_search_locations
+    if rest == "py" and inside is None:
+        return f"module {name!r} does not exist: leave -m out to run a file, or write -m {head}"
     if not rest and inside is not None and PathFinder.find_spec(f"{name}.__main__", inside) is None:
         return f"module {name!r} is a package without __main__; name a module in it: -m {name}.NAME"
     return ""
 
 
 def hidden_packages(command: WorkerCommand) -> list[str]:
-    """Return a sentence for each package that a file beside the program hides from it."""
+    """Return a sentence for each package or module that a file beside the program hides from it.
+
+    Of the standard library those count that every worker loads, as this process did.
+    """
     if not command.is_python:
         return []
     entry = os.path.abspath(command.entry)
     folder = os.getcwd() if command.is_module else os.path.dirname(entry)
+    needed = sys.stdlib_module_names & sys.modules.keys() - set(sys.builtin_module_names)
+    packages = ("nvidia_resiliency_ext", "torch", "numpy")
+    try:
+        beside = set(os.listdir(folder))  # one call: the folder may be on a slow file system
+    except OSError:
+        return []
     found = []
-    for package in ("torch", "numpy"):
-        for path in (f"{package}.py", os.path.join(package, "__init__.py")):
-            whole = os.path.join(folder, path)
-            if os.path.isfile(whole):
-                found.append(f"{whole} hides the package {package} from the program; rename it")
+    for name in (*packages, *sorted(needed)):
+        path = os.path.join(folder, name)
+        file = f"{path}.py" if f"{name}.py" in beside else os.path.join(path, "__init__.py")
+        if f"{name}.py" in beside or (name in beside and os.path.isfile(file)):
+            kind = "package" if name in packages else "standard module"
+            found.append(f"{file} hides the {kind} {name} from the program; rename it")
     return found
 
 

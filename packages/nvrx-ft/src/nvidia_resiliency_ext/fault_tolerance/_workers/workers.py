@@ -176,7 +176,7 @@ class Starter(Protocol):
     def done(self) -> None:
         """Take note that all of them are started."""
 
-    def never_began(self, local_rank: int) -> str | None:
+    def never_began(self, local_rank: int, *, is_stopped: bool) -> str | None:
         """Return why an exited process never became a worker, or None if it was one."""
 
     def start_again(
@@ -216,7 +216,7 @@ class ColdStarter:
     def done(self) -> None:
         """Nothing follows."""
 
-    def never_began(self, _local_rank: int) -> str | None:
+    def never_began(self, _local_rank: int, *, is_stopped: bool) -> str | None:  # noqa: ARG002
         """A fresh process is a worker from its first moment."""
         return None
 
@@ -340,8 +340,9 @@ class WorkerGroup:
         if status is None:
             return
         self._loop.unwatch(child.fileno())
-        reason = self._starter.never_began(local_rank)
-        if reason is not None and self._stopping is None and self._start_again(local_rank, reason):
+        is_stopped = self._stopping is not None
+        reason = self._starter.never_began(local_rank, is_stopped=is_stopped)
+        if reason is not None and not is_stopped and self._start_again(local_rank, reason):
             return
         self._running.discard(local_rank)
         if self._stopping is not None:

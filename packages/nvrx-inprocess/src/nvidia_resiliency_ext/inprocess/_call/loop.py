@@ -63,6 +63,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nvrx")
 
 _LONGEST_TRACE = 1 << 16
+_STALE_KEYS = (
+    "\nif the function meets by env:// or tcp://: the store still has keys of the calls before;"
+    " give init_process_group store=PrefixStore(str(call.iteration), store)"
+)
 
 _STOPPER_LIMIT_S = 5.0
 
@@ -174,7 +178,9 @@ class CallLoop:
             # The message may be a whole tensor; where it was raised stands at the start.
             half = _LONGEST_TRACE // 2
             trace = f"{trace[:half]} ... {trace[-half:]}"
-        logger.error("%s\n%s", log_exc(self.state, error, where), trace)
+        is_late = self.state.iteration > 0 and "in init_process_group" in trace
+        hint = _STALE_KEYS if is_late else ""
+        logger.error("%s\n%s%s", log_exc(self.state, error, where), trace, hint)
 
     @property
     def _is_child(self) -> bool:
