@@ -551,10 +551,10 @@ def test_log_directory_that_cannot_be_written_names_path_and_remedy(tmp_path):
 def test_a_folder_says_whether_workers_can_write_there(tmp_path):
     """Room is found out by writing, and nothing of it is left; a folder that is gone has none."""
     files = output.OutputFiles.beneath(str(tmp_path), "job")
-    assert files.missing_room() == ""
+    assert files.missing_space() == ""
     assert os.listdir(files.root) == []
     os.rmdir(files.root)
-    assert "No such file" in files.missing_room()
+    assert "No such file" in files.missing_space()
 
 
 def test_tidying_up_after_others_costs_no_job(monkeypatch, caplog):

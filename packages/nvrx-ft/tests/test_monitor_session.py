@@ -121,7 +121,7 @@ def test_the_whole_way_of_a_hang_with_stacks():
     assert (state.phase, effects) == (Phase.DUMPING, [s.AskStacks()])
     assert state.wake_at == pytest.approx(T0 + 6.225)
     state, effects = run(state, (s.Woke(), T0 + 6.23), (s.Saved(), T0 + 6.24))
-    assert (state.phase, effects) == (Phase.HEARD, [s.SaveEvidence(), s.Testify()])
+    assert (state.phase, effects) == (Phase.RECEIVED, [s.SaveEvidence(), s.Testify()])
     state, effects = run(state, (s.Sentenced(), T0 + 6.25))
     assert (state.phase, effects) == (Phase.KILLING, [s.Terminate()])
     state, effects = run(state, (s.Died(), T0 + 6.3))
@@ -189,7 +189,7 @@ def test_another_ranks_hang_is_looked_into_without_a_verdict():
     state, effects = run(live(), (s.Summoned(), T0 + 5))
     assert (state.phase, state.verdict, effects) == (Phase.ASKING, None, [s.Inspect()])
     state, effects = run(state, (s.Inspected(can_dump=False), T0 + 5), (s.Saved(), T0 + 5))
-    assert (state.phase, kinds(effects)) == (Phase.HEARD, [s.SaveEvidence, s.Testify])
+    assert (state.phase, kinds(effects)) == (Phase.RECEIVED, [s.SaveEvidence, s.Testify])
     assert run(state, (s.Sentenced(), T0 + 6))[1] == [s.Terminate()]
     free, effects = run(state, (s.Released(), T0 + 6))
     assert (free.phase, effects) == (Phase.FREE, [])

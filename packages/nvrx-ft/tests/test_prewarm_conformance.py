@@ -14,7 +14,7 @@ from pathlib import Path
 import ft_conformance as conformance
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._workers import standby as standbys
+from nvidia_resiliency_ext.fault_tolerance._workers import prewarmed as standbys
 
 pytestmark = pytest.mark.slow  # together
 

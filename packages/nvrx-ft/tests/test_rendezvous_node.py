@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node's threads: whatever happens in them becomes news, and nothing of them is left behind."""
+"""A node's threads: whatever happens in them becomes events, and nothing of them is left behind."""
 
 import contextlib
 import os
@@ -24,11 +24,11 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Lost,
-    News,
     NodeSession,
     Opened,
     Over,
     Placed,
+    SessionEvent,
     Spare,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
@@ -53,22 +53,22 @@ def served() -> Iterator[Served]:
 
 
 class Beside:
-    """A node's threads and the news that they told."""
+    """A node's threads and the events that they reported."""
 
     def __init__(self, index: int, connect: Callable[[Any], JobStore], **fields: Any) -> None:
-        self.news: queue.Queue[News] = queue.Queue()
+        self.event: queue.Queue[SessionEvent] = queue.Queue()
         self.threads = NodeThreads(
             connect,
             node=name(index),
             host=f"node{index}",
-            post=self.news.put,
+            post=self.event.put,
             clock=SystemClock(),
             **{"lease_s": LEASE_S, "connect_timeout_s": 5.0, "settings": {}, **fields},
         )
 
-    def next(self) -> News:
-        """Return the next news."""
-        return self.news.get(timeout=DEADLINE_S)
+    def next(self) -> SessionEvent:
+        """Return the next event."""
+        return self.event.get(timeout=DEADLINE_S)
 
     def join(self, index: int) -> None:
         """Arrive."""
@@ -77,7 +77,7 @@ class Beside:
     def _arrive(self, session: NodeSession, index: int) -> None:
         if not session.arrive(arrival(index)):
             assert session.entry is not None
-            self.news.put(Spare(session.entry))  # as a launcher does
+            self.event.put(Spare(session.entry))  # as a launcher does
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_closing_ends_the_threads_and_their_connections(
         one.threads.close(DEADLINE_S)
         assert time.monotonic() - began < DEADLINE_S
         wait_until_none_lives()
-        assert one.news.empty()
+        assert one.event.empty()
 
 
 def test_closing_returns_though_a_call_hangs(served: Served, beside: Callable[..., Beside]) -> None:
@@ -245,7 +245,7 @@ def test_closing_while_connecting_leaves_nothing(served: Served) -> None:
     may_connect.set()
     one.threads._worker.join(DEADLINE_S)
     assert alive() == []
-    assert one.news.empty()
+    assert one.event.empty()
 
 
 def test_a_lease_is_renewed_beside_commands(served: Served, beside: Callable[..., Beside]) -> None:
@@ -275,7 +275,7 @@ def test_another_start_is_refused_and_does_no_harm(
         told = wrong.next()
         assert isinstance(told, Lost)
         assert "--nnodes is 2:2 on node1 and 1:2 on node0" in told.what
-        assert right.news.empty()
+        assert right.event.empty()
 
 
 def test_a_job_that_is_not_there_is_said_so(beside: Callable[..., Beside]) -> None:
@@ -310,7 +310,7 @@ class Session(NodeSession):
     """A session whose steps are noted, and take a second."""
 
     def __init__(self, clock: "Seconds") -> None:
-        self.node, self.entry, self._told, self._clock = name(0), None, None, clock
+        self.node, self.entry, self._notified, self._clock = name(0), None, None, clock
         self.done: list[tuple[str, float]] = []
 
     def _step(self, what: str) -> None:
@@ -318,11 +318,11 @@ class Session(NodeSession):
         self._clock.now += 1.0
 
     def resume(self, *_: Any) -> None:
-        """Note it."""
+        """NodeMessage it."""
         self._step("resume")
 
     def renew_lease(self) -> None:
-        """Note it."""
+        """NodeMessage it."""
         self._step("lease")
 
 
@@ -466,7 +466,7 @@ def test_a_job_that_does_not_appear_is_no_store_that_is_silent(served: Served) -
 def test_a_store_that_ends_with_the_job_is_not_lost(
     served: Served, beside: Callable[..., Beside]
 ) -> None:
-    """After the end of the job nothing that becomes of the store is news."""
+    """After the end of the job nothing that becomes of the store is an event."""
     with hosted(served, rules(1, most=2)):
         one = Launched(served, 0)
         other = beside(1)
@@ -481,7 +481,7 @@ def test_a_store_that_ends_with_the_job_is_not_lost(
 
 
 def test_shutting_down_leaves_no_descriptor_and_no_thread(served: Served) -> None:
-    """After `shutdown`, which may be called twice, late news of a thread go nowhere."""
+    """After `shutdown`, which may be called twice, late events of a thread go nowhere."""
     with hosted(served, rules(2)):
         served.connect()
         before = set(os.listdir("/proc/self/fd"))
@@ -518,4 +518,4 @@ def test_a_spare_that_comes_first_is_told_of_later_rounds(
         nodes[1].join(1)
         placed = nodes[1].next()
         assert isinstance(placed, Placed)
-        assert placed.place.group_rank == 0
+        assert placed.assignment.group_rank == 0

@@ -89,14 +89,14 @@ class MonitorLink(Protocol):
         """Have the ranks ended that all nodes together have found to blame for a hang."""
 
     def last_iteration(self) -> int | None:
-        """Return the highest iteration that a local rank has told in this cycle."""
+        """Return the highest iteration that a local rank has reported in this cycle."""
 
     def steps_of_rank0(self) -> Steps:
         """Return how far local rank 0 has come."""
 
 
-class Gate(Protocol):
-    """What the agent needs of `gate.NodeGate`."""
+class Admission(Protocol):
+    """What the agent needs of `_health.admission.AdmissionCheck`."""
 
     def prepare(self) -> None:
         """Begin the health checks for the next round."""
@@ -105,7 +105,7 @@ class Gate(Protocol):
         """Answer with why this node must not join, or None."""
 
     def cycle_failed(self, cause: Cause, lived_s: float, *, has_stepped: bool) -> None:
-        """Take note of how a cycle ended."""
+        """Record how a cycle ended."""
 
     def workers_gone(self) -> None:
         """Begin to wait for what stopped workers still hold."""
@@ -121,7 +121,7 @@ class ProgressTracker(Protocol):
     """What the agent needs of `progress_tracker.TrainingProgressTracker`."""
 
     def update_iteration(self, iteration: int) -> None:
-        """Take note of an iteration reached."""
+        """Record an iteration reached."""
 
     def analyze_previous_cycle(self) -> None:
         """Judge the cycle that just ended."""
@@ -178,7 +178,7 @@ class Parts:
     loop: EventLoop
     clock: Clock
     rendezvous: Rendezvous
-    gate: Gate
+    admission: Admission
     on_bad_node: Callable[[Cause], None]
     starter: Starter
     specs: Specs
@@ -204,7 +204,7 @@ class NodeAgent:
         self._loop = parts.loop
         self._clock = parts.clock
         self._rendezvous = rendezvous = parts.rendezvous
-        self._gate = parts.gate
+        self._admission = parts.admission
         self._on_bad_node = parts.on_bad_node
         self._starter = parts.starter
         self._specs = parts.specs
@@ -251,7 +251,7 @@ class NodeAgent:
                 effect.cause, all_gone=effect.all_gone
             ),
             machine.LeaveRendezvous: self._leave,
-            machine.Finish: self._note_finish,
+            machine.Finish: self._record_finish,
             preemption.TellPreempted: self._tell_preempted,
             preemption.StartGrace: lambda _: controller.start_grace(),
             preemption.AskToSave: lambda effect: controller.ask(effect.cause),
@@ -280,11 +280,11 @@ class NodeAgent:
         self._events.append(event)
 
     def _worker_exited(self, local_rank: int, status: ExitStatus) -> None:
-        """Take note of an exit; those seen in one round of the loop are judged together."""
+        """Record an exit; those seen in one round of the loop are judged together."""
         self._exits.append((local_rank, status, self._clock.wall()))
 
     def rank_stuck(self, local_rank: int, why: str) -> None:
-        """Take note that the monitor cannot end a hung rank."""
+        """Record that the monitor cannot end a hung rank."""
         rank = (self._assignment.rank_offset if self._assignment else 0) + local_rank
         what = f"rank {rank} on host {self._host} survived SIGKILL: {why}"
         cause = Cause("unhealthy", what, rank, local_rank, self._host, detected_by="monitor")
@@ -301,7 +301,7 @@ class NodeAgent:
         self._rendezvous.hung(states_of(ranks), accusation)
 
     def _group_stopped(self, given_up: tuple[int, ...]) -> None:
-        """Take note that the cycle's workers are gone."""
+        """Record that the cycle's workers are gone."""
         self.post(machine.GroupStopped(given_up))
 
     # The loop ------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class NodeAgent:
         """Serve the others' store after this node's own part is over, until a signal ends it."""
         if self._rendezvous.must_stay:
             logger.warning("this node is done, and stays because the job's store is here")
-        told = self._node.leaving.cause if self._node.leaving and self._node.must_go else None
+        preempted = self._node.leaving.cause if self._node.leaving and self._node.must_go else None
         while self._rendezvous.must_stay:
             self._loop.run_once()
             self._poll_rendezvous()
@@ -340,22 +340,22 @@ class NodeAgent:
                 if isinstance(event, _ASKS_TO_GO):
                     what = f"host {self._host}, which serves the job's store, was told to go"
                     cause = Cause("drained", what, host=self._host)
-                    self._rendezvous.close(RDZV_SHUTDOWN_REASON_FAILURE, told or cause)
+                    self._rendezvous.close(RDZV_SHUTDOWN_REASON_FAILURE, preempted or cause)
                     return
                 if isinstance(event, preemption.Preempted):
                     # The job ends with its store: first its ranks save.
-                    told = event.cause
+                    preempted = event.cause
                     self._controller.start_grace()
-                    self._rendezvous.preempted(told)
-                elif isinstance(event, machine.NextRoundOpened) and told is not None:
-                    self._rendezvous.preempted(told)
+                    self._rendezvous.preempted(preempted)
+                elif isinstance(event, machine.NextRoundOpened) and preempted is not None:
+                    self._rendezvous.preempted(preempted)
                 elif isinstance(event, (machine.StopRequested, machine.RoundClosed)):
                     self._feed(event)
 
     def _settle(self) -> bool:
         """Decide one thing that is waiting; exits first, they are the causes."""
         if self._exits and (self._events or not self._others_may_fail()):
-            self._judge_exits()
+            self._evaluate_exits()
             return True
         if self._events:
             self._feed(self._events.popleft())
@@ -371,7 +371,7 @@ class NodeAgent:
         self._node, effects = decide.decide(self._node, event)
         if before is Phase.RUNNING and self._node.phase is not Phase.RUNNING:
             self._record_progress()
-            self._note_end()
+            self._record_end()
         if isinstance(event, machine.NodeUnfit):
             # What its workers did before is not why it leaves.
             self._is_unfit, self._failures = True, []
@@ -400,12 +400,12 @@ class NodeAgent:
         )
         return machine.HangJudged(cause, self._makes_no_progress())
 
-    def _note_end(self) -> None:
-        """Take note of how the cycle ended that nobody works in any more; tell the gate."""
+    def _record_end(self) -> None:
+        """Record how the cycle ended, and report it to the admission check."""
         cause, lived_s, has_stepped = self._node.cause, self._lived_s(), self._has_stepped()
         self._start_failures.cycle_ended(lived_s, stepped=has_stepped)
         if cause is not None and self._started_at is not None:
-            self._gate.cycle_failed(cause, lived_s, has_stepped=has_stepped)
+            self._admission.cycle_failed(cause, lived_s, has_stepped=has_stepped)
         self._started_at = None
 
     def _apply(self, effect: Effect) -> None:
@@ -445,7 +445,7 @@ class NodeAgent:
             stepped=self._has_stepped(),
         )
 
-    def _judge_exits(self) -> None:
+    def _evaluate_exits(self) -> None:
         self._workers.reap_exited()
         exits, self._exits = self._exits, []
         running = self._node.phase is Phase.RUNNING
@@ -534,8 +534,8 @@ class NodeAgent:
             self._cycle_start_time = self._clock.wall()
         self._assignment = None
         if self._workers.started:
-            self._gate.workers_gone()
-        self._gate.admit(effect.cycle, lambda unfit: self._admitted(effect.cycle, unfit))
+            self._admission.workers_gone()
+        self._admission.admit(effect.cycle, lambda unfit: self._admitted(effect.cycle, unfit))
 
     def _admitted(self, cycle: int, unfit: Cause | None) -> None:
         if unfit is not None:
@@ -557,7 +557,7 @@ class NodeAgent:
         self._failures = []
         self._ranks_in_hang = []
         self._steps_recorded = Steps(None, 0, self._clock.monotonic())
-        self._gate.start(lambda: self._start_now(assignment))
+        self._admission.start(lambda: self._start_now(assignment))
 
     def _start_now(self, assignment: Assignment) -> None:
         try:
@@ -606,9 +606,9 @@ class NodeAgent:
         self._reporter.worker_started(local_rank, self._workers.started[local_rank])
 
     def _stop_workers(self, effect: machine.StopWorkers) -> None:
-        self._gate.shut()
+        self._admission.shut()
         if self._node.outcome is machine.Outcome.RESTART:
-            self._gate.prepare()
+            self._admission.prepare()
         if self._node.outcome is machine.Outcome.SIGNALLED and self._workers.started:
             logger.warning(
                 "workers get %s, and SIGKILL after %g s; a second signal kills them at once",
@@ -648,7 +648,7 @@ class NodeAgent:
         self._rendezvous.held(effect.calls)
         self._poll_rendezvous()
 
-    def _note_finish(self, effect: machine.Finish) -> None:
+    def _record_finish(self, effect: machine.Finish) -> None:
         self._finish = effect
 
     def _tick_progress(self) -> None:

@@ -114,7 +114,7 @@ Decision = tuple[Node, tuple[Effect, ...]]
 def decide(node: Node, event: Event) -> Decision:
     """Return the next state and what is to be done; events that no longer matter do nothing."""
     if isinstance(event, RequestReceived):
-        return _note_request(node, event)
+        return _record_request(node, event)
     if isinstance(event, StopRequested):
         return _no_restart(node, event)
     if isinstance(event, BudgetChanged):
@@ -138,7 +138,7 @@ def _no_restart(node: Node, event: StopRequested) -> Decision:
     return node, ()
 
 
-def _note_request(node: Node, event: RequestReceived) -> Decision:
+def _record_request(node: Node, event: RequestReceived) -> Decision:
     if node.phase is Phase.FINISHED:
         return node, ()
     noted = (*node.requests, (event.request, event.description))
@@ -420,7 +420,7 @@ def _while_stopping(node: Node, event: Event) -> Decision:
 
 
 def _no_more_restart(node: Node, event: Event) -> Decision:
-    """Take note of what makes the restart impossible for which workers are being stopped."""
+    """Record what makes the restart impossible for which workers are being stopped."""
     if isinstance(event, StoreLost):
         return _lost(node, event)
     if isinstance(event, RoundClosed):

@@ -140,7 +140,7 @@ class StoreHost:
 
 
 def cycle_info_environment(plan: LaunchPlan) -> dict[str, str]:
-    """Return what workers are told of cycle information; the same in all cycles."""
+    """Return what workers are notified of cycle information; the same in all cycles."""
     directory = plan.fault_tolerance.cycle_info_dir
     if directory is None:
         return {}
@@ -253,7 +253,7 @@ class CycleRecords:
             self._logs.write_files_instead()
 
     def begin(self, assignment: Assignment) -> None:
-        """Take note that the workers of a cycle are about to start on this node."""
+        """Record that the workers of a cycle are about to start on this node."""
         if self._logs is not None:
             self._logs.begin_cycle(assignment.cycle, assignment.world_size)
 

@@ -64,7 +64,7 @@ class LaunchConfig:
         metrics_cfg: Without effect: torch's metrics are not written.
         local_addr: Address of this node.
         rank_monitors: Must be empty: the launcher starts its own monitor.
-        event_log_handler: A handler of torch that is told of starts and ends.
+        event_log_handler: A handler of torch that is notified of starts and ends.
         numa_options: torch's `NumaOptions`, or the name of a mode: CPUs near GPUs.
         duplicate_stdout_filters: Texts; lines of redirected stdout with one are also elsewhere.
         duplicate_stderr_filters: The same for stderr.

@@ -9,9 +9,10 @@ by another one on the way to be read. A rank that has not called yet counts 0.
 
 A node is told to go (`Preempted`: a signal, or its time is nearly over) and tells the others. The
 round then leaves (`RoundLeaves`, on every node): ranks are asked to save. A rank that asks
-`should_checkpoint` from then on waits until all nodes have told how far theirs are (`RanksHeld`),
-and with that at which call all save (`SaveAgreed`). Then they leave. What follows is the matter of
-the rendezvous: without the nodes that must go when enough others are there, else the job is over.
+`should_checkpoint` from then on waits until all nodes have reported how far theirs are
+(`RanksHeld`), and with that at which call all save (`SaveAgreed`). Then they leave. What follows is
+the matter of the rendezvous: without the nodes that must go when enough others are there, else the
+job is over.
 """
 
 from __future__ import annotations

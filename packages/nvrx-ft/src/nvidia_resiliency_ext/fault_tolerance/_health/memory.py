@@ -3,7 +3,7 @@
 
 A process that was killed gives its device memory back a little later. New workers that start before
 that run out of memory. Only the GPUs of this node's workers count: the device of each local rank,
-as CUDA_VISIBLE_DEVICES has it. The wait blocks, so it runs in a thread (see `gate.py`).
+as CUDA_VISIBLE_DEVICES has it. The wait blocks, so it runs in a thread (see `admission.py`).
 """
 
 from __future__ import annotations

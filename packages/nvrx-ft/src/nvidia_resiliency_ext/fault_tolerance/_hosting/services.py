@@ -145,7 +145,7 @@ logger = logging.getLogger("nvrx")
 
 
 @dataclass(frozen=True, slots=True)
-class HostPlace:
+class CoordinatorContext:
     """Where the host is.
 
     Attributes:
@@ -159,7 +159,7 @@ class HostPlace:
     run_dir: str
 
 
-class HostServices:
+class CoordinatorServices:
     """What a job's host runs; `close` ends all of it. Rounds may be told from any thread.
 
     Args:
@@ -171,7 +171,7 @@ class HostServices:
         clock: The clock of the loop.
 
     Attributes:
-        log_token: What nodes are told of the log servers: a token, or one of the words in
+        log_token: What nodes are notified of the log servers: a token, or one of the words in
             `log_token`.
         cycle: The cycle that was begun last.
 
@@ -183,7 +183,7 @@ class HostServices:
         self,
         plan: HostPlan,
         environ: Mapping[str, str],
-        place: HostPlace,
+        place: CoordinatorContext,
         loop: EventLoop,
         clock: Clock,
         *,
@@ -297,7 +297,7 @@ class HostServices:
     # While the job runs ------------------------------------------------------------------------
 
     def begins(self, cycle: int, nodes: CycleNodes) -> None:
-        """Take note that the workers of a cycle start now."""
+        """Record that the workers of a cycle start now."""
         self.cycle = cycle
         if self._watch is not None:
             self._watch.begin(cycle)
@@ -305,7 +305,7 @@ class HostServices:
             self._reporter.report_cycle_start(nodes.snapshot(cycle))
 
     def goes_on(self, cycle: int, nodes: CycleNodes) -> None:
-        """Take note that a cycle goes on that a host before this one saw begin."""
+        """Record that a cycle goes on that a host before this one saw begin."""
         self.cycle = cycle
         if self._servers is not None:
             self._servers.expect_nodes()
@@ -315,7 +315,7 @@ class HostServices:
             self._reporter.report_cycle_goes_on(nodes.snapshot(cycle))
 
     def ended(self, cycle: int, cause: Cause | None = None) -> None:
-        """Take note that a cycle is over, also one that began before; it may be told again.
+        """Record that a cycle is over, also one that began before; it may be repeated.
 
         Args:
             cycle: Which one.

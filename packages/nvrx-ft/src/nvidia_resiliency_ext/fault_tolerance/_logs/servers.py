@@ -158,7 +158,7 @@ class LogServers:
         return {name: child.pid for name, child in self._running.items()}
 
     def expect_nodes(self) -> None:
-        """Take note that nodes have lines for these servers and have still to find them."""
+        """Record that nodes have lines for these servers and have still to find them."""
         self._nodes_are_back_at = self._clock.monotonic() + _NODES_COME_BACK_S
 
     def _start(self, command: ServerCommand) -> None:

@@ -168,7 +168,7 @@ class ClientTimeouts(HotPath):
             known = self.section_timeouts.section if self.section_timeouts else {}
             for name in selected_sections:
                 if name not in known:
-                    self._note_unwatched(name)
+                    self._record_unwatched(name)
             selected_sections = [name for name in selected_sections if name in known]
         if not calc.can_get_section_timeouts(selected_sections, calc_out_of_section):
             return self._not_ready("sections", skip_if_not_ready=skip_if_not_ready)

@@ -20,7 +20,7 @@ from .hang_report import Evidence, inspect_process, save_evidence
 from .node_watch import Unfit
 from .session import change_limits, policy_of
 from .slot import SAVE_ASKED, W_SAVE, SlotError, SlotLayout, SlotMemory, SlotView, read_slot
-from .timeout_rules import Verdict, judge
+from .timeout_rules import Verdict, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class PortHost(Watcher, Protocol):
         """Look at all ranks of the node: this one broke a rule."""
 
     def testify(self, port: RankPort) -> None:
-        """Take note that the evidence on a rank is complete, or that the rank is gone."""
+        """Record that the evidence on a rank is complete, or that the rank is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class _Client:
     stacks: bytearray | None = None
     seen: SlotView | None = None
     signalled_at: float | None = None
-    has_told_life: bool = False
-    has_told_step: bool = False
+    has_reported_life: bool = False
+    has_reported_step: bool = False
     held_request: int | None = None
 
 
@@ -127,7 +127,7 @@ class RankPort:
         self._pending: _Client | None = None
         self._save_word = 0
         self._refusals = RefusalLog(f"the socket of local rank {local_rank}")
-        self._acceptor = Acceptor(path, host, self._welcome, self._note_refusal)
+        self._acceptor = Acceptor(path, host, self._welcome, self._record_refusal)
 
     def next_wake(self) -> float | None:
         """When `tick` has something to do, on the monotonic clock."""
@@ -199,7 +199,7 @@ class RankPort:
         assert client.evidence is not None
         now, timeouts = time.monotonic(), self._policy.timeouts
         after, verdict = self._look(client), self._state.verdict
-        broken = judge(after, timeouts, self._state.started, now + LATE_MARGIN_S)
+        broken = evaluate(after, timeouts, self._state.started, now + LATE_MARGIN_S)
         has_gone_on = (
             verdict is not None
             and not verdict.reason
@@ -234,7 +234,7 @@ class RankPort:
             process = PidHandle(connection.pid or hello.pid)
         except OSError as exc:
             # Gone again, or we are out of descriptors: it will ask anew.
-            self._note_refusal(f"rank {hello.rank} (pid {hello.pid}) was not let in: {exc}")
+            self._record_refusal(f"rank {hello.rank} (pid {hello.pid}) was not let in: {exc}")
             connection.channel.close()
             return
         client = self._client
@@ -242,8 +242,8 @@ class RankPort:
         is_alive = client is not None and client.process.alive()
         self._feed(session.Joined(connection.number, is_alive))
 
-    def _note_refusal(self, text: str) -> None:
-        self._refusals.note(time.monotonic(), text)
+    def _record_refusal(self, text: str) -> None:
+        self._refusals.record(time.monotonic(), text)
 
     def _read_client(self) -> None:
         client = self._client
@@ -384,7 +384,7 @@ class RankPort:
         pending, self._pending = self._pending, None
         assert pending is not None
         rank, pid = pending.hello.rank, pending.process.pid
-        self._note_refusal(f"rank {rank}: pid {pid} was refused: {reason}")
+        self._record_refusal(f"rank {rank}: pid {pid} was refused: {reason}")
         pending.connection.channel.send(messages.Refused(reason))
         pending.connection.channel.close()
         pending.process.close()
@@ -421,14 +421,14 @@ class RankPort:
         return view
 
     def _tell_life(self, client: _Client) -> None:
-        if not client.has_told_life:
-            client.has_told_life = True
+        if not client.has_reported_life:
+            client.has_reported_life = True
             self._lines.alive()
 
     def _tell_step(self, client: _Client, at: float) -> None:
         self._tell_life(client)
-        if not client.has_told_step:
-            client.has_told_step = True
+        if not client.has_reported_step:
+            client.has_reported_step = True
             self._host.tell(messages.FirstStep(self.local_rank, at))
 
     def _renew_policy(self) -> None:

@@ -148,7 +148,7 @@ def agreed_on_logs(logs: LogPlan) -> dict[str, str]:
     return agreed
 
 
-def log_notes(plan: LogPlan, args: argparse.Namespace) -> list[str]:
+def stream_warnings(plan: LogPlan, args: argparse.Namespace) -> list[str]:
     """Return what should be said once about what has no effect."""
     filters = [name for name in _FILTERS if getattr(args, name)]
     if plan.applog_prefix is not None:

@@ -43,7 +43,7 @@ from nvidia_resiliency_ext.fault_tolerance._workers.numa import Binding
 from nvidia_resiliency_ext.fault_tolerance._workers.output import OutputSettings, Stream
 
 from . import environment
-from .log_plan import ORPHANS_NEED_NO_PIPES, LogPlan, log_notes, log_plan, log_problems
+from .log_plan import ORPHANS_NEED_NO_PIPES, LogPlan, log_plan, log_problems, stream_warnings
 
 if TYPE_CHECKING:
     import argparse
@@ -98,7 +98,7 @@ class LaunchPlan:
         log_dir: Directory for logs and record.
         output: Which streams of which workers go to files and to the console.
         output_specs: An object of the user's that says so instead, for each cycle.
-        event_log_handler: A handler of torch that is told of starts and ends.
+        event_log_handler: A handler of torch that is notified of starts and ends.
         virtual_devices: The one device that each local rank sees, all of them as LOCAL_RANK 0;
             None: they see what the launcher sees.
         log_line_prefix_template: Prefix of a worker's lines on the console.
@@ -211,13 +211,13 @@ def plan_from_args(
     for text in environment.deprecated_variables(environ):
         warnings.warn(text, DeprecationWarning, stacklevel=2)
     threads = environment.omp_rule(environ, nproc)
-    notes = [
+    messages = [
         *getattr(args, "warnings", ()),
         *layers.warnings,
         *([threads.warning] if threads.warning else []),
-        *environment.monitor_notes(environ),
+        *environment.monitor_warnings(environ),
         *(hidden_packages(command) if looks_for_script else []),
-        *log_notes(logs, args),
+        *stream_warnings(logs, args),
     ]
     policy = layers.restart_policy()
     output = _output(args, nproc)
@@ -260,7 +260,7 @@ def plan_from_args(
         output_specs=_output_specs(args, output),
         event_log_handler=args.event_log_handler,
         virtual_devices=devices_of_ranks(environ, nproc) if args.virtual_local_rank else None,
-        warnings=tuple(notes),
+        warnings=tuple(messages),
     )
 
 
@@ -427,7 +427,7 @@ def _bound(
 
 
 def missing_hook(command: str | None, environ: Mapping[str, str]) -> list[str]:
-    """Return what keeps the command that is told of bad nodes from running."""
+    """Return what keeps the command that is notified of bad nodes from running."""
     if command is None:
         return []
     import shlex

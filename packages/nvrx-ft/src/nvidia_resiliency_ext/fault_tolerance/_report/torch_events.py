@@ -107,7 +107,7 @@ class TorchEvents:
         self._say("SUCCEEDED" if is_known else "FAILED", None, {})
 
     def close(self) -> None:
-        """Wait until all is told, for `LAST_WORDS_S` at most."""
+        """Wait until all events are delivered, for `LAST_WORDS_S` at most."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -130,7 +130,7 @@ class TorchEvents:
             raw_error=json.dumps(error),
         )
 
-    # What is told ----------------------------------------------------------------------------
+    # Events ----------------------------------------------------------------------------
 
     def _worker(
         self,
@@ -201,9 +201,9 @@ class TorchEvents:
         host = socket.getfqdn(socket.gethostname())
         while (event := self._queue.get()) is not None:
             source = EventSource.WORKER if event.is_of_worker else EventSource.AGENT
-            told = Event(
+            event = Event(
                 name=f"torchelastic.worker.status.{event.state}",
                 source=source,
                 metadata={**event.metadata, "hostname": host},
             )
-            events.record(told, self._handler)
+            events.record(event, self._handler)

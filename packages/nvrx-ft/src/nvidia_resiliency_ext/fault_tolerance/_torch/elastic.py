@@ -262,7 +262,7 @@ def _problems(config: LaunchConfig) -> list[str]:
             f"1 <= min_nodes <= max_nodes must hold"
         )
     if config.max_nodes > 1:
-        problems += _problems_of_meeting(config)
+        problems += _problems_of_endpoint(config)
     if not 1 <= config.nproc_per_node <= MOST_WORKERS:
         problems.append(f"nproc_per_node={config.nproc_per_node}: is not from 1 to {MOST_WORKERS}")
     for name in ("max_restarts", "term_timeout", "workers_stop_timeout", "shutdown_timeout"):
@@ -289,7 +289,7 @@ def _problems(config: LaunchConfig) -> list[str]:
     return problems
 
 
-def _problems_of_meeting(config: LaunchConfig) -> list[str]:
+def _problems_of_endpoint(config: LaunchConfig) -> list[str]:
     """Return a sentence for each field that keeps several nodes from meeting."""
     problems = []
     if not config.rdzv_endpoint:

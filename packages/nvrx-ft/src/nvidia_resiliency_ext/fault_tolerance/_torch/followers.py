@@ -17,8 +17,8 @@ from nvidia_resiliency_ext.fault_tolerance._config.attribution import client_end
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import evidence_of, nodes_of
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import cycle_log_file
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host, RoundFollower
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator, RoundFollower
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     CALL_TIMEOUT_S,
     JobStore,
@@ -73,13 +73,13 @@ def connect_guest(kind: type[_Store], client: Any, prefix: str, secret: bytes | 
 
 
 class BellStore(GuestStore):
-    """Keys for the store host: when a wait for the bell is over, a thread rings it."""
+    """Keys for the store host: when a wait for the notification key is over, a thread sets it."""
 
     _ringer: _Ringer | None = None
 
     def wait_until_set(self, key: str, timeout_s: float) -> bool:
-        """Wait for `key`; for the bell it is always true."""
-        if key != keys.BELL:
+        """Wait for `key`; for the notification key it is always true."""
+        if key != keys.NOTIFY:
             return super().wait_until_set(key, timeout_s)
         if self._ringer is None:
             self._ringer = _Ringer(self)
@@ -97,7 +97,7 @@ class BellStore(GuestStore):
 
 class _Ringer(threading.Thread):
     def __init__(self, store: JobStore) -> None:
-        super().__init__(name="nvrx-store-host-bell", daemon=True)
+        super().__init__(name="nvrx-store-host-notify", daemon=True)
         self._store = store.another()
         self._changed = threading.Condition()
         self._at: float | None = None
@@ -119,7 +119,7 @@ class _Ringer(threading.Thread):
         # A store that is gone is the host's to tell: its own wait fails, too.
         with contextlib.suppress(StoreLostError):
             while self._wait():
-                self._store.put(keys.BELL, "1")
+                self._store.put(keys.NOTIFY, "1")
 
     def _wait(self) -> bool:
         """Wait until it is time to ring; False when this is over."""
@@ -211,7 +211,7 @@ class CycleFollowers(RoundFollower):
         return self._service is not None and self._service.stop_requested()
 
     def closed(self, entry: Entry, placement: Placement, hosts: Mapping[str, str]) -> None:
-        """Take note that a round is closed: its workers start now."""
+        """Record that a round is closed: its workers start now."""
         self.ended()
         with self._lock:
             self._is_open = True
@@ -223,7 +223,7 @@ class CycleFollowers(RoundFollower):
             reporter.report_cycle_start(nodes_of(placement, hosts).snapshot(entry.round))
 
     def ended(self, round_: int | None = None, cause: Cause | None = None) -> None:
-        """Take note that the present round is over; harmless when repeated."""
+        """Record that the present round is over; harmless when repeated."""
         del round_  # There is no other.
         with self._lock:
             was_open, self._is_open = self._is_open, False
@@ -260,13 +260,13 @@ class RoundsThread(threading.Thread):
         rules: What decisions go by.
         node: This node's identity.
         clock: Where the time is read.
-        follower: Who is told of rounds.
+        follower: Who is notified of rounds.
     """
 
     def __init__(
         self,
         connect: Callable[[], BellStore],
-        rules: HostRules,
+        rules: CoordinatorRules,
         node: str,
         clock: Clock,
         follower: RoundFollower | None = None,
@@ -288,7 +288,7 @@ class RoundsThread(threading.Thread):
                     logger.info("another node decides this job's rounds: %s", first)
                     return
                 epoch = os.urandom(8).hex()
-                Host(
+                Coordinator(
                     store,
                     self._rules,
                     me=self._node,

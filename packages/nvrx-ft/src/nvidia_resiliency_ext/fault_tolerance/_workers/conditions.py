@@ -298,7 +298,7 @@ def read_text(path: str) -> str | None:
     return data.decode("utf-8", "replace") if len(data) <= _LARGEST_ENTRY_BYTES else None
 
 
-def wants_standbys(worker_pids: Iterable[int]) -> bool:
+def wants_prewarming(worker_pids: Iterable[int]) -> bool:
     """Return whether any of the workers has libtorch mapped: only then do standbys gain."""
     return any(procfs.maps_name(pid, _LIBTORCH) for pid in worker_pids)
 

@@ -180,7 +180,7 @@ class OutputFiles:
 
         return cls(tempfile.mkdtemp(prefix="nvrx-logs-"))
 
-    def missing_room(self) -> str:
+    def missing_space(self) -> str:
         """Return why workers cannot write here now, or an empty text.
 
         It writes a block of data and does not wait for the disk: a restart must not.

@@ -171,10 +171,10 @@ class Starter(Protocol):
     """Makes workers out of specs."""
 
     def begin(self) -> None:
-        """Take note that the workers of a cycle are about to start."""
+        """Record that the workers of a cycle are about to start."""
 
     def done(self) -> None:
-        """Take note that all of them are started."""
+        """Record that all of them are started."""
 
     def never_began(self, local_rank: int) -> str | None:
         """Return why an exited process never became a worker, or None if it was one."""
@@ -249,7 +249,7 @@ class WorkerGroup:
         loop: Where exits and deadlines are waited for.
         clock: The clock of the loop.
         tee: Copies files to the console for streams that ask for it.
-        listener: Who is told of exits and stops.
+        listener: Who is notified of exits and stops.
         reports_leftovers: Whether processes that workers left in their groups are named in the
             log before they are killed.
     """
