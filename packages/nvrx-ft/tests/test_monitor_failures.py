@@ -675,13 +675,13 @@ def test_refusals_are_logged_a_few_times_and_then_counted(caplog):
     refusals = RefusalLog("the socket of local rank 2")
     assert refusals.next_check is None
     for number in range(100):
-        refusals.note(10.0 + number * 0.1, f"refused {number}")
+        refusals.record(10.0 + number * 0.1, f"refused {number}")
     assert [r.getMessage() for r in caplog.records] == [f"refused {n}" for n in range(5)]
     assert refusals.next_check == 70.0
     refusals.check(69.9)
     refusals.check(70.0)
     assert caplog.records[-1].getMessage() == "95 more refusals at the socket of local rank 2"
-    refusals.note(75.0, "again")
+    refusals.record(75.0, "again")
     refusals.check(140.0)
     assert caplog.records[-1].getMessage() == "again"
 

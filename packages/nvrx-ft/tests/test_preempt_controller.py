@@ -24,7 +24,7 @@ class Controller:
         self._controller = PreemptionController(
             loop, clock, host="a", signum=USR1, grace_s=60.0, **{"end": None, **more}
         )
-        self.ask, self.known = self._controller.ask, self._controller.acknowledged
+        self.ask, self.acknowledged = self._controller.ask, self._controller.acknowledged
         self._controller.open(self.posted.append, link, lambda: pids)
 
     def signal(self):

@@ -543,7 +543,7 @@ def test_garbage_at_the_next_decision_is_replaced(
         nodes = crew(2)
         key = served.connect()._name(keys.log(1))
         served.raw().set(key, garbage)
-        nodes.sessions[0].ring()
+        nodes.sessions[0].notify()
         nodes.arrive()
         for index in range(2):
             while not isinstance(event := nodes.follow(index), Placed):
@@ -654,7 +654,7 @@ def test_notes_of_a_round_gone_by_change_nothing(
         for index in range(2):
             assert isinstance(nodes.follow(index), Placed)
         nodes.sessions[0].succeeded(1)
-        nodes.sessions[0].ring()
+        nodes.sessions[0].notify()
         assert DecisionLog(nodes.stores[1]).wait_for(nodes.seqs[1] + 1, 0.3) is None
         nodes.sessions[1].succeeded(1)
         last = DecisionLog(nodes.stores[1]).wait_for(nodes.seqs[1] + 1, DEADLINE_S)

@@ -260,7 +260,7 @@ def test_a_lease_is_renewed_beside_commands(served: Served, beside: Callable[...
         first = one.threads.confirmed_at
         while one.threads.confirmed_at == first:
             assert time.monotonic() < deadline
-            one.threads.submit(NodeSession.ring)
+            one.threads.submit(NodeSession.notify)
 
 
 def test_another_start_is_refused_and_does_no_harm(

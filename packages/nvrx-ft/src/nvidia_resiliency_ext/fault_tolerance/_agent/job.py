@@ -70,7 +70,7 @@ from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalInbox
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Parts, Result
-from .monitor_link import MonitorPerRank, NoMonitor, SharedMonitor, longest_limit_s
+from .monitor_link import MonitorPerRank, SharedMonitor, longest_limit_s
 from .preemption import PreemptionController
 from .prewarm import PrewarmStarter
 from .rendezvous import LocalRendezvous, Rendezvous
@@ -349,9 +349,9 @@ class Job:
             end=end_of_job(config.preempt_deadline, self._environ, self._clock.wall()),
         )
 
-    def _build_monitor(self) -> SharedMonitor | MonitorPerRank | NoMonitor:
+    def _build_monitor(self) -> SharedMonitor | MonitorPerRank:
         if not self._plan.monitors_enabled:
-            return NoMonitor()
+            return MonitorPerRank([])
         local_ranks = list(range(self._plan.nproc_per_node))
         if self._plan.fault_tolerance.monitor_mode == "per-rank":
             return MonitorPerRank([self._monitor_of([rank]) for rank in local_ranks])

@@ -51,49 +51,6 @@ def longest_limit_s(config: FaultToleranceConfig) -> float | None:
     return max(SHORTEST_SILENCE_S, *given) if given else None
 
 
-class NoMonitor:
-    """Stands in when `NVRX_DISABLE_RANK_MONITORS` switches monitoring off."""
-
-    def prepare(self, cycle: int) -> None:
-        """Nothing to prepare."""
-
-    def workers_changed(self, workers: messages.WorkersChanged) -> None:
-        """Nobody to tell."""
-
-    def lease_held(self, until: float) -> None:
-        """Nobody to tell."""
-
-    def hang_report(self) -> dict[str, Any]:
-        """Nobody reports."""
-        return {}
-
-    def examine(self) -> None:
-        """Nobody to ask."""
-
-    def sentence(self, local_ranks: list[int]) -> None:
-        """Nobody to tell."""
-
-    def last_iteration(self) -> int | None:
-        """Nobody knows."""
-        return None
-
-    def steps_of_rank0(self) -> Steps:
-        """Nobody counts."""
-        return NO_STEPS
-
-    def save(self, word: int) -> None:
-        """Nobody asks."""
-
-    @property
-    def is_save_acknowledged(self) -> bool:
-        """Nobody is to know."""
-        return True
-
-    def save_calls(self) -> dict[int, int]:
-        """Nobody asks."""
-        return {}
-
-
 class SharedMonitor:
     """One monitor process for all local ranks of this node.
 
@@ -389,7 +346,7 @@ class SharedMonitor:
 
 
 class MonitorPerRank:
-    """One monitor process for each local rank (`--ft-monitor-mode per-rank`)."""
+    """One monitor process for each local rank (`--ft-monitor-mode per-rank`), or none at all."""
 
     def __init__(self, monitors: Sequence[SharedMonitor]) -> None:
         """Take the monitors by local rank; closing them stays the caller's part."""
@@ -432,7 +389,7 @@ class MonitorPerRank:
 
     def steps_of_rank0(self) -> Steps:
         """Return how far local rank 0 has come."""
-        return self._monitors[0].steps_of_rank0()
+        return self._monitors[0].steps_of_rank0() if self._monitors else NO_STEPS
 
     def save(self, word: int) -> None:
         """Tell all of them."""

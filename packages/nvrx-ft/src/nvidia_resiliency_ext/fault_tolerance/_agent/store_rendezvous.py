@@ -351,23 +351,23 @@ class StoreRendezvous:
         self._said_of_clocks = what
 
     def _placed(self, event: Placed) -> RoundReady:
-        entry, assignment = event.entry, event.assignment
+        entry, own = event.entry, event.assignment
         self._cancel_join_deadline()
         self._round = entry.round
-        self._previous_rank = assignment.group_rank
-        if assignment.group_rank == 0 and self._settings.master_port is None:
+        self._previous_rank = own.group_rank
+        if own.group_rank == 0 and self._settings.master_port is None:
             # Offered and taken: kept while rank 0 is here; the next round offers another.
             self._in_use, self._reserved = self._reserved, PortReservation()
         assignment = Assignment(
             cycle=entry.round,
-            group_rank=assignment.group_rank,
+            group_rank=own.group_rank,
             group_world_size=entry.active,
-            rank_offset=assignment.rank_offset,
+            rank_offset=own.rank_offset,
             world_size=entry.world_size,
             master_addr=entry.master_addr,
             master_port=entry.master_port,
             restart_ages_s=entry.restart_ages_s,
-            clock_off_s=assignment.clock_off_s,
+            clock_off_s=own.clock_off_s,
         )
         return RoundReady(assignment, tuple(range(self._settings.nproc)))
 

@@ -153,7 +153,7 @@ class NodeSession:
                 self.entry = self._notified = entry
                 return entry
             # The host puts right what somebody else has written over.
-            self.ring()
+            self.notify()
             self._store.wait_until_set(keys.NEVER, FOREIGN_PAUSE_S)
         raise StoreLostError("somebody else keeps writing over where the job stands")
 
@@ -192,7 +192,7 @@ class NodeSession:
         self._send(message, present.round)
         if self._left is not None:
             self._send(self._left, present.round)
-        self.ring()
+        self.notify()
         return None
 
     def renew_lease(self) -> None:
@@ -216,7 +216,7 @@ class NodeSession:
         if entry.phase is not Phase.OPEN:
             return False
         if self._store.count(keys.arrivals(entry.round), 1) >= entry.notify_from:
-            self.ring()
+            self.notify()
         return True
 
     def take(self, entry: Entry) -> SessionEvent | None:
@@ -330,13 +330,13 @@ class NodeSession:
             kind, self.node, state=state, cause=cause, text=text, arrival=arrival, calls=calls
         )
         self._send(message, self._present().round)
-        self.ring()
+        self.notify()
 
     def hung(self, round_: int, ranks: tuple[RankState, ...], accusation: Cause | None) -> None:
         """Say what this node's ranks do in a hang, and which limit one of them broke, if any."""
         if self._is_in(round_):
             self._send(NodeMessage(Kind.HUNG, self.node, ranks=ranks, cause=accusation), round_)
-            self.ring()
+            self.notify()
 
     def broken(self, round_: int, state: WorkerState, cause: Cause) -> None:
         """Say that workers failed in `round_`; what a round before has left means nothing now."""
@@ -349,13 +349,13 @@ class NodeSession:
             return
         self._send(NodeMessage(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), round_)
         if self._store.count(keys.successes(round_), 1) >= self._present().active:
-            self.ring()
+            self.notify()
 
     def read(self, reader: Callable[[JobStore], _T]) -> _T:
         """Return what `reader` finds in the store."""
         return reader(self._store)
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake the host."""
         self._store.put(keys.NOTIFY, "1")
 
@@ -382,10 +382,10 @@ class NodeSession:
         """Tell another host of a closed round that it has this node as a spare, or has it not."""
         if self._left is not None:
             self._send(self._left, round_)
-            self.ring()
+            self.notify()
         elif self._arrival is not None:
             self._send(NodeMessage(Kind.ARRIVED, self.node, arrival=self._arrival), round_)
-            self.ring()
+            self.notify()
 
     def _say_again(self, round_: int) -> None:
         """Tell another host what this node said of a round that goes on."""
@@ -398,7 +398,7 @@ class NodeSession:
             else:
                 self._send(message, round_)
         if said:
-            self.ring()
+            self.notify()
 
     def _is_in(self, round_: int) -> bool:
         entry = self._present()
@@ -411,4 +411,4 @@ class NodeSession:
             self.entry = self._log.add(wanted)
             if wanted.phase is Phase.OVER and encode(self.entry) == encode(wanted):
                 self._ended_at = wanted.seq
-        self.ring()
+        self.notify()

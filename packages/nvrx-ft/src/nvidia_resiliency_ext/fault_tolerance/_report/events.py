@@ -152,9 +152,7 @@ class EventReporter:
     ) -> None:
         """Record a standby's change of state."""
         private_mb = None if private_bytes is None else round(private_bytes / 1e6, 1)
-        self._record(
-            events.PrewarmedWorker(slot=slot, state=state, seconds=seconds, private_mb=private_mb)
-        )
+        self._record(events.Standby(slot=slot, state=state, seconds=seconds, private_mb=private_mb))
 
     def fault(
         self,

@@ -72,30 +72,30 @@ def connect_guest(kind: type[_Store], client: Any, prefix: str, secret: bytes | 
     return kind(own, prefix, key, link)
 
 
-class BellStore(GuestStore):
+class NotifyingStore(GuestStore):
     """Keys for the store host: when a wait for the notification key is over, a thread sets it."""
 
-    _ringer: _Ringer | None = None
+    _notify_timer: _NotifyTimer | None = None
 
     def wait_until_set(self, key: str, timeout_s: float) -> bool:
         """Wait for `key`; for the notification key it is always true."""
         if key != keys.NOTIFY:
             return super().wait_until_set(key, timeout_s)
-        if self._ringer is None:
-            self._ringer = _Ringer(self)
-        self._ringer.ring_in(timeout_s)
+        if self._notify_timer is None:
+            self._notify_timer = _NotifyTimer(self)
+        self._notify_timer.notify_in(timeout_s)
         try:
             return super().wait_until_set(key, _A_DAY_S)
         finally:
-            self._ringer.ring_in(None)
+            self._notify_timer.notify_in(None)
 
     def close(self) -> None:
-        """End the thread that rings."""
-        if self._ringer is not None:
-            self._ringer.close()
+        """End the thread that sets the notification key."""
+        if self._notify_timer is not None:
+            self._notify_timer.close()
 
 
-class _Ringer(threading.Thread):
+class _NotifyTimer(threading.Thread):
     def __init__(self, store: JobStore) -> None:
         super().__init__(name="nvrx-store-host-notify", daemon=True)
         self._store = store.another()
@@ -104,7 +104,7 @@ class _Ringer(threading.Thread):
         self._is_closed = False
         self.start()
 
-    def ring_in(self, seconds: float | None) -> None:
+    def notify_in(self, seconds: float | None) -> None:
         with self._changed:
             self._at = None if seconds is None else time.monotonic() + seconds
             self._changed.notify()
@@ -122,7 +122,7 @@ class _Ringer(threading.Thread):
                 self._store.put(keys.NOTIFY, "1")
 
     def _wait(self) -> bool:
-        """Wait until it is time to ring; False when this is over."""
+        """Wait until it is time to notify; False when this is over."""
         with self._changed:
             while not self._is_closed:
                 left_s = None if self._at is None else self._at - time.monotonic()
@@ -265,7 +265,7 @@ class RoundsThread(threading.Thread):
 
     def __init__(
         self,
-        connect: Callable[[], BellStore],
+        connect: Callable[[], NotifyingStore],
         rules: CoordinatorRules,
         node: str,
         clock: Clock,
