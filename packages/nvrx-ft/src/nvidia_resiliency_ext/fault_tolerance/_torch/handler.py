@@ -43,7 +43,7 @@ from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from .followers import NotifyingStore, CycleFollowers, GuestStore, RoundsThread, connect_guest
+from .followers import CycleFollowers, GuestStore, NotifyingStore, RoundsThread, connect_guest
 from .membership import LAST_WORDS_S, JobOverError, JoinTimeoutError, MemberSettings, Membership
 from .settings import NodeOptions
 
