@@ -14,7 +14,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine, preemption
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
@@ -60,6 +60,12 @@ from .preemption import PreemptionController
 from .rendezvous import Rendezvous
 from .start_failures import OTHERS_MAY_TAKE_S, StartFailures
 
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionCheck
+    from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
+
+    from .monitor_link import MonitorPerRank, SharedMonitor
+
 logger = logging.getLogger("nvrx")
 
 PROGRESS_INTERVAL_S = 10.0
@@ -68,77 +74,6 @@ UNCAUGHT_EXCEPTION = 1
 """Python's exit code after an uncaught exception."""
 # A launcher that stays for the others' sake is asked by these to go at once.
 _ASKS_TO_GO = (machine.Signalled, preemption.GraceOver)
-
-
-class MonitorLink(Protocol):
-    """What the agent needs of the rank monitor."""
-
-    def prepare(self, cycle: int) -> None:
-        """Be ready for the ranks of `cycle`; waits, with a bound, until the sockets listen."""
-
-    def workers_changed(self, workers: WorkersChanged) -> None:
-        """Tell the monitor the process groups to sweep if the launcher dies."""
-
-    def hang_report(self) -> dict[str, Any]:
-        """Return the monitor's report of a hang in this cycle, or {}."""
-
-    def examine(self) -> None:
-        """Ask what each rank does, for a hang on another node."""
-
-    def sentence(self, local_ranks: list[int]) -> None:
-        """Have the ranks ended that all nodes together have found to blame for a hang."""
-
-    def last_iteration(self) -> int | None:
-        """Return the highest iteration that a local rank has reported in this cycle."""
-
-    def steps_of_rank0(self) -> Steps:
-        """Return how far local rank 0 has come."""
-
-
-class Admission(Protocol):
-    """What the agent needs of `_health.admission.AdmissionCheck`."""
-
-    def prepare(self) -> None:
-        """Begin the health checks for the next round."""
-
-    def admit(self, cycle: int, answer: Callable[[Cause | None], None]) -> None:
-        """Answer with why this node must not join, or None."""
-
-    def cycle_failed(self, cause: Cause, lived_s: float, *, has_stepped: bool) -> None:
-        """Record how a cycle ended."""
-
-    def workers_gone(self) -> None:
-        """Begin to wait for what stopped workers still hold."""
-
-    def start(self, begin: Callable[[], None]) -> None:
-        """Call `begin` when workers may start."""
-
-    def shut(self) -> None:
-        """Forget who wants to start."""
-
-
-class ProgressTracker(Protocol):
-    """What the agent needs of `progress_tracker.TrainingProgressTracker`."""
-
-    def update_iteration(self, iteration: int) -> None:
-        """Record an iteration reached."""
-
-    def analyze_previous_cycle(self) -> None:
-        """Judge the cycle that just ended."""
-
-    def should_terminate_early(self) -> bool:
-        """Return whether the job makes no progress any more."""
-
-
-class Specs(Protocol):
-    """Makes the specs of a round's workers."""
-
-    def __call__(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
-        """Return one spec per local rank.
-
-        Raises:
-            LogDirectoryError: when a worker's folder cannot be made.
-        """
 
 
 class Result:
@@ -178,12 +113,12 @@ class Parts:
     loop: EventLoop
     clock: Clock
     rendezvous: Rendezvous
-    admission: Admission
+    admission: AdmissionCheck
     on_bad_node: Callable[[Cause], None]
     starter: Starter
-    specs: Specs
-    monitor: MonitorLink
-    tracker: ProgressTracker
+    specs: Callable[[Assignment, float | None], list[WorkerSpec]]
+    monitor: SharedMonitor | MonitorPerRank
+    tracker: TrainingProgressTracker
     reporter: EventReporter
     tee: Tee
     controller: PreemptionController

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
@@ -23,6 +23,9 @@ from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
+if TYPE_CHECKING:
+    from .monitor_link import MonitorPerRank, SharedMonitor
+
 logger = logging.getLogger("nvrx")
 
 PreemptionEvent = Preempted | RanksHeld | GraceOver
@@ -31,20 +34,6 @@ PreemptionEvent = Preempted | RanksHeld | GraceOver
 SETTLE_S = 0.02
 # A scheduler may reach a launcher twice, directly and through whoever started it.
 SAME_SIGNAL_S = 1.0
-
-
-class SaveLink(Protocol):
-    """What the controller needs of the rank monitor."""
-
-    def save(self, word: int) -> None:
-        """Put the word for `should_checkpoint` into the slots; `acknowledged` is called then."""
-
-    @property
-    def is_save_acknowledged(self) -> bool:
-        """Whether the word is in all of them."""
-
-    def save_calls(self) -> Mapping[int, int]:
-        """Return how often each local rank has called `should_checkpoint` in this cycle."""
 
 
 class PreemptionController:
@@ -76,7 +65,7 @@ class PreemptionController:
         self._grace_s = grace_s
         self._end = end
         self._post: Callable[[PreemptionEvent], None] = lambda _: None
-        self._monitor: SaveLink | None = None
+        self._monitor: SharedMonitor | MonitorPerRank | None = None
         self._running_pids: Callable[[], Collection[int]] = list
         self._is_asked = False
         self._asked_ranks = 0
@@ -88,16 +77,10 @@ class PreemptionController:
     def open(
         self,
         post: Callable[[PreemptionEvent], None],
-        monitor: SaveLink,
+        monitor: SharedMonitor | MonitorPerRank,
         running_pids: Callable[[], Collection[int]],
     ) -> None:
-        """Begin: a deadline is waited for from now on.
-
-        Args:
-            post: Takes events for `decide`.
-            monitor: Reaches the ranks.
-            running_pids: Tells the process ids of the running workers.
-        """
+        """Begin: a deadline is waited for from now on."""
         self._post = post
         self._monitor = monitor
         self._running_pids = running_pids

@@ -54,16 +54,7 @@ BEGIN_LIMIT_S = 5.0
 
 
 class PrewarmStarter:
-    """Makes workers for each cycle and keeps standbys for the next one.
-
-    Args:
-        plan: What the workers run and how they are kept warm.
-        base_env: What is the same in the environment of all workers.
-        loop: Where standbys are watched.
-        clock: The clock of the loop.
-        reporter: Where the states of standbys are recorded.
-        running_pids: Returns the processes of the workers that run now.
-    """
+    """Makes workers for each cycle and keeps standbys for the next one."""
 
     def __init__(
         self,

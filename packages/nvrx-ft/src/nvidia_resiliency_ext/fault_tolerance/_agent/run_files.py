@@ -222,11 +222,7 @@ class CycleRecords:
     # While the job runs ------------------------------------------------------------------------
 
     def log_server_said(self, said: str | None) -> None:
-        """Take what the job's host says of its log servers; from any thread, told again.
-
-        Args:
-            said: A token, a word of `log_token`, or None: nothing in time.
-        """
+        """Take what the job's host says of its log servers; from any thread, told again."""
         with self._lock:
             first, self._log_server_said = not self._log_server_said, said or NO_SERVER
         if said == IN_A_FILE and self._token.is_given:

@@ -76,14 +76,7 @@ class StartFailures:
     def is_hopeless(
         self, messages: Collection[str | None], workers: int, lived_s: float, *, stepped: bool
     ) -> bool:
-        """Count a cycle that has failed, and return whether no further one should follow.
-
-        Args:
-            messages: As for `counts`, of all exits of the cycle.
-            workers: How many workers the cycle had.
-            lived_s: As for `counts`.
-            stepped: As for `counts`.
-        """
+        """Count a cycle that has failed, and return whether no further one should follow."""
         self._is_evaluated = True
         if not self.counts(messages, lived_s, stepped=stepped) or len(messages) < workers:
             self._count = 0
@@ -94,12 +87,7 @@ class StartFailures:
         return self._count >= self._limit
 
     def cycle_ended(self, lived_s: float, *, stepped: bool) -> None:
-        """Record a cycle's end, also of one that `is_hopeless` was not asked about.
-
-        Args:
-            lived_s: As for `counts`.
-            stepped: As for `counts`.
-        """
+        """Record a cycle's end, also of one that `is_hopeless` was not asked about."""
         self._record(lived_s, stepped=stepped)
         if not self._is_evaluated:
             self._count = 0

@@ -17,7 +17,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
@@ -64,6 +64,9 @@ from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 from .rendezvous import RoundEvent
 
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThread
+
 logger = logging.getLogger("nvrx")
 
 LOOKS_PER_LEASE = 5
@@ -93,19 +96,6 @@ class NodeSettings:
     where: str = ""
 
 
-class HostThread(Protocol):
-    """The thread of the store host."""
-
-    def is_alive(self) -> bool:
-        """Whether the store is served."""
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until it is not."""
-
-    def stop(self) -> None:
-        """Serve no longer."""
-
-
 class StoreRendezvous:
     """Rounds of many nodes. The loop's thread only.
 
@@ -125,7 +115,7 @@ class StoreRendezvous:
         *,
         loop: EventLoop,
         clock: Clock,
-        host: HostThread | None = None,
+        host: StoreHostThread | None = None,
         stop: threading.Event | None = None,
         on_lease: Callable[[float], None] = lambda _: None,
     ) -> None:

@@ -67,15 +67,7 @@ def listing(
     log_level: int,
     flags: Sequence[Flag] = FLAGS,
 ) -> list[Value]:
-    """Return all options in the order of `--help`.
-
-    Args:
-        args: The parsed command line.
-        layers: What flags and file gave, merged.
-        environ: The launcher's environment.
-        log_level: The level of the log where no option names one.
-        flags: The program's flags.
-    """
+    """Return all options in the order of `--help`."""
     config = layers.config()
     given: Mapping[str, str] = getattr(args, "given", {})
     values = []

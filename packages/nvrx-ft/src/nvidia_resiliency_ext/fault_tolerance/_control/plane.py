@@ -57,10 +57,6 @@ STOP_S = 5.0
 class ControlPlane:
     """Serves one job; use it as a context manager. The main thread only.
 
-    Args:
-        plan: What to serve.
-        environ: The program's environment.
-
     Raises:
         ConfigError: The token file is unusable.
         NvrxError: The endpoint or a log server's port is taken, or a directory cannot be used.

@@ -54,14 +54,7 @@ _SENT_BY_OTHERS = frozenset(
 
 
 def crashes_after(crashes: int, cause: Cause, lived_s: float, *, has_stepped: bool) -> int:
-    """Return how many short cycles in a row there are now.
-
-    Args:
-        crashes: How many there were before this cycle.
-        cause: Why the cycle ended.
-        lived_s: How long its workers ran.
-        has_stepped: Whether a rank reported a step in it.
-    """
+    """Return how many short cycles in a row there are now."""
     if has_stepped or lived_s >= SHORT_CYCLE_S:
         return 0
     return crashes + 1 if _is_crash(cause) else crashes
@@ -89,13 +82,7 @@ MAX_EVIDENCE_CHARS = 2000
 
 
 class NodeChecks:
-    """The checks of one node, kept over its rounds: some compare with what they saw first.
-
-    Args:
-        config: Which checks are wanted.
-        endpoint: Socket of a service that judges this node; None asks none.
-        environ: The launcher's environment.
-    """
+    """The checks of one node, kept over its rounds: some compare with what they saw first."""
 
     def __init__(
         self, config: FaultToleranceConfig, endpoint: str | None, environ: Mapping[str, str]
@@ -274,14 +261,6 @@ class AdmissionCheck:
 
     The loop's thread only. Callbacks come from the loop, or at once when there is nothing to wait
     for.
-
-    Args:
-        settings: What it goes by.
-        check: Runs the health checks; called in a thread.
-        memory: What is known of GPU memory; used in a thread.
-        loop: Where answers arrive.
-        clock: The clock of the loop.
-        reporter: Where results of checks, and waits, are recorded.
     """
 
     def __init__(

@@ -339,11 +339,7 @@ class AttributionWatch:
                 self._submit(self._client, cycle)
 
     def ended(self, evidence: tuple[str, ...] = ()) -> None:
-        """Record that the present cycle is over.
-
-        Args:
-            evidence: What is known of its end, as lines of a log.
-        """
+        """Record that the present cycle is over."""
         with self._lock:
             self._end(evidence)
 

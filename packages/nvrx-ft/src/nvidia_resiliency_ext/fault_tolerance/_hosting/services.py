@@ -146,13 +146,7 @@ logger = logging.getLogger("nvrx")
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorContext:
-    """Where the host is.
-
-    Attributes:
-        address: Where its servers listen, as other nodes reach it.
-        host: The machine's name.
-        run_dir: A private directory, for a token that is made here.
-    """
+    """Where the host is."""
 
     address: str
     host: str
@@ -161,14 +155,6 @@ class CoordinatorContext:
 
 class CoordinatorServices:
     """What a job's host runs; `close` ends all of it. Rounds may be told from any thread.
-
-    Args:
-        plan: What is asked for.
-        environ: The program's environment.
-        place: Where the host is.
-        is_shared: Whether other nodes send to its log servers.
-        loop: Where servers are watched and verdicts arrive.
-        clock: The clock of the loop.
 
     Attributes:
         log_token: What nodes are notified of the log servers: a token, or one of the words in
@@ -315,12 +301,7 @@ class CoordinatorServices:
             self._reporter.report_cycle_goes_on(nodes.snapshot(cycle))
 
     def ended(self, cycle: int, cause: Cause | None = None) -> None:
-        """Record that a cycle is over, also one that began before; it may be repeated.
-
-        Args:
-            cycle: Which one.
-            cause: Why, where that is known.
-        """
+        """Record that a cycle is over, also one that began before; it may be repeated."""
         if self._watch is not None:
             self._watch.ended(evidence_of(cause))
         if self._reporter is not None:

@@ -103,11 +103,7 @@ class Inquiries:
     """The inquiries of one monitor, one after another. The loop's thread only."""
 
     def __init__(self, node: Node) -> None:
-        """Begin none.
-
-        Args:
-            node: The monitor process.
-        """
+        """Begin none."""
         self._node = node
         self._open: list[_Inquiry] = []
 

@@ -104,15 +104,7 @@ class RankPort:
         config: Mapping[str, Any],
         lines: RestartLines,
     ) -> None:
-        """Make the slot and listen.
-
-        Args:
-            host: The monitor process.
-            local_rank: The rank's index on this node.
-            path: Where the rank will connect.
-            config: The configuration in its plain form; this port keeps a copy of its own.
-            lines: The log lines of layered restarts.
-        """
+        """Make the slot and listen."""
         self.local_rank = local_rank
         self._host = host
         self._config = dict(config)

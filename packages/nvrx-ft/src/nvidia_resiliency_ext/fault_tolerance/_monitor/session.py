@@ -293,14 +293,7 @@ Result: TypeAlias = tuple[SessionState, tuple[Effect, ...]]
 def step(  # noqa: C901, PLR0911, PLR0912 - one branch per row of the table
     state: SessionState, event: Event, now: float, policy: Policy
 ) -> Result:
-    """Return the next state and what to do; an event that does not fit the phase changes nothing.
-
-    Args:
-        state: The session as it is.
-        event: What happened.
-        now: The monotonic clock.
-        policy: The rules in force.
-    """
+    """Return the next state and the effects; events that do not fit the phase change nothing."""
     match event:
         case Joined():
             return _join(state, event, now)

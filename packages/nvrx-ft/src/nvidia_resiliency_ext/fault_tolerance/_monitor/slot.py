@@ -128,12 +128,7 @@ class SlotView:
 
 
 def read_slot(buffer: memoryview, layout: SlotLayout) -> SlotView:
-    """Take one look at a slot.
-
-    Args:
-        buffer: The slot's memory, as bytes or as 8-byte words.
-        layout: The layout it was made with.
-    """
+    """Take one look at a slot."""
     words = buffer if buffer.format == "q" else buffer[: layout.size_bytes].cast("q")
     opened = {name: words[at] * _NS for name, at in layout.index.items() if words[at]}
     iteration, first_iteration = words[W_ITERATION], words[W_FIRST_ITERATION]

@@ -460,11 +460,6 @@ def fixed_port(given: int | None, endpoint: str, max_nodes: int) -> int | None:
 
     Several nodes meet at the endpoint's port, where the job's store listens as long as the job
     lasts; so that port is never rank 0's, though users of torchrun give both as one.
-
-    Args:
-        given: `--master-port`, if somebody gave it.
-        endpoint: Where nodes meet, as HOST:PORT.
-        max_nodes: Nodes that work at most.
     """
     if given is None or max_nodes == 1:
         return given

@@ -10,13 +10,7 @@ _TEXT: Final = re.compile(r"(.{1,255})_([0-9]{1,10})_([0-9]{1,10})")
 
 
 class NodeIdentity(NamedTuple):
-    """Which launcher, ordered by address, then process, then number.
-
-    Attributes:
-        addr: Name or address of its node.
-        pid: Number of the launcher's process.
-        number: Counts the identities that this process has had.
-    """
+    """Which launcher, ordered by address, then process, then number."""
 
     addr: str
     pid: int

@@ -221,11 +221,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class NotEnough:
-    """The round cannot be closed with the nodes that have arrived.
-
-    Attributes:
-        reason: Who or what is missing.
-    """
+    """The round cannot be closed with the nodes that have arrived."""
 
     reason: str
 

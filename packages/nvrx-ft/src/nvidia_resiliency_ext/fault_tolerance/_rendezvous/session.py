@@ -104,13 +104,7 @@ SessionEvent = Placed | Spare | Opened | Leaves | Hung | Over | Lost
 
 
 class NodeSession:
-    """The steps of one node, over a connection of one thread.
-
-    Args:
-        store: A connection for the calling thread alone.
-        node: This node's identity, unique in the job.
-        host: Its name for people.
-    """
+    """The steps of one node, over a connection of one thread."""
 
     def __init__(self, store: JobStore, node: str, host: str) -> None:
         self._store = store

@@ -70,13 +70,7 @@ def check_handler(name: str) -> None:
 
 
 class TorchEvents:
-    """Tells a handler of torch what happens to the workers of this node.
-
-    Args:
-        handler: The handler's name.
-        facts: What every event says.
-        clock: Where the time is read.
-    """
+    """Tells a handler of torch what happens to the workers of this node."""
 
     def __init__(self, handler: str, facts: JobFacts, clock: Clock) -> None:
         self._handler = handler

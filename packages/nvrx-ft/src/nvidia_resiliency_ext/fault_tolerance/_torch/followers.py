@@ -177,12 +177,7 @@ def follower_settings(conf: Mapping[str, Any]) -> FollowerSettings:
 
 
 class CycleFollowers(RoundFollower):
-    """Tells both of a job's cycles. Any thread.
-
-    Args:
-        settings: Whom to tell.
-        node_id: This node's name in profiling events.
-    """
+    """Tells both of a job's cycles. Any thread."""
 
     def __init__(self, settings: FollowerSettings, node_id: str) -> None:
         self._prefix = settings.cycle_log_prefix
@@ -253,15 +248,7 @@ logger = logging.getLogger("nvrx")
 
 
 class RoundsThread(threading.Thread):
-    """Decides the rounds of a job until it is over; ends at once where another node does so.
-
-    Args:
-        connect: Makes a connection for this thread.
-        rules: What decisions go by.
-        node: This node's identity.
-        clock: Where the time is read.
-        follower: Who is notified of rounds.
-    """
+    """Decides the rounds of a job until it is over; ends at once where another node does so."""
 
     def __init__(
         self,

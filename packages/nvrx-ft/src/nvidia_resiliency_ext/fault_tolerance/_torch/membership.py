@@ -112,11 +112,7 @@ _T = TypeVar("_T")
 
 
 class JobOverError(NvrxError):
-    """There is no further round.
-
-    Attributes:
-        entry: The decision that says so.
-    """
+    """There is no further round."""
 
     def __init__(self, entry: Entry) -> None:
         why = f": {entry.cause.what}" if entry.cause is not None else ""
@@ -164,14 +160,7 @@ class _Answer(Generic[_T]):
 
 
 class Membership:
-    """This node's part in the rounds. All methods may be called from any thread, `join` from one.
-
-    Args:
-        settings: What this node is.
-        connect: Makes a connection to the job's store; called in a thread.
-        clock: Where the time is read.
-        on_event: Called with each decision that this node learns of, in a thread.
-    """
+    """This node in the rounds. Methods may be called from any thread, `join` from one."""
 
     def __init__(
         self,
