@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine, preemption
@@ -76,28 +76,19 @@ UNCAUGHT_EXCEPTION = 1
 _ASKS_TO_GO = (machine.Signalled, preemption.GraceOver)
 
 
+@dataclass(frozen=True, slots=True)
 class Result:
     """How the job ended here: exit code, reason, and the failures of the last cycle.
 
     `no_restart` is the reason of the rendezvous why it must not be started again, else empty.
     """
 
-    def __init__(
-        self,
-        exit_code: int,
-        reason: str,
-        failures: Sequence[Failure],
-        stop_signal: int | None = None,
-        *,
-        is_unfit: bool = False,
-        no_restart: str = "",
-    ) -> None:
-        self.exit_code = exit_code
-        self.reason = reason
-        self.failures = list(failures)
-        self.stop_signal = stop_signal
-        self.is_unfit = is_unfit
-        self.no_restart = no_restart
+    exit_code: int
+    reason: str
+    failures: Sequence[Failure]
+    stop_signal: int | None = None
+    is_unfit: bool = field(default=False, kw_only=True)
+    no_restart: str = field(default="", kw_only=True)
 
     @property
     def root_cause(self) -> Failure:

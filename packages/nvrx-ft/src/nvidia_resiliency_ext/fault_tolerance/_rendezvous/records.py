@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
@@ -352,10 +353,6 @@ def _ages(value: Any) -> tuple[float, ...]:
     return ages
 
 
-def _reputation(value: Any) -> HostReputation:
-    return _record(HostReputation, value)
-
-
 def _pairs(value: Any, second: Any) -> tuple[Any, ...]:
     if not isinstance(value, list) or not all(
         isinstance(pair, list) and len(pair) == _PAIR for pair in value
@@ -388,10 +385,6 @@ def _detail(value: Any) -> dict[str, object]:
     }
 
 
-def _cause(value: Any) -> Cause:
-    return _record(Cause, value)
-
-
 def _ranks(value: Any) -> tuple[RankState, ...]:
     if not isinstance(value, list) or len(value) > _MAX_WORKERS:
         raise TypeError("not a list of ranks")
@@ -404,18 +397,13 @@ def _progress(value: Any) -> tuple[int, int]:
     return _natural(value[0]), _natural(value[1])
 
 
-def _arrival(value: Any) -> Arrival:
-    return _record(Arrival, value)
-
-
-def _entry(value: Any) -> Entry:
-    return _record(Entry, value)
-
-
-def _assignment(value: Any) -> RankAssignment:
-    return _record(RankAssignment, value)
-
-
+_cause, _arrival, _entry = (
+    partial(_record, Cause),
+    partial(_record, Arrival),
+    partial(_record, Entry),
+)
+_assignment = partial(_record, RankAssignment)
+_reputation = partial(_record, HostReputation)
 _READERS: Mapping[type, Mapping[str, Any]] = {
     Arrival: {
         "node": _text, "addr": _text, "host": _text, "infra_rank": _whole, "domain": _text,
