@@ -197,6 +197,25 @@ class LogFunnelPorts:
         return (*leaves, self.root_listen_port) if self.uses_two_level else leaves
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogServerPlan:
+    """The log servers of a job.
+
+    Attributes:
+        ports: Their ports.
+        leaf_queue_chunks: Length of a leaf's queue.
+        log_prefix: Beginning of the names of their own logs; None: the launcher's stderr.
+        grace_s: How long a leaf may take to write what it has; the root has twice as long.
+        allowed_roots: Directories below which logs may lie.
+    """
+
+    ports: LogFunnelPorts
+    leaf_queue_chunks: int
+    log_prefix: str | None
+    grace_s: float
+    allowed_roots: tuple[str, ...] = ()
+
+
 def get_rdzv_endpoint(args: argparse.Namespace) -> str:
     """Return the rendezvous endpoint: the given one, else the master's address and port.
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -195,10 +196,7 @@ class CoordinatorServices:
         server, roots = self._plan.logs.server, self._plan.logs.roots
         if server is None:
             return
-        from nvidia_resiliency_ext.fault_tolerance._logs.servers import (
-            LogServers,
-            ServerPlan,
-        )
+        from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
 
         token = token_file(self._environ, self._plan.token_file, self._place.run_dir)
         self.log_token = IN_A_FILE if token.is_given else make_token(token.path)
@@ -210,15 +208,9 @@ class CoordinatorServices:
             )
         for root in roots:
             _make_directory(root)
-        settings = ServerPlan(
-            ports=server.ports,
-            allowed_roots=roots,
-            leaf_queue_chunks=server.leaf_queue_chunks,
-            log_prefix=server.log_prefix,
-            grace_s=server.grace_s,
-        )
         servers = LogServers(
-            settings, self._place.address, token.path, self._environ, self._loop, clock
+            dataclasses.replace(server, allowed_roots=roots),
+            *(self._place.address, token.path, self._environ, self._loop, clock),
         )
         servers.start()
         self._servers = servers
