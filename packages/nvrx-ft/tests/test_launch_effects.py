@@ -119,7 +119,7 @@ def test_no_port_for_a_round_closes_the_rendezvous():
 
 
 @pytest.fixture
-def inbox():
+def signal_queue():
     """Return an inbox for SIGHUP, which has a handler of the test's: `nohup` leaves it ignored."""
     before = signal.signal(signal.SIGHUP, lambda *_: None)
     it = SignalInbox((signal.SIGHUP,))
@@ -128,22 +128,22 @@ def inbox():
     signal.signal(signal.SIGHUP, before)
 
 
-def test_signal_arrives_as_a_number_and_handlers_come_back(loop, inbox):
+def test_signal_arrives_as_a_number_and_handlers_come_back(loop, signal_queue):
     """A signal wakes the loop while the inbox is installed; afterwards the old handler is back."""
     before, seen = signal.getsignal(signal.SIGHUP), []
-    with inbox.installed():
-        loop.watch(inbox.fileno(), lambda: seen.extend(inbox.receive()))
+    with signal_queue.installed():
+        loop.watch(signal_queue.fileno(), lambda: seen.extend(signal_queue.receive()))
         os.kill(os.getpid(), signal.SIGHUP)
         loop.run_once(until=SystemClock().monotonic() + 10)
     assert seen == [signal.SIGHUP]
     assert signal.getsignal(signal.SIGHUP) is before
 
 
-def test_an_ignored_signal_stays_ignored(loop, inbox):
+def test_an_ignored_signal_stays_ignored(loop, signal_queue):
     """What the shell has asked to ignore, as `nohup` does, ends no job."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with inbox.installed():
-        loop.watch(inbox.fileno(), lambda: seen.extend(inbox.receive()))
+    with signal_queue.installed():
+        loop.watch(signal_queue.fileno(), lambda: seen.extend(signal_queue.receive()))
         seen = []
         os.kill(os.getpid(), signal.SIGHUP)
         loop.run_once(until=SystemClock().monotonic() + 0.1)

@@ -38,10 +38,10 @@ from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
     RanksHeld,
     ReleaseRanks,
     ReportHeld,
+    ReportPreempted,
     RoundLeaves,
     SaveAgreed,
     StartGrace,
-    TellPreempted,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
@@ -82,7 +82,7 @@ def test_an_announcement_asks_ranks_and_starts_the_time():
     """The signal is told to the others, ranks are asked once the round leaves, and work goes on."""
     node, done = play(running(), Preempted(GOES), RoundLeaves(GOES), RanksHeld(7), SaveAgreed(8))
     assert done == [
-        TellPreempted(GOES),
+        ReportPreempted(GOES),
         StartGrace(),
         AskToSave(GOES),
         ReportHeld(7),
@@ -154,7 +154,7 @@ SERVES = Policy(2, 15.0, 1800.0, 93, many_nodes=True, is_store_host=True, host="
 def test_a_store_host_without_ranks_that_must_go_lets_the_others_save():
     """The job ends with its store: it stays until all have left, and leaves with 0 then."""
     node, done = play(Node(SERVES), Preempted(GOES))
-    assert (node.phase, done) == (Phase.JOINING, [TellPreempted(GOES), StartGrace()])
+    assert (node.phase, done) == (Phase.JOINING, [ReportPreempted(GOES), StartGrace()])
     assert play(node, Preempted(GOES))[1] == []
     node, done = play(node, RoundClosed("graceful"))
     assert (node.phase, done[-1].exit_code) == (Phase.FINISHED, 0)
@@ -170,7 +170,7 @@ def test_a_store_host_without_ranks_stays_no_longer_than_the_grace_time():
 def test_a_store_host_that_must_go_between_two_rounds_says_so_in_the_next():
     """What it told the round that ended is forgotten: the next one saves and leaves."""
     node, _ = play(Node(SERVES), Preempted(GOES))
-    assert play(node, NextRoundOpened(DEAD))[1] == [Join(1, DEAD), TellPreempted(GOES)]
+    assert play(node, NextRoundOpened(DEAD))[1] == [Join(1, DEAD), ReportPreempted(GOES)]
     ready = RoundReady(Assignment(1, 0, 2, 0, 4, "127.0.0.1", 29500), (0, 1))
     node, _ = play(node, ready)
     assert node.must_go
@@ -183,21 +183,21 @@ def test_a_store_host_told_while_its_workers_stop_for_a_restart_does_not_end_the
     assignment = Assignment(0, 0, 2, 0, 4, "127.0.0.1", 29500)
     node, _ = play(Node(SERVES), RoundReady(assignment, (0, 1)), NextRoundOpened(DEAD))
     node, done = play(node, Preempted(GOES))
-    assert (node.phase, done) == (Phase.STOPPING, [TellPreempted(GOES), StartGrace()])
+    assert (node.phase, done) == (Phase.STOPPING, [ReportPreempted(GOES), StartGrace()])
     over, done = play(node, GraceOver(), GroupStopped())
     assert (over.phase, done[-2]) == (Phase.FINISHED, CloseRendezvous("failure", GOES))
     node, done = play(node, GroupStopped())
-    assert (node.phase, done) == (Phase.JOINING, [Join(1, DEAD), TellPreempted(GOES)])
+    assert (node.phase, done) == (Phase.JOINING, [Join(1, DEAD), ReportPreempted(GOES)])
 
 
 class Stays:
     """What an agent needs that stays for the others; each turn of its loop brings one event."""
 
     def __init__(self, *events):
-        self.told, self.must_stay, self._events = [], True, list(events)
+        self.reported, self.must_stay, self._events = [], True, list(events)
         loop = types.SimpleNamespace(run_once=self.turn)
         parts = dict.fromkeys((field.name for field in dataclasses.fields(Parts)), None)
-        controller = types.SimpleNamespace(start_grace=lambda: self.told.append("grace"))
+        controller = types.SimpleNamespace(start_grace=lambda: self.reported.append("grace"))
         parts |= {
             "policy": SERVES,
             "loop": loop,
@@ -215,17 +215,17 @@ class Stays:
         return []
 
     def preempted(self, cause):
-        self.told.append(cause)
+        self.reported.append(cause)
 
     def close(self, reason, cause):
-        self.told.append((reason, cause.kind))
+        self.reported.append((reason, cause.kind))
 
 
 OVER = RoundClosed("graceful")
 
 
 @pytest.mark.parametrize(
-    ("events", "told"),
+    ("events", "reported"),
     [
         ((Preempted(GOES), OVER), ["grace", GOES]),
         ((Preempted(GOES), NextRoundOpened(DEAD), OVER), ["grace", GOES, GOES]),
@@ -234,11 +234,11 @@ OVER = RoundClosed("graceful")
         ((NextRoundOpened(DEAD), OVER), []),
     ],
 )
-def test_a_store_host_whose_own_part_is_over_lets_the_others_save(events, told):
+def test_a_store_host_whose_own_part_is_over_lets_the_others_save(events, reported):
     """One that only stays for its store asks all to save; a signal to end still ends the job."""
     here = Stays(*events)
     here.agent._stay()
-    assert here.told == told
+    assert here.reported == reported
 
 
 # --- the store host ------------------------------------------------------------------------------
@@ -294,8 +294,8 @@ def test_a_node_that_is_done_or_a_spare_is_not_waited_for():
     """Only nodes that still work have ranks to ask; a spare that must go concerns nobody."""
     done = NodeMessage(Kind.STATE, B, state=WorkerState.SUCCEEDED)
     asked = closed(is_leaving=True)
-    told = NodeMessage(Kind.HELD, A, calls=4)
-    assert evaluate(asked, WANTS_TO_GO, done, told) == host.Leave(GOES, 5)
+    reported = NodeMessage(Kind.HELD, A, calls=4)
+    assert evaluate(asked, WANTS_TO_GO, done, reported) == host.Leave(GOES, 5)
     assert isinstance(evaluate(closed(), NodeMessage(Kind.PREEMPTED, C, cause=GOES)), host.Wait)
 
 

@@ -425,7 +425,7 @@ class NoDescriptors:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
-def test_a_doorway_without_descriptors_does_not_make_the_loop_spin(socket_folder):
+def test_an_acceptor_without_descriptors_does_not_make_the_loop_spin(socket_folder):
     """A caller for whom no descriptor is left waits, and the listener is not watched meanwhile."""
     loop = Watched()
     acceptor = Acceptor(str(socket_folder / "m.sock"), loop, print, print)

@@ -67,7 +67,7 @@ def asking():
     return state
 
 
-def heard():
+def received():
     """Return a session on which the evidence is complete."""
     return run(asking(), (s.Inspected(can_dump=False), T0 + 6), (s.Saved(), T0 + 6))[0]
 
@@ -158,7 +158,7 @@ def test_a_slow_disk_does_not_hold_up_the_kill():
 def test_escalation():
     """A gentle signal, then SIGKILL, then a report that nothing helps."""
     rules = policy(sig=signal.SIGTERM)
-    state, _ = run(heard(), (s.Sentenced(), T0 + 6), rules=rules)
+    state, _ = run(received(), (s.Sentenced(), T0 + 6), rules=rules)
     assert (state.phase, state.wake_at) == (Phase.ENDING, T0 + 11)
     state, effects = run(state, (s.Woke(), T0 + 11), rules=rules)
     assert (state.phase, state.wake_at, effects) == (Phase.KILLING, T0 + 16, [s.Kill()])
@@ -197,13 +197,13 @@ def test_another_ranks_hang_is_looked_into_without_a_verdict():
     assert again.phase is Phase.LIVE
 
 
-@pytest.mark.parametrize("state", [SessionState(), heard()], ids=["idle", "heard"])
+@pytest.mark.parametrize("state", [SessionState(), received()], ids=["idle", "received"])
 def test_who_cannot_be_looked_at_again_is_not_summoned(state):
     """Without a session, or while it is looked at, a summons changes nothing."""
     assert run(state, (s.Summoned(), T0 + 9)) == (state, [])
 
 
-@pytest.mark.parametrize("make", [live, suspected, asking, heard])
+@pytest.mark.parametrize("make", [live, suspected, asking, received])
 def test_the_end_of_the_session_drops_the_suspicion(make):
     """A rank that ended its session is judged no more."""
     state, effects = run(make(), (s.Closed(1), T0 + 6))
@@ -213,7 +213,7 @@ def test_the_end_of_the_session_drops_the_suspicion(make):
 def test_a_condemned_rank_cannot_escape_by_closing():
     """After the verdict was carried out, closing the connection does not stop the escalation."""
     rules = policy(sig=signal.SIGTERM)
-    state, _ = run(heard(), (s.Sentenced(), T0 + 6), (s.Closed(1), T0 + 6.1), rules=rules)
+    state, _ = run(received(), (s.Sentenced(), T0 + 6), (s.Closed(1), T0 + 6.1), rules=rules)
     assert (state.phase, state.wake_at) == (Phase.ENDING, T0 + 11)
     assert kinds(run(state, (s.Woke(), T0 + 11), rules=rules)[1]) == [s.Kill]
 

@@ -110,8 +110,8 @@ def test_rules(events, given, at, expected):
 )
 def test_warmup_stands_in_for_step_during_the_first_iterations(iteration, first, limit_s):
     """The `warmup` limit holds for `step` until enough iterations of the session passed."""
-    told = [] if iteration is None else [("iteration", iteration, 0.0)]
-    seen = view(*told, ("open", "step", 0.0), first_iteration=first)
+    reported = [] if iteration is None else [("iteration", iteration, 0.0)]
+    seen = view(*reported, ("open", "step", 0.0), first_iteration=first)
     given = limits(sections_s={"step": 2.0, "warmup": 60.0})
     assert evaluate(seen, given, START, START + limit_s) is None
     verdict = evaluate(seen, given, START, START + limit_s + 0.1)

@@ -148,5 +148,5 @@ def test_ordinary_user_gets_priority_and_cores_back(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told == {"user": 65534, "held": [os.SCHED_BATCH], "different": {}}
+    reported = json.loads(done.stdout)
+    assert reported == {"user": 65534, "held": [os.SCHED_BATCH], "different": {}}

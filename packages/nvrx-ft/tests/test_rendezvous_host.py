@@ -43,7 +43,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     NodeSession,
     Opened,
     Placed,
-    Spare,
+    SpareNode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
@@ -485,7 +485,7 @@ def test_a_node_counted_too_late_still_takes_the_place_it_was_given(
         assert event.assignment.group_rank == 0
 
 
-def test_garbage_in_the_inbox_is_refused_and_the_round_closes(
+def test_garbage_in_the_queue_is_refused_and_the_round_closes(
     served: Served, crew: Callable[[int], Crew], caplog: pytest.LogCaptureFixture
 ) -> None:
     """What strangers append to the queue, or nodes in others' names, is reported and left out."""
@@ -520,12 +520,12 @@ def test_garbage_in_counters_loses_nobody(served: Served, crew: Callable[[int], 
     """Leases and counts of arrivals that strangers write over begin anew, on nodes and host."""
     with hosted(served, rules(2)):
         nodes = crew(2)
-        stranger, prefix = served.raw(), served.connect()._name("")
+        intruder, prefix = served.raw(), served.connect()._name("")
         for key in (keys.lease(name(0)), keys.lease(name(1)), keys.arrivals(0)):
-            stranger.set(prefix + key, "garbage")
+            intruder.set(prefix + key, "garbage")
         nodes.arrive()
         assert all(isinstance(nodes.follow(index), Placed) for index in range(2))
-        stranger.set(prefix + keys.lease(name(0)), "garbage")
+        intruder.set(prefix + keys.lease(name(0)), "garbage")
         nodes.sessions[0].renew_lease()
         nodes.sessions[1].open_next(0, CAUSE)
         for index in range(2):
@@ -574,7 +574,7 @@ def test_garbage_at_its_place_makes_a_node_ask_for_another_round(
         log = DecisionLog(served.connect())
         closed = log.wait_for(1, DEADLINE_S)
         assert closed is not None
-        assert isinstance(nodes.sessions[0].take(closed), Spare)
+        assert isinstance(nodes.sessions[0].take(closed), SpareNode)
         reopened = log.wait_for(2, DEADLINE_S)
         assert reopened is not None
         assert reopened.phase is Phase.OPEN
@@ -636,7 +636,7 @@ def test_nobody_else_can_say_that_a_node_knows_of_a_round(
         assert isinstance(nodes.follow(0), Placed)
 
 
-def test_notes_of_a_round_gone_by_change_nothing(
+def test_messages_of_a_round_gone_by_change_nothing(
     served: Served, crew: Callable[[int], Crew]
 ) -> None:
     """Success and failure told late are not taken for those of the round that came since."""

@@ -29,7 +29,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Over,
     Placed,
     SessionEvent,
-    Spare,
+    SpareNode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import LeaseExpiredError, NodeThreads
@@ -77,7 +77,7 @@ class Beside:
     def _arrive(self, session: NodeSession, index: int) -> None:
         if not session.arrive(arrival(index)):
             assert session.entry is not None
-            self.event.put(Spare(session.entry))  # as a launcher does
+            self.event.put(SpareNode(session.entry))  # as a launcher does
 
 
 @pytest.fixture
@@ -139,9 +139,9 @@ def test_whatever_connecting_raises_is_news(
     def connect(_: Any) -> JobStore:
         raise error
 
-    told = beside(connect=connect).next()
-    assert isinstance(told, Lost)
-    assert error.args[-1] in told.what
+    notified = beside(connect=connect).next()
+    assert isinstance(notified, Lost)
+    assert error.args[-1] in notified.what
 
 
 def test_whatever_a_command_raises_is_news(
@@ -157,9 +157,9 @@ def test_whatever_a_command_raises_is_news(
             raise KeyError("a defect")
 
         one.threads.submit(defect)
-        told = one.next()
-    assert isinstance(told, Lost)
-    assert "a defect" in told.what
+        notified = one.next()
+    assert isinstance(notified, Lost)
+    assert "a defect" in notified.what
 
 
 def test_a_defect_of_the_watch_is_news(
@@ -174,9 +174,9 @@ def test_a_defect_of_the_watch_is_news(
 
     monkeypatch.setattr(DecisionLog, "wait_for", wait_for)
     with hosted(served, rules(1)):
-        told = beside().next()
-    assert isinstance(told, Lost)
-    assert "a defect" in told.what
+        notified = beside().next()
+    assert isinstance(notified, Lost)
+    assert "a defect" in notified.what
 
 
 def test_a_lost_store_is_news_at_once(beside: Callable[..., Beside]) -> None:
@@ -272,18 +272,20 @@ def test_another_start_is_refused_and_does_no_harm(
         right.join(0)
         assert isinstance(right.next(), Placed)
         wrong = beside(1, settings={"--nnodes": "2:2"})
-        told = wrong.next()
-        assert isinstance(told, Lost)
-        assert "--nnodes is 2:2 on node1 and 1:2 on node0" in told.what
+        notified = wrong.next()
+        assert isinstance(notified, Lost)
+        assert "--nnodes is 2:2 on node1 and 1:2 on node0" in notified.what
         assert right.event.empty()
 
 
 def test_a_job_that_is_not_there_is_said_so(beside: Callable[..., Beside]) -> None:
     """A store without the job is not lost: the launcher says what to look at."""
     other = Served()
-    told = beside(connect=lambda _: other.connect(), connect_timeout_s=0.2).next()
-    assert isinstance(told, Lost)
-    assert told.what.startswith(f"the store at 127.0.0.1:{other.port} holds no job 'job' after 0 s")
+    notified = beside(connect=lambda _: other.connect(), connect_timeout_s=0.2).next()
+    assert isinstance(notified, Lost)
+    assert notified.what.startswith(
+        f"the store at 127.0.0.1:{other.port} holds no job 'job' after 0 s"
+    )
     other.close()
 
 
@@ -299,10 +301,10 @@ def test_settings_that_a_stranger_has_written_over_are_put_right(
         assert isinstance(one.next(), Placed)
         text = served.connect().peek(keys.SETTINGS)
         assert text == write_settings("node0", {"--nnodes": "1:1"})
-        stranger = beside(1, connect=lambda _: served.connect(secret=b"another"))
-        told = stranger.next()
-        assert isinstance(told, Lost)
-        assert "the signature is wrong" in told.what
+        foreign = beside(1, connect=lambda _: served.connect(secret=b"another"))
+        notified = foreign.next()
+        assert isinstance(notified, Lost)
+        assert "the signature is wrong" in notified.what
         assert served.connect().peek(keys.SETTINGS) == text
 
 
@@ -510,7 +512,7 @@ def test_a_spare_that_comes_first_is_told_of_later_rounds(
         nodes[0].join(0)
         assert isinstance(nodes[0].next(), Placed)
         nodes[1].join(1)
-        assert isinstance(nodes[1].next(), Spare)
+        assert isinstance(nodes[1].next(), SpareNode)
         leaves = Kind.LEFT
         nodes[0].threads.submit(lambda session: session.tell(leaves, cause=CAUSE))
         while not isinstance(nodes[1].next(), Opened):

@@ -50,7 +50,7 @@ ENTRY = Entry(
     hang=1,
 )
 PLACE = RankAssignment(2, 3, 24, -180.5)
-NOTE = NodeMessage(
+MESSAGE = NodeMessage(
     Kind.RESUMED, "10.0.0.1_7_0", ARRIVAL, WorkerState.FAILED, CAUSE, "text", ENTRY, PLACE
 )
 RANKS = (
@@ -58,7 +58,7 @@ RANKS = (
     RankState(7, Activity.WORKING, "node1", "runs", "a.py:1 in f", True, True, (3, 1)),
 )
 HUNG = NodeMessage(Kind.HUNG, "10.0.0.1_7_0", cause=CAUSE, ranks=RANKS)
-RECORDS = (ARRIVAL, NOTE, HUNG, ENTRY, PLACE)
+RECORDS = (ARRIVAL, MESSAGE, HUNG, ENTRY, PLACE)
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=("arrival", "message", "hung", "entry", "place"))
@@ -138,7 +138,7 @@ WRONG_VALUES = [
 @pytest.mark.parametrize(("kind", "name", "value"), WRONG_VALUES, ids=range(len(WRONG_VALUES)))
 def test_a_wrong_value_is_refused(kind: type, name: str, value: object) -> None:
     """A field of the wrong type, size or range makes the whole record foreign."""
-    record = {Entry: ENTRY, RankAssignment: PLACE, Arrival: ARRIVAL, NodeMessage: NOTE}[kind]
+    record = {Entry: ENTRY, RankAssignment: PLACE, Arrival: ARRIVAL, NodeMessage: MESSAGE}[kind]
     document = {**json.loads(encode(record)), name: value}
     with pytest.raises(ForeignValueError) as caught:
         decode(kind, json.dumps(document))

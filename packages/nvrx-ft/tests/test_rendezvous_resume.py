@@ -19,7 +19,7 @@ from rendezvous_store import Served, arrival, name, rules
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host as host_module
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import restarts as marks_module
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import restarts as restarts_module
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator, RoundFollower
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog, resume_state_from
@@ -44,7 +44,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Over,
     Placed,
     SessionEvent,
-    Spare,
+    SpareNode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
@@ -57,7 +57,7 @@ GOES = Cause("preempted", "host node0 must go", host="node0")
 # What launchers know --------------------------------------------------------------------------
 
 
-def told(index: int, entry: Entry, rank: int | None) -> NodeMessage:
+def notified(index: int, entry: Entry, rank: int | None) -> NodeMessage:
     """Return what a launcher tells a new host."""
     place = None if rank is None else RankAssignment(entry.round, rank)
     return NodeMessage(
@@ -70,7 +70,9 @@ def test_who_heard_most_is_believed() -> None:
     closed = Entry(5, Phase.CLOSED, 2, active=2)
     asked = dataclasses.replace(closed, seq=6, is_leaving=True)
     agreed = dataclasses.replace(asked, seq=7, save_at=9)
-    known = resume_state_from((told(0, asked, 0), told(1, agreed, 1), told(2, closed, None)))
+    known = resume_state_from(
+        (notified(0, asked, 0), notified(1, agreed, 1), notified(2, closed, None))
+    )
     assert known is not None
     assert known.entry == agreed
     assert [message.node for message in known.members] == [name(0), name(1)]
@@ -90,19 +92,19 @@ class Followed(RoundFollower):
     """What a host told of rounds."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.notified: list[Any] = []
 
     def closed(self, entry: Entry, placement: Any, hosts: Mapping[str, str]) -> None:  # noqa: ARG002
         """NodeMessage it."""
-        self.told.append(("closed", entry.round, sorted(hosts.values())))
+        self.notified.append(("closed", entry.round, sorted(hosts.values())))
 
     def goes_on(self, entry: Entry, members: Any) -> None:
         """NodeMessage it."""
-        self.told.append(("goes on", entry.round, [member.host for member in members]))
+        self.notified.append(("goes on", entry.round, [member.host for member in members]))
 
     def ended(self, round_: int, cause: Cause | None = None) -> None:  # noqa: ARG002
         """NodeMessage it."""
-        self.told.append(("ended", round_))
+        self.notified.append(("ended", round_))
 
 
 class Plane:
@@ -151,15 +153,15 @@ class Plane:
             threading.Event().wait(0.01)
         return entry
 
-    def wait_until_told(self, *told: Any) -> None:
+    def wait_until_reported(self, *notified: Any) -> None:
         """Wait until the follower was told exactly this; it is told after a decision is seen."""
-        self.wait_until(lambda: self.followed.told == [*told])
+        self.wait_until(lambda: self.followed.notified == [*notified])
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
         """Wait for what follows from a decision that is seen already."""
         deadline = time.monotonic() + DEADLINE_S
         while not reached():
-            assert time.monotonic() < deadline, (self.followed.told, self.host._memory)
+            assert time.monotonic() < deadline, (self.followed.notified, self.host._memory)
             threading.Event().wait(0.01)
 
     def die(self) -> None:
@@ -300,7 +302,7 @@ def test_a_round_goes_on_and_was_no_restart() -> None:
             assert (entry.round, len(entry.restart_ages_s)) == (1, 1)
             assert first.next() is None
             assert second.next() is None
-            plane.wait_until_told(("goes on", 1, ["node0", "node1"]))
+            plane.wait_until_reported(("goes on", 1, ["node0", "node1"]))
         second.open_next(1, GOES)
         entry = plane.wait_for(lambda entry: entry.round == 2)
         assert by.budget.left(entry) == 2, "the entry counts those before it"
@@ -310,38 +312,38 @@ def test_a_round_goes_on_and_was_no_restart() -> None:
         entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED and entry.round == 2)
         assert by.budget.left(entry) == 1
         nodes = ["node0", "node1"]
-        plane.wait_until_told(("goes on", 1, nodes), ("ended", 1), ("closed", 2, nodes))
+        plane.wait_until_reported(("goes on", 1, nodes), ("ended", 1), ("closed", 2, nodes))
 
 
-@pytest.mark.parametrize("heard", ["nothing", "one", "all"])
-def test_a_drain_goes_on_where_it_was(heard: str) -> None:
+@pytest.mark.parametrize("received", ["nothing", "one", "all"])
+def test_a_drain_goes_on_where_it_was(received: str) -> None:
     """That a node must go, and how far ranks are that wait, survive: a call is agreed."""
     with planes(of()) as control:
         plane = control.present
         first, second = placed(plane)
         spare = spare_of(plane)
-        if heard == "nothing":
+        if received == "nothing":
             # Said to a host that dies before it decides anything.
             plane._stop.set()
             plane._thread.join(DEADLINE_S)
         first.tell(Kind.PREEMPTED, cause=GOES)
-        if heard != "nothing":
+        if received != "nothing":
             assert isinstance(first.next(), Leaves)
             first.tell(Kind.HELD, calls=7)
-        if heard == "all":
+        if received == "all":
             assert isinstance(second.next(), Leaves)
         plane = control.restart()
         # The spare tells the host itself, or is known from what it said of the round before.
-        for node in (spare, first, second) if heard == "all" else (first, second, spare):
+        for node in (spare, first, second) if received == "all" else (first, second, spare):
             node.resume(plane)
         entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
-        first_news, second_news = first.catch_up(entry), second.catch_up(entry)
-        if heard == "nothing":
+        first_event, second_event = first.catch_up(entry), second.catch_up(entry)
+        if received == "nothing":
             entry = plane.wait_for(lambda entry: entry.is_leaving)
-            first_news, second_news = first.catch_up(entry), second.catch_up(entry)
+            first_event, second_event = first.catch_up(entry), second.catch_up(entry)
             first.tell(Kind.HELD, calls=7)
-        assert [isinstance(one, Leaves) for one in first_news] == [True] * (heard == "nothing")
-        assert [isinstance(one, Leaves) for one in second_news] == [True] * (heard != "all")
+        assert [isinstance(one, Leaves) for one in first_event] == [True] * (received == "nothing")
+        assert [isinstance(one, Leaves) for one in second_event] == [True] * (received != "all")
         # A spare whose word came too late learns here that the host went on without it.
         spare.catch_up(entry)
         second.tell(Kind.HELD, calls=4)
@@ -397,7 +399,7 @@ def test_a_node_that_came_before_the_round_went_on_is_known() -> None:
             node.resume(plane)
         entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
         assert entry.round == 1
-        assert [type(one) for one in new.catch_up(entry)] == [Spare]
+        assert [type(one) for one in new.catch_up(entry)] == [SpareNode]
         lines, _ = plane.served.connect().lines(keys.messages(1), 0)
         assert any(name(3) in line and '"arrived"' in line for line in lines)
 
@@ -524,7 +526,7 @@ def test_a_round_that_ended_while_nobody_served_is_said_to_have_ended() -> None:
             node.resume(plane)
         entry = plane.wait_for(lambda entry: entry.round == 1)
         assert (entry.phase, entry.cause) == (Phase.OPEN, GOES)
-        assert plane.followed.told == [("ended", 0)]
+        assert plane.followed.notified == [("ended", 0)]
 
 
 def test_the_end_of_a_job_may_be_asked_for() -> None:
@@ -659,14 +661,14 @@ def test_who_left_after_it_told_the_host_is_no_spare() -> None:
     """Its last words come to the inbox of a host that does not know yet where the job stands."""
     closed = Entry(5, Phase.CLOSED, 2, active=1)
     left = NodeMessage(Kind.LEFT, name(2), arrival=arrival(2))
-    known = resume_state_from((told(2, closed, None), told(0, closed, 0), left))
+    known = resume_state_from((notified(2, closed, None), notified(0, closed, 0), left))
     assert known is not None
     assert (known.spares, known.gone) == ((), (left,))
-    known = resume_state_from((told(0, closed, 0), left, told(2, closed, None)))
+    known = resume_state_from((notified(0, closed, 0), left, notified(2, closed, None)))
     assert known is not None
     assert (len(known.spares), known.gone) == (0, (left,)), "only an arrival takes it back"
     known = resume_state_from(
-        (left, NodeMessage(Kind.ARRIVED, name(2), arrival=arrival(2)), told(0, closed, 0))
+        (left, NodeMessage(Kind.ARRIVED, name(2), arrival=arrival(2)), notified(0, closed, 0))
     )
     assert known is not None
     assert known.gone == ()
@@ -682,21 +684,23 @@ def test_what_a_decision_says_of_hosts_is_the_newest_and_no_more() -> None:
     failures = {f"n{index}": (100.0 + index, 200.0 + index) for index in range(50)}
     named = {f"bad{index}": "x" * 1000 for index in range(50)}
     nodes = [name(index) for index in range(99)]
-    made = marks_module.reputation_of(failures, named, nodes, 300.0, BlameRules(2, 160.0))
+    made = restarts_module.reputation_of(failures, named, nodes, 300.0, BlameRules(2, 160.0))
     assert made is not None
     assert [host for host, _ in made.failures[:2]] == ["n49", "n48"]
     assert made.failures[0][1] == (151.0, 51.0)
     assert (len(made.failures), len(made.named), len(made.unhealthy)) == (32, 32, 64)
     assert made.named[0][0] == "bad0"
     assert len(made.named[0][1]) == 200
-    assert marks_module.reputation_of({"old": (1.0,)}, {}, (), 300.0, BlameRules(2, 150.0)) is None
-    assert marks_module.failures_in(HostReputation((("n1", (9.0, 4.0)),)), 20.0) == {
+    assert (
+        restarts_module.reputation_of({"old": (1.0,)}, {}, (), 300.0, BlameRules(2, 150.0)) is None
+    )
+    assert restarts_module.failures_in(HostReputation((("n1", (9.0, 4.0)),)), 20.0) == {
         "n1": (11.0, 16.0)
     }
-    heard = HostReputation((("n1", (9.0,)),), (("bad", "why"),))
+    received = HostReputation((("n1", (9.0,)),), (("bad", "why"),))
     more = HostReputation((("n1", (9.0, 4.0)),), (), ("n2",))
     both = HostReputation((("n1", (9.0, 4.0)),), (("bad", "why"),), ("n2",))
-    assert marks_module.merged((heard, None, more)) == both
+    assert restarts_module.merged((received, None, more)) == both
 
 
 def fail(plane: Plane, nodes: list[Node]) -> None:

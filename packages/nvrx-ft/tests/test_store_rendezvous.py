@@ -154,7 +154,7 @@ def test_a_launcher_that_was_stopped_too_long_ends_whoever_of_its_threads_comes_
         assert store.count(keys.lease(NODE), 0) == renewed
 
 
-def test_that_a_node_leaves_is_in_the_inbox_before_its_ranks_are_ended(
+def test_that_a_node_leaves_is_in_the_queue_before_its_ranks_are_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The ranks of others fail by the end of this node's: the first word of it is the cause."""

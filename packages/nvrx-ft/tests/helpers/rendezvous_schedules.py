@@ -48,7 +48,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Over,
     Placed,
     SessionEvent,
-    Spare,
+    SpareNode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
@@ -215,7 +215,7 @@ class Node(threading.Thread):
             if session.entry.phase is Phase.OVER:
                 self.event.put(Over(session.entry))
             elif not session.arrive(arrival):
-                self.event.put(Spare(session.entry))
+                self.event.put(SpareNode(session.entry))
 
         self.threads.submit(arrive)
 
@@ -226,7 +226,7 @@ class Node(threading.Thread):
             self.end = f"lost: {event.what}"
         elif isinstance(event, Opened):
             self._join(None)
-        elif isinstance(event, Spare):
+        elif isinstance(event, SpareNode):
             self.schedule.seen.spares.append((self.plan.name, event.entry.round))
         else:
             self.schedule.seen.placed.append((self.plan.name, event))
@@ -394,11 +394,11 @@ class Schedule:
         if node.end.split(":")[0] not in expected or node.is_alive():
             raise ScheduleError(f"{node.name} ended with {node.end!r}")
         by_seq = {entry.seq: encode(entry) for entry in self.seen.adopted}
-        told = self.seen.taken.get(node.name, [])
-        for entry in told:
+        notified = self.seen.taken.get(node.name, [])
+        for entry in notified:
             if by_seq.get(entry.seq) != encode(entry):
                 raise ScheduleError(f"{node.name} was told {entry}, which was never decided")
-        for one, two in itertools.pairwise(told):
+        for one, two in itertools.pairwise(notified):
             if two.seq != one.seq + 1:
                 raise ScheduleError(f"{node.name} was told {two.seq} after {one.seq}")
 
@@ -422,8 +422,8 @@ class Schedule:
             over = max(closed)
             for rank, name in enumerate(names):
                 if (round_, rank) not in ranks and name not in mortal and round_ == over:
-                    told = [e.round for e in self.seen.taken[name] if e.phase is Phase.CLOSED]
-                    if round_ in told:
+                    notified = [e.round for e in self.seen.taken[name] if e.phase is Phase.CLOSED]
+                    if round_ in notified:
                         raise ScheduleError(f"{name} does not know of rank {rank} in {round_}")
 
 

@@ -96,7 +96,7 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         if not reason and error is not None and not isinstance(error, ChildFailedError):
             self._leave(f"{type(error).__name__}: {error}")
         fallback = RDZV_SHUTDOWN_REASON_GRACEFUL if error is None else RDZV_SHUTDOWN_REASON_FAILURE
-        is_told = super().shutdown(reason or fallback)
+        is_reported = super().shutdown(reason or fallback)
         with self._lock:
             self._end_cycle("over")
         result = "success" if error is None else str(error) or type(error).__name__
@@ -106,7 +106,7 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
             events.JobEnd(result=result[:2000], exit_code=code, restarts=restarts), cycle=None
         )
         self._log.close()
-        return is_told
+        return is_reported
 
     def _leave(self, what: str) -> None:
         if self._member.is_over or self._member.has_left:

@@ -178,7 +178,7 @@ class NodeAgent:
             ),
             machine.LeaveRendezvous: self._leave,
             machine.Finish: self._record_finish,
-            preemption.TellPreempted: self._tell_preempted,
+            preemption.ReportPreempted: self._report_preempted,
             preemption.StartGrace: lambda _: controller.start_grace(),
             preemption.AskToSave: lambda effect: controller.ask(effect.cause),
             preemption.ReportHeld: self._report_held,
@@ -292,7 +292,7 @@ class NodeAgent:
         before = self._node.phase
         if before is Phase.RUNNING and isinstance(event, machine.RanksAsked):
             self._monitor.examine()
-        if before is Phase.RUNNING and isinstance(event, machine.HangJudged):
+        if before is Phase.RUNNING and isinstance(event, machine.HangEvaluated):
             event = self._obey(event)
         self._node, effects = decide.decide(self._node, event)
         if before is Phase.RUNNING and self._node.phase is not Phase.RUNNING:
@@ -306,7 +306,7 @@ class NodeAgent:
         for effect in effects:
             self._apply(effect)
 
-    def _obey(self, judged: machine.HangJudged) -> machine.HangJudged:
+    def _obey(self, judged: machine.HangEvaluated) -> machine.HangEvaluated:
         """Have the culprits ended that are here, and add to the verdict what this node knows."""
         assert self._assignment is not None
         offset, cause = self._assignment.rank_offset, judged.cause
@@ -324,7 +324,7 @@ class NodeAgent:
             local_rank=cause.rank - offset if is_here and cause.rank is not None else None,
             detail={**cause.detail, "ranks": self._ranks_in_hang},
         )
-        return machine.HangJudged(cause, self._makes_no_progress())
+        return machine.HangEvaluated(cause, self._makes_no_progress())
 
     def _record_end(self) -> None:
         """Record how the cycle ended, and report it to the admission check."""
@@ -402,7 +402,7 @@ class NodeAgent:
                 )
             )
         if self._node.phase is Phase.RUNNING:
-            self._tell_monitor()
+            self._update_monitor()
 
     def _with_culprit(self, failures: list[Failure], hang: dict[str, Any]) -> list[Failure]:
         """Return the failures with that of the rank which the others waited for, seen or not yet.
@@ -478,7 +478,7 @@ class NodeAgent:
         if self._budget is not None:
             now = self._clock.monotonic()
             self._budget.round_begins(assignment.cycle, assignment.restart_ages_s, now)
-            self._tell_budget()
+            self._report_budget()
         self._reporter.round_joined(assignment)
         self._failures = []
         self._ranks_in_hang = []
@@ -498,19 +498,19 @@ class NodeAgent:
             self.post(machine.StartFailed(Cause("start", str(error), host=self._host)))
             return
         self._started_at = self._clock.monotonic()
-        self._tell_monitor()
+        self._update_monitor()
         self._reporter.workers_started(self._workers.started)
 
-    def _tell_budget(self) -> None:
+    def _report_budget(self) -> None:
         assert self._budget is not None
         now = self._clock.monotonic()
         self.post(machine.BudgetChanged(self._budget.left(now)))
         at = self._budget.next_change(now)
         if self._refill is not None:
             self._refill.cancel()
-        self._refill = None if at is None else self._loop.call_at(at, self._tell_budget)
+        self._refill = None if at is None else self._loop.call_at(at, self._report_budget)
 
-    def _tell_monitor(self) -> None:
+    def _update_monitor(self) -> None:
         started, assignment = self._workers.started, self._assignment
         assert assignment is not None
         local_ranks = sorted(started)
@@ -528,7 +528,7 @@ class NodeAgent:
         )
 
     def _started_again(self, local_rank: int) -> None:
-        self._tell_monitor()
+        self._update_monitor()
         self._reporter.worker_started(local_rank, self._workers.started[local_rank])
 
     def _stop_workers(self, effect: machine.StopWorkers) -> None:
@@ -566,7 +566,7 @@ class NodeAgent:
         self._barrier = self._loop.call_at(at, lambda: self.post(machine.BarrierTimedOut()))
         logger.info("all workers of this node ended well; waiting for the other nodes")
 
-    def _tell_preempted(self, effect: preemption.TellPreempted) -> None:
+    def _report_preempted(self, effect: preemption.ReportPreempted) -> None:
         self._rendezvous.preempted(effect.cause)
         self._poll_rendezvous()
 

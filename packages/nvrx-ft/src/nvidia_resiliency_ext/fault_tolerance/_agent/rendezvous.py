@@ -14,7 +14,7 @@ from typing import Protocol
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
-    HangJudged,
+    HangEvaluated,
     JoinTimedOut,
     NextRoundOpened,
     NodeUnfit,
@@ -41,7 +41,7 @@ RoundEvent = (
     | RoundLeaves
     | SaveAgreed
     | RanksAsked
-    | HangJudged
+    | HangEvaluated
 )
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
-    HangJudged,
+    HangEvaluated,
     JoinTimedOut,
     NextRoundOpened,
     NodeUnfit,
@@ -53,7 +53,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Over,
     Placed,
     SessionEvent,
-    Spare,
+    SpareNode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
@@ -291,7 +291,7 @@ class StoreRendezvous:
         if unfit is not None:
             self._push(NodeUnfit(unfit))
         elif not session.arrive(arrival):
-            self._push(Spare(entry))
+            self._push(SpareNode(entry))
 
     def _push(self, event: SessionEvent | RoundEvent) -> None:
         """Hand something to `poll`, from any thread."""
@@ -301,11 +301,11 @@ class StoreRendezvous:
     def _event(  # noqa: PLR0911 - one for each kind
         self, event: SessionEvent | RoundEvent
     ) -> RoundEvent | None:
-        if isinstance(event, (Placed, Spare)):
+        if isinstance(event, (Placed, SpareNode)):
             self._say_clocks(event.entry.clocks)
         if isinstance(event, Placed):
             return self._placed(event)
-        if isinstance(event, Spare):
+        if isinstance(event, SpareNode):
             self._cancel_join_deadline()
             self._previous_rank = None
             logger.info(
@@ -321,7 +321,7 @@ class StoreRendezvous:
             return SaveAgreed(entry.save_at) if entry.save_at else RoundLeaves(cause)
         if isinstance(event, Hung):
             judged = event.entry.cause if event.entry.hang == HangStage.EVALUATED else None
-            return RanksAsked() if judged is None else HangJudged(judged)
+            return RanksAsked() if judged is None else HangEvaluated(judged)
         if isinstance(event, Over):
             self._is_over = True
             return RoundClosed(event.entry.reason, event.no_restart, event.entry.cause)

@@ -19,10 +19,10 @@ from .preemption import (
     RanksHeld,
     ReleaseRanks,
     ReportHeld,
+    ReportPreempted,
     RoundLeaves,
     SaveAgreed,
     StartGrace,
-    TellPreempted,
 )
 
 EXIT_OK = 0
@@ -206,7 +206,7 @@ class RanksAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class HangJudged:
+class HangEvaluated:
     """All nodes together have found whom a hang is to be blamed on; see `WorkerExited`."""
 
     cause: Cause
@@ -268,7 +268,7 @@ Event = (
     | WorkerExited
     | WorkerStuck
     | RanksAsked
-    | HangJudged
+    | HangEvaluated
     | StartFailed
     | GroupStopped
     | Signalled
@@ -376,7 +376,7 @@ Effect = (
     | ReportBroken
     | LeaveRendezvous
     | Finish
-    | TellPreempted
+    | ReportPreempted
     | StartGrace
     | AskToSave
     | ReportHeld

@@ -111,7 +111,7 @@ class GraceOver:
 
 
 @dataclass(frozen=True, slots=True)
-class TellPreempted:
+class ReportPreempted:
     """Tell the other nodes that this one must go soon."""
 
     cause: Cause

@@ -139,7 +139,7 @@ class ClientTimeouts(HotPath):
         if not calc.can_get_hb_timeouts():
             return self._not_ready("heartbeats", skip_if_not_ready=skip_if_not_ready)
         self.hb_timeouts = calc.get_hb_timeouts(self.hb_timeouts)
-        self._tell_limits(limits_of(heartbeat=self.hb_timeouts))
+        self._send_limits(limits_of(heartbeat=self.hb_timeouts))
         return True
 
     def calculate_and_set_section_timeouts(
@@ -175,7 +175,7 @@ class ClientTimeouts(HotPath):
         self.section_timeouts = calc.get_section_timeouts(
             selected_sections, calc_out_of_section, self.section_timeouts
         )
-        self._tell_limits(limits_of(section=self.section_timeouts))
+        self._send_limits(limits_of(section=self.section_timeouts))
         return True
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -232,9 +232,9 @@ class ClientTimeouts(HotPath):
             self.section_timeouts = only_known(self.loaded_section_timeouts, self.section_timeouts)
             limits |= limits_of(section=self.section_timeouts)
         if limits:
-            self._tell_limits(limits)
+            self._send_limits(limits)
 
-    def _tell_limits(self, limits: Mapping[str, Any]) -> None:
+    def _send_limits(self, limits: Mapping[str, Any]) -> None:
         """Change limits in the monitor; a new monitor will be told again."""
         from .messages import SetTimeouts
 

@@ -263,9 +263,9 @@ class RankPort:
             case messages.HeldForSave(request):
                 self._hold(client, request)
             case messages.StepBegun(t):
-                self._tell_step(client, t)
+                self._report_step(client, t)
             case messages.FirstActivity():
-                self._tell_life(client)
+                self._report_life(client)
             case _:
                 channel.is_over = True  # a second hello, or a message of the other direction
 
@@ -406,19 +406,19 @@ class RankPort:
         view = read_slot(self.memory.words, self._layout)
         if client is not None and view.session_id:
             if view.is_active:
-                self._tell_life(client)
+                self._report_life(client)
             stepped_at = view.heartbeat_first or view.step_first_close
             if stepped_at is not None:
-                self._tell_step(client, stepped_at)
+                self._report_step(client, stepped_at)
         return view
 
-    def _tell_life(self, client: _Client) -> None:
+    def _report_life(self, client: _Client) -> None:
         if not client.has_reported_life:
             client.has_reported_life = True
             self._lines.alive()
 
-    def _tell_step(self, client: _Client, at: float) -> None:
-        self._tell_life(client)
+    def _report_step(self, client: _Client, at: float) -> None:
+        self._report_life(client)
         if not client.has_reported_step:
             client.has_reported_step = True
             self._host.tell(messages.FirstStep(self.local_rank, at))

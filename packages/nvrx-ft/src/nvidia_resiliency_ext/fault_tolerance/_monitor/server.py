@@ -167,8 +167,8 @@ class MonitorServer:
 
             events = EventLog.join(src="monitor")
             fault = Fault(**fault_fields(report))
-            is_told = report["culprits"] or report["rule"] in HEALTH_RULES
-            rank = report["rank"] if is_told else None
+            is_reported = report["culprits"] or report["rule"] in HEALTH_RULES
+            rank = report["rank"] if is_reported else None
             events.record(fault, cycle=report["cycle"], rank=rank, t=wall, m=at)
             events.close()
 

@@ -53,7 +53,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Spare:
+class SpareNode:
     """The round closed without a place for this node; it waits for the next."""
 
     entry: Entry
@@ -100,7 +100,7 @@ class Lost:
     is_replaced: bool = False
 
 
-SessionEvent = Placed | Spare | Opened | Leaves | Hung | Over | Lost
+SessionEvent = Placed | SpareNode | Opened | Leaves | Hung | Over | Lost
 
 
 class NodeSession:
@@ -248,7 +248,7 @@ class NodeSession:
     def _part_taken_up(self, entry: Entry, before: Entry) -> SessionEvent | None:
         """Return what a closed round of another host means, after that closed one of the lost."""
         if not self._works_in(before):
-            return None if entry.round == before.round else Spare(entry)
+            return None if entry.round == before.round else SpareNode(entry)
         if self._is_counted_in(entry):
             self._say_again(entry.round)
             return self._leaves(entry) if entry.follows(before) else None
@@ -277,20 +277,20 @@ class NodeSession:
     def _part_in(self, entry: Entry) -> SessionEvent:
         """Return this node's part in a closed round."""
         if self._arrived_in != entry.round:
-            return Spare(entry)
+            return SpareNode(entry)
         try:
             text = self._store.peek(keys.assignment(self.node))
             if text is None:
-                return Spare(entry)
+                return SpareNode(entry)
             assignment = decode(RankAssignment, text)
         except ForeignValueError as error:
             self._store.report_foreign(error)
             what = f"what the store held as the place of host {self._host} was no place"
             cause = Cause("foreign_value", what, host=self._host, detected_by="rendezvous")
             self.tell(Kind.STATE, state=WorkerState.UNHEALTHY, cause=cause)
-            return Spare(entry)
+            return SpareNode(entry)
         if assignment.round != entry.round:
-            return Spare(entry)
+            return SpareNode(entry)
         self._assignment = assignment
         return Placed(entry, assignment)
 

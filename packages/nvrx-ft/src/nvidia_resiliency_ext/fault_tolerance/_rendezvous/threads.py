@@ -159,12 +159,12 @@ class NodeThreads:
         try:
             self._live()
         except StoreLostError as error:
-            self._tell_lost(_store_gone(error))
+            self._report_lost(_store_gone(error))
         except NvrxError as error:
-            self._tell_lost(str(error), is_replaced=isinstance(error, LeaseExpiredError))
+            self._report_lost(str(error), is_replaced=isinstance(error, LeaseExpiredError))
         except Exception as error:
             logger.exception("a defect in the rendezvous of this node")
-            self._tell_lost(f"the rendezvous of this node failed: {error!r}")
+            self._report_lost(f"the rendezvous of this node failed: {error!r}")
 
     def _live(self) -> None:
         session = self._begin()
@@ -176,7 +176,7 @@ class NodeThreads:
             else:
                 return
 
-    def _tell_lost(self, what: str, *, is_replaced: bool = False) -> None:
+    def _report_lost(self, what: str, *, is_replaced: bool = False) -> None:
         if not self._ended.is_set():
             self._post(Lost(what, is_replaced))
 

@@ -183,12 +183,12 @@ class TorchEvents:
 
     def _run(self) -> None:
         try:
-            self._tell_all()
+            self._deliver_all()
         except Exception as error:  # noqa: BLE001 - a handler of the user's may raise anything
             what = f"{type(error).__name__}: {error}"
             logger.warning("the event handler %r is told nothing more: %s", self._handler, what)
 
-    def _tell_all(self) -> None:
+    def _deliver_all(self) -> None:
         from torch.distributed.elastic import events
         from torch.distributed.elastic.events.api import Event, EventSource
 

@@ -156,7 +156,7 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
             spec.entrypoint, spec.args = before
 
         stack.callback(give_back)
-        _tell_sockets(spec, run_dir.path, is_watched=is_watched)
+        _pass_sockets(spec, run_dir.path, is_watched=is_watched)
 
     def _provide_monitors(self, run_dir: RunDir, stack: contextlib.ExitStack) -> None:
         for rank in range(self._worker_group.spec.local_world_size):
@@ -253,7 +253,7 @@ def _our_handler(spec: WorkerSpec, restart_policy: str) -> Any:
     return handler
 
 
-def _tell_sockets(spec: WorkerSpec, directory: str, *, is_watched: bool) -> None:
+def _pass_sockets(spec: WorkerSpec, directory: str, *, is_watched: bool) -> None:
     """Let each worker of `spec` find the sockets in its environment.
 
     torch's agent has no place for variables of one worker: a program is started through `env`,

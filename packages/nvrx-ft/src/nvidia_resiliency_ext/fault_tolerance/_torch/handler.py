@@ -231,19 +231,19 @@ class StoreRendezvousHandler(RendezvousHandler):
                 `no_progress`.
         """
         _refuse_other_reasons(reason)
-        is_told = True
+        is_reported = True
         if not self._member.is_over and not self._member.has_left:
             try:
                 self._end(reason)
             except RendezvousConnectionError as error:
                 logger.warning("the end of the job could not be told: %s", str(error))
-                is_told = False
+                is_reported = False
         self._member.close()
         if self._followers is not None:
             self._followers.close()
         if self._host is not None and self._member.is_over:
             self._host.join(GOODBYE_WAIT_S + LAST_WORDS_S)
-        return is_told
+        return is_reported
 
     # What our agents call --------------------------------------------------------------------
 
