@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from bad_files import largest_file
 
-from nvidia_resiliency_ext.shared_utils._funnel_client.limits import Chunk, Gap, Room
+from nvidia_resiliency_ext.shared_utils._funnel_client.limits import Chunk, Gap, MemoryBudget
 from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill, adopt
 from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity, left_behind
 from nvidia_resiliency_ext.shared_utils._funnel_client.stream import Stream
@@ -19,13 +19,13 @@ from nvidia_resiliency_ext.shared_utils._funnel_client.stream import Stream
 KIB = 1024
 
 
-class Story:
+class SpillCase:
     """A spill directory, what was said about it, and spills in it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.said: list[str] = []
-        self.room = Room(1024 * KIB, 1024 * KIB)
+        self.budget = MemoryBudget(1024 * KIB, 1024 * KIB)
         self.made: list[Spill] = []
 
     def identity(self, path: str = "/logs/a.log") -> Identity:
@@ -34,21 +34,21 @@ class Story:
     def report(self, _: int, line: str) -> None:
         self.said.append(line)
 
-    def make(self, path: str = "/logs/a.log", room: Room | None = None) -> Spill:
-        spill = Spill(str(self.directory), self.identity(path), room or self.room, self.report)
+    def make(self, path: str = "/logs/a.log", budget: MemoryBudget | None = None) -> Spill:
+        spill = Spill(str(self.directory), self.identity(path), budget or self.budget, self.report)
         self.made.append(spill)
         return spill
 
     def adopt(self) -> Spill | None:
-        spill = adopt(str(self.directory), self.identity(), self.room, self.report)
+        spill = adopt(str(self.directory), self.identity(), self.budget, self.report)
         if spill is not None:
             self.made.append(spill)
         return spill
 
 
 @pytest.fixture
-def story(tmp_path: Path) -> Iterator[Story]:
-    made = Story(tmp_path / "spill")
+def case(tmp_path: Path) -> Iterator[SpillCase]:
+    made = SpillCase(tmp_path / "spill")
     yield made
     for spill in made.made:
         spill.close(keeps_files=False)
@@ -67,9 +67,9 @@ def read_all(spill: Spill) -> list[int]:
     return found
 
 
-def test_order_and_removal(story: Story) -> None:
+def test_order_and_removal(case: SpillCase) -> None:
     """Chunks come back in order; files go when all in them is confirmed, at last the directory."""
-    spill = story.make()
+    spill = case.make()
     for seq in range(1, 601):
         assert spill.append(chunk(seq), Gap())
     files = sorted(Path(spill.path).glob("*.lines"))
@@ -78,47 +78,47 @@ def test_order_and_removal(story: Story) -> None:
     spill.confirmed(300)
     assert len(sorted(Path(spill.path).glob("*.lines"))) == 2
     spill.confirmed(600)
-    assert not story.directory.exists()
-    assert story.room.spill_bytes == 0
+    assert not case.directory.exists()
+    assert case.budget.spill_bytes == 0
 
 
-def test_files_are_private(story: Story) -> None:
+def test_files_are_private(case: SpillCase) -> None:
     """Directories have mode 0700 and files 0600."""
-    spill = story.make()
+    spill = case.make()
     assert spill.append(chunk(1), Gap())
-    found = {path: stat.S_IMODE(path.stat().st_mode) for path in story.directory.rglob("*")}
+    found = {path: stat.S_IMODE(path.stat().st_mode) for path in case.directory.rglob("*")}
     assert set(found.values()) == {0o700, 0o600}
-    assert stat.S_IMODE(story.directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE(case.directory.stat().st_mode) == 0o700
 
 
-def test_limit(story: Story) -> None:
+def test_limit(case: SpillCase) -> None:
     """Files never take more than the limit, counted with all that is beside the lines."""
-    spill = story.make()
+    spill = case.make()
     seq = 0
     while spill.append(chunk(seq + 1), Gap()):
         seq += 1
     used = sum(path.stat().st_size for path in Path(spill.path).glob("*.lines"))
-    assert used == story.room.spill_bytes <= 1024 * KIB
+    assert used == case.budget.spill_bytes <= 1024 * KIB
     assert used > 1000 * KIB
 
 
-def test_torn_end(story: Story) -> None:
+def test_torn_end(case: SpillCase) -> None:
     """A record that a crash left half written is cut off; those before it are sent."""
-    spill = story.make()
+    spill = case.make()
     for seq in range(1, 11):
         assert spill.append(chunk(seq), Gap())
     (file,) = Path(spill.path).glob("*.lines")
     spill.close(keeps_files=True)
     os.truncate(file, file.stat().st_size - 100)
-    successor = story.adopt()
+    successor = case.adopt()
     assert successor is not None
     assert successor.append(chunk(11), Gap())
     assert read_all(successor) == [*range(1, 10), 11]
 
 
-def test_damage_is_told(story: Story) -> None:
+def test_damage_is_told(case: SpillCase) -> None:
     """Lines in a damaged part of a file are counted as lost, also in the log; others are sent."""
-    spill = story.make()
+    spill = case.make()
     for seq in range(1, 301):
         assert spill.append(chunk(seq), Gap())
     file = min(Path(spill.path).glob("*.lines"))
@@ -134,12 +134,12 @@ def test_damage_is_told(story: Story) -> None:
     (notice,) = [line for line in lines if line[:1] == b"["]
     assert len(numbers) + int(notice.split()[2]) == 300
     assert numbers[-1] == 300
-    assert any("is damaged" in line for line in story.said)
+    assert any("is damaged" in line for line in case.said)
 
 
-def test_gap_survives_the_process(story: Story) -> None:
+def test_gap_survives_the_process(case: SpillCase) -> None:
     """What was dropped is still told when a later process sends the rest."""
-    spill = story.make()
+    spill = case.make()
     for seq in range(1, 601):
         assert spill.append(chunk(seq), Gap())
     for _ in range(2):
@@ -147,7 +147,7 @@ def test_gap_survives_the_process(story: Story) -> None:
         assert dropped is not None
         assert spill.put_gap(dropped[1])
     spill.close(keeps_files=True)
-    successor = story.adopt()
+    successor = case.adopt()
     assert successor is not None
     first = successor.read()
     assert first is not None
@@ -156,63 +156,63 @@ def test_gap_survives_the_process(story: Story) -> None:
     assert rest[0] == first.seq + 1
 
 
-def test_full_disk(story: Story) -> None:
+def test_full_disk(case: SpillCase) -> None:
     """A disk that fills in the middle of a record counts as full, and is used again later."""
-    spill = story.make()
+    spill = case.make()
     assert spill.append(chunk(1), Gap())
     (file,) = Path(spill.path).glob("*.lines")
-    before = story.room.spill_bytes
+    before = case.budget.spill_bytes
     with largest_file(file.stat().st_size + 50):
         assert not spill.append(chunk(2), Gap())
         assert not spill.append(chunk(2), Gap())
-        assert story.room.spill_bytes == before
+        assert case.budget.spill_bytes == before
         assert file.stat().st_size > before, "a part of the record was written"
     assert spill.append(chunk(2), Gap())
     assert read_all(spill) == [1, 2]
-    assert [line.partition(" wait in")[0] for line in story.said[1:]] == [
+    assert [line.partition(" wait in")[0] for line in case.said[1:]] == [
         "log lines cannot",
         "log lines can",
     ]
 
 
-def test_disk_without_room_for_a_directory(story: Story) -> None:
+def test_disk_without_room_for_a_directory(case: SpillCase) -> None:
     """A try for which there is no room leaves nothing behind, however often it is repeated."""
-    spill = story.make()
+    spill = case.make()
     with largest_file(10):
         for _ in range(3):
             assert not spill.append(chunk(1), Gap())
-    assert list(story.directory.iterdir()) == []
-    assert story.room.spill_bytes == 0
+    assert list(case.directory.iterdir()) == []
+    assert case.budget.spill_bytes == 0
     assert spill.append(chunk(1), Gap())
     assert read_all(spill) == [1]
 
 
-def test_owner_alive(story: Story) -> None:
+def test_owner_alive(case: SpillCase) -> None:
     """Files of a process that lives are nobody else's; those of a killed one are, one at a time."""
-    owner = story.make()
+    owner = case.make()
     assert owner.append(chunk(1), Gap())
-    assert story.adopt() is None
-    assert left_behind(str(story.directory), "job", "node") == []
+    assert case.adopt() is None
+    assert left_behind(str(case.directory), "job", "node") == []
     owner.forget_descriptors()
-    assert left_behind(str(story.directory), "job", "node") == ["/logs/a.log"]
-    assert left_behind(str(story.directory), "another job", "node") == []
-    assert left_behind(str(story.directory), "job", "another node") == []
-    successor = story.adopt()
+    assert left_behind(str(case.directory), "job", "node") == ["/logs/a.log"]
+    assert left_behind(str(case.directory), "another job", "node") == []
+    assert left_behind(str(case.directory), "job", "another node") == []
+    successor = case.adopt()
     assert successor is not None
     assert successor.identity.stream_id == owner.identity.stream_id
-    assert story.adopt() is None
+    assert case.adopt() is None
 
 
-def test_lock_ends_with_the_process(story: Story) -> None:
+def test_lock_ends_with_the_process(case: SpillCase) -> None:
     """The lock of a process killed with SIGKILL is gone with it, although a child of it lives."""
     program = f"""
 import os, subprocess, sys
 from nvidia_resiliency_ext.shared_utils._funnel_client.limits import Chunk, Gap
-from nvidia_resiliency_ext.shared_utils._funnel_client.limits import Room
+from nvidia_resiliency_ext.shared_utils._funnel_client.limits import MemoryBudget
 from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill
 from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity
-spill = Spill({str(story.directory)!r}, Identity("job", "node", "/logs/a.log", "s"),
-              Room(1 << 20, 1 << 20), print)
+spill = Spill({str(case.directory)!r}, Identity("job", "node", "/logs/a.log", "s"),
+              MemoryBudget(1 << 20, 1 << 20), print)
 assert spill.append(Chunk(1, b"a\\n", 1), Gap())
 child = subprocess.Popen(["cat"], stdin=sys.stdin, close_fds=False)
 print("ready", flush=True)
@@ -226,28 +226,28 @@ child.wait()
     for line in process.stdout:
         if line == "ready\n":
             break
-    assert story.adopt() is None
+    assert case.adopt() is None
     process.kill()
     process.wait(20.0)
-    successor = story.adopt()
+    successor = case.adopt()
     process.stdin.close()
     process.stdout.close()
     assert successor is not None
     assert read_all(successor) == [1]
 
 
-def test_directory_of_others(story: Story) -> None:
+def test_directory_of_others(case: SpillCase) -> None:
     """A spill directory that others may write to is not used, nor is what lies in an open one."""
-    story.directory.mkdir(mode=0o777)
-    story.directory.chmod(0o777)
-    spill = story.make()
+    case.directory.mkdir(mode=0o777)
+    case.directory.chmod(0o777)
+    spill = case.make()
     assert not spill.append(chunk(1), Gap())
-    assert "others may write" in story.said[0]
-    story.directory.chmod(0o700)
+    assert "others may write" in case.said[0]
+    case.directory.chmod(0o700)
     assert spill.append(chunk(1), Gap())
     Path(spill.path).chmod(0o755)
     spill.forget_descriptors()
-    assert story.adopt() is None
+    assert case.adopt() is None
 
 
 @pytest.mark.parametrize(
@@ -255,30 +255,30 @@ def test_directory_of_others(story: Story) -> None:
     [b"", b"nvrxlog1", b"\0" * 100, b"nvrxlog1" + bytes(range(256)) * 16],
     ids=["empty", "half a header", "zeros", "noise"],
 )
-def test_garbage(story: Story, content: bytes) -> None:
+def test_garbage(case: SpillCase, content: bytes) -> None:
     """Files that are none of ours, or an owner's file that says nothing, harm nobody."""
-    spill = story.make()
+    spill = case.make()
     assert spill.append(chunk(1), Gap())
     (Path(spill.path) / "00000500.lines").write_bytes(content)
     (Path(spill.path) / "notes.txt").write_bytes(content)
-    (story.directory / f"{spill.identity.key}-other").mkdir(mode=0o700)
-    (story.directory / f"{spill.identity.key}-other" / "stream.json").write_bytes(content)
-    os.mkfifo(story.directory / f"{spill.identity.key}-fifo")
+    (case.directory / f"{spill.identity.key}-other").mkdir(mode=0o700)
+    (case.directory / f"{spill.identity.key}-other" / "stream.json").write_bytes(content)
+    os.mkfifo(case.directory / f"{spill.identity.key}-fifo")
     spill.close(keeps_files=True)
-    successor = story.adopt()
+    successor = case.adopt()
     assert successor is not None
     assert read_all(successor) == [1]
 
 
-def test_numbers_of_a_successor(story: Story) -> None:
+def test_numbers_of_a_successor(case: SpillCase) -> None:
     """New lines get numbers beyond all that the ended process may have sent from its memory."""
-    spill = story.make()
+    spill = case.make()
     assert spill.append(chunk(100), Gap())
     spill.close(keeps_files=True)
-    successor = story.adopt()
+    successor = case.adopt()
     assert successor is not None
     first_seq = successor.next_generation()
-    stream = Stream(story.room, successor, drops=False, window_bytes=1 << 20, first_seq=first_seq)
+    stream = Stream(case.budget, successor, drops=False, window_bytes=1 << 20, first_seq=first_seq)
     stream.buffer += b"new\n"
     old, new = stream.take(1.0), stream.take(2.0)
     assert old is not None

@@ -13,10 +13,10 @@ from nvidia_resiliency_ext.shared_utils._funnel_client.limits import (
     RESERVE_BYTES,
     Backoff,
     Chunk,
+    MemoryBudget,
     Outcome,
-    Room,
     Verdict,
-    judge,
+    evaluate,
 )
 from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill, adopt
 from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity
@@ -41,23 +41,23 @@ class Server:
             self.committed = chunk.seq
 
 
-def make_stream(room: Room, spill: Spill | None = None, *, drops: bool = False) -> Stream:
-    return Stream(room, spill, drops=drops, window_bytes=WINDOW)
+def make_stream(budget: MemoryBudget, spill: Spill | None = None, *, drops: bool = False) -> Stream:
+    return Stream(budget, spill, drops=drops, window_bytes=WINDOW)
 
 
 @pytest.fixture
-def room() -> Room:
-    return Room(256 * KIB, 8 * 1024 * KIB)
+def budget() -> MemoryBudget:
+    return MemoryBudget(256 * KIB, 8 * 1024 * KIB)
 
 
-def make_spill(directory: Path, room: Room) -> Spill:
+def make_spill(directory: Path, budget: MemoryBudget) -> Spill:
     identity = Identity("job", "node", "/logs/a.log", "stream")
-    return Spill(str(directory / "spill"), identity, room, lambda *_: None)
+    return Spill(str(directory / "spill"), identity, budget, lambda *_: None)
 
 
 @pytest.fixture
-def spill(tmp_path: Path, room: Room) -> Iterator[Spill]:
-    made = make_spill(tmp_path, room)
+def spill(tmp_path: Path, budget: MemoryBudget) -> Iterator[Spill]:
+    made = make_spill(tmp_path, budget)
     yield made
     made.close(keeps_files=False)
 
@@ -82,9 +82,9 @@ def drain(stream: Stream, server: Server, now: float = 1e9) -> None:
         now += 1.0
 
 
-def test_first_line_leaves_at_once_and_the_next_ones_together(room: Room) -> None:
+def test_first_line_leaves_at_once_and_the_next_ones_together(budget: MemoryBudget) -> None:
     """A line after a pause leaves at once; those within 20 ms behind it leave in one chunk."""
-    stream = make_stream(room)
+    stream = make_stream(budget)
     stream.buffer += b"one\n"
     assert stream.wait_s(100.0) == 0.0
     assert stream.take(100.0) == Chunk(1, b"one\n", 1)
@@ -95,9 +95,9 @@ def test_first_line_leaves_at_once_and_the_next_ones_together(room: Room) -> Non
     assert stream.take(100.021) == Chunk(2, b"two\nthree\n", 2)
 
 
-def test_part_of_a_line_waits_for_the_rest(room: Room) -> None:
+def test_part_of_a_line_waits_for_the_rest(budget: MemoryBudget) -> None:
     """Only whole lines leave; the rest of the last one follows later."""
-    stream = make_stream(room)
+    stream = make_stream(budget)
     stream.buffer += b"whole\npart"
     assert stream.take(1.0) == Chunk(1, b"whole\n", 1)
     assert stream.take(2.0) is None
@@ -109,9 +109,9 @@ def test_part_of_a_line_waits_for_the_rest(room: Room) -> None:
     assert stream.take(4.0) == Chunk(3, b"last\n", 1)
 
 
-def test_full_batch_needs_no_deadline(room: Room) -> None:
+def test_full_batch_needs_no_deadline(budget: MemoryBudget) -> None:
     """A buffer of 64 KiB becomes a chunk with the next write, whatever the time."""
-    stream = make_stream(room)
+    stream = make_stream(budget)
     fill(stream, 200)
     first = stream.take(0.0)
     assert first is not None
@@ -119,9 +119,9 @@ def test_full_batch_needs_no_deadline(room: Room) -> None:
 
 
 @pytest.mark.no_second_try
-def test_endless_line_is_broken(room: Room) -> None:
+def test_endless_line_is_broken(budget: MemoryBudget) -> None:
     """A line of more than 1 MiB goes on in a new line, and no byte of it is lost."""
-    stream = make_stream(Room(64 * 1024 * KIB, 0))
+    stream = make_stream(MemoryBudget(64 * 1024 * KIB, 0))
     piece = b"y" * BATCH_BYTES
     for _ in range(40):
         if len(stream.buffer) >= stream.attention_at:
@@ -139,11 +139,11 @@ def test_endless_line_is_broken(room: Room) -> None:
     assert stream.lines_broken == 2
 
 
-def test_memory_is_bounded_and_refuses(room: Room) -> None:
+def test_memory_is_bounded_and_refuses(budget: MemoryBudget) -> None:
     """Without files and without dropping there is no room beyond the limit until a confirmation."""
-    stream = make_stream(room)
+    stream = make_stream(budget)
     fill(stream, 10_000)
-    assert room.memory_bytes <= 256 * KIB
+    assert budget.memory_bytes <= 256 * KIB
     assert not stream.make_way()
     chunk = stream.take(1.0)
     assert chunk is not None
@@ -151,9 +151,9 @@ def test_memory_is_bounded_and_refuses(room: Room) -> None:
     assert stream.make_way()
 
 
-def test_window_is_bounded(room: Room) -> None:
+def test_window_is_bounded(budget: MemoryBudget) -> None:
     """No more than the window is on its way without a confirmation."""
-    stream = make_stream(room)
+    stream = make_stream(budget)
     fill(stream, 10_000)
     sent = 0
     while (chunk := stream.take(1.0)) is not None:
@@ -162,16 +162,16 @@ def test_window_is_bounded(room: Room) -> None:
     assert stream.wait_s(1.0) is None
 
 
-def test_others_always_have_some_room(room: Room) -> None:
+def test_others_always_have_some_room(budget: MemoryBudget) -> None:
     """A target finds room for two batches when another has used up the memory."""
-    greedy, modest = make_stream(room), make_stream(room)
+    greedy, modest = make_stream(budget), make_stream(budget)
     fill(greedy, 10_000)
     assert len(fill(modest, 10_000)) >= RESERVE_BYTES
 
 
-def test_rewind_sends_again_in_order(room: Room) -> None:
+def test_rewind_sends_again_in_order(budget: MemoryBudget) -> None:
     """After a broken connection everything unconfirmed comes again, with the same numbers."""
-    stream = make_stream(room)
+    stream = make_stream(budget)
     sent = []
     for number in range(5):
         stream.buffer += b"%d\n" % number
@@ -184,13 +184,13 @@ def test_rewind_sends_again_in_order(room: Room) -> None:
     assert stream.chunks_resent == 4
     assert stream.confirm(5)
     assert not stream.has_chunks()
-    assert room.memory_bytes == 0
+    assert budget.memory_bytes == 0
 
 
 @pytest.mark.parametrize("seq", [3, 1 << 63])
-def test_confirmation_of_the_future_is_nonsense(room: Room, seq: int) -> None:
+def test_confirmation_of_the_future_is_nonsense(budget: MemoryBudget, seq: int) -> None:
     """A number that was never sent confirms nothing."""
-    stream = make_stream(room)
+    stream = make_stream(budget)
     stream.buffer += b"a\n"
     stream.take(1.0)
     assert stream.confirm(seq) is None
@@ -198,9 +198,9 @@ def test_confirmation_of_the_future_is_nonsense(room: Room, seq: int) -> None:
     assert stream.confirm(0) is False
 
 
-def test_flush_covers_what_is_in_the_buffer(room: Room) -> None:
+def test_flush_covers_what_is_in_the_buffer(budget: MemoryBudget) -> None:
     """What was written before a flush is done only once it is cut, sent and confirmed."""
-    stream = make_stream(room)
+    stream = make_stream(budget)
     stream.buffer += b"a\n"
     upto = stream.seq_after_cut()
     assert not stream.is_done(upto)
@@ -211,18 +211,18 @@ def test_flush_covers_what_is_in_the_buffer(room: Room) -> None:
     assert stream.is_done(upto)
 
 
-def test_files_take_over_and_order_stays(room: Room, spill: Spill) -> None:
+def test_files_take_over_and_order_stays(budget: MemoryBudget, spill: Spill) -> None:
     """When memory is full the oldest lines go to files, and all leave in the order written."""
-    stream = make_stream(room, spill)
+    stream = make_stream(budget, spill)
     taken = fill(stream, 4000)
     assert len(taken) == 4_000_000
-    assert room.memory_bytes <= 256 * KIB
-    assert room.spill_bytes > 3_000_000
+    assert budget.memory_bytes <= 256 * KIB
+    assert budget.spill_bytes > 3_000_000
     server = Server()
     stream.is_urgent = True
     drain(stream, server)
     assert bytes(server.content) == taken
-    assert (room.memory_bytes, room.spill_bytes) == (0, 0)
+    assert (budget.memory_bytes, budget.spill_bytes) == (0, 0)
 
 
 def notices_in(content: bytes) -> tuple[int, int]:
@@ -232,13 +232,13 @@ def notices_in(content: bytes) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("has_files", [True, False])
-def test_drop_oldest_counts_every_line(room: Room, spill: Spill, has_files: bool) -> None:
+def test_drop_oldest_counts_every_line(budget: MemoryBudget, spill: Spill, has_files: bool) -> None:
     """What is dropped stands counted in its place in the log; what stays is the newest."""
-    stream = make_stream(room, spill if has_files else None, drops=True)
+    stream = make_stream(budget, spill if has_files else None, drops=True)
     taken = fill(stream, 20_000)
     assert len(taken) == 20_000_000
-    assert room.memory_bytes <= 256 * KIB
-    assert room.spill_bytes <= room.spill_limit_bytes
+    assert budget.memory_bytes <= 256 * KIB
+    assert budget.spill_bytes <= budget.spill_limit_bytes
     server = Server()
     stream.is_urgent = True
     drain(stream, server)
@@ -251,17 +251,17 @@ def test_drop_oldest_counts_every_line(room: Room, spill: Spill, has_files: bool
     assert content.startswith(b"[nvrx] dropped ")
 
 
-def test_no_room_in_files(tmp_path: Path, room: Room) -> None:
+def test_no_room_in_files(tmp_path: Path, budget: MemoryBudget) -> None:
     """A directory that cannot be used counts as full, with one line about it."""
     (tmp_path / "spill").write_text("in the way")
-    told: list[str] = []
+    reported: list[str] = []
     identity = Identity("job", "node", "/logs/a.log", "stream")
-    spill = Spill(str(tmp_path / "spill"), identity, room, lambda *said: told.append(said[1]))
-    stream = make_stream(room, spill)
+    spill = Spill(str(tmp_path / "spill"), identity, budget, lambda *said: reported.append(said[1]))
+    stream = make_stream(budget, spill)
     fill(stream, 4000)
     assert not stream.make_way()
-    assert len(told) == 1
-    assert "cannot wait in" in told[0]
+    assert len(reported) == 1
+    assert "cannot wait in" in reported[0]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -272,9 +272,9 @@ def test_any_order_of_events_loses_and_doubles_nothing(tmp_path: Path, seed: int
     """
     draw = random.Random(seed)
     drops = seed % 2 == 1
-    room = Room(256 * KIB, 1024 * KIB)
-    spill = make_spill(tmp_path, room)
-    stream = make_stream(room, spill, drops=drops)
+    budget = MemoryBudget(256 * KIB, 1024 * KIB)
+    spill = make_spill(tmp_path, budget)
+    stream = make_stream(budget, spill, drops=drops)
     server, number, now, dropped = Server(), 0, 0.0, 0
     for _ in range(3000):
         event = draw.random()
@@ -297,11 +297,11 @@ def test_any_order_of_events_loses_and_doubles_nothing(tmp_path: Path, seed: int
             stream.rewind()
         elif event > 0.998 and not drops:
             spill.forget_descriptors()
-            room = Room(256 * KIB, 1024 * KIB)
-            adopted = adopt(str(tmp_path / "spill"), spill.identity, room, lambda *_: None)
-            spill = adopted or make_spill(tmp_path, room)
+            budget = MemoryBudget(256 * KIB, 1024 * KIB)
+            adopted = adopt(str(tmp_path / "spill"), spill.identity, budget, lambda *_: None)
+            spill = adopted or make_spill(tmp_path, budget)
             first = server.committed + 1 if adopted is None else spill.next_generation()
-            stream = Stream(room, spill, drops=drops, window_bytes=WINDOW, first_seq=first)
+            stream = Stream(budget, spill, drops=drops, window_bytes=WINDOW, first_seq=first)
             number += 10_000_000
             dropped = -1
     stream.rewind()
@@ -314,7 +314,7 @@ def test_any_order_of_events_loses_and_doubles_nothing(tmp_path: Path, seed: int
     assert lost == stream.lines_dropped
     if not dropped:
         assert len(numbers) + lost == number
-    assert (room.memory_bytes, room.spill_bytes) == (0, 0)
+    assert (budget.memory_bytes, budget.spill_bytes) == (0, 0)
     assert not (tmp_path / "spill").exists()
 
 
@@ -333,7 +333,7 @@ def test_any_order_of_events_loses_and_doubles_nothing(tmp_path: Path, seed: int
 )
 def test_verdicts(code: str, is_plain: bool, verdict: Verdict) -> None:
     """Each end of a call leads to what may help."""
-    assert judge(Outcome(code, ""), is_plain=is_plain) is verdict
+    assert evaluate(Outcome(code, ""), is_plain=is_plain) is verdict
 
 
 def test_backoff_spreads_and_starts_again() -> None:

@@ -19,10 +19,10 @@ import grpc
 from funnel_peers import chunk, send, send_acked
 
 from nvidia_resiliency_ext.shared_utils._funnel.chunks import Refusal
-from nvidia_resiliency_ext.shared_utils._funnel.edge import AddressError
 from nvidia_resiliency_ext.shared_utils._funnel.leaf import LeafConfig
 from nvidia_resiliency_ext.shared_utils._funnel.leaf import run as run_leaf
 from nvidia_resiliency_ext.shared_utils._funnel.relay import Relay, RelayStream
+from nvidia_resiliency_ext.shared_utils._funnel.service import AddressError
 from nvidia_resiliency_ext.shared_utils._funnel.settings import Access
 from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._health.node_daemon import judge_answer, socket_of
+from nvidia_resiliency_ext.shared_utils._health.node_daemon import evaluate_answer, socket_of
 from nvidia_resiliency_ext.shared_utils.health_check import NodeHealthCheck
 
 DEFAULT_ARGS = ["--no-slurm", "--group", "prolog", "epilog", "logs", "gpu"]
@@ -150,7 +150,7 @@ def test_socket_of(path, endpoint, found) -> None:
 )  # fmt: skip
 def test_only_a_failure_that_is_said_clearly_counts(success, output, is_healthy) -> None:
     """A failure, a number above 0 or a filled list is unhealthy; what cannot be used passes."""
-    finding = judge_answer(success=success, exit_code=0, output=output, error="")
+    finding = evaluate_answer(success=success, exit_code=0, output=output, error="")
     assert (finding.status == "healthy") is is_healthy
 
 
@@ -161,7 +161,7 @@ def test_judge_answer_fuzz() -> None:
     for _ in range(500):
         output = json.dumps({"fail_count": rng.choice(values), "failed_checks": rng.choice(values)})
         cut = output[: rng.randrange(len(output) + 1)]
-        finding = judge_answer(success=True, exit_code=0, output=cut, error="")
+        finding = evaluate_answer(success=True, exit_code=0, output=cut, error="")
         assert finding.status in {"healthy", "unhealthy"}
 
 

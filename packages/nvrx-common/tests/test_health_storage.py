@@ -14,8 +14,8 @@ from nvidia_resiliency_ext.shared_utils._health.probes import Probe, abandoned_p
 from nvidia_resiliency_ext.shared_utils._health.storage import (
     Limits,
     Mount,
-    judge_mount,
-    judge_paths,
+    evaluate_mount,
+    evaluate_paths,
     parse_mounts,
     parse_object,
 )
@@ -120,14 +120,16 @@ def test_full_file_system(tmp_path) -> None:
 )
 def test_judge_mount(answer, problem) -> None:
     """What a probe says is judged by the limits; file systems that count nothing pass."""
-    assert judge_mount(answer, Limits(0.1, 0.05)) == problem
+    assert evaluate_mount(answer, Limits(0.1, 0.05)) == problem
 
 
 def test_judge_paths() -> None:
     """Each kind of problem is named with its paths."""
-    assert judge_paths({"invalid": [], "missing": [], "unreadable": []}) is None
-    assert judge_paths({"missing": ["/a"], "unreadable": ["/b"]}) == "missing: /a; unreadable: /b"
-    assert judge_paths(None) == "the probe failed"
+    assert evaluate_paths({"invalid": [], "missing": [], "unreadable": []}) is None
+    assert (
+        evaluate_paths({"missing": ["/a"], "unreadable": ["/b"]}) == "missing: /a; unreadable: /b"
+    )
+    assert evaluate_paths(None) == "the probe failed"
     assert parse_object(b"[1]") is None
     assert parse_object(b"rubbish") is None
 

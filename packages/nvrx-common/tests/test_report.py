@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from common_story import Story
+from recorded_job import RecordedJob
 
 from nvidia_resiliency_ext.shared_utils._report.timeline import plain
 from nvidia_resiliency_ext.shared_utils.events import (
@@ -36,14 +36,14 @@ from nvidia_resiliency_ext.shared_utils.report import (
 _EVIL = "<script>alert('x')</script>\"&'\x1b[31m\n"
 
 
-def _story() -> Story:
-    story = Story(job_id="j<b>").at(0, JobStart(), None).at(1, CycleStart(world_size=2))
+def _story() -> RecordedJob:
+    job = RecordedJob(job_id="j<b>").at(0, JobStart(), None).at(1, CycleStart(world_size=2))
     for rank in (0, 1):
-        story.at(1, WorkerStart(warm=False, cold_reason=_EVIL), rank=rank)
-        story.at(5, FirstStep(dur_s=4.0), rank=rank)
-    story.at(50, Fault(cause="killed", what=_EVIL, detail=_EVIL * 20, late_s=0.1), rank=1)
-    story.at(51, Verdict(action=_EVIL), rank=1).at(52, CycleEnd(result=_EVIL))
-    return story.at(60, JobEnd(result="failed", exit_code=1), None)
+        job.at(1, WorkerStart(warm=False, cold_reason=_EVIL), rank=rank)
+        job.at(5, FirstStep(dur_s=4.0), rank=rank)
+    job.at(50, Fault(cause="killed", what=_EVIL, detail=_EVIL * 20, late_s=0.1), rank=1)
+    job.at(51, Verdict(action=_EVIL), rank=1).at(52, CycleEnd(result=_EVIL))
+    return job.at(60, JobEnd(result="failed", exit_code=1), None)
 
 
 @pytest.fixture
@@ -129,11 +129,11 @@ def test_page_is_well_formed_and_closed() -> None:
 
 def test_page_of_very_many_ranks_stays_small() -> None:
     """With thousands of ranks the page draws some, those with faults first, and says so."""
-    story = Story().at(0, CycleStart(world_size=3000))
+    job = RecordedJob().at(0, CycleStart(world_size=3000))
     for rank in range(3000):
-        story.at(1, FirstStep(), rank=rank)
-    story.at(50, Fault(cause="killed", late_s=0.0), rank=2999).at(60, JobEnd(result="failed"), None)
-    page = render_html(build_timeline([story.file()]))
+        job.at(1, FirstStep(), rank=rank)
+    job.at(50, Fault(cause="killed", late_s=0.0), rank=2999).at(60, JobEnd(result="failed"), None)
+    page = render_html(build_timeline([job.file()]))
     assert "2744 more ranks are not drawn" in page
     assert ">rank 2999<" in page
     assert len(page) < 1_000_000
@@ -141,7 +141,7 @@ def test_page_of_very_many_ranks_stays_small() -> None:
 
 def test_empty_record_can_be_shown() -> None:
     """A file with nothing but a header gives a report in every form."""
-    timeline = build_timeline([Story().file()])
+    timeline = build_timeline([RecordedJob().file()])
     assert "Nothing has been recorded" in render_text(timeline)
     assert "Nothing has been recorded" in render_html(timeline)
     assert json.loads(render_json(timeline))["goodput"] is None
@@ -297,9 +297,9 @@ def test_record_of_the_environment(
 )
 def test_nothing_is_told_twice(fault: Fault, says: str) -> None:
     """What the words of a fault or a restart say already is not said again beside them."""
-    story = Story().at(0, CycleStart(world_size=2, nodes="n1"), 0).at(5, fault, 0, rank=1)
-    story.at(6, CycleStart(world_size=2, nodes="n1", reason=fault.what), 1)
-    lines = render_text(build_timeline([story.file()]), width=300).splitlines()
+    job = RecordedJob().at(0, CycleStart(world_size=2, nodes="n1"), 0).at(5, fault, 0, rank=1)
+    job.at(6, CycleStart(world_size=2, nodes="n1", reason=fault.what), 1)
+    lines = render_text(build_timeline([job.file()]), width=300).splitlines()
     (line,) = [line for line in lines if " cycle 0 " in line]
     assert line.endswith(f" cycle 0 {says}, found by launcher")
     (restart,) = [line for line in lines if "to cycle 1" in line]
@@ -312,10 +312,10 @@ LONG = "rank 2 on host h sleeps in train.py:9 in step; ranks 0, 1 and 3 waited f
 def test_a_long_cause_stands_once_and_is_not_cut() -> None:
     """What hangs is told whole where the fault stands; restarts and cycles only name it."""
     fault = Fault(cause="hang_section", what=LONG.strip(), detail=f"{LONG}limit 3 s")
-    story = Story().at(0, CycleStart(world_size=4), 0).at(5, fault, 0, rank=2)
-    story.at(5, CycleEnd(result=LONG.strip()), 0)
-    story.at(6, CycleStart(world_size=4, reason=LONG.strip()), 1)
-    timeline = build_timeline([story.file()])
+    job = RecordedJob().at(0, CycleStart(world_size=4), 0).at(5, fault, 0, rank=2)
+    job.at(5, CycleEnd(result=LONG.strip()), 0)
+    job.at(6, CycleStart(world_size=4, reason=LONG.strip()), 1)
+    timeline = build_timeline([job.file()])
     text = render_text(timeline, width=2000)
     assert text.count("waited for it; rank 2") == 2
     assert f"{LONG}limit 3 s" in text
@@ -338,9 +338,9 @@ def test_text_is_cut_between_words() -> None:
 def test_an_exit_code_is_said_once() -> None:
     """Where the result is an exit code, it is not put behind it again."""
     for result, says in (("rank 0 ended: exit code 1", ""), ("no restart left", " (exit code 1)")):
-        story = Story().at(0, CycleStart(world_size=1), 0)
-        story.at(5, JobEnd(result=result, exit_code=1), None)
-        text = render_text(build_timeline([story.file()]), width=200)
+        job = RecordedJob().at(0, CycleStart(world_size=1), 0)
+        job.at(5, JobEnd(result=result, exit_code=1), None)
+        text = render_text(build_timeline([job.file()]), width=200)
         assert f"ended: {result}{says}\n" in text
 
 
@@ -348,10 +348,10 @@ def test_two_jobs_in_one_folder_are_told_apart() -> None:
     """Their cycles are not joined, also at one time on two hosts; each is told with its file."""
     files = []
     for host, job_id, begin in (("n1", "a", 0), ("n2", "b", 3)):
-        story = Story(host=host, job_id=job_id).at(begin, CycleStart(world_size=2), 0)
-        story.at(begin + 9, CycleEnd(result=f"end of {job_id}"), 0)
-        story.at(begin + 9, JobEnd(result=f"end of {job_id}", exit_code=0), None)
-        files.append(story.file())
+        job = RecordedJob(host=host, job_id=job_id).at(begin, CycleStart(world_size=2), 0)
+        job.at(begin + 9, CycleEnd(result=f"end of {job_id}"), 0)
+        job.at(begin + 9, JobEnd(result=f"end of {job_id}", exit_code=0), None)
+        files.append(job.file())
     timeline = build_timeline(files)
     assert [cycle.hosts for cycle in timeline.cycles] == [("n1",), ("n2",)]
     text = render_text(timeline, width=300)

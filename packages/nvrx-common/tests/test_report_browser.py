@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from browser import NAMES, Browser, find_browser
-from common_story import Story
+from recorded_job import RecordedJob
 
 from nvidia_resiliency_ext.shared_utils.events import CycleEnd, CycleStart, Fault, FirstStep, JobEnd
 from nvidia_resiliency_ext.shared_utils.report import build_timeline, render_html
@@ -21,17 +21,17 @@ _EVIL = "</script><script>window.evil = 1</script><img src=x onerror='window.evi
 def _page() -> str:
     files = []
     for host, first in (("n1", 0), ("n2", 4)):
-        story = Story(host=host, job_id=f"job {_EVIL}")
+        job = RecordedJob(host=host, job_id=f"job {_EVIL}")
         for cycle in range(3):
             begin = cycle * 60
-            story.at(begin, CycleStart(world_size=8, reason=_EVIL), cycle)
+            job.at(begin, CycleStart(world_size=8, reason=_EVIL), cycle)
             for rank in range(first, first + 4):
-                story.at(begin + 5, FirstStep(dur_s=4.0), cycle, rank=rank)
-            story.at(
+                job.at(begin + 5, FirstStep(dur_s=4.0), cycle, rank=rank)
+            job.at(
                 begin + 50, Fault(cause="hang_section", what=_EVIL, late_s=0.1), cycle, rank=first
             )
-            story.at(begin + 55, CycleEnd(result="failed"), cycle)
-        files.append(story.at(180, JobEnd(result="failed", exit_code=1), None).file())
+            job.at(begin + 55, CycleEnd(result="failed"), cycle)
+        files.append(job.at(180, JobEnd(result="failed", exit_code=1), None).file())
     return render_html(build_timeline(files))
 
 

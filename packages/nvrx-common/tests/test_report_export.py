@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from common_story import Story
+from recorded_job import RecordedJob
 
 from nvidia_resiliency_ext.shared_utils._report.metrics import metrics_of
-from nvidia_resiliency_ext.shared_utils._report.text import draw, news
+from nvidia_resiliency_ext.shared_utils._report.text import draw, new_lines
 from nvidia_resiliency_ext.shared_utils.events import (
     CycleStart,
     EventLog,
@@ -40,11 +40,11 @@ _COMMAND = [sys.executable, "-m", "nvidia_resiliency_ext.shared_utils.report"]
 _DEADLINE_S = 60.0
 
 
-def _story(job_id: str = "7") -> Story:
-    story = Story(job_id=job_id).at(0, JobStart(), None).at(1, CycleStart(world_size=2))
-    story.at(5, FirstStep(dur_s=4.0), rank=0).at(5, FirstStep(dur_s=4.0), rank=1)
-    story.at(50, Fault(cause="killed", what="signal 9", late_s=0.1), rank=1)
-    return story.at(60, CycleStart(world_size=2), 1).at(65, FirstStep(dur_s=4.0), 1, rank=0)
+def _story(job_id: str = "7") -> RecordedJob:
+    job = RecordedJob(job_id=job_id).at(0, JobStart(), None).at(1, CycleStart(world_size=2))
+    job.at(5, FirstStep(dur_s=4.0), rank=0).at(5, FirstStep(dur_s=4.0), rank=1)
+    job.at(50, Fault(cause="killed", what="signal 9", late_s=0.1), rank=1)
+    return job.at(60, CycleStart(world_size=2), 1).at(65, FirstStep(dur_s=4.0), 1, rank=0)
 
 
 def test_prometheus_text() -> None:
@@ -75,10 +75,10 @@ def test_prometheus_text() -> None:
 
 def test_names_that_read_alike_are_one() -> None:
     """No value stands twice in the text: the collector would refuse all of it."""
-    story = _story()
+    job = _story()
     for number, cause in enumerate(("a\x01", "a\x02", "y" * 300 + "1", "y" * 300 + "2")):
-        story.at(70 + number, Fault(cause=cause), 1)
-    lines = render_prometheus(build_timeline([story.file()])).splitlines()
+        job.at(70 + number, Fault(cause=cause), 1)
+    lines = render_prometheus(build_timeline([job.file()])).splitlines()
     names = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
     assert len(names) == len(set(names))
     assert 'nvrx_faults_total{cause="a\ufffd"} 2' in lines
@@ -86,11 +86,11 @@ def test_names_that_read_alike_are_one() -> None:
 
 def test_counters_only_grow() -> None:
     """While a job goes on, no counter falls."""
-    story = _story().at(70, JobEnd(result="success"), None)
+    job = _story().at(70, JobEnd(result="success"), None)
     before: dict[object, float] = {}
-    for length in range(1, len(story.records) + 1):
-        part = Story()
-        part.records = story.records[:length]
+    for length in range(1, len(job.records) + 1):
+        part = RecordedJob()
+        part.records = job.records[:length]
         for metric in metrics_of(build_timeline([part.file()])):
             for sample in metric.samples:
                 key = (metric.name, sample.labels)
@@ -253,10 +253,10 @@ def test_otlp_without_the_extra(
 
 def test_screen_fits() -> None:
     """What is drawn fits the terminal, and carries no control characters of the record."""
-    story = _story()
+    job = _story()
     for number in range(30):
-        story.at(70 + number, Fault(cause="killed", what="\x1b[31m\n"), rank=number)
-    timeline = build_timeline([story.file()])
+        job.at(70 + number, Fault(cause="killed", what="\x1b[31m\n"), rank=number)
+    timeline = build_timeline([job.file()])
     for width, height in ((80, 24), (40, 10), (200, 60)):
         screen = draw(timeline, width, height, now=timeline.end + 3)
         plain = screen.replace("\x1b[H", "").replace("\x1b[K", "").replace("\x1b[J", "")
@@ -269,14 +269,14 @@ def test_screen_fits() -> None:
 
 def test_news_are_told_once() -> None:
     """Each cycle, fault and restart is told when it is known, and then no more."""
-    story = _story().at(70, Progress(iteration=1, steps=1, window_s=1.0), 1, rank=0)
+    job = _story().at(70, Progress(iteration=1, steps=1, window_s=1.0), 1, rank=0)
     before = None
     told: list[str] = []
-    for length in range(1, len(story.records) + 1):
-        part = Story()
-        part.records = story.records[:length]
+    for length in range(1, len(job.records) + 1):
+        part = RecordedJob()
+        part.records = job.records[:length]
         timeline = build_timeline([part.file()])
-        told += news(before, timeline)
+        told += new_lines(before, timeline)
         before = timeline
     assert len(told) == len(set(told)) == 4
     assert [line[20:27] for line in told] == ["cycle 0", "cycle 0", "cycle 1", "restart"]

@@ -25,7 +25,7 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import PortInUseErro
 from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalInbox
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalQueue
 
 
 @pytest.fixture
@@ -119,31 +119,31 @@ def test_no_port_for_a_round_closes_the_rendezvous():
 
 
 @pytest.fixture
-def signal_queue():
-    """Return an inbox for SIGHUP, which has a handler of the test's: `nohup` leaves it ignored."""
+def signals():
+    """Return a queue for SIGHUP, which has a handler of the test's: `nohup` leaves it ignored."""
     before = signal.signal(signal.SIGHUP, lambda *_: None)
-    it = SignalInbox((signal.SIGHUP,))
+    it = SignalQueue((signal.SIGHUP,))
     yield it
     it.close()
     signal.signal(signal.SIGHUP, before)
 
 
-def test_signal_arrives_as_a_number_and_handlers_come_back(loop, signal_queue):
-    """A signal wakes the loop while the inbox is installed; afterwards the old handler is back."""
+def test_signal_arrives_as_a_number_and_handlers_come_back(loop, signals):
+    """A signal wakes the loop while the queue is installed; afterwards the old handler is back."""
     before, seen = signal.getsignal(signal.SIGHUP), []
-    with signal_queue.installed():
-        loop.watch(signal_queue.fileno(), lambda: seen.extend(signal_queue.receive()))
+    with signals.installed():
+        loop.watch(signals.fileno(), lambda: seen.extend(signals.receive()))
         os.kill(os.getpid(), signal.SIGHUP)
         loop.run_once(until=SystemClock().monotonic() + 10)
     assert seen == [signal.SIGHUP]
     assert signal.getsignal(signal.SIGHUP) is before
 
 
-def test_an_ignored_signal_stays_ignored(loop, signal_queue):
+def test_an_ignored_signal_stays_ignored(loop, signals):
     """What the shell has asked to ignore, as `nohup` does, ends no job."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with signal_queue.installed():
-        loop.watch(signal_queue.fileno(), lambda: seen.extend(signal_queue.receive()))
+    with signals.installed():
+        loop.watch(signals.fileno(), lambda: seen.extend(signals.receive()))
         seen = []
         os.kill(os.getpid(), signal.SIGHUP)
         loop.run_once(until=SystemClock().monotonic() + 0.1)

@@ -7,7 +7,6 @@ import stat
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._monitor import slot
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import (
     SlotLayout,
     SlotMemory,
@@ -184,23 +183,11 @@ def test_slot_memory_without_memfd_is_a_file_without_a_name(tmp_path, monkeypatc
         assert stat.S_ISREG(status.st_mode)
         assert status.st_mode & 0o777 == 0o600
         assert (status.st_nlink, status.st_size) == (0, layout.size_bytes)
+        # No store into the slot can meet a full disk.
+        assert status.st_blocks * 512 >= layout.size_bytes
         assert [path.read_text() for path in tmp_path.iterdir()] == ["somebody else's"]
         SlotWriter(memory.words, layout).begin(7, 1)
         twin = SlotMemory.adopt(memory.fd, layout, must_be_sealed=False)
         assert read_slot(twin.words, layout).session_id == 7
     finally:
         memory.close()
-
-
-def test_a_slots_file_is_new_and_has_its_blocks(tmp_path):
-    """No store into the slot can meet a full disk, and a file that is there is left alone."""
-    fd = slot._file_memory(str(tmp_path), "slot0", 1 << 16)
-    try:
-        assert os.fstat(fd).st_blocks * 512 >= 1 << 16
-    finally:
-        os.close(fd)
-    there = tmp_path / f"slot0.{os.getpid()}"
-    there.write_text("somebody else's")
-    with pytest.raises(FileExistsError):
-        slot._file_memory(str(tmp_path), "slot0", 1 << 16)
-    assert there.read_text() == "somebody else's"

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import connection, store
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import store
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.connection import NoAnswerError, open_client
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
+from nvidia_resiliency_ext.shared_utils import store_sockets
 
 SOON_S = 10.0
 PATIENCE_S = 60.0
@@ -83,9 +84,9 @@ def torch(listener: socket.socket) -> Iterator[Torch]:
     made = Torch(listener.getsockname()[1])
     yield made
     made.end()
-    for attempt in connection._given_up:
+    for attempt in store_sockets.given_up:
         attempt.join(SOON_S)
-    connection._given_up.clear()
+    store_sockets.given_up.clear()
 
 
 @contextlib.contextmanager
@@ -138,7 +139,7 @@ def test_what_is_connected_too_late_is_let_go(listener: socket.socket, torch: To
     """A client that nobody waits for any more is closed when torch has made it."""
     with pytest.raises(NoAnswerError):
         open_client(torch.make, listener.getsockname(), 0.01)
-    (attempt,) = connection._given_up
+    (attempt,) = store_sockets.given_up
     torch.is_let_go.set()
     attempt.join(SOON_S)
     assert [made() for made in torch.made] == [None]
@@ -153,7 +154,7 @@ def test_a_late_connection_is_not_taken_for_the_new_one(
     torch.may_end.clear()
     with pytest.raises(NoAnswerError):
         open_client(torch.make, address, 0.01)
-    (attempt,) = connection._given_up
+    (attempt,) = store_sockets.given_up
     end = attempt.join
 
     def join(timeout: float | None = None) -> None:
@@ -182,4 +183,4 @@ def test_where_nobody_listens_torch_is_not_asked(torch: Torch) -> None:
         silent.bind(("127.0.0.1", 0))
         with pytest.raises(ConnectionRefusedError):
             open_client(torch.make, silent.getsockname(), PATIENCE_S)
-    assert not connection._given_up
+    assert not store_sockets.given_up

@@ -333,14 +333,7 @@ def test_loop_that_never_rests(
     connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Connections of a gloo thread that is always at work are found, too, and soon."""
-    real = gloo._read
-
-    def read(path: str) -> str:
-        if path.endswith("/comm"):
-            return "gloo_tcp_loop"
-        return real(path)
-
-    monkeypatch.setattr(gloo, "_read", read)
+    monkeypatch.setattr(gloo, "thread_name", lambda _: "gloo_tcp_loop")
     monkeypatch.setattr(gloo, "system_call", lambda _: ())
     reading, writing = os.pipe()
     with select.epoll() as loop, select.epoll() as other, socket.create_server(("", 0)) as listener:
@@ -362,15 +355,11 @@ def test_loop_that_never_rests_beside_a_like_one(
 
     Though it has a pipe, a listener and a connection, as gloo's has.
     """
-    real = gloo._read
-    busy = f"/task/{threading.get_native_id()}/"
-
-    def read(path: str) -> str:
-        if busy in path:
-            return "gloo_tcp_loop" if path.endswith("/comm") else "running"
-        return real(path)
-
-    monkeypatch.setattr(gloo, "_read", read)
+    real = gloo.thread_name
+    busy = str(threading.get_native_id())
+    monkeypatch.setattr(
+        gloo, "thread_name", lambda task: "gloo_tcp_loop" if task == busy else real(task)
+    )
     with contextlib.ExitStack() as stack:
         looked = []
         for one in connection:

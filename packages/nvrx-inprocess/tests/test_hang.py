@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from nvidia_resiliency_ext.inprocess._call import watchdog
 from nvidia_resiliency_ext.inprocess._monitor.messages import WAITED
-from nvidia_resiliency_ext.inprocess._monitor.page import StackDump, read_dump, seen_before_end
+from nvidia_resiliency_ext.inprocess._monitor.page import StackDump, observed_before_end, read_dump
 from nvidia_resiliency_ext.inprocess._protocol.decision import (
     Arrival,
-    Seen,
+    ObservedActivity,
     decode_decision,
     encode_decision,
     find_hang,
@@ -27,9 +27,11 @@ from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity, Kernel
 
-WAITS = Seen(Activity.WAITING, "train.py:9 in step")
-LOOPS = Seen(Activity.WORKING, "train.py:5 in load", "runs in train.py:5 in load")
-KEEPS = Seen(Activity.UNKNOWN, "x.py:1 in f", "waits in x.py:1 in f, stack: x.py:1 in f")
+WAITS = ObservedActivity(Activity.WAITING, "train.py:9 in step")
+LOOPS = ObservedActivity(Activity.WORKING, "train.py:5 in load", "runs in train.py:5 in load")
+KEEPS = ObservedActivity(
+    Activity.UNKNOWN, "x.py:1 in f", "waits in x.py:1 in f, stack: x.py:1 in f"
+)
 
 
 def records(**ranks: int) -> list[InterruptionRecord]:
@@ -38,7 +40,7 @@ def records(**ranks: int) -> list[InterruptionRecord]:
 
 
 @pytest.mark.parametrize(
-    ("reported", "seen", "culprits", "text"),
+    ("reported", "observed", "culprits", "text"),
     [
         ({"SOFT_TIMEOUT": 0}, {0: WAITS, 1: LOOPS}, (1,), "rank 1 runs in train.py:5 in load;"),
         # A collective ran into its own timeout: who raised waited.
@@ -57,27 +59,32 @@ def records(**ranks: int) -> list[InterruptionRecord]:
     ],
 )  # fmt: skip
 def test_whom_a_hang_is_blamed_on(
-    reported: dict[str, int], seen: dict[int, Seen], culprits: tuple[int, ...] | None, text: str
+    reported: dict[str, int],
+    observed: dict[int, ObservedActivity],
+    culprits: tuple[int, ...] | None,
+    text: str,
 ) -> None:
     """Only a hang is looked into, and only what ranks were seen to do is held against them."""
-    hang = find_hang(records(**reported), seen, 3)
+    hang = find_hang(records(**reported), observed, 3)
     assert (hang and hang.culprits) == culprits
     assert text in (hang.text if hang else "")
 
 
 def test_the_decision_carries_what_its_arrivals_have_notified() -> None:
     """Texts of a program come back as they were, as one line; all ranks read the same verdict."""
-    odd = Seen(Activity.WORKING, "a;b:c%,é.py:1 in <listcomp>", "runs; in: a,b 100%\nsecond line")
+    odd = ObservedActivity(
+        Activity.WORKING, "a;b:c%,é.py:1 in <listcomp>", "runs; in: a,b 100%\nsecond line"
+    )
     told = [
-        Arrival(0, 0, 3, is_out=False, seen=WAITS),
-        Arrival(1, 1, 3, is_out=False, seen=odd),
-        Arrival(2, None, None, is_out=False, seen=KEEPS),
+        Arrival(0, 0, 3, is_out=False, observed=WAITS),
+        Arrival(1, 1, 3, is_out=False, observed=odd),
+        Arrival(2, None, None, is_out=False, observed=KEEPS),
     ]
     text = "".join(map(format_arrival, told))
     assert text.isascii()
     arrivals = parse_arrivals(text)
-    assert [each.seen and each.seen.place for each in arrivals] == [
-        each.seen and each.seen.place for each in told
+    assert [each.observed and each.observed.place for each in arrivals] == [
+        each.observed and each.observed.place for each in told
     ]
     decision = decide(arrivals, frozenset(range(3)), records(SOFT_TIMEOUT=0, HARD_TIMEOUT=2))
     read = decode_decision(encode_decision(decision))
@@ -137,16 +144,16 @@ def test_stacks_are_written_at_the_signal() -> None:
     try:
         assert read_dump(dump.fd) == ""
         os.kill(os.getpid(), number)
-        seen = seen_before_end(Kernel("S", "hrtimer_nanosleep"), read_dump(dump.fd))
+        observed = observed_before_end(Kernel("S", "hrtimer_nanosleep"), read_dump(dump.fd))
     finally:
         dump.close()
-    assert seen.activity is Activity.WORKING
-    assert seen.words.startswith("sleeps in test_hang.py:")
-    assert "in test_stacks_are_written_at_the_signal" in seen.words
+    assert observed.activity is Activity.WORKING
+    assert observed.words.startswith("sleeps in test_hang.py:")
+    assert "in test_stacks_are_written_at_the_signal" in observed.words
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
 def test_a_process_that_cannot_write_stacks_is_notified_by_the_kernel() -> None:
     """Without a free signal there is no dump, and the kernel's view is all there is."""
-    seen = seen_before_end(Kernel("T"), read_dump(-1))
-    assert seen == Seen(Activity.STOPPED, "", "is stopped (SIGSTOP or a debugger)")
+    observed = observed_before_end(Kernel("T"), read_dump(-1))
+    assert observed == ObservedActivity(Activity.STOPPED, "", "is stopped (SIGSTOP or a debugger)")

@@ -18,14 +18,11 @@ import pytest
 from monitor_lab import Lab, environ_of_monitor, open_files, wait_gone, with_torch
 from torch.distributed import TCPStore
 
-from nvidia_resiliency_ext.inprocess import store as stores
 from nvidia_resiliency_ext.inprocess._monitor import messages, store_threads
 from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.start import NodeDirectory
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import StoreWorker
 from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
-from nvidia_resiliency_ext.inprocess._store.names import Endpoint
-from nvidia_resiliency_ext.inprocess._store_server.hosting import host_store
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.wire import receive_message, send_message, send_with_fds
 
@@ -172,30 +169,6 @@ def test_stopped_monitor_is_replaced_and_nobody_is_interrupted(make) -> None:
     assert {lab.monitor_pid(0), lab.monitor_pid(1)}.isdisjoint({old})
     assert wait_gone(old, 5.0)
     assert not [line for rank in ranks for line in rank.received if line[0] == "Interrupted"]
-
-
-def test_monitor_that_was_stopped_before_the_call_is_replaced(make, monkeypatch) -> None:
-    """A rank that comes to a stopped monitor ends it and starts another one."""
-    lab = make(1)
-    (rank,) = lab.start(0, options=("prestart", "start_limit=5"))
-    rank.expect("started")
-    place = NodeDirectory.find(lab.environ)
-    handle = wait_for(place.find_monitor)
-    with handle:
-        lab.monitors.add(handle.pid)
-        handle.signal(signal.SIGSTOP)
-        (new,) = lab.attach(0)
-        assert new != handle.pid
-        assert not handle.alive()
-
-
-def wait_for(look):
-    """Return what a look finds, as soon as there is something."""
-    deadline = time.monotonic() + 20.0
-    while (found := look()) is None:
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.02)
-    return found
 
 
 def test_monitor_killed_with_a_rank(make) -> None:
@@ -409,25 +382,6 @@ def test_store_that_hangs_holds_up_no_timeout(make, host) -> None:
     assert ranks[2].expect("left") == ["left", True], "the monitor did not take note within 5 s"
     text = ranks[0].expect("StoreLost")[2]
     assert f"the store at 127.0.0.1:{port}: it has not answered for 2 s (heartbeat_timeout" in text
-
-
-def test_store_that_is_stopped_goes_on(make) -> None:
-    """A stopped store server of this node is resumed before the store is given up."""
-    here = Endpoint("127.0.0.1", 0, is_served=False)
-    job = f"woken-{os.getpid()}"
-    store_server = host_store(here, job, stores.TCPStore.connect, is_single_node=True)
-    try:
-        lab = make(2, port=store_server.endpoint.port, **FAST, prefix=f"nvrx/{job}/0.0/0/")
-        lab.prefix = f"nvrx/{job}/0.0/0/"
-        ranks = lab.up()
-        wait_for_nodes(lab, {0, 1})
-        os.kill(store_server.process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, store_server.process.pid, os.WSTOPPED)
-        ranks[1].do("report", "EXCEPTION")
-        assert ranks[0].expect("Interrupted")
-        lab.end_ranks()
-    finally:
-        store_server.stop()
 
 
 def test_hostile_clients(make) -> None:

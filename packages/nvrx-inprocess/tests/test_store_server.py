@@ -24,7 +24,6 @@ from nvidia_resiliency_ext.inprocess._store_server.hosting import (
     StoreServerStartError,
     StoreServerTimes,
     host_store,
-    resume_store_servers,
 )
 from nvidia_resiliency_ext.inprocess.store import TCPStore
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
@@ -121,26 +120,6 @@ def test_a_port_that_a_connection_holds_is_a_clear_error(monkeypatch: pytest.Mon
             start(taken)
 
 
-def test_a_store_server_that_was_stopped_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank resumes a stopped store server of its own job, and leaves another job's as it is."""
-    monkeypatch.setattr(hosting, "_PROBE_S", 0.3)
-    store_server = start(job="stopped-job")
-    assert store_server.process is not None
-    try:
-        TCPStore.connect(store_server.endpoint, SOON).set("k", "v")
-        stop_process(store_server.process.pid)
-        assert resume_store_servers("other-job") == 0
-        assert start(store_server.endpoint, job="stopped-job").process is None
-        assert TCPStore.connect(store_server.endpoint, SOON).get("k") == b"v"
-        stop_process(store_server.process.pid)
-        store_server.wake()
-        assert TCPStore.connect(store_server.endpoint, SOON).get("k") == b"v"
-        stop_process(store_server.process.pid)
-    finally:
-        store_server.stop()
-    assert store_server.process.poll() == 0
-
-
 def test_only_the_store_servers_main_thread_is_ended_by_a_signal(store_server: StoreServer) -> None:
     """A thread of torch that took it, as after SIGSTOP and SIGCONT, would wake nobody."""
     assert store_server.process is not None
@@ -151,12 +130,6 @@ def test_only_the_store_servers_main_thread_is_ended_by_a_signal(store_server: S
         blocked[int(task.name)] = bool(int(line, 16) & 1 << signal.SIGTERM - 1)
     assert len(blocked) > 1
     assert [thread for thread, is_blocked in blocked.items() if not is_blocked] == [pid]
-
-
-def stop_process(pid: int) -> None:
-    """Stop a child and wait until it is."""
-    os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED)
 
 
 def test_an_address_of_another_host_is_a_clear_error() -> None:

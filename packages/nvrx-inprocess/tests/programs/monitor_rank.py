@@ -22,7 +22,7 @@ boot = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(boot)
 boot.make_shell()
 
-from nvidia_resiliency_ext.inprocess._monitor import client, start  # noqa: E402
+from nvidia_resiliency_ext.inprocess._monitor import start  # noqa: E402
 from nvidia_resiliency_ext.inprocess._monitor.client import (  # noqa: E402
     MonitorLink,
     MonitorSettings,
@@ -109,9 +109,6 @@ class Rank:
 def main():
     """Obey until the input ends."""
     rank = Rank(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
-    for option in sys.argv:
-        if option.startswith("start_limit="):
-            client.start.START_LIMIT_S = float(option.partition("=")[2])
     if "prestart" in sys.argv:
         start.ensure_started()
         notify("started")

@@ -130,15 +130,14 @@ class PidfdWatch:
 
 
 class ThreadWatch:
-    """Watches a child of ours with a thread that ends, and closes a pipe, when the child does."""
+    """Watches a child of ours with a thread that ends, and closes a pipe, when the child does.
+
+    Raises:
+        OSError: The system gives no descriptor or no thread.
+    """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        """Start the thread.
-
-        Raises:
-            OSError: The system gives no descriptor or no thread.
-        """
         self._reader, writer = os.pipe()
         self._thread = threading.Thread(
             target=_close_at_exit_of, args=(pid, writer), name=f"nvrx-watch-{pid}", daemon=True

@@ -30,7 +30,6 @@ __all__ = [
     "DeadlineCaller",
     "ParkedAtExit",
     "StuckError",
-    "call_within",
     "park",
 ]
 
@@ -105,24 +104,6 @@ class AbandonableCall(Generic[T]):
             self._errors.append(error)
         finally:
             self.ended.set()
-
-
-def call_within(name: str, function: Callable[[], T], timeout_s: float) -> T:
-    """Call a function in a thread and return what it returns.
-
-    Args:
-        name: Name of the call, for the thread and for messages.
-        function: Called once.
-        timeout_s: How long it may take.
-
-    Raises:
-        StuckError: It has not ended; its thread goes on and nobody waits for it.
-        BaseException: What the function raised.
-    """
-    call = AbandonableCall(name, function)
-    if not call.ended.wait(min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)):
-        raise StuckError(name, call.age_s())
-    return call.result()
 
 
 class DeadlineCaller:
@@ -214,8 +195,6 @@ class ParkedAtExit(threading.Thread):
 def park(thread: ParkedAtExit) -> None:
     """Stop a thread for good while it waits in the kernel; wait for that for 1 s at most.
 
-    It is waited for, for 1 s at most: whoever runs may hold a lock of the C library.
-
     A thread that runs is not stopped: it may hold a lock of the C library. One that has ended is
     ignored.
 
@@ -277,14 +256,14 @@ class Attempt(ParkedAtExit):
         self._make = make
         self._lock = threading.Lock()
         self._is_given_up = False
-        self._told, self._tells = socket.socketpair()
+        self._end, self._ends = socket.socketpair()
         self.client: Any = None
         self.error: Exception | None = None
 
     def run(self) -> None:
         """Make it; the end is told by a socket that hangs up."""
         self.begin()
-        with self._tells:
+        with self._ends:
             try:
                 made = self._make()
             except Exception as error:  # noqa: BLE001 - raised again by the caller
@@ -297,11 +276,11 @@ class Attempt(ParkedAtExit):
     def wait(self, timeout_s: float, witness: socket.socket | None = None) -> bool:
         """Wait for the end; False after `timeout_s`, or when the store hangs up on `witness`."""
         poll = select.poll()
-        poll.register(self._told, select.POLLIN)
+        poll.register(self._end, select.POLLIN)
         if witness is not None:
             poll.register(witness, select.POLLIN)
         ready = poll.poll(min(max(0.0, timeout_s) * 1000, _LONGEST_MS))
-        return any(number == self._told.fileno() for number, _ in ready)
+        return any(number == self._end.fileno() for number, _ in ready)
 
     def give_up(self) -> None:
         """Wait no longer; a client that is still made is let go."""
@@ -310,4 +289,4 @@ class Attempt(ParkedAtExit):
 
     def close(self) -> None:
         """Hear nothing more of it."""
-        self._told.close()
+        self._end.close()

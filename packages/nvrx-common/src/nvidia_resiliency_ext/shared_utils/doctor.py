@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the shape of one finding of the self-check."""
+"""The self-check: packages, host, hardware and stale run directories."""
 
 from __future__ import annotations
 
@@ -38,16 +38,12 @@ class Finding:
 
 def findings() -> list[Finding]:
     """Look at packages, host, hardware and stale run directories."""
-    from .doctor import hardware_findings, host_findings, installed_versions, package_findings
-
     packages = package_findings(installed_versions())
     return [*packages, *host_findings(), *hardware_findings(), *_stale_findings()]
 
 
 def package_versions() -> list[Finding]:
     """Look at the installed packages only; cheap enough for ``--version``."""
-    from .doctor import installed_versions, package_findings
-
     return list(package_findings(installed_versions()))
 
 

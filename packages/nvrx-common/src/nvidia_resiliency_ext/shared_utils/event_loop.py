@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from nvidia_resiliency_ext.shared_utils.clock import Clock, SystemClock
 
-__all__ = ["EventLoop", "HasFileno", "SignalInbox", "Timer", "WakeUp", "WorkerThread", "ignore"]
+__all__ = ["EventLoop", "HasFileno", "SignalQueue", "Timer", "WakeUp", "WorkerThread", "ignore"]
 
 
 # The kernel takes no more than 2**31 ms; waking once an hour costs nothing.
@@ -267,7 +267,7 @@ def ignore(signum: signal.Signals) -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-class SignalInbox:
+class SignalQueue:
     """Collects signal numbers while it is installed.
 
     Only the main thread may install handlers; in another thread (a launcher used as a library)

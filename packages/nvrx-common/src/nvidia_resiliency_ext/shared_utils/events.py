@@ -76,9 +76,9 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _READER_NAMES:
-        from ._events import read as room
+        from ._events import read as module
     else:
-        from ._events import kinds as room  # type: ignore[no-redef]
-    value: object = getattr(room, name)
+        from ._events import kinds as module  # type: ignore[no-redef]
+    value: object = getattr(module, name)
     globals()[name] = value
     return value

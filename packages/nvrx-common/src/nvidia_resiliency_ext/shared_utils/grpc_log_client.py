@@ -14,9 +14,18 @@ import weakref
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, NamedTuple, final
 
-from nvidia_resiliency_ext.shared_utils._funnel_client.feed import Feed, Leftover
-from nvidia_resiliency_ext.shared_utils._funnel_client.limits import BATCH_BYTES, Notices, Room
-from nvidia_resiliency_ext.shared_utils._funnel_client.link import FunnelTls, Lane, Link, find_token
+from nvidia_resiliency_ext.shared_utils._funnel_client.limits import (
+    BATCH_BYTES,
+    MemoryBudget,
+    Notices,
+)
+from nvidia_resiliency_ext.shared_utils._funnel_client.link import (
+    FunnelTls,
+    Link,
+    SenderThread,
+    find_token,
+)
+from nvidia_resiliency_ext.shared_utils._funnel_client.send_buffer import Leftover, SendBuffer
 from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill, adopt
 from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity, left_behind
 from nvidia_resiliency_ext.shared_utils._funnel_client.stream import Stream
@@ -81,19 +90,24 @@ class LogTarget:
 
     All methods may be called from any thread, but not from a signal handler.
 
-    `feed`, `room` and `close` are set by `LogFunnelClient.open`, which makes targets.
+    `send_buffer`, `budget` and `close` are set by `LogFunnelClient.open`, which makes targets.
 
     Attributes:
         path: The file, as the server names it.
     """
 
-    def __init__(self, feed: Feed, room: Room, close: Callable[[Feed, Deadline], bool]) -> None:
+    def __init__(
+        self,
+        send_buffer: SendBuffer,
+        budget: MemoryBudget,
+        close: Callable[[SendBuffer, Deadline], bool],
+    ) -> None:
         """Use `LogFunnelClient.open`."""
-        self.path = feed.path
-        self._feed = feed
-        self._room = room
+        self.path = send_buffer.path
+        self._send_buffer = send_buffer
+        self._budget = budget
         self._close = close
-        self._take = feed.write
+        self._take = send_buffer.write
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Take whole lines or parts of lines; they leave together as whole lines.
@@ -125,7 +139,7 @@ class LogTarget:
             LogTargetRefusedError: The server refuses this target.
             LogFunnelClosedError: The target is closed, or was opened before a fork.
         """
-        self._feed.flush(Deadline.after(deadline_s))
+        self._send_buffer.flush(Deadline.after(deadline_s))
 
     def close(self, deadline_s: float | None = 30.0) -> bool:
         """End the last line, wait for all confirmations and end the stream; harmless if repeated.
@@ -139,12 +153,12 @@ class LogTarget:
         Returns:
             Whether everything was confirmed.
         """
-        return self._close(self._feed, Deadline.after(deadline_s))
+        return self._close(self._send_buffer, Deadline.after(deadline_s))
 
     @property
     def stats(self) -> FunnelStats:
         """Counters as they are now."""
-        return FunnelStats(**self._feed.snapshot(), bytes_in_spill=self._room.spill_bytes)
+        return FunnelStats(**self._send_buffer.snapshot(), bytes_in_spill=self._budget.spill_bytes)
 
     def __enter__(self) -> LogTarget:
         """Return itself; leaving the block closes it."""
@@ -174,8 +188,8 @@ class _Opened(NamedTuple):
     """A target with its parts."""
 
     target: LogTarget
-    feed: Feed
-    lane: Lane
+    send_buffer: SendBuffer
+    sender: SenderThread
 
 
 @final
@@ -245,7 +259,7 @@ class LogFunnelClient:
         self._spill_dir = os.path.abspath(spill_dir or _default_spill_dir())
         self._spill_name = spill_name or endpoint
         self._notices = Notices()
-        self._room = Room(memory_limit_bytes, spill_limit_bytes)
+        self._budget = MemoryBudget(memory_limit_bytes, spill_limit_bytes)
         self._link = Link(endpoint, self.node_id, find_token(token_file), tls)
         self._lock = threading.Lock()  # guards the two fields below
         self._opened: dict[str, _Opened] = {}
@@ -292,11 +306,11 @@ class LogFunnelClient:
         """
         deadline = Deadline.after(deadline_s)
         with self._lock:
-            feeds = [opened.feed for opened in self._opened.values()]
+            send_buffers = [opened.send_buffer for opened in self._opened.values()]
         errors = []
-        for feed in feeds:
+        for send_buffer in send_buffers:
             try:
-                feed.flush(deadline)
+                send_buffer.flush(deadline)
             except NvrxError as error:
                 errors.append(error)
         if errors:
@@ -305,9 +319,9 @@ class LogFunnelClient:
     def try_again(self) -> None:
         """Let targets that wait before their next try not wait, for a token that has changed."""
         with self._lock:
-            feeds = [opened.feed for opened in self._opened.values()]
-        for feed in feeds:
-            feed.hurry()
+            send_buffers = [opened.send_buffer for opened in self._opened.values()]
+        for send_buffer in send_buffers:
+            send_buffer.hurry()
 
     def close(self, deadline_s: float | None = 30.0) -> bool:
         """Close all targets and the connection; harmless when repeated.
@@ -323,12 +337,12 @@ class LogFunnelClient:
         deadline = Deadline.after(deadline_s)
         with self._lock:
             self._is_closed = True
-            feeds = [opened.feed for opened in self._opened.values()]
+            send_buffers = [opened.send_buffer for opened in self._opened.values()]
         try:
-            for feed in feeds:
-                feed.finish()
-                feed.hurry()
-            results = [self._close_target(feed, deadline) for feed in feeds]
+            for send_buffer in send_buffers:
+                send_buffer.finish()
+                send_buffer.hurry()
+            results = [self._close_target(send_buffer, deadline) for send_buffer in send_buffers]
             return all(results)
         finally:
             self._link.close()
@@ -338,80 +352,84 @@ class LogFunnelClient:
     def stats(self) -> FunnelStats:
         """Counters of all targets, also of closed ones, as they are now."""
         with self._lock:
-            feeds = [opened.feed for opened in self._opened.values()]
+            send_buffers = [opened.send_buffer for opened in self._opened.values()]
             total = self._past
-        for feed in feeds:
-            total += FunnelStats(**feed.snapshot())
-        return total + FunnelStats(bytes_in_spill=self._room.spill_bytes)
+        for send_buffer in send_buffers:
+            total += FunnelStats(**send_buffer.snapshot())
+        return total + FunnelStats(bytes_in_spill=self._budget.spill_bytes)
 
     def _make_target(self, path: str) -> _Opened:
         spill, first_seq = None, 1
         stream_id = os.urandom(_STREAM_ID_BYTES).hex()
-        if self._room.spill_limit_bytes:
+        if self._budget.spill_limit_bytes:
             identity = Identity(self._spill_name, self.node_id, path, stream_id)
-            spill = adopt(self._spill_dir, identity, self._room, self._notices.add)
+            spill = adopt(self._spill_dir, identity, self._budget, self._notices.add)
             if spill is None:
-                spill = Spill(self._spill_dir, identity, self._room, self._notices.add)
+                spill = Spill(self._spill_dir, identity, self._budget, self._notices.add)
             else:
                 stream_id = spill.identity.stream_id
                 first_seq = spill.next_generation()
                 left = spill.unread
                 line = f"sending {left.lines} lines that an ended process left for {path}"
                 self._notices.add(logging.INFO, line)
-        window = min(_LARGEST_WINDOW_BYTES, self._room.memory_limit_bytes // _WINDOW_SHARE)
+        window = min(_LARGEST_WINDOW_BYTES, self._budget.memory_limit_bytes // _WINDOW_SHARE)
         stream = Stream(
-            self._room,
+            self._budget,
             spill,
             drops=self._drops,
             window_bytes=max(window, BATCH_BYTES),
             first_seq=first_seq,
         )
-        feed = Feed(
+        send_buffer = SendBuffer(
             path,
             stream,
             spill,
-            self._room,
+            self._budget,
             self._notices,
             drops=self._drops,
             write_timeout_s=self._write_timeout_s,
         )
-        lane = Lane(feed, self._link, self._notices, self.endpoint, stream_id)
-        lane.start()
-        return _Opened(LogTarget(feed, self._room, self._close_target), feed, lane)
+        sender = SenderThread(send_buffer, self._link, self._notices, self.endpoint, stream_id)
+        sender.start()
+        return _Opened(
+            LogTarget(send_buffer, self._budget, self._close_target), send_buffer, sender
+        )
 
-    def _close_target(self, feed: Feed, deadline: Deadline) -> bool:
+    def _close_target(self, send_buffer: SendBuffer, deadline: Deadline) -> bool:
         if self._owner_pid != os.getpid():
             return True
-        feed.finish()
+        send_buffer.finish()
         with self._lock:
-            opened = self._opened.get(feed.path)
-        if opened is None or opened.feed is not feed:
+            opened = self._opened.get(send_buffer.path)
+        if opened is None or opened.send_buffer is not send_buffer:
             return True  # somebody else has closed it
-        feed.wait_until_confirmed(deadline)
+        send_buffer.wait_until_confirmed(deadline)
         # A server that has everything ends the call; one that does not is not waited for.
-        if not feed.wait_until_ended(Deadline.after(min(_LAST_CALL_S, deadline.remaining()))):
-            feed.stop()
-            opened.lane.cancel()
-        opened.lane.join(_LAST_CALL_S)
+        if not send_buffer.wait_until_ended(
+            Deadline.after(min(_LAST_CALL_S, deadline.remaining()))
+        ):
+            send_buffer.stop()
+            opened.sender.cancel()
+        opened.sender.join(_LAST_CALL_S)
         with self._lock:
-            if self._opened.pop(feed.path, None) is None:
+            if self._opened.pop(send_buffer.path, None) is None:
                 return True
-            leftover = feed.leave()
-            self._past += FunnelStats(**feed.snapshot())
-        is_confirmed = self._tell(feed, leftover)
+            leftover = send_buffer.leave()
+            self._past += FunnelStats(**send_buffer.snapshot())
+        is_confirmed = self._tell(send_buffer, leftover)
         self._notices.emit()
         return is_confirmed
 
-    def _tell(self, feed: Feed, leftover: Leftover) -> bool:
+    def _tell(self, send_buffer: SendBuffer, leftover: Leftover) -> bool:
         """Say what was not confirmed; return whether that is nothing."""
         left = leftover.unconfirmed
         if not left.size:
-            return not feed.is_refused
+            return not send_buffer.is_refused
         where = f"wait in {leftover.place} for a later client" if leftover.place else "are lost"
         if leftover.place and not leftover.is_whole:
             where = f"wait in part in {leftover.place}; for the rest there was no room"
         self._notices.warn(
-            f"{left.lines} lines ({left.size} bytes) for {feed.path} were not confirmed by"
+            f"{left.lines} lines ({left.size} bytes) for {send_buffer.path} were not confirmed by"
             f" {self.endpoint}; they {where}"
         )
         return False
@@ -421,7 +439,7 @@ class LogFunnelClient:
         self._lock = threading.Lock()
         self._link.abandon()
         for opened in self._opened.values():
-            opened.feed.abandon()
+            opened.send_buffer.abandon()
 
     def __enter__(self) -> LogFunnelClient:
         """Return itself; leaving the block closes it."""

@@ -170,12 +170,12 @@ def _among(
 
 def _behind(ranks: Sequence[RankState]) -> list[RankState]:
     """Return the ranks that have come less far than others; none when all are equal."""
-    told = [r for r in ranks if r.progress is not None]
-    if not told or len(told) < len(ranks):
+    counted = [r for r in ranks if r.progress is not None]
+    if not counted or len(counted) < len(ranks):
         return []
-    least = min(r.progress for r in told if r.progress is not None)
-    behind = [r for r in told if r.progress == least]
-    return behind if len(behind) < len(told) else []
+    least = min(r.progress for r in counted if r.progress is not None)
+    behind = [r for r in counted if r.progress == least]
+    return behind if len(behind) < len(counted) else []
 
 
 def _odd_place(ranks: Sequence[RankState]) -> list[RankState]:

@@ -51,7 +51,7 @@ __all__ = [
     "with_pynvml_lock",
 ]
 
-_ROOMS = {
+_MODULES = {
     "AttributionService": "attribution_client",
     "Check": "_health.check",
     "DistributedStorageHealthCheck": "_health.storage",
@@ -81,10 +81,10 @@ def __getattr__(name: str) -> object:
     if name == "_nvml_lock":
         # Never kept: a forked child gets another one.
         return import_module("nvidia_resiliency_ext.shared_utils._health.devices").lock
-    room = _ROOMS.get(name)
-    if room is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f"nvidia_resiliency_ext.shared_utils.{room}"), name)
+    value: object = getattr(import_module(f"nvidia_resiliency_ext.shared_utils.{module}"), name)
     globals()[name] = value
     return value
 

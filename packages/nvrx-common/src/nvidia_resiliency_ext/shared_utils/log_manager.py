@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns what the environment says about logging; configures nothing.
 
-This is the only place of the logging rooms that reads the environment. A value that makes no sense
-is reported through the ``report`` argument and replaced by the default: logging is set up while
-modules are imported, where an exception would end a job over a typing mistake.
+Only this module of logging reads the environment. A value that makes no sense is reported by the
+``report`` argument and replaced by the default: logging is set up while modules are imported, where
+an exception would end a job over a typing mistake.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Face of the per-node log files: what writes them, what reads their lines, what merges them."""
+"""Public API of the per-node log files: their handler, their lines and their merging."""
 
 from __future__ import annotations
 

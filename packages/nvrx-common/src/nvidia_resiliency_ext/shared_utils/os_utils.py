@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judging a path as it is now; it opens and creates nothing."""
+"""Paths that can be trusted, files that are ours alone, locks, and memory to share."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = [
+    "SEALS",
     "atomic_write",
     "lock_file",
     "open_append_beneath",
@@ -24,6 +25,7 @@ __all__ = [
     "read_regular_file",
     "remove_tree_at",
     "resolve_under_allowed_roots",
+    "shared_memory",
     "sync_directory",
     "validate_directory",
     "validate_filepath",
@@ -448,3 +450,52 @@ def lock_file(descriptor: int, timeout_s: float = 0.0) -> None:
         raise BlockingIOError(errno.EAGAIN, f"another process has had the lock for {timeout_s:g} s")
     if errors:
         raise errors[0]
+
+
+# Numbers of linux/fcntl.h, where this Python does not know them.
+SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
+"""Seals of memory that no holder of its descriptor can shrink or grow."""
+_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
+
+
+def shared_memory(name: str, size_bytes: int, directories: Iterable[str]) -> int:
+    """Return a descriptor of memory that processes can share: only the descriptor travels.
+
+    Args:
+        name: For people who look at a process's descriptors.
+        size_bytes: Its size, which is sealed; 0: a file that may grow.
+        directories: Where a file without a name is made when the kernel gives no such memory; the
+            first that has room is taken.
+
+    Raises:
+        OSError: No directory has room.
+    """
+    if os.environ.get("NVRX_FORCE_NO_MEMFD") != "1" and hasattr(os, "memfd_create"):
+        # An error: seccomp or an old kernel.
+        with contextlib.suppress(OSError):
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            return _sized(fd, size_bytes, is_sealed=True)
+    import tempfile
+
+    problem: OSError | None = None
+    for directory in directories:
+        try:
+            fd, path = tempfile.mkstemp(prefix=f"{name}-", dir=directory)
+            os.unlink(path)
+            return _sized(fd, size_bytes, is_sealed=False)
+        except OSError as error:
+            problem = error
+    raise problem or OSError(errno.ENOENT, "no directory is given")
+
+
+def _sized(fd: int, size_bytes: int, *, is_sealed: bool) -> int:
+    try:
+        if size_bytes:
+            # Blocks now: a store into a hole of a full file system kills with SIGBUS.
+            os.posix_fallocate(fd, 0, size_bytes)
+            if is_sealed:
+                fcntl.fcntl(fd, _ADD_SEALS, SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

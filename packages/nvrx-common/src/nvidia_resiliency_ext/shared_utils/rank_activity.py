@@ -164,12 +164,12 @@ def stack_of(frames: Sequence[Frame]) -> Stack:
         >>> stack_of([("/job/train.py", 41, "load"), ("/job/train.py", 80, "main")])
         Stack(call=<Call.OWN: 'own'>, place='train.py:41 in load')
     """
-    told = [frame for frame in frames if not frame[0].endswith(_PASSED_OVER)]
-    if not told:
+    shown = [frame for frame in frames if not frame[0].endswith(_PASSED_OVER)]
+    if not shown:
         return NO_STACK
-    own = next((frame for frame in told if not _is_of_a_library(frame[0])), told[0])
+    own = next((frame for frame in shown if not _is_of_a_library(frame[0])), shown[0])
     place = f"{own[0].rpartition('/')[2]}:{own[1]} in {own[2]}"[:MAX_PLACE]
-    return Stack(_call_of(*told[0]), place)
+    return Stack(_call_of(*shown[0]), place)
 
 
 def _is_of_a_library(file: str) -> bool:

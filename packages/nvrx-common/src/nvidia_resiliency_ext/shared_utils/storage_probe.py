@@ -3,7 +3,7 @@
 
 A dead mount can hold any of its calls for ever: the storage health check runs this as a program
 (``python -S -m nvidia_resiliency_ext.shared_utils.storage_probe -- PATH...``) that it can leave
-behind. It imports little, to start fast. A path that cannot be judged is reported, never raised.
+behind. It imports little, to start fast. A path that cannot be evaluated is reported, never raised.
 """
 
 from __future__ import annotations

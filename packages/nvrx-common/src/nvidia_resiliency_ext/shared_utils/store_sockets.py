@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sockets under torch's TCPStores, which torch neither closes nor shows.
 
-A torch client asks the kernel for no sign of life and waits for answers without a limit. Its socket
-is found among this process's descriptors. Nothing here imports torch.
+A torch client cannot be closed, asks the kernel for no sign of life and waits for answers without a
+limit. Its socket is found among this process's descriptors. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
+
+from .abandonable import Attempt
+from .errors import DeadlineExceededError
 
 __all__ = [
     "BACKLOG",
     "SILENT_S",
+    "NoAnswerError",
+    "connected_sockets",
     "is_connected_to",
     "listen_at",
+    "open_client",
     "reach",
     "serving_options",
     "socket_copy",
@@ -43,6 +49,53 @@ _TCP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _LIBUV_TAKES_A_SOCKET = (2, 8)
 # Longer than a packet that is lost twice.
 _HALF_SAID_S = 5
+
+
+given_up: list[Attempt] = []
+"""Attempts to make a client that no caller waits for any more, and that torch still keeps."""
+
+
+class NoAnswerError(DeadlineExceededError):
+    """What listens at a port does not answer as a store does."""
+
+
+def open_client(
+    make: Callable[[], Any], port: int, timeout_s: float, witness: socket.socket | None = None
+) -> Any:
+    """Make a client that connects to a store; torch itself would try again, or wait, for ever.
+
+    Args:
+        make: Makes the client; it runs in a thread of its own.
+        port: Port of the store.
+        timeout_s: Seconds to wait at most.
+        witness: Another connection to the store; when it ends the store is gone.
+
+    Raises:
+        NoAnswerError: The client was not made; its connections are ended.
+        Exception: What `make` raises.
+    """
+    before = socket_names()
+    given_up[:] = [attempt for attempt in given_up if attempt.is_alive()]
+    attempt = Attempt(make)
+    is_made = False
+    with contextlib.closing(attempt):
+        attempt.start()
+        try:
+            is_made = attempt.wait(timeout_s, witness)
+        finally:
+            # The caller may have been interrupted.
+            if not is_made:
+                attempt.give_up()
+                given_up.append(attempt)
+                for sock in connected_sockets(port, before):
+                    with sock, contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
+    if not is_made:
+        raise NoAnswerError(f"what listens at port {port} does not answer as a store does")
+    attempt.join()
+    if attempt.error is not None:
+        raise attempt.error
+    return attempt.client
 
 
 def listen_at(family: int, address: tuple[Any, ...]) -> socket.socket:
@@ -145,6 +198,20 @@ def is_connected_to(sock: socket.socket, port: int) -> bool:
         return False
 
 
+def connected_sockets(port: int, known: Collection[str] = frozenset()) -> Iterator[socket.socket]:
+    """Yield this process's sockets that are connected to a port, by a second descriptor.
+
+    Args:
+        port: The port, of any host.
+        known: Names of those that are left out, from `socket_names`.
+    """
+    for _, sock in tcp_sockets(known):
+        if is_connected_to(sock, port):
+            yield sock
+        else:
+            sock.close()
+
+
 def socket_names() -> frozenset[str]:
     """Return the kernel's names of all sockets of this process."""
     return frozenset(name for _, name in _named())
@@ -194,9 +261,6 @@ def socket_copy(descriptor: int) -> socket.socket:
 
 def tcp_socket(descriptor: int) -> tuple[str, socket.socket] | None:
     """Return the kernel's name of a TCP socket, and the socket under a second descriptor.
-
-    Whoever takes it closes it. `None` where the descriptor is something else's, or nobody's; it
-    may become so at any time.
 
     The caller closes the second descriptor. None is returned for a descriptor that is free or
     belongs to something else, which may happen at any time.

@@ -165,10 +165,10 @@ def _recorder() -> Any:
 def _default_checks() -> dict[str, Check]:
     # A name in a variable: what is missing or broken there costs the results, never the dump.
     try:
-        room = importlib.import_module(_HEALTH_CHECKS)
+        checks = importlib.import_module(_HEALTH_CHECKS)
         local_rank = int(os.environ.get("LOCAL_RANK") or 0)
         return {
-            name: getattr(room, kind)(device_index=local_rank) for name, kind in _CHECKS.items()
+            name: getattr(checks, kind)(device_index=local_rank) for name, kind in _CHECKS.items()
         }
     except Exception as error:  # noqa: BLE001 - evidence comes first
         logger.warning("a trace will have no health checks in it: %s", error)

@@ -33,8 +33,6 @@ _CLOCK_SLACK_S = 2.0
 def read_pids_from_file(pidfile: str) -> list[int]:
     """Return the process numbers in a file, one per line; other lines are ignored.
 
-    A file that cannot be read has none.
-
     A file that cannot be read gives an empty list.
 
     Args:

@@ -31,7 +31,7 @@ def call_bounded(name: str, function: Callable[[], T], timeout: timedelta) -> T:
         return function()
 
     call = AbandonableCall(name, run)
-    # Not `call_within`: its error could not be told from one that the function raised.
+    # An error of its own, which cannot be taken for one that the function raised.
     if not call.ended.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX)):
         raise exception.TimeoutError(f"{name} has not ended within {timeout}")
     return call.result()

@@ -19,8 +19,6 @@ _Member = TypeVar("_Member")
 def find_common_ancestor(*instances: object) -> type:
     """Return the lowest common class of all instances.
 
-    Members of a `Compose` stand for it, as it has a class of its own.
-
     Classes are tried in the order of the first instance's; members of a `Compose` stand for it.
 
     Args:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from nvidia_resiliency_ext.inprocess._monitor import factory, start
-from nvidia_resiliency_ext.inprocess._monitor.client import MonitorLink, MonitorSettings
-from nvidia_resiliency_ext.inprocess._monitor.messages import Decided
+from nvidia_resiliency_ext.inprocess._monitor.client import MonitorLink
+from nvidia_resiliency_ext.inprocess._monitor.messages import Decided, MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase, ProgressPage
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
@@ -95,7 +95,7 @@ def daemonize_fn(
     """
     order = {
         "call": factory.name_of(fn, "fn"),
-        "args": factory.dump_args(fn_args),
+        "args": factory.dump_kwargs({"args": list(fn_args)}, "fn_args"),
         "kwargs": factory.dump_kwargs(fn_kwargs or {}, "fn_kwargs"),
     }
     start.run_detached(order)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private room of ``shared_utils.events``: kinds, writer, reader."""
+"""Private modules of ``shared_utils.events``: kinds, writer, reader."""

@@ -78,7 +78,7 @@ class EventLog:
         )
         self._is_closed = False
         self._has_warned = False
-        self._has_told_limit = False
+        self._has_logged_limit = False
         self._dropped_count = 0
         self._dropped_bytes = 0
         self._dropped_why = ""
@@ -247,8 +247,8 @@ class EventLog:
 
     def _passes_limit(self, kind: str, size: int) -> bool:
         """Say whether a full file still takes this kind; the first time, note that it is full."""
-        if not self._has_told_limit:
-            self._has_told_limit = True
+        if not self._has_logged_limit:
+            self._has_logged_limit = True
             self._warn(f"{self.path} is full ({self.max_bytes} bytes)")
             note = {"count": 0, "bytes": 0, "why": "file limit reached: essential kinds only"}
             self._file.write(self._own_line("dropped", note))
@@ -260,8 +260,8 @@ class EventLog:
 
     def _tell_dropped(self) -> None:
         count, lost_bytes = self._dropped_count, self._dropped_bytes
-        told = {"count": count, "bytes": lost_bytes, "why": self._dropped_why}
-        if not self._file.write(self._own_line("dropped", told)):
+        fields = {"count": count, "bytes": lost_bytes, "why": self._dropped_why}
+        if not self._file.write(self._own_line("dropped", fields)):
             self._dropped_count -= count
             self._dropped_bytes -= lost_bytes
 

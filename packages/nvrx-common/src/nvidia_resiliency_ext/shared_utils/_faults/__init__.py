@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rooms behind `shared_utils.inject_fault`; nothing here is public."""
+"""Modules behind `shared_utils.inject_fault`; nothing here is public."""

@@ -112,8 +112,6 @@ class FaultPlan(NamedTuple):
     """One fault for some ranks.
 
     Attributes:
-        fault: What happens.
-        ranks: To whom, in increasing order.
         delay: After how many seconds.
     """
 
@@ -201,8 +199,6 @@ def refusal(fault: str, reason: str) -> RuntimeError:
 
 def on_main_thread_only(fault: str) -> None:
     """Refuse a fault whose signal handler only the main thread may install."""
-    import threading
-
     if threading.current_thread() is not threading.main_thread():
         raise refusal(fault, "dispatch it from the main thread, which alone can install handlers")
 

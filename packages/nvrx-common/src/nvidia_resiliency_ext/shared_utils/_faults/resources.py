@@ -234,12 +234,7 @@ def skew_clock(due: float, has_callback: bool) -> Action:
 
 
 class Skew(Action):
-    """Owns one jump ahead and the jump back.
-
-    Args:
-        read: Returns the wall time.
-        write: Sets it.
-    """
+    """Owns one jump ahead and the jump back."""
 
     def __init__(self, read: Callable[[], float], write: Callable[[float], object]) -> None:
         self._read = read

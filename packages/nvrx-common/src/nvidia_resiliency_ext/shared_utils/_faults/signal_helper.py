@@ -25,12 +25,12 @@ def main() -> int:
     """Wait, send the signal, and return the exit code."""
     pid, number, due, grace, line = sys.argv[1:]
     parent = _Parent(int(pid))
-    heard = parent.listen(float(due) + float(grace))
-    if heard == _BEGUN:
-        heard = parent.listen(float("inf"))
-    if heard is None:
+    received = parent.listen(float(due) + float(grace))
+    if received == _BEGUN:
+        received = parent.listen(float("inf"))
+    if received is None:
         os.write(2, f"{line}\n".encode(errors="replace"))
-    if heard == b"" or not parent.alive():
+    if received == b"" or not parent.alive():
         return 1
     os.kill(int(pid), int(number))
     return 0

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rooms behind the log funnel's servers and client."""
+"""The modules behind the log funnel's servers and client."""

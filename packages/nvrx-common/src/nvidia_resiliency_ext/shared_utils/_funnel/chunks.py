@@ -270,16 +270,13 @@ class AckWriter:
     """Acknowledgements of one call; it lives in the event loop.
 
     However slow the sender reads, one number per stream is all that waits for it.
-
-    Args:
-        write: Sends one message of the call.
     """
 
     def __init__(self, write: Callable[[bytes], Awaitable[Any]]) -> None:
         self._write = write
         self._loop = asyncio.get_running_loop()
-        self._told: dict[str, tuple[int, bool]] = {}
-        self._news: dict[str, tuple[int, Refusal | None]] = {}
+        self._sent: dict[str, tuple[int, bool]] = {}
+        self._unsent: dict[str, tuple[int, Refusal | None]] = {}
         self._task: asyncio.Task[None] | None = None
         self._ending: asyncio.Future[None] = self._loop.create_future()
 
@@ -288,22 +285,25 @@ class AckWriter:
 
         Behind a leaf several senders may ask for the same numbers one after the other.
         """
-        self._news[stream_id] = (seq, refusal)
+        self._unsent[stream_id] = (seq, refusal)
         if self._task is None:
             self._task = self._loop.create_task(self._run())
 
-    def has_told(self, stream_id: str, seq: int) -> bool:
+    def has_sent(self, stream_id: str, seq: int) -> bool:
         """Tell whether the sender knows that all up to this number is committed."""
-        return stream_id not in self._news and self._told.get(stream_id, (0, False)) == (seq, False)
+        return stream_id not in self._unsent and self._sent.get(stream_id, (0, False)) == (
+            seq,
+            False,
+        )
 
     def forget(self, stream_id: str) -> None:
         """A stream starts again: what was told of it before counts no more."""
-        self._news.pop(stream_id, None)
-        self._told.pop(stream_id, None)
+        self._unsent.pop(stream_id, None)
+        self._sent.pop(stream_id, None)
 
     def note_if_new(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
         """Tell the sender about a stream, unless it knows already."""
-        if self._told.get(stream_id, (0, False)) != (seq, refusal is not None):
+        if self._sent.get(stream_id, (0, False)) != (seq, refusal is not None):
             self.note(stream_id, seq, refusal)
 
     async def finish(self) -> None:
@@ -319,12 +319,12 @@ class AckWriter:
 
     async def _run(self) -> None:
         try:
-            while self._news:
-                stream_id, (seq, refusal) = next(iter(self._news.items()))
-                del self._news[stream_id]
-                self._told[stream_id] = (seq, refusal is not None)
+            while self._unsent:
+                stream_id, (seq, refusal) = next(iter(self._unsent.items()))
+                del self._unsent[stream_id]
+                self._sent[stream_id] = (seq, refusal is not None)
                 await self._write(ack(stream_id, seq, refusal))
-                if not self._news:
+                if not self._unsent:
                     # The end of the call ends this wait.
                     await asyncio.wait([self._ending], timeout=_SPACING_S)
         finally:
@@ -365,7 +365,7 @@ def forget_settled(
         stream
         for stream in streams.values()
         if stream.is_settled
-        and (acks is None or acks.has_told(stream.stream_id, stream.committed_seq))
+        and (acks is None or acks.has_sent(stream.stream_id, stream.committed_seq))
     ]
     for stream in settled[: most // 2]:
         del streams[stream.stream_id]

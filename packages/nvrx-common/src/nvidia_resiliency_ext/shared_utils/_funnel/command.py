@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.shared_utils import console
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
-from .edge import AddressError
 from .leaf import LeafConfig
 from .process import RootConfig, log_to_stderr, raise_file_limit
+from .service import AddressError
 from .settings import FSYNC_POLICIES, Access, FunnelOptions
 
 if TYPE_CHECKING:

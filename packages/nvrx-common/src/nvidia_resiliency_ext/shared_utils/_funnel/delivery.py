@@ -13,7 +13,7 @@ from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
 
 from .chunks import Refusal
 from .files import LogFile, StaleLogError
-from .queue import Writers, tell
+from .queue import Writers, notify
 from .target import Batch
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ class Delivery:
     """Writes what waits for targets. `arrange` and `submit` are called with the lock held.
 
     Args:
-        state: The funnel's state and its lock.
-        roots: Where logs may lie.
-        completion: Who announces cycles that look complete.
         grant: Lets in what has room now and returns whom to tell; called with the lock held.
     """
 
@@ -214,7 +211,7 @@ class Delivery:
             self._state.settled.notify_all()
         if error is not None:
             _logger.info("%r can be written again", target.path)
-        tell(moved)
+        notify(moved)
         return goes_on
 
     def _on_error(self, target: Target, error: OSError) -> None:
@@ -230,7 +227,7 @@ class Delivery:
         if is_new:
             why = error.strerror or error
             _logger.error("%r cannot be written: %s; its data waits", target.path, why)
-        tell(moved)
+        notify(moved)
 
     def _on_unsafe(self, target: Target, error: OSError) -> None:
         reason = f"not a place for a log: {target.path!r}: {error.strerror or error}"
@@ -250,7 +247,7 @@ class Delivery:
             self._release(target)
             moved.update(self._grant())
             self._state.settled.notify_all()
-        tell(moved)
+        notify(moved)
 
     def _watch(self) -> None:
         """Look after writers that hang, as long as any work."""
@@ -269,7 +266,7 @@ class Delivery:
                 self._ticker.call_at(now + _WATCH_S, self._watch)
             moved = self._grant() if hanging else []
             self._state.settled.notify_all()
-        tell(moved)
+        notify(moved)
         self._writers.relieve()
         for path in hanging:
             _logger.warning("writing %r hangs; its data waits", path)

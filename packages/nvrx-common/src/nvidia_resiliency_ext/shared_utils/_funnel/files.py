@@ -141,12 +141,7 @@ _FIRST_PRINTABLE, _DELETE = 0x20, 0x7F
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A file below a root.
-
-    Attributes:
-        root: The root, resolved.
-        names: Directories, then the file.
-    """
+    """A file below a root."""
 
     root: str
     names: tuple[str, ...]
@@ -157,7 +152,7 @@ class Roots:
 
     Args:
         paths: Existing directories. They are resolved here, once.
-        must_exist: Without it they need not: for who judges paths and opens none.
+        must_exist: Without it they need not: for code that checks paths and opens none.
 
     Raises:
         ConfigError: One is no directory that can be entered, or there is none.

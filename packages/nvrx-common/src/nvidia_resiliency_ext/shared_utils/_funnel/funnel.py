@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assembly of the root: chunks of all streams go in, come to their files, and are settled.
 
-It knows nothing of gRPC. An edge opens a source for each stream, offers its chunks, and is told
+It knows nothing of gRPC. The service opens a source for each stream, offers its chunks, and is told
 through the source's connection when something moved. One lock guards the bookkeeping; files are
 opened, written and closed by writers, without it.
 """
@@ -33,10 +33,6 @@ _SMALL_BYTES = 4 << 10
 class Funnel:
     """Takes chunks, writes them, and knows which are in their files; safe in all threads.
 
-    Args:
-        options: Limits and places.
-        clock: The time.
-
     Raises:
         ConfigError: A root is no directory.
     """
@@ -67,7 +63,7 @@ class Funnel:
         """The counts and the files; take its lock to look at more than one number."""
         return self._state
 
-    # --- what an edge calls
+    # --- what the service calls
 
     def offer(self, source: Source, chunk: Chunk, size: int) -> bool:
         """Take a chunk of a source.
@@ -127,7 +123,7 @@ class Funnel:
             source.current = None
 
     def wait_settled(self, source: Source, deadline: Deadline) -> bool:
-        """Wait until all of a source is in its files or it is refused; for edges with threads."""
+        """Wait until all of a source is in its files or it is refused; for threads."""
         with self._state.settled:
             return self._state.settled.wait_for(
                 lambda: source.is_settled or source.refusal is not None, deadline.timeout()
@@ -209,7 +205,7 @@ class Funnel:
         source.received_seq = max(source.received_seq, chunk.seq)
         if target.cycle is not None:
             self._completion.arrived(target.cycle, now)
-        verdict = self._judge(target, size)
+        verdict = self._evaluate(target, size)
         if verdict is Verdict.REFUSE:
             raise self._no_room(target)
         if verdict is Verdict.WAIT or target.waiters:
@@ -272,11 +268,11 @@ class Funnel:
                 reason = f"node {node!r} may not write lines of {prefix!r}, which is of {owner!r}"
                 raise Refusal("PERMISSION_DENIED", reason)
 
-    def _judge(self, target: Target, size: int) -> Verdict:
+    def _evaluate(self, target: Target, size: int) -> Verdict:
         troubled = 0
         if target.is_troubled:
             troubled = sum(item.held_bytes for item in self._state.troubled)
-        return self._state.budget.judge(
+        return self._state.budget.evaluate(
             size,
             target.held_bytes,
             is_failing=target.error is not None,
@@ -325,7 +321,7 @@ class Funnel:
             if source.waiting is None:
                 continue
             target, pending = source.waiting
-            verdict = Verdict.WAIT if target in blocked else self._judge(target, pending.size)
+            verdict = Verdict.WAIT if target in blocked else self._evaluate(target, pending.size)
             if verdict is Verdict.WAIT and (source.is_patient or not target.is_troubled):
                 blocked.add(target)
                 still.append(source)

@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import chunks, edge, process
+from . import chunks, process, service
 from .chunks import AckWriter, Refusal, decode, forget_settled
 from .files import Roots
 from .queue import FunnelStats
@@ -27,7 +27,7 @@ _MAX_ID_CHARS = 256
 _MAX_STREAMS = 4096
 
 
-class NoRootError(edge.AddressError):
+class NoRootError(service.AddressError):
     """The root is not there or not healthy."""
 
 
@@ -36,10 +36,8 @@ class LeafConfig:
     """Everything that a leaf is told.
 
     Attributes:
-        upstream: Where the root is.
         grace_s: How long it goes on serving after it was asked to end.
         max_chunks: Chunks that it holds at most until the root confirms them.
-        max_bytes: ... and their bytes.
     """
 
     host: str
@@ -105,9 +103,11 @@ class _Leaf:
 
     async def _serve(self, stopping: asyncio.Event) -> None:
         config = self._config
-        address = edge.address_of(config.host, config.port)
-        server, port = await edge.start(self._handlers(), address, config.access)
-        where = address if config.host.startswith("unix:") else edge.address_of(config.host, port)
+        address = service.address_of(config.host, config.port)
+        server, port = await service.start(self._handlers(), address, config.access)
+        where = (
+            address if config.host.startswith("unix:") else service.address_of(config.host, port)
+        )
         _logger.info("listening on %s, root at %s", where, config.upstream)
         while not await process.happened(stopping.wait(), _STATS_S):
             self._say_stats()
@@ -144,26 +144,26 @@ class _Leaf:
         await self._carry(call, context)
 
     async def _carry(self, call: _Call, context: Any) -> None:
-        await edge.check_access(self._config.access, context)
+        await service.check_access(self._config.access, context)
         if self._is_ending:
-            await edge.abort(context, Refusal("UNAVAILABLE", "this leaf is ending"))
+            await service.abort(context, Refusal("UNAVAILABLE", "this leaf is ending"))
         await context.send_initial_metadata(())
         self._calls.add(call)
         try:
             await call.run()
         except Refusal as refusal:
             _logger.warning("a stream of node %r is refused: %s", call.node_id, str(refusal))
-            await edge.abort(context, refusal, call.trailers())
+            await service.abort(context, refusal, call.trailers())
         finally:
             self._calls.discard(call)
             self._left.set()
 
     async def _health_check(self, _request: bytes, context: Any) -> bytes:
-        await edge.check_access(self._config.access, context)
+        await service.check_access(self._config.access, context)
         return chunks.health(len(self._calls), healthy=self._upstream.is_up)
 
     async def _stats(self, _request: bytes, context: Any) -> bytes:
-        await edge.check_access(self._config.access, context)
+        await service.check_access(self._config.access, context)
         return chunks.stats(self._found(), len(self._calls), (), 0.0)
 
     def _found(self) -> FunnelStats:

@@ -14,7 +14,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import chunks, edge
+from . import chunks, service
 from .servicer import LogAggregationServicer
 
 if TYPE_CHECKING:
@@ -159,10 +159,10 @@ def run(config: RootConfig) -> int:
 
 async def _serve(config: RootConfig, servicer: LogAggregationServicer) -> None:
     stopping = stop_event()
-    methods = edge.RootEdge(servicer, config.access)
-    address = edge.address_of(config.host, config.port)
-    server, port = await edge.start(methods.handlers(), address, config.access)
-    where = address if config.host.startswith("unix:") else edge.address_of(config.host, port)
+    methods = service.RootService(servicer, config.access)
+    address = service.address_of(config.host, config.port)
+    server, port = await service.start(methods.handlers(), address, config.access)
+    where = address if config.host.startswith("unix:") else service.address_of(config.host, port)
     _logger.info("listening on %s", where)
     while not await happened(stopping.wait(), _STATS_S):
         say_stats(servicer)

@@ -40,9 +40,6 @@ class Budget:
 
     One file may hold an eighth, and all files that cannot be written at present a half together, so
     that the others always find room.
-
-    Args:
-        limit_bytes: The most that may wait.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -52,7 +49,7 @@ class Budget:
         self.file_limit_bytes = max(1, limit_bytes // _FILE_SHARE)
         self.troubled_limit_bytes = limit_bytes // _TROUBLED_SHARE
 
-    def judge(
+    def evaluate(
         self, size: int, file_held: int, *, is_failing: bool = False, troubled_held: int = 0
     ) -> Verdict:
         """Return what to do with a chunk now.
@@ -109,7 +106,6 @@ class FunnelState:
     Attributes:
         settled: Notified when chunks were written, let in or refused, and when no writer works.
         targets: All files, the one that was not written for longest first.
-        open: Those that are held open, likewise.
         working: Those that wait for a writer or are with one.
         troubled: Those that cannot be written at present.
     """
@@ -147,7 +143,7 @@ class FunnelState:
             )
 
 
-def tell(sources: Iterable[Source]) -> None:
+def notify(sources: Iterable[Source]) -> None:
     """Tell connections that their sources moved; with no lock held."""
     for source in sources:
         source.connection.progress(source)
@@ -161,10 +157,6 @@ class Writers:
 
     There are two as long as they come along; `relieve` adds one when all hang. They are daemons:
     one that a dead network file system holds must not keep the program from ending.
-
-    Args:
-        serve: What to do with a target.
-        most: The most threads.
     """
 
     _USUAL = 2

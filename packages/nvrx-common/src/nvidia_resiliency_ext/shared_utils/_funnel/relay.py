@@ -17,9 +17,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 from . import chunks
-from . import chunks as messages
 from .chunks import RETRY_CODE, Refusal
-from .edge import ERRORS_IN_ACKS, MAX_MESSAGE_BYTES
+from .service import ERRORS_IN_ACKS, MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,10 +53,8 @@ class RelayStream:
     """One stream of one call.
 
     Attributes:
-        stream_id: As the root knows it.
         is_named: The sender gave it that name and numbers its chunks.
         is_paused: The root has no room for it at present; its chunks wait here.
-        refusal: Why the root takes nothing more.
         unfinished: Files whose last line has no end yet, of a stream without a name.
     """
 
@@ -87,12 +84,7 @@ class RelayStream:
 
 
 class Relay:
-    """All streams of a leaf, and the order in which their chunks go to the root.
-
-    Args:
-        max_chunks: The most chunks that are held.
-        max_bytes: ... and the most bytes.
-    """
+    """All streams of a leaf, and the order in which their chunks go to the root."""
 
     def __init__(self, max_chunks: int, max_bytes: int) -> None:
         self._max_chunks = max_chunks
@@ -272,8 +264,6 @@ class Upstream:
 
     Args:
         target: `HOST:PORT` or `unix:PATH` of the root.
-        access: Token and certificates to show.
-        relay: What is to be sent.
     """
 
     def __init__(self, target: str, access: Access, relay: Relay) -> None:
@@ -307,7 +297,7 @@ class Upstream:
         """Wait until the root says that it is healthy; return why not, if it does not in time."""
         import grpc
 
-        check = self._channel.unary_unary(f"/{messages.SERVICE}/HealthCheck")
+        check = self._channel.unary_unary(f"/{chunks.SERVICE}/HealthCheck")
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout_s
         why = "no answer"
@@ -323,7 +313,7 @@ class Upstream:
                     return why
                 await self._pause(_FIRST_RETRY_S)
                 continue
-            if messages.read_health(answer):
+            if chunks.read_health(answer):
                 return None
             why = "it says that it is not healthy"
             await self._pause(_FIRST_RETRY_S * 5)
@@ -375,7 +365,7 @@ class Upstream:
         if self._is_old_root:
             await self._session_unacknowledged()
             return
-        call = self._channel.stream_stream(f"/{messages.SERVICE}/StreamLogsAcked")(
+        call = self._channel.stream_stream(f"/{chunks.SERVICE}/StreamLogsAcked")(
             metadata=(*self._access.metadata(), ERRORS_IN_ACKS), wait_for_ready=True
         )
         with _cancelled_at_end(call):
@@ -392,7 +382,7 @@ class Upstream:
                 await asyncio.gather(writing, return_exceptions=True)
 
     async def _session_unacknowledged(self) -> None:
-        call = self._channel.stream_unary(f"/{messages.SERVICE}/StreamLogs")(
+        call = self._channel.stream_unary(f"/{chunks.SERVICE}/StreamLogs")(
             metadata=self._access.metadata(), wait_for_ready=True
         )
         with _cancelled_at_end(call):
@@ -430,7 +420,7 @@ class Upstream:
 
         loop = asyncio.get_running_loop()
         while (data := await call.read()) is not grpc.aio.EOF:
-            stream_id, seq, code, reason = messages.read_ack(data)
+            stream_id, seq, code, reason = chunks.read_ack(data)
             refusal = Refusal(code, reason) if code else None
             if self._relay.confirm(stream_id, seq, refusal):
                 loop.call_later(_PAUSE_S, self._relay.resume, stream_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the way of news from the writers' threads into the event loop: one wake-up for many."""
+"""Calls from the writers' threads into the event loop, one wake-up for many; counts."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from .target import Target
 
 
-class Mailbox:
-    """News for streams of one event loop, in which it must be made."""
+class LoopQueue:
+    """Calls for streams of one event loop, in which it must be made."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._news: deque[tuple[Callable[[Source], None], Source]] = deque()
+        self._posted: deque[tuple[Callable[[Source], None], Source]] = deque()
         self._is_waking = False
 
     def post(self, take: Callable[[Source], None], source: Source) -> None:
         """Have `take(source)` called in the event loop; from any thread."""
-        self._news.append((take, source))
+        self._posted.append((take, source))
         if not self._is_waking:
             self._is_waking = True
             try:
@@ -45,8 +45,8 @@ class Mailbox:
     def _deliver(self) -> None:
         # First: what is added from now on wakes the loop again.
         self._is_waking = False
-        for _ in range(len(self._news)):
-            take, source = self._news.popleft()
+        for _ in range(len(self._posted)):
+            take, source = self._posted.popleft()
             take(source)
 
 

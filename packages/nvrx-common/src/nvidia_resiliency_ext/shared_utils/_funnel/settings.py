@@ -114,7 +114,6 @@ class Access:
     Attributes:
         token: The job's secret; `None`: none is asked for.
         certificate: This server's certificate; `None`: no TLS.
-        key: Its key.
         authority: Who signed the certificates of clients, which then must have one.
     """
 
@@ -130,11 +129,6 @@ class Access:
     @classmethod
     def for_server(cls, host: str, *, insecure: bool = False, **files: str | None) -> Access:
         """Take the token from the file that NVRX_LOG_FUNNEL_TOKEN_FILE names, if it is set.
-
-        Args:
-            host: Where the server will listen.
-            insecure: Anybody who reaches it may write.
-            files: Paths of certificate, key and authority.
 
         Raises:
             ConfigError: The token or a certificate is unusable, or anybody could write and nobody

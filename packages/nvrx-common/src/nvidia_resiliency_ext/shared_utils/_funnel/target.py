@@ -293,7 +293,7 @@ class Batch:
 
 
 class Connection(Protocol):
-    """One RPC, as its edge implements it."""
+    """One RPC, as its service implements it."""
 
     def progress(self, source: Source) -> None:
         """Take note that a source of this connection moved: committed, admitted or refused.
@@ -336,7 +336,6 @@ class Source:
         identity: Tells whose line a file ends with; the `stream_id`, or something unique.
         is_patient: It waits for room in a file that hangs. A connection that carries the streams
             of many would hold up the others, so it is refused for now instead.
-        node_id: As the first chunk named it.
         targets: The files that it named, with when it last went over to each in `used_at`.
         current: The file that its last chunk was for.
         waiting: The target for whose room this source waits, with its chunk.

@@ -71,14 +71,14 @@ class Notices:
         self.add(logging.WARNING, line)
 
     def state(self, name: str, level: int, line: str) -> None:
-        """Keep a line about a state of the server, unless it was the last one told."""
+        """Keep a line about a state of the server, unless it was the last one logged."""
         with self._lock:
             if name != self._state:
                 self._state = name
                 self.add(level, line)
 
     def is_in_trouble(self) -> bool:
-        """Say whether the last state told was a bad one."""
+        """Say whether the last state logged was a bad one."""
         return self._state not in {"", "up", "plain"}
 
     def emit(self) -> None:
@@ -136,7 +136,7 @@ RESERVE_BYTES = 128 * 1024
 """What a target may hold even when the others have used up the memory."""
 
 
-class Room:
+class MemoryBudget:
     """Two limits, shared by threads. Its lock guards every field and is taken last.
 
     Args:
@@ -256,13 +256,8 @@ class Outcome(NamedTuple):
         return f"{self.code}: {text}" if text else self.code
 
 
-def judge(outcome: Outcome, *, is_plain: bool) -> Verdict:
-    """Return what to do after a call that ended like this.
-
-    Args:
-        outcome: Its status.
-        is_plain: It was a stream without acknowledgements.
-    """
+def evaluate(outcome: Outcome, *, is_plain: bool) -> Verdict:
+    """Return what to do after a call that ended like this."""
     if outcome.code == "UNIMPLEMENTED":
         return Verdict.RETRY_SLOWLY if is_plain else Verdict.FALL_BACK
     if outcome.code in {"UNAUTHENTICATED", "PERMISSION_DENIED"}:

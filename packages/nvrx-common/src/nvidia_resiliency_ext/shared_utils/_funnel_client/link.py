@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.shared_utils.credentials import PemFile, TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, MissingExtraError
 
-from .limits import Backoff, Outcome, Verdict, judge
+from .limits import Backoff, Outcome, Verdict, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .feed import Feed, Sending
     from .limits import Chunk, Notices
+    from .send_buffer import SendBuffer, Sending
 
 
 _LONGEST_UNIX_PATH = 107
@@ -48,9 +48,6 @@ class FunnelTls:
 
 class Tls:
     """The files of a connection, as they are now.
-
-    Args:
-        files: Where they are.
 
     Raises:
         ConfigError: A file cannot be read, or only one of key and certificate is given.
@@ -174,7 +171,6 @@ class Link:
 
     Args:
         endpoint: `host:port` or `unix:/path`.
-        node_id: What this node is called.
         token: The job's secret, if there is one.
         tls: Certificates, None for an open connection.
 
@@ -274,21 +270,17 @@ class Link:
             return self._channel
 
 
-class Lane:
+class SenderThread:
     """Keeps a call to the server open as long as there is something to send.
 
     Args:
-        feed: The target's lines.
-        link: The way to the server.
-        notices: Lines for people.
-        endpoint: The server's name in them.
         stream_id: Under which the server counts the lines.
     """
 
     def __init__(
-        self, feed: Feed, link: Link, notices: Notices, endpoint: str, stream_id: str
+        self, send_buffer: SendBuffer, link: Link, notices: Notices, endpoint: str, stream_id: str
     ) -> None:
-        self._feed = feed
+        self._send_buffer = send_buffer
         self._link = link
         self._notices = notices
         self._endpoint = endpoint
@@ -318,11 +310,11 @@ class Lane:
     def _run(self) -> None:
         try:
             while True:
-                sending = self._feed.begin(is_plain=self._is_plain)
+                sending = self._send_buffer.begin(is_plain=self._is_plain)
                 if sending is None or not self._after(*self._talk(sending)):
                     return
         finally:
-            self._feed.lane_ended()
+            self._send_buffer.sender_ended()
             self._notices.emit()
 
     def _talk(self, sending: Sending) -> tuple[Outcome, bool]:
@@ -330,32 +322,32 @@ class Lane:
         has_progressed = False
         try:
             call = self._link.start(
-                sending, self._feed.path, self._stream_id, is_plain=sending.is_plain
+                sending, self._send_buffer.path, self._stream_id, is_plain=sending.is_plain
             )
         except (ConnectionAbortedError, ValueError, RuntimeError) as error:
             # The client closes its channel at this moment, or the interpreter ends.
-            self._feed.end(sending)
+            self._send_buffer.end(sending)
             return Outcome("CANCELLED", str(error)), False
         self._call = call
         try:
             if sending.is_plain:
                 status = call.final_status()
                 if status == "OK" and sending.last_seq:
-                    has_progressed = bool(self._feed.confirm(sending.last_seq))
+                    has_progressed = bool(self._send_buffer.confirm(sending.last_seq))
                     self._is_back()
             else:
                 for stream_id, seq in call.answers():
                     has_progressed = self._take(stream_id, seq) or has_progressed
         finally:
             self._call = None
-            self._feed.end(sending)
+            self._send_buffer.end(sending)
         outcome = call.outcome()
         if sending.is_plain and outcome.code == "OK" and status != "OK":
             outcome = Outcome("UNAVAILABLE", f"the server could not write: {status}")
         return outcome, has_progressed
 
     def _take(self, stream_id: str, seq: int) -> bool:
-        result = self._feed.confirm(seq) if stream_id == self._stream_id else None
+        result = self._send_buffer.confirm(seq) if stream_id == self._stream_id else None
         if result is None:
             line = f"{self._endpoint} confirms lines that were never sent to it; this is ignored"
             self._notices.state("nonsense", logging.ERROR, line)
@@ -367,7 +359,7 @@ class Lane:
 
     def _after(self, outcome: Outcome, has_progressed: bool) -> bool:
         """Prepare the next call; False when there is to be none."""
-        verdict = judge(outcome, is_plain=self._is_plain)
+        verdict = evaluate(outcome, is_plain=self._is_plain)
         if outcome.code == "OK" and has_progressed:
             # A plain stream that was ended to have it confirmed, or the end of a closed target.
             return True
@@ -381,11 +373,11 @@ class Lane:
             self._notices.emit()
             return True
         self._is_plain = self._is_plain and verdict is Verdict.RETRY_SLOWLY
-        self._feed.reconnects += 1
+        self._send_buffer.reconnects += 1
         if verdict is Verdict.REFUSED:
-            lost = self._feed.refuse(str(outcome))
+            lost = self._send_buffer.refuse(str(outcome))
             line = (
-                f"{self._endpoint} refuses {self._feed.path}: {outcome};"
+                f"{self._endpoint} refuses {self._send_buffer.path}: {outcome};"
                 f" {lost.lines} lines ({lost.size} bytes) are lost"
             )
             self._notices.add(logging.ERROR, line)
@@ -399,7 +391,7 @@ class Lane:
             self._is_away(outcome)
             delay_s = self._backoff.next_s()
         self._notices.emit()
-        self._feed.pause(delay_s)
+        self._send_buffer.pause(delay_s)
         return True
 
     def _is_away(self, outcome: Outcome) -> None:

@@ -28,7 +28,7 @@ from .spill_place import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .limits import Room
+    from .limits import MemoryBudget
 
     Report = Callable[[int, str], None]
 
@@ -48,7 +48,6 @@ class Segment:
 
     Attributes:
         gap: What was given up before its first record.
-        size: Where the next record goes.
         unread: Lines and bytes that have still to be read.
     """
 
@@ -210,17 +209,16 @@ class Spill:
 
     Args:
         spill_dir: Where the directory is made when it is first needed.
-        identity: Whose lines they are.
-        room: Counts their bytes.
-        report: Takes a line for people.
     """
 
-    def __init__(self, spill_dir: str, identity: Identity, room: Room, report: Report) -> None:
+    def __init__(
+        self, spill_dir: str, identity: Identity, budget: MemoryBudget, report: Report
+    ) -> None:
         self.identity = identity
         self._spill_dir = spill_dir
-        self._room = room
+        self._budget = budget
         self._report = report
-        share = room.spill_limit_bytes // _FEWEST_SEGMENTS
+        share = budget.spill_limit_bytes // _FEWEST_SEGMENTS
         self._segment_bytes = max(_SMALLEST_SEGMENT_BYTES, share)
         self._segments: deque[Segment] = deque()
         self._path = ""
@@ -253,7 +251,7 @@ class Spill:
         last = self._segments[-1] if self._segments else None
         fresh = last is None or bool(gap.lines) or last.size + size > self._segment_bytes
         needed = size + Segment.HEADER_BYTES if fresh else size
-        if not self._room.take_spill(needed):
+        if not self._budget.take_spill(needed):
             return False
         try:
             if fresh or last is None:
@@ -261,7 +259,7 @@ class Spill:
                 self._segments.append(last)
             last.append(chunk)
         except OSError as error:
-            self._room.give_spill(needed)
+            self._budget.give_spill(needed)
             if self._segments and self._segments[-1].size == Segment.HEADER_BYTES:
                 self._segments.pop().discard(self._path)
             self._fail(error)
@@ -289,7 +287,7 @@ class Spill:
             return False
         finally:
             if self._segments and self._segments[0].number == number:
-                self._room.add_spill(self._segments[0].size)
+                self._budget.add_spill(self._segments[0].size)
         return True
 
     def has_unread(self) -> bool:
@@ -356,7 +354,7 @@ class Spill:
                 self._remove(self._segments[0])
             self._remove_directory()
         for segment in self._segments:
-            self._room.give_spill(segment.size)
+            self._budget.give_spill(segment.size)
         self.forget_descriptors()
 
     def take_over(self, path: str, owner_fd: int) -> None:
@@ -375,7 +373,7 @@ class Spill:
                 self._report(logging.WARNING, line)
                 continue
             self._segments.append(segment)
-            self._room.add_spill(segment.size)
+            self._budget.add_spill(segment.size)
             self._last_number = max(self._last_number, segment.number)
 
     def _new_segment(self, number: int, gap: Gap) -> Segment:
@@ -396,7 +394,7 @@ class Spill:
     def _remove(self, segment: Segment) -> None:
         self._segments.remove(segment)
         segment.discard(self._path)
-        self._room.give_spill(segment.size)
+        self._budget.give_spill(segment.size)
 
     def _remove_directory(self) -> None:
         if self._owner_fd >= 0:
@@ -405,7 +403,7 @@ class Spill:
             remove_place(path, owner_fd)
 
 
-def adopt(spill_dir: str, identity: Identity, room: Room, report: Report) -> Spill | None:
+def adopt(spill_dir: str, identity: Identity, budget: MemoryBudget, report: Report) -> Spill | None:
     """Take over what an earlier process of the same name left for this target.
 
     Of several the oldest is taken; the others wait for later processes.
@@ -414,7 +412,7 @@ def adopt(spill_dir: str, identity: Identity, room: Room, report: Report) -> Spi
         The spill, with the stream id of that process; None when there is nothing.
     """
     for path, fd, found in ownerless(spill_dir, identity):
-        spill = Spill(spill_dir, found, room, report)
+        spill = Spill(spill_dir, found, budget, report)
         try:
             spill.take_over(path, fd)
         except OSError as error:

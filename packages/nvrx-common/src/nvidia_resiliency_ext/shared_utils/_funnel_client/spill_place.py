@@ -37,8 +37,6 @@ class Identity:
     Args:
         name: The client's name for what it leaves behind.
         node_id: The node that the lines are from.
-        path: The target.
-        stream_id: Under which the server counts them.
     """
 
     def __init__(self, name: str, node_id: str, path: str, stream_id: str) -> None:

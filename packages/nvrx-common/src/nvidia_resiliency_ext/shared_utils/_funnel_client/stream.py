@@ -16,68 +16,29 @@ stream holds a lock around every call.
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from .limits import BATCH_BYTES, BATCH_DELAY_S, MAX_LINE_BYTES, Chunk, Gap, Room, cut_at, notice_of
+from .limits import (
+    BATCH_BYTES,
+    BATCH_DELAY_S,
+    MAX_LINE_BYTES,
+    Chunk,
+    Gap,
+    MemoryBudget,
+    cut_at,
+    notice_of,
+)
+
+if TYPE_CHECKING:
+    from .spill import Spill
 
 _MAX_WINDOW_CHUNKS = 4096
-
-
-class SpillFiles(Protocol):
-    """What a stream wants of its files."""
-
-    @property
-    def unread(self) -> Gap:
-        """Lines and bytes that `read` has still to return."""
-        ...
-
-    def append(self, chunk: Chunk, gap: Gap) -> bool:
-        """Add a chunk behind the others, and before it what was given up there.
-
-        Returns:
-            False when it cannot be done; nothing has changed then.
-        """
-        ...
-
-    def has_unread(self) -> bool:
-        """Say whether `read` would return something."""
-        ...
-
-    def read(self) -> Chunk | None:
-        """Return the oldest chunk not read so far."""
-        ...
-
-    def drop_oldest(self) -> tuple[Gap, Gap] | None:
-        """Give up the oldest unread lines.
-
-        Returns:
-            What was given up, and the same with what had been given up directly before it; None
-            when there is nothing.
-        """
-        ...
-
-    def put_gap(self, gap: Gap) -> bool:
-        """Keep a gap before the oldest unread chunk; False when nothing is there to keep it."""
-        ...
-
-    def confirmed(self, seq: int) -> None:
-        """Let go of chunks up to a number."""
-        ...
-
-    def put_first(self, chunks: list[Chunk]) -> bool:
-        """Add chunks before all others; False when it cannot be done."""
-        ...
-
-    def close(self, *, keeps_files: bool) -> None:
-        """Close the files, and remove them unless they are to be kept."""
-        ...
 
 
 class Stream:
     """The lines of one target, in order.
 
     Args:
-        room: Limits shared with other targets.
         spill: Files for what memory does not hold, None for none.
         drops: Give up the oldest lines rather than refuse new ones.
         window_bytes: How much may be sent and not confirmed.
@@ -86,8 +47,8 @@ class Stream:
 
     def __init__(
         self,
-        room: Room,
-        spill: SpillFiles | None,
+        budget: MemoryBudget,
+        spill: Spill | None,
         *,
         drops: bool,
         window_bytes: int,
@@ -108,7 +69,7 @@ class Stream:
         self.bytes_dropped = 0
         self.lines_broken = 0
         self.chunks_resent = 0
-        self._room = room
+        self._budget = budget
         self._spill = spill
         self._drops = drops
         self._window_limit_bytes = window_bytes
@@ -220,7 +181,7 @@ class Stream:
         """Let go of everything up to `seq`.
 
         Returns:
-            Whether it was news; None for a number that was never sent.
+            Whether it was new; None for a number that was never sent.
         """
         if seq > self._last_seq:
             return None
@@ -230,7 +191,7 @@ class Stream:
         self._confirmed_seq = max(self._confirmed_seq, seq)
         if self._spill is not None:
             self._spill.confirmed(seq)
-        self._room.give_memory(freed)
+        self._budget.give_memory(freed)
         return freed > 0
 
     def move_to_spill(self) -> bool:
@@ -259,7 +220,7 @@ class Stream:
 
     def release(self) -> None:
         """Give the room back; nothing is sent any more."""
-        self._room.give_memory(self._window_bytes + self._waiting_bytes)
+        self._budget.give_memory(self._window_bytes + self._waiting_bytes)
         self._window_bytes = self._waiting_bytes = 0
         for part in (self._in_flight, self._resend, self._waiting):
             part.clear()
@@ -275,7 +236,7 @@ class Stream:
             self._cut_if_due(now)
         if self._gap.lines:
             chunk, self._gap = notice_of(self._gap), Gap()
-            self._room.add_memory(len(chunk.data))
+            self._budget.add_memory(len(chunk.data))
             return chunk
         if not self._waiting:
             return None
@@ -287,7 +248,7 @@ class Stream:
         while self._spill is not None and self._spill.has_unread():
             chunk = self._spill.read()
             if chunk is not None:
-                self._room.add_memory(len(chunk.data))
+                self._budget.add_memory(len(chunk.data))
                 return chunk
         return None
 
@@ -322,7 +283,7 @@ class Stream:
                 return True
 
     def _take_memory(self, size: int) -> bool:
-        while not self._room.take_memory(size, self._window_bytes + self._waiting_bytes):
+        while not self._budget.take_memory(size, self._window_bytes + self._waiting_bytes):
             if not self._waiting or not self._push_out():
                 return False
         return True
@@ -333,7 +294,7 @@ class Stream:
             return False
         size = len(self._waiting.popleft().data)
         self._waiting_bytes -= size
-        self._room.give_memory(size)
+        self._budget.give_memory(size)
         return True
 
     def _append_to_spill(self, chunk: Chunk) -> bool:
@@ -371,7 +332,7 @@ class Stream:
             return False
         chunk = self._waiting.popleft()
         self._waiting_bytes -= len(chunk.data)
-        self._room.give_memory(len(chunk.data))
+        self._budget.give_memory(len(chunk.data))
         self._drop_chunk(chunk)
         return True
 

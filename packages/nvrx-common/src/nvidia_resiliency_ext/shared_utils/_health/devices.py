@@ -35,11 +35,7 @@ class Answering(Protocol):
 
 
 class NvmlSession:
-    """Puts questions of `NvmlQueries` to whoever answers them in this process.
-
-    Args:
-        answering: Answers them.
-    """
+    """Puts questions of `NvmlQueries` to whoever answers them in this process."""
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
@@ -115,8 +111,6 @@ def session() -> NvmlSession:
 
 def set_nvml(binding: Any) -> None:
     """Use an object in place of the module `pynvml`.
-
-    It starts a new session, so a test can also use it to forget what was found before.
 
     A new session begins, which forgets all earlier readings.
 

@@ -122,11 +122,9 @@ class GpuReading:
     """What was read of one GPU; `None` is what could not be told.
 
     Attributes:
-        label: Its name in messages.
         recovery_action: What the driver wants done; 0 is nothing.
         error: Why it could not be read.
         numbers: ECC and row remapping counters by name.
-        bus_id: PCI address.
     """
 
     label: str
@@ -154,7 +152,7 @@ def driver_major(version: str) -> int | None:
     return int(first) if first.isascii() and first.isdigit() else None
 
 
-def judge_gpus(readings: Sequence[GpuReading], expected: int | None) -> Finding:
+def evaluate_gpus(readings: Sequence[GpuReading], expected: int | None) -> Finding:
     """Return what to think of these GPUs.
 
     Args:
@@ -259,7 +257,7 @@ class GPUHealthCheck(PeriodicCheck, PynvmlMixin):
             if self.device_index is None:
                 self._most_seen = max(self._most_seen, len(readings))
                 expected = max(expected or 0, self._most_seen)
-            finding = judge_gpus(readings, expected)
+            finding = evaluate_gpus(readings, expected)
         except NvmlUnavailableError as error:
             if not expected:
                 return skipped(str(error))

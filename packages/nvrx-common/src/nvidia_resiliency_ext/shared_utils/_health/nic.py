@@ -209,11 +209,11 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         except StuckError as error:
             return unhealthy(f"{self.nic_name}: {error}")
         evidence: dict[str, Any] = {"nic": self.nic_name, "link_downed": now, **counters}
-        is_judged = bool(now) or any(key.rpartition("/")[2] in self._limits for key in counters)
-        if not is_judged:
+        is_evaluated = bool(now) or any(key.rpartition("/")[2] in self._limits for key in counters)
+        if not is_evaluated:
             if self._was_there and self._has_vanished():
                 return unhealthy(f"{self.nic_name} has vanished", evidence)
-            return skipped(f"{self.nic_name} has no counter that is judged", evidence)
+            return skipped(f"{self.nic_name} has no counter that is evaluated", evidence)
         self._was_there = True
         problems = [*self._broken_links(now), *self._fast_counters(counters)]
         if problems:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import stat
 from typing import TYPE_CHECKING, Any, Literal
 
 from .check import Finding, PeriodicCheck, healthy, log_once, skipped, unhealthy
+from .storage import parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -33,7 +33,7 @@ def socket_of(socket_path: str | None, endpoint: str | None) -> str | None:
     return target if target.startswith(("/", "./")) or not endpoint else None
 
 
-def judge_answer(*, success: bool, exit_code: int, output: str, error: str) -> Finding:
+def evaluate_answer(*, success: bool, exit_code: int, output: str, error: str) -> Finding:
     """Return what to think of an answer.
 
     Args:
@@ -42,7 +42,7 @@ def judge_answer(*, success: bool, exit_code: int, output: str, error: str) -> F
         output: JSON text with `fail_count` and `failed_checks`.
         error: What went wrong, in its words.
     """
-    details = _details(output)
+    details = parse_object(output)
     evidence: dict[str, Any] = {"exit_code": exit_code}
     failed: float = 0
     names: object = None
@@ -60,14 +60,6 @@ def judge_answer(*, success: bool, exit_code: int, output: str, error: str) -> F
     if details is None:
         return healthy("the daemon's answer has no usable details", evidence)
     return healthy(evidence=evidence)
-
-
-def _details(output: str) -> dict[str, Any] | None:
-    try:
-        details = json.loads(output)
-    except (ValueError, RecursionError):
-        return None
-    return details if isinstance(details, dict) else None
 
 
 def _shorten(value: object) -> str:
@@ -156,7 +148,7 @@ class NodeHealthCheck(PeriodicCheck):
                 answer = stub.RunHealthCheck(request, timeout=self.request_timeout_sec)
             except grpc.RpcError as error:
                 return self._refused(error)
-        return judge_answer(
+        return evaluate_answer(
             success=answer.success,
             exit_code=answer.exit_code,
             output=answer.output,

@@ -106,11 +106,7 @@ PortKey = tuple[str, int]
 
 
 class PortHistory:
-    """The last windows of one port.
-
-    Args:
-        window_count: How many windows are kept.
-    """
+    """The last windows of one port."""
 
     def __init__(self, window_count: int) -> None:
         self._previous: Mapping[str, int] | None = None
@@ -273,7 +269,7 @@ class NVLinkWindowHealthCheck(PeriodicCheck, PynvmlMixin):
     Args:
         device_index: Local rank whose GPU is looked at; `None` looks at all of the node.
         interval: Seconds between two looks of `async_check`.
-        window_count: How many windows are judged together.
+        window_count: How many windows are evaluated together.
         threshold: A port is bad when its counters grew in more windows than this.
         gpu_ports_threshold: A GPU is unhealthy from this many bad ports on.
         on_failure: Awaited by `async_check` after an unhealthy look.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NvmlError(NvrxError):
-    """Base of the errors of this room."""
+    """Base of the errors of this module."""
 
 
 class NvmlUnavailableError(NvmlError):
@@ -23,13 +23,7 @@ class NvmlUnavailableError(NvmlError):
 
 
 class NvmlCallError(NvmlError):
-    """The driver answered with an error.
-
-    Args:
-        query: What was asked.
-        code: Its number.
-        text: Its words.
-    """
+    """The driver answered with an error."""
 
     # Numbers of nvmlReturn_t, which never change.
     INVALID_ARGUMENT = 2

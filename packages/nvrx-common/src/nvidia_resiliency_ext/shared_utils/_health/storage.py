@@ -42,9 +42,7 @@ class Mount:
     """One mounted file system.
 
     Attributes:
-        path: Where it is mounted.
         kind: Its type, such as `nfs4`.
-        source: What is mounted.
         is_read_only: Whether writing is impossible, by the mount or the file system itself.
     """
 
@@ -101,7 +99,7 @@ class Limits:
     free_inodes_fraction: float = 0.0
 
 
-def parse_object(data: bytes) -> dict[str, Any] | None:
+def parse_object(data: bytes | str) -> dict[str, Any] | None:
     """Return the JSON object in a child's output, `None` if it is something else."""
     try:
         found = json.loads(data)
@@ -110,7 +108,7 @@ def parse_object(data: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def judge_mount(answer: Mapping[str, Any] | None, limits: Limits) -> str | None:
+def evaluate_mount(answer: Mapping[str, Any] | None, limits: Limits) -> str | None:
     """Return what is wrong with a mount after its probe ended, if anything."""
     if answer is None:
         return "the probe failed"
@@ -125,7 +123,7 @@ def judge_mount(answer: Mapping[str, Any] | None, limits: Limits) -> str | None:
     return None
 
 
-def judge_paths(answer: Mapping[str, Any] | None) -> str | None:
+def evaluate_paths(answer: Mapping[str, Any] | None) -> str | None:
     """Return what is wrong with paths after `storage_probe` ended, if anything."""
     if answer is None:
         return "the probe failed"
@@ -285,7 +283,7 @@ class DistributedStorageHealthCheck(PeriodicCheck):
                 problem: str | None = answer
             else:
                 found = parse_object(answer[1])
-                problem = judge_mount(found, self._limits)
+                problem = evaluate_mount(found, self._limits)
                 evidence[mount.path] = {"type": mount.kind, **(found or {})}
             if problem is None and mount.is_read_only and mount.path in self._writable:
                 problem = "has become read-only"
@@ -349,7 +347,7 @@ class StoragePathHealthCheck(Check):
         paths = list(dict.fromkeys(path for path in given if isinstance(path, str)))
         problems = [f"invalid: {path!r}" for path in given if not isinstance(path, str)]
         for path, answer in self._probes.ask(paths, self._timeout_s).items():
-            problem = answer if isinstance(answer, str) else judge_paths(parse_object(answer[1]))
+            problem = answer if isinstance(answer, str) else evaluate_paths(parse_object(answer[1]))
             if problem is not None:
                 problems.append(problem if path in problem else f"{path}: {problem}")
         evidence = {"paths": paths, "abandoned_probes": abandoned_probes()}

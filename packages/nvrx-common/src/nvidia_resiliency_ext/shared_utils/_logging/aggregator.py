@@ -132,14 +132,14 @@ class NodeLogAggregator:
 
     def _begin_again(self) -> Aggregation | None:
         """Return an aggregation of the directory that stands under the path now."""
-        is_told = False
+        is_logged = False
         while not self._stop.is_set():
             try:
                 return Aggregation(self._job, _log.warning)
             except (OSError, RuntimeError) as error:
-                if not is_told:
+                if not is_logged:
                     _log.warning("aggregation of %s waits: %s", self._job.temp_dir, error)
-                is_told = True
+                is_logged = True
             self._wait(None, _RETRY_S)
         return None
 

@@ -27,11 +27,8 @@ class FilePosition:
     """How far a file is read. Its first bytes tell it from a later file with its inode number.
 
     Attributes:
-        inode: Number of the file.
         done: Offset up to which the merged file has everything.
         after: Offset after the present batch; ``done`` without one.
-        head_bytes: How many first bytes are known.
-        head_crc: Their checksum.
     """
 
     inode: int
@@ -61,12 +58,9 @@ class Position:
     """Everything that an aggregator must know when it starts again.
 
     Attributes:
-        output_inode: The merged file.
-        output_bytes: Its size before the batch.
         files: What is known of each file, in the order of a batch.
         batch: What may or may not be in the output; None when nothing is under way.
         boot_id: The boot that ``monotonic_s`` belongs to.
-        monotonic_s: When this was written.
     """
 
     output_inode: int
@@ -354,15 +348,11 @@ def count_records(descriptor: int, offset: int = 0) -> int:
 
 def _position_of(directory: int) -> Position | None:
     """Return how far an aggregator of this boot has read the files."""
-    from .journal import STATE_NAME
-
     try:
         os.stat(STATE_NAME, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
         return None
     from nvidia_resiliency_ext.shared_utils.procfs import boot_id
-
-    from .journal import read_position
 
     position = read_position(directory)
     return position if position is not None and position.boot_id == boot_id() else None

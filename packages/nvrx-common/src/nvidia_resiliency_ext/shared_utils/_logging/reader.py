@@ -167,8 +167,6 @@ class Read:
     Attributes:
         data: At most ``CHUNK_BYTES``.
         end: Offset of the end of the data in the file.
-        has_more: The file was longer than that.
-        is_settled: Nothing came since the look before.
         is_over: Nobody will write to it any more.
     """
 

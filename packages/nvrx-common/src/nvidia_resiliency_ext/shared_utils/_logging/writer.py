@@ -35,10 +35,6 @@ class DirectoryLock:
     The kernel's lock belongs to the process and not to its forked children, who would otherwise
     hold it after our death. It says nothing within a process: the set does.
 
-    Args:
-        directory: Descriptor of the directory.
-        path: Its path, for the message.
-
     Raises:
         DirectoryBusyError: Somebody holds the lock.
         OSError: The lock's file cannot be made.
@@ -75,7 +71,6 @@ class Output:
 
     Args:
         directory: Descriptor of its directory; it stays open.
-        name: Its name.
 
     Raises:
         UnsafePathError: It is no regular file with a single name.
@@ -180,7 +175,6 @@ class Step:
     """What a step did.
 
     Attributes:
-        taken: Bytes read and merged.
         again_s: When the next one is due at the latest; 0 for at once.
         is_stuck: Nothing can be written, so there is no use in trying earlier.
     """
@@ -194,7 +188,6 @@ class Aggregation:
     """Used by one thread. It takes what an earlier aggregation of the directory left behind.
 
     Args:
-        job: What to do.
         report: Is told, once each, what goes wrong while it goes on.
 
     Raises:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private room of ``shared_utils.report``: model, text, html."""
+"""Private modules of ``shared_utils.report``: model, text, html."""

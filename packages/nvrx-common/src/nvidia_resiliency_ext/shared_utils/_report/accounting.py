@@ -12,7 +12,7 @@ from .timeline import Lane, Span, flatten
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .cycles import Seen, Story, Window
+    from .cycles import JobHistory, TimedEvent, Window
     from .timeline import Cycle, FaultNote
 
 
@@ -50,7 +50,7 @@ _GOOD_RESULTS = frozenset({"", "ok", "success", "succeeded", "pass", "done"})
 
 
 @dataclass(frozen=True, slots=True)
-class Paint:
+class AttributedSpan:
     """A span of the accounting; ``host`` is None where it holds for the whole job."""
 
     host: str | None
@@ -66,25 +66,25 @@ class Save:
     done: float
 
 
-def succeeded(event: Seen) -> bool:
+def succeeded(event: TimedEvent) -> bool:
     """Say whether a checkpoint event tells of a success."""
     return not event.text("error") and event.text("result").lower() in _GOOD_RESULTS
 
 
-def key_of(event: Seen) -> str:
+def key_of(event: TimedEvent) -> str:
     """Return what names the checkpoint of an event."""
     return event.shown("id") or event.shown("iteration")
 
 
-def saves(story: Story) -> list[Save]:
+def saves(history: JobHistory) -> list[Save]:
     """Return the complete checkpoints in the order of their end.
 
     Each rank may report its own part. A checkpoint is complete when as many ranks reported it as
     any checkpoint of that cycle, and none of them an error.
     """
     complete: list[Save] = []
-    for events in story.events.values():
-        parts: dict[str, list[Seen]] = defaultdict(list)
+    for events in history.events.values():
+        parts: dict[str, list[TimedEvent]] = defaultdict(list)
         for event in events:
             if event.kind == "ckpt_save":
                 parts[key_of(event) or str(event.at)].append(event)
@@ -97,109 +97,117 @@ def saves(story: Story) -> list[Save]:
     return sorted(complete, key=lambda save: save.done)
 
 
-def paint(story: Story) -> tuple[list[Paint], dict[Window, float]]:
+def attribute_spans(history: JobHistory) -> tuple[list[AttributedSpan], dict[Window, float]]:
     """Return all spans of the accounting, and the seconds that each window's fault threw away."""
-    painted = [Paint(None, Span(each.start, each.end, "productive")) for each in story.windows]
-    for cycle in story.cycles:
-        painted.extend(_cycle_spans(story, cycle))
-        for event in story.events[cycle]:
-            painted.extend(_event_spans(event))
-    if story.cycles:
-        painted.append(Paint(None, Span(story.start, story.cycles[0].start, "bracket")))
+    attributed = [
+        AttributedSpan(None, Span(each.start, each.end, "productive")) for each in history.windows
+    ]
+    for cycle in history.cycles:
+        attributed.extend(_cycle_spans(history, cycle))
+        for event in history.events[cycle]:
+            attributed.extend(_event_spans(event))
+    if history.cycles:
+        attributed.append(
+            AttributedSpan(None, Span(history.start, history.cycles[0].start, "bracket"))
+        )
     lost_s: dict[Window, float] = {}
     lost_from: dict[Window, float] = {}
-    for number, kept_until in _thrown_away(story):
-        window = story.windows[number]
+    for number, kept_until in _thrown_away(history):
+        window = history.windows[number]
         lost_s[window] = 0.0
-        for each in (story.windows[before] for before in range(number, -1, -1)):
+        for each in (history.windows[before] for before in range(number, -1, -1)):
             if each.end <= kept_until:
                 break
             # Work that an earlier fault threw away cannot be lost again.
             until = lost_from.get(each, each.end)
             begin = lost_from[each] = min(until, max(each.start, kept_until))
             lost_s[window] += until - begin
-            painted.append(Paint(None, Span(begin, until, "lost_work")))
-    return [each for each in painted if each.span.seconds > 0], lost_s
+            attributed.append(AttributedSpan(None, Span(begin, until, "lost_work")))
+    return [each for each in attributed if each.span.seconds > 0], lost_s
 
 
-def _cycle_spans(story: Story, cycle: Cycle) -> list[Paint]:
+def _cycle_spans(history: JobHistory, cycle: Cycle) -> list[AttributedSpan]:
     """Return the way to the first step and the time until the first fault was noticed."""
-    windows, faults = story.windows_in(cycle), story.faults_in(cycle)
-    spans: list[Paint] = []
+    windows, faults = history.windows_in(cycle), history.faults_in(cycle)
+    spans: list[AttributedSpan] = []
     closing = [window.fault for window in windows if window.fault is not None]
     if not windows:
         closing = faults[:1]
-    spans.extend(Paint(None, Span(each.onset, each.at, "detection")) for each in closing)
+    spans.extend(AttributedSpan(None, Span(each.onset, each.at, "detection")) for each in closing)
     if windows:
-        spans.append(Paint(None, Span(cycle.start, windows[0].start, "bracket")))
-    elif story.windows:
+        spans.append(AttributedSpan(None, Span(cycle.start, windows[0].start, "bracket")))
+    elif history.windows:
         # Steps are reported by this job, so a cycle without any never got that far.
         end = faults[0].onset if faults else cycle.end
-        spans.append(Paint(None, Span(cycle.start, end, "bracket")))
+        spans.append(AttributedSpan(None, Span(cycle.start, end, "bracket")))
     return spans
 
 
-def _event_spans(event: Seen) -> list[Paint]:
+def _event_spans(event: TimedEvent) -> list[AttributedSpan]:
     """Return the spans that one event explains by itself."""
     if event.kind == "phase":
         name = PHASES.get(event.text("name"), "restart_other")
-        return [Paint(event.host, Span(event.at - event.seconds("dur_s"), event.at, name))]
+        return [AttributedSpan(event.host, Span(event.at - event.seconds("dur_s"), event.at, name))]
     if event.kind == "ckpt_save":
         began = _save_began(event)
         span = Span(began, began + event.seconds("stall_s"), "checkpoint_stall")
-        return [Paint(None, span)]
+        return [AttributedSpan(None, span)]
     if event.kind == "inproc_restart":
         spans, end = [], event.at
         for name, seconds in reversed(event.durations("phases").items()):
             category = PHASES.get(name, "restart_other")
-            spans.append(Paint(None, Span(end - seconds, end, category)))
+            spans.append(AttributedSpan(None, Span(end - seconds, end, category)))
             end -= seconds
         return spans
     return []
 
 
-def _save_began(event: Seen) -> float:
+def _save_began(event: TimedEvent) -> float:
     return event.at - max(event.seconds("write_s"), event.seconds("stall_s"))
 
 
-def _thrown_away(story: Story) -> list[tuple[int, float]]:
+def _thrown_away(history: JobHistory) -> list[tuple[int, float]]:
     """Return, for each window that a fault ended, its place and up to when work was kept."""
-    complete = saves(story)
-    has_saves = bool(story.of_kind("ckpt_save"))
+    complete = saves(history)
+    has_saves = bool(history.of_kind("ckpt_save"))
     found: list[tuple[int, float]] = []
-    for number, window in enumerate(story.windows):
+    for number, window in enumerate(history.windows):
         if window.fault is None:
             continue
-        after = story.windows[number + 1].end if number + 1 < len(story.windows) else story.end
+        after = (
+            history.windows[number + 1].end if number + 1 < len(history.windows) else history.end
+        )
         if has_saves:
-            found.append((number, _kept_until(story, complete, window, after)))
+            found.append((number, _kept_until(history, complete, window, after)))
         else:
-            rewound = _rewound_to(story, window, after)
+            rewound = _rewound_to(history, window, after)
             if rewound is not None:
                 found.append((number, rewound))
     return found
 
 
-def _kept_until(story: Story, complete: Sequence[Save], window: Window, after: float) -> float:
+def _kept_until(
+    history: JobHistory, complete: Sequence[Save], window: Window, after: float
+) -> float:
     """Return the begin of the save that the job went on from, else of the last complete one."""
     noticed = window.fault.at if window.fault else window.end
     loads = [
-        key_of(event) for event in story.between("ckpt_load", noticed, after) if succeeded(event)
+        key_of(event) for event in history.between("ckpt_load", noticed, after) if succeeded(event)
     ]
     usable = [save for save in complete if save.done <= noticed]
     if loads:
         loaded = Counter(loads).most_common(1)[0][0]
         matching = [save for save in usable if save.key == loaded]
         usable = matching or usable
-    return usable[-1].began if usable else story.start
+    return usable[-1].began if usable else history.start
 
 
-def _rewound_to(story: Story, window: Window, after: float) -> float | None:
+def _rewound_to(history: JobHistory, window: Window, after: float) -> float | None:
     """Return when the iteration with which the job went on had first been reached."""
     noticed = window.fault.at if window.fault else window.end
     later = [
         event
-        for event in story.between("progress", noticed, after)
+        for event in history.between("progress", noticed, after)
         # What began before the fault was noticed is no progress of those who went on.
         if event.integer("iteration") is not None and event.at - event.seconds("window_s") > noticed
     ]
@@ -207,25 +215,27 @@ def _rewound_to(story: Story, window: Window, after: float) -> float | None:
         return None
     first = later[0]
     resumed_at = (first.integer("iteration") or 0) - (first.integer("steps") or 0)
-    for event in reversed(story.between("progress", story.start, noticed)):
+    for event in reversed(history.between("progress", history.start, noticed)):
         iteration = event.integer("iteration")
         if iteration is not None and iteration <= resumed_at:
             return min(window.end, event.at)
-    return story.start
+    return history.start
 
 
-def node_lanes(story: Story, painted: Sequence[Paint], hosts: Sequence[str]) -> tuple[Lane, ...]:
+def node_lanes(
+    history: JobHistory, attributed: Sequence[AttributedSpan], hosts: Sequence[str]
+) -> tuple[Lane, ...]:
     """Return one lane per node: the job's time as this node saw it."""
     lanes = []
     for host in hosts:
-        own = [each.span for each in painted if each.host in {None, host}]
-        lives = [(cycle.start, cycle.end) for cycle in story.cycles if host in cycle.hosts] or [
-            (story.start, story.end)
+        own = [each.span for each in attributed if each.host in {None, host}]
+        lives = [(cycle.start, cycle.end) for cycle in history.cycles if host in cycle.hosts] or [
+            (history.start, history.end)
         ]
         first, last = min(start for start, _ in lives), max(end for _, end in lives)
-        first = min([first, *(each.span.start for each in painted if each.host == host)])
-        flat = flatten(own, ORDER, max(first, story.start), last, "unknown")
-        faults = tuple(fault for fault in story.faults if fault.host == host)
+        first = min([first, *(each.span.start for each in attributed if each.host == host)])
+        flat = flatten(own, ORDER, max(first, history.start), last, "unknown")
+        faults = tuple(fault for fault in history.faults if fault.host == host)
         lanes.append(Lane(host, host, None, tuple(_unbracketed(flat)), faults))
     return tuple(lanes)
 
@@ -237,22 +247,22 @@ def _unbracketed(spans: Sequence[Span]) -> list[Span]:
     ]
 
 
-def rank_lanes(story: Story, painted: Sequence[Paint]) -> tuple[Lane, ...]:
+def rank_lanes(history: JobHistory, attributed: Sequence[AttributedSpan]) -> tuple[Lane, ...]:
     """Return one lane per rank: start-up, steps, checkpoint stalls, the time until it was gone."""
     spans: dict[int, list[Span]] = defaultdict(list)
     hosts: dict[int, str] = {}
-    lost = [each.span for each in painted if each.span.name == "lost_work"]
+    lost = [each.span for each in attributed if each.span.name == "lost_work"]
     faults: dict[int | None, list[FaultNote]] = defaultdict(list)
-    for fault in story.faults:
+    for fault in history.faults:
         faults[fault.rank].append(fault)
-    for cycle in story.cycles:
-        by_rank: dict[int, list[Seen]] = defaultdict(list)
-        for event in story.events[cycle]:
+    for cycle in history.cycles:
+        by_rank: dict[int, list[TimedEvent]] = defaultdict(list)
+        for event in history.events[cycle]:
             if event.record.rank is not None and event.record.rank >= 0:
                 by_rank[event.record.rank].append(event)
         for rank, own in by_rank.items():
             hosts[rank] = own[-1].host
-            spans[rank].extend(_rank_spans(story, cycle, own, lost))
+            spans[rank].extend(_rank_spans(history, cycle, own, lost))
     return tuple(
         Lane(
             f"rank {rank}",
@@ -266,7 +276,7 @@ def rank_lanes(story: Story, painted: Sequence[Paint]) -> tuple[Lane, ...]:
 
 
 def _rank_spans(
-    story: Story, cycle: Cycle, own: Sequence[Seen], lost: Sequence[Span]
+    history: JobHistory, cycle: Cycle, own: Sequence[TimedEvent], lost: Sequence[Span]
 ) -> list[Span]:
     """Return what one rank did in one cycle."""
     first = {event.kind: event for event in reversed(own)}
@@ -280,32 +290,32 @@ def _rank_spans(
         note = (
             "warm start" if is_warm else f"cold start: {event.text('cold_reason') or 'no reason'}"
         )
-    windows = story.windows_in(cycle)
+    windows = history.windows_in(cycle)
     if not windows:
-        name = "bracket" if story.windows else "unknown"
+        name = "bracket" if history.windows else "unknown"
         return flatten([Span(start, end, name, note)], ORDER, start, end, "unknown")
     step = first["first_step"].at if "first_step" in first else windows[0].start
-    painted = [Span(start, min(step, end), "bracket", note)]
-    painted.extend(span for span in lost if span.end > step and span.start < end)
+    attributed = [Span(start, min(step, end), "bracket", note)]
+    attributed.extend(span for span in lost if span.end > step and span.start < end)
     for window in windows:
-        painted.append(Span(max(step, window.start), min(window.end, end), "productive"))
+        attributed.append(Span(max(step, window.start), min(window.end, end), "productive"))
         if window.fault is not None:
-            painted.append(Span(window.end, window.fault.at, "detection"))
-            painted.append(Span(window.fault.at, end, "stop"))
+            attributed.append(Span(window.end, window.fault.at, "detection"))
+            attributed.append(Span(window.fault.at, end, "stop"))
     for event in own:
         if event.kind == "inproc_restart":
-            painted.append(Span(event.at, end, "productive"))
+            attributed.append(Span(event.at, end, "productive"))
         if event.kind == "ckpt_save" and event.seconds("stall_s"):
             began = event.at - max(event.seconds("write_s"), event.seconds("stall_s"))
-            painted.append(Span(began, began + event.seconds("stall_s"), "checkpoint_stall"))
-    return flatten(_trimmed(painted, windows), ORDER, start, end, "unknown")
+            attributed.append(Span(began, began + event.seconds("stall_s"), "checkpoint_stall"))
+    return flatten(_trimmed(attributed, windows), ORDER, start, end, "unknown")
 
 
-def _trimmed(painted: list[Span], windows: Sequence[object]) -> list[Span]:
+def _trimmed(attributed: list[Span], windows: Sequence[object]) -> list[Span]:
     """Let the stop after a fault end where the next window of the same cycle begins."""
     begins = sorted(getattr(window, "start", 0.0) for window in windows)
     trimmed = []
-    for span in painted:
+    for span in attributed:
         if span.name == "stop":
             after = next((begin for begin in begins if begin > span.start), span.end)
             trimmed.append(Span(span.start, max(span.start, min(span.end, after)), span.name))

@@ -29,7 +29,6 @@ class Archive:
 
     Args:
         top: Name of the directory that everything lies in.
-        max_bytes: How much text it takes.
     """
 
     def __init__(self, top: str, max_bytes: int) -> None:
@@ -107,11 +106,7 @@ _NAMES = frozenset(
 
 
 class Collector:
-    """Fills an archive.
-
-    Args:
-        archive: Takes the texts.
-    """
+    """Fills an archive."""
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive

@@ -21,7 +21,7 @@ _LARGEST = 1e15
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TimedEvent:
     """One event with its node, its time on the common axis, and which launch it belongs to.
 
     ``launch`` counts the launches of a job: cycle numbers begin again in each of them.
@@ -74,18 +74,19 @@ class Seen:
         }
 
 
-def gather(files: Sequence[EventFile]) -> list[Seen]:
+def gather(files: Sequence[EventFile]) -> list[TimedEvent]:
     """Return the events of all files in the order of their times.
 
     Within a file, times follow the monotonic clock where the header allows it, so that a step of
     the wall clock makes no time appear or vanish. A clock that was found to be off is put right.
     """
-    seen: list[Seen] = []
+    seen: list[TimedEvent] = []
     for launch, own in enumerate(_launches(files)):
         for file in own:
             offset, off_s = _offset(file), _off_s(file)
             seen.extend(
-                Seen(_at(event, offset) - off_s, file.host, launch, event) for event in file.events
+                TimedEvent(_at(event, offset) - off_s, file.host, launch, event)
+                for event in file.events
             )
     return sorted(seen, key=lambda event: event.at)
 
@@ -162,7 +163,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class JobHistory:
     """A job's cycles with what happened in each. ``windows`` is empty where no step was seen."""
 
     start: float
@@ -170,8 +171,8 @@ class Story:
     cycles: tuple[Cycle, ...]
     faults: tuple[FaultNote, ...]
     windows: tuple[Window, ...]
-    events: dict[Cycle, list[Seen]]
-    kinds: dict[str, list[Seen]]
+    events: dict[Cycle, list[TimedEvent]]
+    kinds: dict[str, list[TimedEvent]]
     cycle_faults: dict[Cycle, list[FaultNote]]
     cycle_windows: dict[Cycle, list[Window]]
 
@@ -183,18 +184,18 @@ class Story:
         """Return the productive windows of one cycle."""
         return self.cycle_windows[cycle]
 
-    def of_kind(self, kind: str) -> list[Seen]:
+    def of_kind(self, kind: str) -> list[TimedEvent]:
         """Return all events of one kind, oldest first."""
         return self.kinds.get(kind, [])
 
-    def between(self, kind: str, begin: float, end: float) -> list[Seen]:
+    def between(self, kind: str, begin: float, end: float) -> list[TimedEvent]:
         """Return the events of one kind later than ``begin`` and not later than ``end``."""
         own = self.of_kind(kind)
         first = bisect_right(own, begin, key=lambda event: event.at)
         return own[first : bisect_right(own, end, key=lambda event: event.at)]
 
 
-def tell(seen: Sequence[Seen]) -> Story:
+def build_history(seen: Sequence[TimedEvent]) -> JobHistory:
     """Sort events into cycles and find out when steps were done."""
     start, end = seen[0].at, seen[-1].at
     cycles = _cycles(seen, end) or [
@@ -202,8 +203,8 @@ def tell(seen: Sequence[Seen]) -> Story:
     ]
     by_key = {(cycle.launch, cycle.number): cycle for cycle in cycles}
     starts = [cycle.start for cycle in cycles]
-    events: dict[Cycle, list[Seen]] = {cycle: [] for cycle in cycles}
-    kinds: dict[str, list[Seen]] = defaultdict(list)
+    events: dict[Cycle, list[TimedEvent]] = {cycle: [] for cycle in cycles}
+    kinds: dict[str, list[TimedEvent]] = defaultdict(list)
     faults: dict[Cycle, list[FaultNote]] = {cycle: [] for cycle in cycles}
     for event in seen:
         number = event.record.cycle
@@ -218,7 +219,7 @@ def tell(seen: Sequence[Seen]) -> Story:
         faults[cycle] += _inprocess_faults(cycle, events[cycle], faults[cycle])
         faults[cycle].sort(key=_noticed)
     windows = {cycle: _windows(cycle, events[cycle], faults[cycle]) for cycle in cycles}
-    return Story(
+    return JobHistory(
         start=start,
         end=end,
         cycles=tuple(cycles),
@@ -235,14 +236,14 @@ def _noticed(fault: FaultNote) -> float:
     return fault.at
 
 
-def _hosts(seen: Sequence[Seen]) -> tuple[str, ...]:
+def _hosts(seen: Sequence[TimedEvent]) -> tuple[str, ...]:
     return tuple(sorted({event.host for event in seen}))
 
 
-def _cycles(seen: Sequence[Seen], end: float) -> list[Cycle]:
+def _cycles(seen: Sequence[TimedEvent], end: float) -> list[Cycle]:
     """Join what the nodes say about each cycle: it lasts from its first start to its last end."""
-    begun: dict[tuple[int, int], list[Seen]] = defaultdict(list)
-    ended: dict[tuple[int, int], list[Seen]] = defaultdict(list)
+    begun: dict[tuple[int, int], list[TimedEvent]] = defaultdict(list)
+    ended: dict[tuple[int, int], list[TimedEvent]] = defaultdict(list)
     for event in seen:
         if event.kind in {"cycle_start", "cycle_end"} and event.record.cycle is not None:
             kept = begun if event.kind == "cycle_start" else ended
@@ -274,7 +275,7 @@ def _cycles(seen: Sequence[Seen], end: float) -> list[Cycle]:
     ]
 
 
-def _fault(event: Seen, cycle: Cycle) -> FaultNote:
+def _fault(event: TimedEvent, cycle: Cycle) -> FaultNote:
     """Describe a fault; a hang began when its deadline began to run."""
     cause = event.text("cause") or "unknown"
     deadline_s, late_s = event.number("deadline_s"), event.number("late_s")
@@ -297,9 +298,9 @@ def _fault(event: Seen, cycle: Cycle) -> FaultNote:
     )
 
 
-def inprocess_restarts(events: Sequence[Seen]) -> list[list[Seen]]:
+def inprocess_restarts(events: Sequence[TimedEvent]) -> list[list[TimedEvent]]:
     """Return what was recorded of each in-process restart; every rank may report it."""
-    groups: dict[tuple[int | None, int, int], list[Seen]] = defaultdict(list)
+    groups: dict[tuple[int | None, int, int], list[TimedEvent]] = defaultdict(list)
     counts: Counter[tuple[int | None, int, int | None]] = Counter()
     for event in events:
         if event.kind == "inproc_restart":
@@ -312,7 +313,7 @@ def inprocess_restarts(events: Sequence[Seen]) -> list[list[Seen]]:
 
 
 def _inprocess_faults(
-    cycle: Cycle, events: Sequence[Seen], known: Sequence[FaultNote]
+    cycle: Cycle, events: Sequence[TimedEvent], known: Sequence[FaultNote]
 ) -> list[FaultNote]:
     """Describe the fault of each in-process restart of which no other event tells."""
     found = []
@@ -344,7 +345,7 @@ def _inprocess_faults(
     return found
 
 
-def _first_step_at(events: Sequence[Seen], limit: float) -> float | None:
+def _first_step_at(events: Sequence[TimedEvent], limit: float) -> float | None:
     """Return when the last rank had done its first step, or when progress first began."""
     firsts = [event.at for event in events if event.kind == "first_step" and event.at <= limit]
     if firsts:
@@ -355,7 +356,9 @@ def _first_step_at(events: Sequence[Seen], limit: float) -> float | None:
     return max(events[0].at, progress.at - progress.seconds("window_s"))
 
 
-def _windows(cycle: Cycle, events: Sequence[Seen], faults: Sequence[FaultNote]) -> list[Window]:
+def _windows(
+    cycle: Cycle, events: Sequence[TimedEvent], faults: Sequence[FaultNote]
+) -> list[Window]:
     """Walk through a cycle: steps, a fault, an in-process restart, steps again, the end."""
     first_fault_at = min((fault.at for fault in faults), default=cycle.end)
     opened = _first_step_at(events, min(first_fault_at, cycle.end))

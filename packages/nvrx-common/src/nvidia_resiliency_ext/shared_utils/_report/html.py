@@ -190,12 +190,12 @@ def _where(timeline: Timeline) -> str:
         legend.append(
             f'<li><i{_hatch(name)} style="background-color:var(--{name})"></i>{_safe(text)}</li>'
         )
-    told = "; ".join(
+    summary = "; ".join(
         f"{CATEGORIES[name]} {seconds / timeline.wall_s:.1%}" for name, seconds in used
     )
     return (
         "<section><h2>Where the time went</h2>"
-        f'<div class="bar" role="img" aria-label="{_safe(told)}">{"".join(pieces)}</div>'
+        f'<div class="bar" role="img" aria-label="{_safe(summary)}">{"".join(pieces)}</div>'
         f'<ul class="legend">{"".join(legend)}</ul></section>'
     )
 

@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .accounting import ORDER, key_of, node_lanes, paint, rank_lanes, saves, succeeded
-from .cycles import gather, inprocess_restarts, tell
+from .accounting import ORDER, attribute_spans, key_of, node_lanes, rank_lanes, saves, succeeded
+from .cycles import build_history, gather, inprocess_restarts
 from .timeline import (
     CATEGORIES,
     Checkpoints,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.shared_utils._events.read import EventFile
 
-    from .cycles import Seen, Story, Window
+    from .cycles import JobHistory, TimedEvent, Window
     from .timeline import Cycle
 
 
@@ -63,47 +63,47 @@ def build_timeline(files: Sequence[EventFile]) -> Timeline:
             bad_lines=sum(file.bad_lines for file in files),
             notes=("Nothing has been recorded yet.", *_unread(files)),
         )
-    story = tell(seen)
-    painted, lost_s = paint(story)
-    spans = [each.span for each in painted]
-    flat = flatten(spans, ORDER, story.start, story.end, "unknown")
+    history = build_history(seen)
+    attributed, lost_s = attribute_spans(history)
+    spans = [each.span for each in attributed]
+    flat = flatten(spans, ORDER, history.start, history.end, "unknown")
     flat = [replace(span, name="startup") if span.name == "bracket" else span for span in flat]
     seconds = totals(flat, CATEGORIES)
-    wall_s = story.end - story.start
-    is_known = bool(story.windows) and wall_s > 0
+    wall_s = history.end - history.start
+    is_known = bool(history.windows) and wall_s > 0
     ends = [event for event in seen if event.kind == "job_end"]
     launches = {(event.host, event.launch) for event in seen}
     missing = launches - {(event.host, event.launch) for event in ends}
     lost = _lost(seen, missing)
     is_ended = bool(ends) and missing <= lost
-    sizes = [cycle.world_size for cycle in story.cycles if cycle.world_size]
+    sizes = [cycle.world_size for cycle in history.cycles if cycle.world_size]
     hosts = _hosts(files)
-    lanes = rank_lanes(story, painted)
+    lanes = rank_lanes(history, attributed)
     return Timeline(
         job_id=_job_id(files),
         is_of_many_jobs=len(_job_ids(files)) > 1,
-        start=story.start,
-        end=story.end,
+        start=history.start,
+        end=history.end,
         is_ended=is_ended,
         result=ends[-1].text("result") if ends else "",
         exit_code=ends[-1].integer("exit_code") if ends else None,
         hosts=hosts,
         ranks=max(sizes, default=len(lanes)),
-        cycles=story.cycles,
-        faults=story.faults,
-        restarts=tuple(_restarts(story, lost_s)),
+        cycles=history.cycles,
+        faults=history.faults,
+        restarts=tuple(_restarts(history, lost_s)),
         seconds=seconds,
         goodput=seconds["productive"] / wall_s if is_known else None,
         accounting=tuple(flat),
-        nodes=node_lanes(story, painted, hosts),
+        nodes=node_lanes(history, attributed, hosts),
         lanes=lanes,
-        checkpoints=_checkpoints(story),
+        checkpoints=_checkpoints(history),
         workers=_workers(seen),
         remarks=tuple(_remarks(seen)),
-        steps=_sum(story.of_kind("progress"), "steps"),
-        dropped=_sum(story.of_kind("dropped"), "count"),
+        steps=_sum(history.of_kind("progress"), "steps"),
+        dropped=_sum(history.of_kind("dropped"), "count"),
         bad_lines=sum(file.bad_lines for file in files),
-        notes=(*_endings(lost, is_ended=is_ended), *_notes(files, story)),
+        notes=(*_endings(lost, is_ended=is_ended), *_notes(files, history)),
     )
 
 
@@ -122,7 +122,7 @@ def _end_of(path: str) -> str:
     return plain(path if len(path) <= _LONGEST_PATH else f"...{path[-_LONGEST_PATH:]}")
 
 
-def _told_of(job_id: str, files: Sequence[EventFile]) -> str:
+def _job_note(job_id: str, files: Sequence[EventFile]) -> str:
     """Tell one of several jobs: when it was, how it ended, and in which files it stands."""
     own = [file for file in files if file.header.get("job_id") == job_id]
     seen = gather(own)
@@ -142,22 +142,24 @@ def _job_ids(files: Sequence[EventFile]) -> set[str]:
     return {job_id for job_id in found if isinstance(job_id, str) and job_id}
 
 
-def _restarts(story: Story, lost_s: dict[Window, float]) -> list[Restart]:
+def _restarts(history: JobHistory, lost_s: dict[Window, float]) -> list[Restart]:
     """Return every restart: of the job's workers, or inside their processes."""
-    found = [restart for cycle in story.cycles for restart in _inprocess(story, cycle, lost_s)]
-    for before, cycle in zip(story.cycles, story.cycles[1:], strict=False):
+    found = [restart for cycle in history.cycles for restart in _inprocess(history, cycle, lost_s)]
+    for before, cycle in zip(history.cycles, history.cycles[1:], strict=False):
         if cycle.launch == before.launch and cycle.number > before.number:
-            found.append(_in_job(story, before, cycle, lost_s))
+            found.append(_in_job(history, before, cycle, lost_s))
     return sorted(found, key=lambda restart: restart.at)
 
 
-def _in_job(story: Story, before: Cycle, cycle: Cycle, lost_s: dict[Window, float]) -> Restart:
-    faults, windows = story.faults_in(before), story.windows_in(cycle)
-    closed = [window for window in story.windows_in(before) if window.fault is not None]
+def _in_job(
+    history: JobHistory, before: Cycle, cycle: Cycle, lost_s: dict[Window, float]
+) -> Restart:
+    faults, windows = history.faults_in(before), history.windows_in(cycle)
+    closed = [window for window in history.windows_in(before) if window.fault is not None]
     fault = closed[-1].fault if closed else (faults[0] if faults else None)
     begin = fault.onset if fault else before.end
     back = windows[0].start if windows else None
-    phases = _phases(story, begin, cycle.start if back is None else back)
+    phases = _phases(history, begin, cycle.start if back is None else back)
     if back is not None:
         phases["first step"] = back - cycle.start
     return Restart(
@@ -172,20 +174,20 @@ def _in_job(story: Story, before: Cycle, cycle: Cycle, lost_s: dict[Window, floa
     )
 
 
-def _phases(story: Story, begin: float, end: float) -> dict[str, float]:
+def _phases(history: JobHistory, begin: float, end: float) -> dict[str, float]:
     """Return the seconds of each phase between two times: of the node that took longest."""
     per_host: dict[str, dict[str, float]] = defaultdict(dict)
-    for event in story.between("phase", begin, end):
+    for event in history.between("phase", begin, end):
         hosts = per_host[event.text("name")]
         hosts[event.host] = hosts.get(event.host, 0.0) + event.seconds("dur_s")
     return {name: max(hosts.values()) for name, hosts in per_host.items()}
 
 
-def _inprocess(story: Story, cycle: Cycle, lost_s: dict[Window, float]) -> list[Restart]:
+def _inprocess(history: JobHistory, cycle: Cycle, lost_s: dict[Window, float]) -> list[Restart]:
     """Return the in-process restarts of a cycle."""
-    windows = story.windows_in(cycle)
+    windows = history.windows_in(cycle)
     found = []
-    for reports in inprocess_restarts(story.events[cycle]):
+    for reports in inprocess_restarts(history.events[cycle]):
         phases: dict[str, float] = {}
         for report in reports:
             for name, seconds in report.durations("phases").items():
@@ -209,27 +211,27 @@ def _inprocess(story: Story, cycle: Cycle, lost_s: dict[Window, float]) -> list[
     return found
 
 
-def _checkpoints(story: Story) -> Checkpoints:
-    written = story.of_kind("ckpt_save")
+def _checkpoints(history: JobHistory) -> Checkpoints:
+    written = history.of_kind("ckpt_save")
     stalls: dict[str, float] = {}
     for event in written:
         key = key_of(event) or str(event.at)
         stalls[key] = max(stalls.get(key, 0.0), event.seconds("stall_s"))
     return Checkpoints(
-        saved=len(saves(story)),
+        saved=len(saves(history)),
         failed=len({event.shown("id") or event.at for event in written if not succeeded(event)}),
-        loaded=len({event.shown("id") or event.at for event in story.of_kind("ckpt_load")}),
+        loaded=len({event.shown("id") or event.at for event in history.of_kind("ckpt_load")}),
         stall_s=sum(stalls.values()),
         bytes=_sum(written, "bytes"),
     )
 
 
-def _sum(events: Sequence[Seen], name: str) -> int:
+def _sum(events: Sequence[TimedEvent], name: str) -> int:
     """Return the sum of a field; what is negative or no number counts nothing."""
     return sum(max(0, event.integer(name) or 0) for event in events)
 
 
-def _workers(seen: Sequence[Seen]) -> Workers:
+def _workers(seen: Sequence[TimedEvent]) -> Workers:
     starts = [event for event in seen if event.kind == "worker_start"]
     cold = [event for event in starts if event.record.fields.get("warm") is False]
     reasons = Counter(event.text("cold_reason") or "not given" for event in cold)
@@ -241,7 +243,7 @@ def _workers(seen: Sequence[Seen]) -> Workers:
     )
 
 
-def _remarks(seen: Sequence[Seen]) -> list[Remark]:
+def _remarks(seen: Sequence[TimedEvent]) -> list[Remark]:
     """Return the events that a reader wants to see one by one."""
     shown = {
         "straggler": ("ranks", "reason"),
@@ -255,15 +257,15 @@ def _remarks(seen: Sequence[Seen]) -> list[Remark]:
             names = ("check", "evidence")
         if event.kind.startswith("ckpt_") and not succeeded(event):
             names = ("id", "iteration", "result", "error")
-        told = [
+        parts = [
             f"{name.replace('_', ' ')} {event.shown(name)}" for name in names if event.shown(name)
         ]
-        if told:
-            found.append(Remark(event.at, event.host, event.kind, ", ".join(told)))
+        if parts:
+            found.append(Remark(event.at, event.host, event.kind, ", ".join(parts)))
     return found
 
 
-def _lost(seen: Sequence[Seen], missing: set[tuple[str, int]]) -> set[tuple[str, int]]:
+def _lost(seen: Sequence[TimedEvent], missing: set[tuple[str, int]]) -> set[tuple[str, int]]:
     """Return the launches without an end that another one has recorded as lost.
 
     They are silent since then: whoever writes again was taken for lost by mistake.
@@ -287,11 +289,11 @@ def _endings(lost: set[tuple[str, int]], *, is_ended: bool) -> list[str]:
     return [f"A launcher on {plain(host)} was lost: it recorded no end." for host in hosts]
 
 
-def _notes(files: Sequence[EventFile], story: Story) -> list[str]:
+def _notes(files: Sequence[EventFile], history: JobHistory) -> list[str]:
     notes = []
-    if not story.windows:
+    if not history.windows:
         notes.append(NO_HEARTBEAT)
-    elif any(window.fault for window in story.windows) and not story.of_kind("ckpt_save"):
+    elif any(window.fault for window in history.windows) and not history.of_kind("ckpt_save"):
         notes.append(NO_CHECKPOINT)
     job_ids = _job_ids(files)
     if len(job_ids) > 1:
@@ -299,8 +301,8 @@ def _notes(files: Sequence[EventFile], story: Story) -> list[str]:
             f"These files are of {len(job_ids)} jobs; the time between them is unknown."
             " For a report of one of them name its files:"
         )
-        notes += [_told_of(job_id, files) for job_id in sorted(job_ids)[:_MOST_JOBS]]
-    if story.of_kind("dropped"):
+        notes += [_job_note(job_id, files) for job_id in sorted(job_ids)[:_MOST_JOBS]]
+    if history.of_kind("dropped"):
         notes.append("Some events were dropped while they were written; see the remarks.")
     bad_lines = sum(file.bad_lines for file in files)
     if bad_lines:

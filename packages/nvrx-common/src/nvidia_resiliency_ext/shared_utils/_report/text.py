@@ -181,15 +181,15 @@ def waiting(why: str) -> str:
     return f"{_HOME}waiting: {plain(why)}{_CLEAR_LINE}\n{_CLEAR_BELOW}"
 
 
-def news(before: Timeline | None, timeline: Timeline) -> list[str]:
+def new_lines(before: Timeline | None, timeline: Timeline) -> list[str]:
     """Return a line for each cycle, fault, restart and remark that was not there before."""
     found: list[tuple[float, str]] = []
     known = before.cycles if before else ()
-    told = {(cycle.launch, cycle.number) for cycle in known}
+    reported = {(cycle.launch, cycle.number) for cycle in known}
     found.extend(
         (cycle.start, f"cycle {cycle.number} begins on {', '.join(map(plain, cycle.hosts))}")
         for cycle in timeline.cycles
-        if (cycle.launch, cycle.number) not in told
+        if (cycle.launch, cycle.number) not in reported
     )
     found.extend(
         (fault.at, f"cycle {fault.cycle} {fault_line(fault)}")
@@ -332,5 +332,5 @@ def _show(before: Timeline | None, timeline: Timeline, width: int, *, is_termina
         size = os.get_terminal_size(sys.stdout.fileno())
         columns = width or min(size.columns or 100, 120)
         return write_out(draw(timeline, columns, size.lines or 40, time.time()))
-    lines = news(before, timeline) if timeline is not before else ()
+    lines = new_lines(before, timeline) if timeline is not before else ()
     return write_out("".join(f"{line}\n" for line in lines))

@@ -328,10 +328,10 @@ def ending(timeline: Timeline) -> str:
 
 def fault_line(fault: FaultNote) -> str:
     """Tell one fault in a sentence."""
-    told = plain(both(fault.what, fault.detail), _LONGEST_CAUSE)
+    cause_text = plain(both(fault.what, fault.detail), _LONGEST_CAUSE)
     who = "" if fault.rank is None else f" rank {fault.rank}"
-    where = "" if _names_rank(told, fault.rank) else f"{who} on {plain(fault.host)}"
-    what = f": {told}" if told else ""
+    where = "" if _names_rank(cause_text, fault.rank) else f"{who} on {plain(fault.host)}"
+    what = f": {cause_text}" if cause_text else ""
     late = "" if fault.late_s is None else f", {duration(max(0.0, fault.late_s))} late"
     found = f", found by {plain(fault.detected_by)}{late}" if fault.detected_by else late
     return f"{plain(fault.cause)}{where}{what}{found}"
@@ -350,8 +350,8 @@ def restart_line(restart: Restart, faults: Iterable[FaultNote] = ()) -> str:
     phases = ", ".join(f"{plain(name)} {duration(s)}" for name, s in restart.phases.items())
     short = short_cause(restart.cause, faults)
     cause = plain(short, _LONGEST_CAUSE) or "no cause given"
-    is_told = restart.rank is None or short != restart.cause or _names_rank(cause, restart.rank)
-    who = "" if is_told else f" (rank {restart.rank})"
+    is_reported = restart.rank is None or short != restart.cause or _names_rank(cause, restart.rank)
+    who = "" if is_reported else f" (rank {restart.rank})"
     down = (
         "down for an unknown time" if restart.down_s is None else f"down {duration(restart.down_s)}"
     )

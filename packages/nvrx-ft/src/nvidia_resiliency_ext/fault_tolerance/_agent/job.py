@@ -66,7 +66,7 @@ from nvidia_resiliency_ext.shared_utils import events
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.console import write_err
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalInbox, Timer
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalQueue, Timer
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Parts, Result
@@ -131,9 +131,9 @@ class Job:
         self._infra_rank = self._ask_infra_rank()
         announcing = plan.fault_tolerance.preempt_signal
         extra = () if announcing is None else (announcing,)
-        self._signal_queue = SignalInbox(dict.fromkeys((*plan.signals_to_handle, *extra)))
-        stack.callback(self._signal_queue.close)
-        stack.enter_context(self._signal_queue.installed())
+        self._signals = SignalQueue(dict.fromkeys((*plan.signals_to_handle, *extra)))
+        stack.callback(self._signals.close)
+        stack.enter_context(self._signals.installed())
         self._loop = EventLoop(self._clock)
         stack.callback(self._loop.close)
         endpoint = self._find_endpoint()
@@ -435,7 +435,7 @@ class Job:
         return RefillingBudget(self._plan.max_restarts, window_s)
 
     def _watch(self) -> None:
-        self._loop.watch(self._signal_queue.fileno(), self._receive_signals)
+        self._loop.watch(self._signals.fileno(), self._receive_signals)
         self._loop.watch(self._mailbox.fileno(), self._receive_mail)
         grew = self._tee.fileno()
         if grew is not None:
@@ -446,7 +446,7 @@ class Job:
     # What arrives ----------------------------------------------------------------------------
 
     def _receive_signals(self) -> None:
-        for signum in self._signal_queue.receive():
+        for signum in self._signals.receive():
             logger.warning("received %s", signal.Signals(signum).name)
             if self._controller.is_announcement(signum):
                 self._controller.announced(signum)

@@ -37,7 +37,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, lo
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.console import open_missing_streams, write_err
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalInbox
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalQueue
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir, remove_stale_run_dirs
 
 from .plan import CONTROL_FLAGS, PROGRAM, ControlPlan, get_args_parser, plan_of, usage_error
@@ -112,7 +112,7 @@ class ControlPlane:
 
     def _build(self) -> None:
         plan, stack = self._plan, self._stack
-        signals = SignalInbox((signal.SIGTERM, signal.SIGINT))
+        signals = SignalQueue((signal.SIGTERM, signal.SIGINT))
         stack.callback(signals.close)
         stack.enter_context(signals.installed())
         self._loop = EventLoop(self._clock)

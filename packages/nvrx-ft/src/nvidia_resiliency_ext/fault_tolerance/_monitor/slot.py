@@ -15,6 +15,7 @@ import os
 from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.os_utils import SEALS, shared_memory
 
 STEP = "step"
 """The section whose first end shows that training goes on."""
@@ -46,12 +47,9 @@ NO_ITERATION = -1
 SAVE_ASKED = -1
 """Value of `W_SAVE` while it is being agreed at which call ranks save: a number of 1 or more."""
 
-FORCE_NO_MEMFD = "NVRX_FORCE_NO_MEMFD"
 """Set to 1, this variable makes slots files, as on systems without memfd."""
 
 _NS = 1e-9
-_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
-_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 _GET_SEALS = getattr(fcntl, "F_GET_SEALS", 1034)
 
 
@@ -217,9 +215,7 @@ class SlotMemory:
             directory: Private directory for a file where the kernel has no memfd.
             name: Name of that file; also a label in /proc.
         """
-        fd = _sealed_memory(name, layout.size_bytes)
-        if fd is None:
-            fd = _file_memory(directory, name, layout.size_bytes)
+        fd = shared_memory(name, layout.size_bytes, (directory,))
         try:
             memory = cls(fd, mmap.mmap(fd, layout.size_bytes), layout)
         except OSError:
@@ -241,7 +237,7 @@ class SlotMemory:
             SlotError: It is not a slot of this layout, or it could be truncated.
         """
         try:
-            if must_be_sealed and fcntl.fcntl(fd, _GET_SEALS) & _SEALS != _SEALS:
+            if must_be_sealed and fcntl.fcntl(fd, _GET_SEALS) & SEALS != SEALS:
                 problem = "the memory is not sealed"
             elif os.fstat(fd).st_size != layout.size_bytes:
                 problem = "the memory has another size"
@@ -266,34 +262,3 @@ class SlotMemory:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-def _sealed_memory(name: str, size_bytes: int) -> int | None:
-    if os.environ.get(FORCE_NO_MEMFD) == "1" or not hasattr(os, "memfd_create"):
-        return None
-    try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError:
-        return None  # seccomp or an old kernel: a file in the run directory does
-    try:
-        os.ftruncate(fd, size_bytes)
-        fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
-
-
-def _file_memory(directory: str, name: str, size_bytes: int) -> int:
-    """Return a file without a name: only its descriptor travels, and nobody can open it again."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    path = os.path.join(directory, f"{name}.{os.getpid()}")
-    fd = os.open(path, flags, 0o600)
-    try:
-        os.unlink(path)
-        # Blocks now: a store into a hole of a full file system would kill the rank with SIGBUS.
-        os.posix_fallocate(fd, 0, size_bytes)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd

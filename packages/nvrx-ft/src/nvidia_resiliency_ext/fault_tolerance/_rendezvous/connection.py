@@ -16,15 +16,16 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
-from nvidia_resiliency_ext.shared_utils.abandonable import Attempt
-from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils import store_sockets
 from nvidia_resiliency_ext.shared_utils.store_sockets import (
-    is_connected_to,
+    NoAnswerError,
+    connected_sockets,
     reach,
     socket_names,
-    tcp_sockets,
     watch_over,
 )
+
+__all__ = ["Link", "NoAnswerError", "open_client"]
 
 logger = logging.getLogger("nvrx")
 
@@ -32,10 +33,6 @@ REACH_S = 5.0
 GIVEN_UP_WAIT_S = 1.0
 
 _one_at_a_time = threading.Lock()
-
-
-class NoAnswerError(NvrxError):
-    """Something listens but does not behave as a store does."""
 
 
 class Link:
@@ -59,10 +56,6 @@ class Link:
             os.close(self._descriptor)
 
 
-# Threads that torch still keeps.
-_given_up: list[Attempt] = []
-
-
 def open_client(
     make: Callable[[], Any], address: tuple[str, int], timeout_s: float
 ) -> tuple[Any, Link]:
@@ -76,40 +69,21 @@ def open_client(
         OSError: nobody listens, or no longer.
     """
     # One at a time, so that the new socket is the one that was not there before.
-    with (
-        _one_at_a_time,
-        reach(address, min(timeout_s, REACH_S)) as witness,
-    ):
-        port = address[1]
+    with _one_at_a_time, reach(address, min(timeout_s, REACH_S)) as witness:
         before = socket_names()
-        attempt = Attempt(make)
-        with contextlib.closing(attempt):
-            attempt.start()
-            is_made = attempt.wait(timeout_s, witness)
-        if not is_made:
-            attempt.give_up()
-            for sock in _new_sockets(before, port):
-                Link(sock).cut()
-            _given_up.append(attempt)
-            raise NoAnswerError(f"what listens at port {port} does not answer as a store does")
-        attempt.join()
-        link = Link(_own_socket(before, port))
-    if attempt.error is not None:
-        link.cut()
-        raise attempt.error
-    return attempt.client, link
+        client = store_sockets.open_client(make, address[1], timeout_s, witness)
+        return client, Link(_own_socket(before, address[1]))
 
 
 def _own_socket(before: Collection[str], port: int) -> socket.socket | None:
     """Return a second descriptor of the socket of the attempt that has just been made."""
-    _given_up[:] = [attempt for attempt in _given_up if attempt.is_alive()]
-    found = _new_sockets(before, port)
+    found = list(connected_sockets(port, before))
     if len(found) > 1:
         # One that was given up has reached a store after all: it closes its socket at once.
         _close_all(found)
-        for attempt in _given_up:
+        for attempt in store_sockets.given_up:
             attempt.join(GIVEN_UP_WAIT_S)
-        found = _new_sockets(before, port)
+        found = list(connected_sockets(port, before))
     if len(found) != 1:
         logger.debug("%d new sockets to port %d: none is used", len(found), port)
         _close_all(found)
@@ -121,14 +95,3 @@ def _own_socket(before: Collection[str], port: int) -> socket.socket | None:
 def _close_all(sockets: Collection[socket.socket]) -> None:
     for sock in sockets:
         sock.close()
-
-
-def _new_sockets(before: Collection[str], port: int) -> list[socket.socket]:
-    """Return second descriptors of the sockets that are new and connected to `port`."""
-    found = []
-    for _, sock in tcp_sockets(before):
-        if is_connected_to(sock, port):
-            found.append(sock)
-        else:
-            sock.close()
-    return found

@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 class InterruptSignal:
     """The handler stands from `install` to `withdraw`, both called by the main thread.
 
-    Attributes:
-        number: The signal.
-
     Raises:
         RuntimeError: Every real-time signal is in use.
     """
@@ -204,7 +201,6 @@ class Raised:
     Attributes:
         first_s: Seconds until the main thread had the exception; `None` if it left by itself.
         left_s: Seconds until it had left.
-        count: How often it was raised.
     """
 
     first_s: float | None
@@ -446,11 +442,8 @@ class Phases:
 
     Attributes:
         lock_s: Until no atomic block was running.
-        abort_s: The abort.
         raise_s: Until the main thread had the exception; 0 if it left by itself.
         unwind_s: Until it was out of the function; 0 if it was out already.
-        raised: How often the exception was raised.
-        steps: The members of the abort.
     """
 
     lock_s: float

@@ -40,12 +40,12 @@ from nvidia_resiliency_ext.inprocess.utils import log_exc
 from . import watchdog
 from .interrupt import terminate
 from .report import (
+    KEPT_REPORTS,
     Phase,
     RestartReport,
     Stopwatch,
     describe_interruption,
     detection_s,
-    recent_reports,
 )
 from .watchdog import EventQueue, YoungGarbage
 
@@ -75,13 +75,9 @@ class Parts:
 
     Attributes:
         base_store: What `rank_assignment` gets.
-        link: Speaks for this rank.
         page: What the monitor sees of this rank.
-        interrupter: Stops the main thread.
         lock: What `atomic()` holds.
-        watchdog: Makes the main thread's stamps.
         events: Events from the monitor.
-        record: Where restarts are recorded.
         inject: Puts the call's wrapper into the function's arguments.
         send_departure_notice: Record this rank's departure in the store when it has no monitor.
     """
@@ -126,7 +122,7 @@ class CallLoop:
         self._pending: RestartReport | None = None
         self._what_happened = ""
         self._activity = watchdog.MainThreadActivity()
-        self.reports: deque[RestartReport] = recent_reports()
+        self.reports: deque[RestartReport] = deque(maxlen=KEPT_REPORTS)
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call `fn` until all ranks have completed it; return its value, None where inactive.

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import inspect
 import logging
@@ -71,13 +70,6 @@ _logged: set[Endpoint] = set()
 _store_servers: list[StoreServer] = []
 
 
-@atexit.register
-def _resume_store_servers() -> None:
-    """Resume stopped store servers: they end when no client is left."""
-    for store_server in _store_servers:
-        store_server.wake()
-
-
 class CallStore(StoreMixin, TorchPrefixStore):
     """The keys of one call: made of what stands before them, and of where they are kept."""
 
@@ -96,7 +88,6 @@ class Rendezvous:
     Attributes:
         store: This rank's connection, with the call's prefix.
         monitor_settings: What the node's monitor needs to take part.
-        below: The connection without the prefix.
         call: The call's number in its launch cycle.
     """
 
@@ -286,7 +277,6 @@ def _say_what_is_unused(endpoint: Endpoint, kwargs: Mapping[str, Any]) -> None:
 
 def _connect(endpoint: Endpoint, limit: timedelta, environ: Mapping[str, str]) -> TCPStore:
     where = (endpoint.host, endpoint.port)
-    _resume_store_servers()
     if not endpoint.is_served and _is_host(environ) and endpoint.is_here():
         if where in _served:
             # It is there from an earlier call, unless all were away for long.

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import enum
 import json
@@ -157,11 +156,6 @@ def describe_interruption(decision: Decision, lost: Iterable[int], settings: Set
 
 def _name_ranks(ranks: Collection[int]) -> str:
     return f"rank {min(ranks)}" if len(ranks) == 1 else f"ranks {format_rank_set(ranks)}"
-
-
-def recent_reports() -> collections.deque[RestartReport]:
-    """Return an empty list of the last reports, bounded."""
-    return collections.deque(maxlen=KEPT_REPORTS)
 
 
 class RestartRecord:

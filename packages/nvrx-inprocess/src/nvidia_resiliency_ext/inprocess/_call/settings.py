@@ -97,11 +97,16 @@ def check_settings(settings: Settings, *, is_distributed_available: bool) -> Non
         TypeError: An argument has the wrong type; the message begins with its name.
         ValueError: Arguments do not fit together; the message has the relation and the values.
     """
-    check_types(settings)
-    check_relations(settings)
-    check_renumbering(settings)
-    check_paths(settings)
-    check_distributed(is_available=is_distributed_available)
+    _check_types(settings)
+    _check_relations(settings)
+    _check_renumbering(settings)
+    for name in _PATHS:
+        path = getattr(settings, name)
+        # The monitor runs in another directory.
+        if path is not None and not os.path.isabs(path):
+            raise ValueError(f"os.path.isabs({name}) does not hold: {name}={path!r}")
+    if not is_distributed_available:
+        raise ValueError("torch.distributed.is_available() does not hold: this torch lacks it")
 
 
 def bounded(settings: Settings) -> Settings:
@@ -110,12 +115,7 @@ def bounded(settings: Settings) -> Settings:
     return replace(settings, **times)
 
 
-def check_types(settings: Settings) -> None:
-    """Check each argument's type.
-
-    Raises:
-        TypeError: One is wrong; the message begins with its name.
-    """
+def _check_types(settings: Settings) -> None:
     factory: Any = settings.store_factory
     if not isinstance(factory, type) or not issubclass(factory, StoreMixin):
         raise _type_error("store_factory", "a subclass of StoreMixin", factory)
@@ -134,12 +134,8 @@ def check_types(settings: Settings) -> None:
     _check_type(settings, "enabled", bool)
 
 
-def check_relations(settings: Settings) -> None:
-    """Check that times are not negative, periods not zero, and which must be shorter than which.
-
-    Raises:
-        ValueError: Some are not; the message has the relation and the values.
-    """
+def _check_relations(settings: Settings) -> None:
+    """Check that times are not negative, periods not zero, and which must be shorter than which."""
     for name in _TIMES:
         if getattr(settings, name) < timedelta(0):
             raise ValueError(f"{name} >= 0 does not hold: {_shown(settings, (name,))}")
@@ -152,12 +148,8 @@ def check_relations(settings: Settings) -> None:
             raise ValueError(f"{' < '.join(names)} does not hold: {_shown(settings, names)}")
 
 
-def check_renumbering(settings: Settings) -> None:
-    """Check that ranks are renumbered after some were filtered out; else it would do nothing.
-
-    Raises:
-        ValueError: They are not; the message has the rule.
-    """
+def _check_renumbering(settings: Settings) -> None:
+    """Check that ranks are renumbered after some were filtered out; else it would do nothing."""
     is_renumbered = True
     for member in (*_in_order(settings.rank_assignment), *_in_order(settings.rank_filter)):
         if isinstance(member, FilterCountGroupedByKey):
@@ -180,28 +172,6 @@ def _in_order(callback: Any) -> Iterator[Any]:
             yield from _in_order(member)
     elif isinstance(callback, RankAssignment):
         yield callback
-
-
-def check_paths(settings: Settings) -> None:
-    """Check that paths are absolute: the monitor runs in another directory.
-
-    Raises:
-        ValueError: One is not.
-    """
-    for name in _PATHS:
-        path = getattr(settings, name)
-        if path is not None and not os.path.isabs(path):
-            raise ValueError(f"os.path.isabs({name}) does not hold: {name}={path!r}")
-
-
-def check_distributed(*, is_available: bool) -> None:
-    """Check that this torch can connect ranks at all.
-
-    Raises:
-        ValueError: It cannot.
-    """
-    if not is_available:
-        raise ValueError("torch.distributed.is_available() does not hold: this torch lacks it")
 
 
 def _check_type(settings: Settings, name: str, *classes: type) -> None:

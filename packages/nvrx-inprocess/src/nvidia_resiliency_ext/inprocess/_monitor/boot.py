@@ -84,7 +84,8 @@ def main() -> int:
         from nvidia_resiliency_ext.inprocess._monitor import factory
 
         function = factory.load_named(*order["call"])
-        function(*factory.load_args(order["args"]), **factory.load_kwargs(order["kwargs"]))
+        args = factory.load_kwargs(order["args"])["args"]
+        function(*args, **factory.load_kwargs(order["kwargs"]))
         return 0
     from nvidia_resiliency_ext.inprocess._monitor import program
 

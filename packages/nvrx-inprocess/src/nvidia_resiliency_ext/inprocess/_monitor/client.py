@@ -27,6 +27,7 @@ from nvidia_resiliency_ext.inprocess.exception import InternalError
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError, PeerClosedError
+from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 from nvidia_resiliency_ext.shared_utils.wire import (
     FrameReader,
     receive_message,
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.inprocess._monitor.messages import Event
     from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage, StackDump
     from nvidia_resiliency_ext.inprocess.attribution import Interruption
-
-__all__ = ["MonitorLink", "MonitorSettings"]
 
 logger = logging.getLogger("nvrx")
 
@@ -104,17 +103,10 @@ class MonitorLink:
         """Come to the monitor of this node, which is started if there is none.
 
         Raises:
-            InternalError: It does not answer within 10 s, though it is not stopped, or does not
-                want us.
+            InternalError: It does not answer within 10 s, or refuses this rank.
         """
         self._initial_rank, self._world_size = initial_rank, world_size
-        try:
-            sock = self._connect_patiently(Deadline.after(start.START_LIMIT_S))
-        except InternalError:
-            if not start.end_if_stopped():
-                raise
-            logger.warning("the monitor of this node was stopped; another one takes its place")
-            sock = self._connect_patiently(Deadline.after(start.START_LIMIT_S))
+        sock = self._connect_patiently(Deadline.after(messages.START_LIMIT_S))
         with self._lock:
             self._sock = sock
         self._thread = threading.Thread(target=self._run, name="nvrx-link", daemon=True)
@@ -126,7 +118,7 @@ class MonitorLink:
         """Say that an iteration begins, with our number in it."""
         if self._is_inherited:
             return
-        who = messages.pack_ranks(participants)
+        who = format_ranks(participants)
         with self._lock:
             self._iteration = iteration
             self._said = [messages.Begun(iteration, rank, world_size, who)]
@@ -294,11 +286,13 @@ class MonitorLink:
         self._losses = [*(at for at in self._losses if at > now - _STABLE_S), now]
         if len(self._losses) > _MOST_LOSSES:
             return self._give_up(f"{_MOST_LOSSES} monitors of this node ended within a minute")
-        deadline = Deadline.after(max(self._settings.heartbeat_timeout_s, start.START_LIMIT_S))
+        deadline = Deadline.after(max(self._settings.heartbeat_timeout_s, messages.START_LIMIT_S))
         pause_s = _SHORTEST_PAUSE_S
         while not self._closed.is_set():
             try:
-                sock = self._connect(Deadline.after(min(deadline.remaining(), start.START_LIMIT_S)))
+                sock = self._connect(
+                    Deadline.after(min(deadline.remaining(), messages.START_LIMIT_S))
+                )
             except InternalError as error:
                 if deadline.expired():
                     return self._give_up(str(error))

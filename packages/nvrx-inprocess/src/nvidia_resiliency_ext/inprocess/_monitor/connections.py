@@ -97,7 +97,6 @@ class Connection:
 
     Attributes:
         pid: Process at the other end, as the kernel says.
-        on_message: Called with each message.
         on_over: Called once when the connection has ended; it is closed by then.
     """
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
 
@@ -90,24 +90,6 @@ def load_kwargs(text: str) -> dict[str, Any]:
     if not isinstance(kwargs, dict):
         raise ValueError("arguments must be a mapping")  # noqa: TRY004 - of the text
     return kwargs
-
-
-def dump_args(args: Sequence[object], what: str = "fn_args") -> str:
-    """Return positional arguments as text.
-
-    Raises:
-        UnnameableError: One is no plain value, timedelta or path.
-    """
-    return dump_kwargs({"args": list(args)}, what)
-
-
-def load_args(text: str) -> list[Any]:
-    """Return the positional arguments of a text.
-
-    Raises:
-        ValueError: It is none.
-    """
-    return list(load_kwargs(text).get("args", ()))
 
 
 def _to_plain(value: object) -> object:

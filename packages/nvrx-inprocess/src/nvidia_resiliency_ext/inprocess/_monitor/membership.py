@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from nvidia_resiliency_ext.inprocess._monitor.messages import Event
-    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, Seen
+    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, ObservedActivity
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +79,12 @@ class Member:
     """A rank of this node.
 
     Attributes:
-        initial_rank: Its identity.
         iteration: What it began last; -1 before the first.
-        rank: Its number in that iteration.
         world_size: The number of ranks in that iteration.
         ended: Why it takes no further part, if so.
-        is_leaving: It has said so itself.
         is_discarded: It has no number in the iteration after the one it began last.
         is_settled: It left a call that needs it no more.
-        seen: What it was doing before it was ended for a hard timeout.
+        observed: What it was doing before it was ended for a hard timeout.
     """
 
     initial_rank: int
@@ -98,7 +95,7 @@ class Member:
     is_leaving: bool = False
     is_discarded: bool = False
     is_settled: bool = False
-    seen: Seen | None = None
+    observed: ObservedActivity | None = None
 
     @property
     def is_present(self) -> bool:
@@ -126,7 +123,7 @@ class _IterationOutcome:
 
 
 @dataclass(slots=True)
-class _Said:
+class _Reported:
     """What was written for the iteration at the position."""
 
     interruptions: set[tuple[int, Interruption]] = field(default_factory=set)
@@ -143,8 +140,6 @@ class Membership:
 
     Attributes:
         members: The ranks of this node, by initial rank.
-        position: The iteration that counts now.
-        is_over: All ranks have completed.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -155,7 +150,7 @@ class Membership:
         self._lost: set[int] = set()
         self._participants = {0: frozenset(range(world_size))}
         self._outcomes: dict[int, _IterationOutcome] = {}
-        self._said = _Said()
+        self._reported = _Reported()
         self._followed = -1
 
     # --- what ranks say ---
@@ -188,17 +183,19 @@ class Membership:
 
     def completed(self, initial_rank: int, iteration: int) -> list[Effect]:
         """A rank's function has returned."""
-        if iteration != self.position or initial_rank in self._said.completed:
+        if iteration != self.position or initial_rank in self._reported.completed:
             return []
-        self._said.completed.add(initial_rank)
+        self._reported.completed.add(initial_rank)
         return [Complete(iteration, self._arrival_of(initial_rank))]
 
-    def arrived(self, initial_rank: int, iteration: int, seen: Seen | None = None) -> list[Effect]:
-        """A rank is ready for the next iteration; `seen` is what it did when interrupted."""
-        if iteration != self.position or initial_rank in self._said.arrived:
+    def arrived(
+        self, initial_rank: int, iteration: int, observed: ObservedActivity | None = None
+    ) -> list[Effect]:
+        """A rank is ready for the next iteration; `observed` is what it did when interrupted."""
+        if iteration != self.position or initial_rank in self._reported.arrived:
             return []
-        self._said.arrived.add(initial_rank)
-        arrival = replace(self._arrival_of(initial_rank), seen=seen)
+        self._reported.arrived.add(initial_rank)
+        arrival = replace(self._arrival_of(initial_rank), observed=observed)
         return [Arrive(iteration, arrival, self._participants[iteration])]
 
     def left(self, initial_rank: int, *, is_lost: bool, is_discarded: bool = False) -> list[Effect]:
@@ -206,7 +203,7 @@ class Membership:
         member = self.members[initial_rank]
         member.is_leaving = True
         member.is_discarded = is_discarded
-        if self.is_over or (not is_lost and initial_rank in self._said.completed):
+        if self.is_over or (not is_lost and initial_rank in self._reported.completed):
             member.is_settled = True
             return []
         if member.ended is None:
@@ -222,10 +219,10 @@ class Membership:
             return []
         return self._interrupt(initial_rank, kind)
 
-    def ended(self, initial_rank: int, seen: Seen | None = None) -> list[Effect]:
-        """A rank's process is gone; `seen` is what it did before it was ended for a timeout."""
+    def ended(self, initial_rank: int, observed: ObservedActivity | None = None) -> list[Effect]:
+        """A rank's process is gone; `observed` is what it did before it was ended for a timeout."""
         member = self.members[initial_rank]
-        member.seen = seen or member.seen
+        member.observed = observed or member.observed
         if member.is_settled or member.ended is not None:
             return []
         if self.is_over:
@@ -292,9 +289,9 @@ class Membership:
     @property
     def is_anybody_inside(self) -> bool:
         """Whether a rank here has yet to be told, in its function, what was reported."""
-        said = self._said.interruptions
+        reported = self._reported.interruptions
         return any(
-            member.is_present and (rank, Interruption.EXCEPTION) not in said
+            member.is_present and (rank, Interruption.EXCEPTION) not in reported
             for rank, member in self.members.items()
         )
 
@@ -318,18 +315,20 @@ class Membership:
     def _interrupt(self, rank: int, kind: Interruption) -> list[Effect]:
         if self.is_over or rank not in self.participants:
             return []
-        said = self._said.interruptions
-        is_killed = kind is Interruption.TERMINATED and (rank, Interruption.HARD_TIMEOUT) in said
-        if (rank, kind) in said or is_killed:
+        reported = self._reported.interruptions
+        is_killed = (
+            kind is Interruption.TERMINATED and (rank, Interruption.HARD_TIMEOUT) in reported
+        )
+        if (rank, kind) in reported or is_killed:
             return []
-        said.add((rank, kind))
+        reported.add((rank, kind))
         return [Interrupt(self.position, (InterruptionRecord(rank, kind),), self.participants)]
 
     def _speak_for(self, rank: int) -> list[Effect]:
         """Account for a rank that has ended, at the position."""
-        if not self._is_owed(rank) or rank in self._said.ended:
+        if not self._is_owed(rank) or rank in self._reported.ended:
             return []
-        self._said.ended.add(rank)
+        self._reported.ended.add(rank)
         member = self.members.get(rank)
         effects: list[Effect] = []
         if member is None:
@@ -340,17 +339,17 @@ class Membership:
             effects += self._interrupt(rank, Interruption.BASE_EXCEPTION)
         # One that was discarded, or leaves, says so; the number of any other may be unknown.
         is_out = member is not None and member.is_leaving
-        seen = None if member is None else member.seen
-        arrival = Arrival(rank, None, None, is_out=is_out, seen=seen)
+        observed = None if member is None else member.observed
+        arrival = Arrival(rank, None, None, is_out=is_out, observed=observed)
         has_reported = bool(effects) or self._has_reported(rank)
         return [*effects, Arrive(self.position, arrival, self.participants, has_reported)]
 
     def _has_reported(self, rank: int) -> bool:
-        return any(reporter == rank for reporter, _ in self._said.interruptions)
+        return any(reporter == rank for reporter, _ in self._reported.interruptions)
 
     def _move_to(self, iteration: int) -> list[Effect]:
         self.position = iteration
-        self._said = _Said()
+        self._reported = _Reported()
         for old in [key for key in self._participants if key < iteration]:
             del self._participants[old]
         for old in [key for key in self._outcomes if key < iteration - 2]:

@@ -13,12 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
-from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks, parse_ranks
 from nvidia_resiliency_ext.shared_utils.wire import MessageSet
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
 
 
@@ -37,8 +34,6 @@ class MonitorSettings:
         store_kwargs: Arguments of the factory, as text (`factory.dump_kwargs`).
         log_file: Absolute path of the rank's log file, "" for none; `{rank}` is filled in.
         pid_file: Absolute path of the rank's pid file, "" for none; `{rank}` is filled in.
-        interval_s: How often stamps are looked at.
-        heartbeat_interval_s: How often a lease is renewed.
         heartbeat_timeout_s: Age of a lease at which a node counts as lost.
         soft_timeout_s: Age of a stamp at which a restart is asked for.
         hard_timeout_s: Age of a stamp at which the process is killed.
@@ -219,20 +214,6 @@ TO_RANK = MessageSet(
     Completed,
     StoreLost,
 )
-
-
-def pack_ranks(ranks: Collection[int]) -> str:
-    """Return a set of ranks as text, short for whole runs of them."""
-    return format_ranks(ranks)
-
-
-def unpack_ranks(text: str) -> frozenset[int]:
-    """Return the ranks of a text.
-
-    Raises:
-        ValueError: It is none.
-    """
-    return frozenset(parse_ranks(text))
 
 
 def split_decision(iteration: int, text: str) -> list[DecisionPart]:

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import errno
 import faulthandler
-import fcntl
 import itertools
 import logging
 import mmap
@@ -27,8 +25,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._protocol.decision import Seen
+from nvidia_resiliency_ext.inprocess._protocol.decision import ObservedActivity
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.os_utils import shared_memory
 from nvidia_resiliency_ext.shared_utils.rank_activity import (
     Frame,
     Kernel,
@@ -50,9 +49,6 @@ _SIZE_BYTES = _LAYOUT.size
 _NS = 1e-9
 _NAME = "nvrx-progress"
 
-# Numbers of linux/fcntl.h, where this Python does not know them.
-_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
-_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 _now_ns = time.monotonic_ns
 
 
@@ -78,7 +74,6 @@ class Stamps:
     Attributes:
         auto_s: When the main thread last ran, in seconds of the monotonic clock.
         manual_s: The last ping of this iteration, `None` before the first.
-        is_protected: Whether timeouts count.
         phase: Where in the call the rank is.
         epoch: Changes with every `rearm`.
     """
@@ -94,13 +89,6 @@ class ProgressPage:
     """The rank's side of the page.
 
     `stamp_auto` and `stamp_manual` are one store each: no lock, no system call but the clock's.
-
-    Example:
-        >>> page = ProgressPage.create()
-        >>> page.stamp_manual()
-        >>> PageView(os.dup(page.fd)).read().manual_s is not None
-        True
-        >>> page.close()
     """
 
     __slots__ = ("_lock", "_mapping", "_words", "fd", "stamp_manual")
@@ -126,7 +114,7 @@ class ProgressPage:
         Raises:
             OSError: There is no memory or no descriptor.
         """
-        fd = _make_memory()
+        fd = shared_memory(_NAME, _SIZE_BYTES, _directories())
         try:
             return cls(fd)
         except BaseException:
@@ -255,48 +243,6 @@ def _stamper(words: memoryview[int], at: int) -> Callable[[], None]:
     return stamp
 
 
-def _make_memory() -> int:
-    fd = _sealed_memory()
-    return _file_memory() if fd is None else fd
-
-
-def _sealed_memory() -> int | None:
-    if os.environ.get("NVRX_FORCE_NO_MEMFD") == "1" or not hasattr(os, "memfd_create"):
-        return None
-    try:
-        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError:
-        return None  # seccomp or an old kernel
-    try:
-        os.posix_fallocate(fd, 0, _SIZE_BYTES)
-        fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
-
-
-def _file_memory() -> int:
-    """Return a file without a name, in the first place that has room for it."""
-    last_error: OSError | None = None
-    for directory in ("/dev/shm", None):  # noqa: S108 - the file has no name there
-        try:
-            fd, path = tempfile.mkstemp(prefix=_NAME, dir=directory)
-        except OSError as error:
-            last_error = error
-            continue
-        try:
-            os.unlink(path)
-            # Blocks now: a store into a hole of a full file system kills with SIGBUS.
-            os.posix_fallocate(fd, 0, _SIZE_BYTES)
-        except OSError as error:
-            os.close(fd)
-            last_error = error
-            continue
-        return fd
-    raise OSError(errno.ENOSPC, "no place for a progress page") from last_error
-
-
 logger = logging.getLogger("nvrx")
 _STACKS_NAME = "nvrx-stacks"
 _LONGEST_DUMP = 1 << 16
@@ -315,7 +261,8 @@ class StackDump:
     def __init__(self) -> None:
         self.number, self.fd = 0, -1
         try:
-            number, self.fd = unused_realtime_signal(), _make_file()
+            number = unused_realtime_signal()
+            self.fd = shared_memory(_STACKS_NAME, 0, _directories())
             faulthandler.register(number, file=self.fd, all_threads=True, chain=False)
             self.number = number
         except (OSError, RuntimeError) as error:
@@ -340,7 +287,7 @@ def read_dump(fd: int) -> str:
     return data.decode(errors="replace")
 
 
-def seen_before_end(kernel: Kernel, dump: str) -> Seen:
+def observed_before_end(kernel: Kernel, dump: str) -> ObservedActivity:
     """Return what a rank did, from a look at its process and the stacks that it wrote."""
     frames = main_frames(dump)
     stack = stack_of(frames)
@@ -350,17 +297,12 @@ def seen_before_end(kernel: Kernel, dump: str) -> Seen:
     named = [*itertools.takewhile(lambda frame: not frame[0].endswith(_WRAPPER), frames)]
     if named:
         words += f", stack: {' < '.join(map(_in_words, named[:_FRAMES_SHOWN]))}"
-    return Seen(activity, stack.place, words)
+    return ObservedActivity(activity, stack.place, words)
 
 
 def _in_words(frame: Frame) -> str:
     return f"{frame[0].rpartition('/')[2]}:{frame[1]} in {frame[2]}"
 
 
-def _make_file() -> int:
-    if os.environ.get("NVRX_FORCE_NO_MEMFD") != "1" and hasattr(os, "memfd_create"):
-        with contextlib.suppress(OSError):  # seccomp or an old kernel
-            return os.memfd_create(_STACKS_NAME, os.MFD_CLOEXEC)
-    fd, path = tempfile.mkstemp(prefix=_STACKS_NAME)
-    os.unlink(path)
-    return fd
+def _directories() -> tuple[str, str]:
+    return "/dev/shm", tempfile.gettempdir()  # noqa: S108 - the file has no name there

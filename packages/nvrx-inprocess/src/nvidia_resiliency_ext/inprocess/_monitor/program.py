@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.inprocess._monitor import messages
 from nvidia_resiliency_ext.inprocess._monitor.connections import Connection, Processes
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView
-from nvidia_resiliency_ext.inprocess._monitor.serving import Host, Serving
+from nvidia_resiliency_ext.inprocess._monitor.serving import Serving, ServingContext
 from nvidia_resiliency_ext.inprocess._monitor.start import NodeDirectory
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import warm_up
-from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig, setup_logger
@@ -157,14 +156,12 @@ class Monitor:
         self._loop = EventLoop()
         self._journal = Journal()
         self._processes = Processes(self._loop, self._process_ended)
-        self._host = Host(self._loop, self._processes, self._journal, directory.path)
+        self._host = ServingContext(self._loop, self._processes, self._journal, directory.path)
         self._pending: dict[Connection, float] = {}
         self._servings: dict[str, Serving] = {}
         with contextlib.suppress(ProcessLookupError, OSError):
             self._processes.hold(starter)
         self._loop.watch(listener.fileno(), self._let_in)
-        with PidHandle(os.getpid()) as own:
-            directory.name_monitor(own.pid, own.start_ticks)
         directory.remove_stale_siblings()
 
     def run(self) -> None:
@@ -291,7 +288,7 @@ class Monitor:
             return False
         except (OSError, NvrxError) as error:
             # Somebody has made the directory unfit: nobody can come, and it stays.
-            logger.warning("monitor_process: %s is left behind: %s", self._directory.path, error)
+            logger.warning("monitor_process: %s stays: %s", self._directory.path, error)
         return True
 
     def _is_at_home(self) -> bool:

@@ -77,10 +77,7 @@ class Adopted:
     """A rank of this node that another monitor served, and that has not come to this one.
 
     Attributes:
-        rank: Its initial rank.
-        pid: Its process.
         start_ticks: When that was started; `None` for unknown: it must not be signalled.
-        has_left: It had left the call.
     """
 
     rank: int

@@ -14,9 +14,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._protocol.decision import Seen, encode_decision
-from nvidia_resiliency_ext.inprocess._store.names import job_of
-from nvidia_resiliency_ext.inprocess._store_server.hosting import resume_store_servers
+from nvidia_resiliency_ext.inprocess._protocol.decision import ObservedActivity, encode_decision
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.rank_activity import (
@@ -27,9 +25,10 @@ from nvidia_resiliency_ext.shared_utils.rank_activity import (
     in_words,
     inspect_kernel,
 )
+from nvidia_resiliency_ext.shared_utils.rank_sets import parse_ranks
 
 from . import membership, messages, timeouts
-from .page import PageError, PageView, Phase, Stamps, read_dump, seen_before_end
+from .page import PageError, PageView, Phase, Stamps, observed_before_end, read_dump
 from .registration import Registration
 from .store_threads import OutcomeListener, OutcomeReader, StoreWorker, read_outcome, store_name
 
@@ -50,13 +49,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nvrx")
 
 
-# Of the time after which the store is given up: then it is seen to that it is not stopped.
-_PATIENCE = 1 / 3
 _LAST_OPERATIONS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class ServingContext:
     """What the program lends to each call."""
 
     loop: EventLoop
@@ -103,7 +100,7 @@ class _RankSession:
 class Serving:
     """Everything about one call on this node."""
 
-    def __init__(self, host: Host, settings: MonitorSettings, world_size: int) -> None:
+    def __init__(self, host: ServingContext, settings: MonitorSettings, world_size: int) -> None:
         self._host = host
         self._settings = settings
         self._world_size = world_size
@@ -117,7 +114,6 @@ class Serving:
         self._sessions: dict[int, _RankSession] = {}
         self._lost_text: str | None = None
         self._store_name = store_name(settings)
-        self._is_store_server_resumed = False
         self._nobody_since_s: float | None = None
         self._look_s = -math.inf
         self._listener = OutcomeListener(
@@ -180,7 +176,7 @@ class Serving:
         for rank, session in self._sessions.items():
             if session.pid == pid:
                 logger.info("monitor_process: initial rank %d, target_pid=%d, ended", rank, pid)
-                self._do(self._membership.ended(rank, self._seen_before_end(rank, session)))
+                self._do(self._membership.ended(rank, self._observed_before_end(rank, session)))
                 session.close_page()
 
     def tick(self, now: float) -> float:
@@ -209,8 +205,6 @@ class Serving:
         self._store_worker.close()
         self._outcome_reader.close()
         self._registration.close()
-        # Its starter may have been killed: nobody else would.
-        self._resume_store_server()
         for session in self._sessions.values():
             session.close_page()
             if session.connection is not None:
@@ -255,7 +249,7 @@ class Serving:
 
     def _effects_of(self, rank: int, message: object) -> list[membership.Effect]:
         if isinstance(message, messages.Begun):
-            who = messages.unpack_ranks(message.participants)
+            who = frozenset(parse_ranks(message.participants))
             # Its time counts from the first look at the iteration.
             self._look_s = time.monotonic()
             return self._membership.begun(
@@ -269,7 +263,9 @@ class Serving:
         if isinstance(message, messages.Done):
             return self._membership.completed(rank, message.iteration)
         if isinstance(message, messages.Arrived):
-            return self._membership.arrived(rank, message.iteration, self._seen_of(rank, message))
+            return self._membership.arrived(
+                rank, message.iteration, self._activity_of(rank, message)
+            )
         raise ValueError(f"a second {type(message).__name__}")
 
     def _hung_up(self, session: _RankSession, connection: Connection) -> None:
@@ -323,7 +319,7 @@ class Serving:
             "monitor_process: initial rank %d, target_pid=%d: %s", rank, session.pid, name
         )
         if isinstance(effect, timeouts.GiveUp):
-            self._do(self._membership.ended(rank, self._seen_before_end(rank, session)))
+            self._do(self._membership.ended(rank, self._observed_before_end(rank, session)))
         else:
             is_soft = isinstance(effect, timeouts.SoftTimeout)
             kind = Interruption.SOFT_TIMEOUT if is_soft else Interruption.HARD_TIMEOUT
@@ -338,16 +334,16 @@ class Serving:
         if session.dump_fd >= 0 and number > 0 and procfs.catches_signal(session.pid, number):
             self._host.processes.signal(session.pid, (number,))
 
-    def _seen_before_end(self, rank: int, session: _RankSession) -> Seen | None:
+    def _observed_before_end(self, rank: int, session: _RankSession) -> ObservedActivity | None:
         """Return what a rank did that was ended for a hard timeout; log its stacks."""
         if session.kernel is None or not session.watch.is_being_killed:
             return None
         dump = read_dump(session.dump_fd) if session.dump_fd >= 0 else ""
-        seen = seen_before_end(session.kernel, dump)
-        logger.warning("monitor_process: initial rank %d %s\n%s", rank, seen.words, dump)
-        return seen
+        observed = observed_before_end(session.kernel, dump)
+        logger.warning("monitor_process: initial rank %d %s\n%s", rank, observed.words, dump)
+        return observed
 
-    def _seen_of(self, rank: int, message: messages.Arrived) -> Seen | None:
+    def _activity_of(self, rank: int, message: messages.Arrived) -> ObservedActivity | None:
         """Return what a rank did when it was interrupted, by its word and by the kernel's.
 
         Raises:
@@ -356,13 +352,13 @@ class Serving:
         session = self._sessions[rank]
         kernel, session.kernel = session.kernel, None
         if message.call == messages.WAITED:
-            return Seen(Activity.WAITING, message.place)
+            return ObservedActivity(Activity.WAITING, message.place)
         if not message.call or kernel is None:
             return None
         stack = Stack(Call(message.call), message.place)
         activity = classify(kernel, stack)
         is_waiting = activity is Activity.WAITING
-        return Seen(
+        return ObservedActivity(
             activity, message.place, "" if is_waiting else in_words(activity, kernel, stack)
         )
 
@@ -411,19 +407,9 @@ class Serving:
         )
         # A waiting thread notices a broken connection at once, the writer at its next operation.
         silent_s = max(self._store_worker.busy_s(now), self._outcome_reader.broken_s(now))
-        if silent_s <= limit_s * _PATIENCE:
-            self._is_store_server_resumed = False
-            return
-        if not self._is_store_server_resumed:
-            self._is_store_server_resumed = True
-            self._resume_store_server()
         if silent_s > limit_s:
             name = "heartbeat_timeout" if self._store_worker.is_open else "barrier_timeout"
             self._store_lost(f"it has not answered for {limit_s:g} s ({name})")
-
-    def _resume_store_server(self) -> None:
-        """Resume the store server if it is on this node and stopped."""
-        resume_store_servers(job_of(self._settings.prefix))
 
     def _do_lost(self, ranks: Iterable[int]) -> None:
         self._do(self._membership.lost(ranks))
@@ -442,7 +428,7 @@ class Serving:
         elif isinstance(effect, membership.Interrupt):
             interrupt = effect
             if not self._membership.is_anybody_inside:
-                self._outcome_reader.spare_records(interrupt.iteration)
+                self._outcome_reader.skip_records(interrupt.iteration)
             self._store_worker.submit(
                 lambda store: store.interrupt(
                     interrupt.iteration, interrupt.records, interrupt.participants

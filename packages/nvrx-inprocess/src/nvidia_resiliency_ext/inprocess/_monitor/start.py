@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import secrets
-import signal
 import socket
 import stat
 import subprocess
@@ -24,15 +23,13 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess._monitor.messages import START_LIMIT_S
 from nvidia_resiliency_ext.inprocess.exception import InternalError
-from nvidia_resiliency_ext.shared_utils import procfs
-from nvidia_resiliency_ext.shared_utils.children import PidHandle, start_child
+from nvidia_resiliency_ext.shared_utils import procfs, unix_sockets
+from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, NvrxError
 from nvidia_resiliency_ext.shared_utils.os_utils import (
-    atomic_write,
     lock_file,
     private_dir,
-    read_regular_file,
     remove_tree_at,
 )
 from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES
@@ -41,22 +38,10 @@ from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = [
-    "START_LIMIT_S",
-    "NodeDirectory",
-    "connect_or_start",
-    "end_if_stopped",
-    "ensure_started",
-    "is_stopped",
-    "run_detached",
-]
-
 logger = logging.getLogger("nvrx")
 _PREFIX = "nvrx-ip-"
 _SOCKET = "monitor.sock"
 _LOCK = "lock"
-_MONITOR = "monitor.json"
-_MONITOR_BYTES = 4096
 _BACKLOG = 512
 _MOST_REMOVALS = 100
 _JOB_NAMES = ("NVRX_RUN_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
@@ -66,11 +51,7 @@ _GONE = (FileNotFoundError, NotADirectoryError)
 
 
 class NodeDirectory:
-    """One such directory.
-
-    Attributes:
-        path: Its absolute path.
-    """
+    """One such directory."""
 
     def __init__(self, path: str) -> None:
         """Name a directory; it need not be there."""
@@ -103,19 +84,11 @@ class NodeDirectory:
 
     def connect(self) -> socket.socket | None:
         """Return a connection to the monitor, or `None` when none listens."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # Without blocking: the queue of a monitor that is stopped may be full.
-            sock.settimeout(0.0)
-            sock.connect(os.path.join(self.path, _SOCKET))
-            sock.settimeout(None)
+            # Without waiting: the queue of a monitor that is stopped may be full.
+            return unix_sockets.connect(os.path.join(self.path, _SOCKET), 0.0)
         except (ConnectionRefusedError, *_GONE):
-            sock.close()
             return None
-        except BaseException:
-            sock.close()
-            raise
-        return sock
 
     def is_served(self) -> bool:
         """Probe without connecting; a connection would keep the other monitor alive."""
@@ -132,18 +105,7 @@ class NodeDirectory:
 
     def listen(self) -> socket.socket:
         """Return a listening socket in the place of a dead monitor's; only under the lock."""
-        path = os.path.join(self.path, _SOCKET)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.bind(path)
-            os.chmod(path, 0o600)
-            sock.listen(_BACKLOG)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
+        return unix_sockets.listen(os.path.join(self.path, _SOCKET), _BACKLOG)
 
     @contextlib.contextmanager
     def locked(self, timeout_s: float) -> Iterator[None]:
@@ -166,23 +128,6 @@ class NodeDirectory:
         try:
             return os.lstat(os.path.join(self.path, _SOCKET)).st_ino
         except OSError:
-            return None
-
-    def name_monitor(self, pid: int, start_ticks: int) -> None:
-        """Say which process is the monitor; a full disk costs a look at it, no more."""
-        path = os.path.join(self.path, _MONITOR)
-        try:
-            atomic_write(path, json.dumps([pid, start_ticks]).encode(), fsync=False)
-        except OSError as error:
-            logger.warning("monitor_process: %s cannot be written: %s", path, error)
-
-    def find_monitor(self) -> PidHandle | None:
-        """Return the monitor's process, if it said which it is and still runs."""
-        try:
-            data = read_regular_file(os.path.join(self.path, _MONITOR), _MONITOR_BYTES)
-            pid, start_ticks = (int(number) for number in json.loads(data))
-            return PidHandle(pid, start_ticks)
-        except (OSError, ValueError, TypeError):
             return None
 
     def remove(self) -> None:
@@ -360,22 +305,6 @@ def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped, as by SIGSTOP."""
     stat = procfs.read_stat(pid)
     return stat is not None and stat.state in _STOPPED
-
-
-def end_if_stopped(environ: Mapping[str, str] = os.environ) -> bool:
-    """End the monitor of this node if it is stopped; return whether it was.
-
-    It must not go on later, beside the one that takes its place.
-    """
-    handle = NodeDirectory.find(environ).find_monitor()
-    if handle is None:
-        return False
-    with handle:
-        if not is_stopped(handle.pid):
-            return False
-        handle.signal(signal.SIGKILL)
-        handle.wait(END_LIMIT_S)
-    return True
 
 
 def run_detached(order: Mapping[str, object], pass_fds: tuple[int, ...] = ()) -> None:

@@ -199,7 +199,7 @@ class OutcomeReader:
         self._listener = listener
         self._closed = threading.Event()
         self._broken_s: float | None = None
-        self._spared = -1
+        self._skipped = -1
         self._to_follow: queue.SimpleQueue[tuple[int, frozenset[int]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nvrx-outcomes", daemon=True)
         self._thread.start()
@@ -213,9 +213,9 @@ class OutcomeReader:
         """Follow an iteration after those before it."""
         self._to_follow.put((iteration, participants))
 
-    def spare_records(self, iteration: int) -> None:
+    def skip_records(self, iteration: int) -> None:
         """Skip reading the records of an iteration that no rank of this node waits for."""
-        self._spared = iteration
+        self._skipped = iteration
 
     def close(self) -> None:
         """Let the thread end, after the wait that it sits in at the latest."""
@@ -258,8 +258,8 @@ class OutcomeReader:
         has_all = left_s > 0 and store.wait_all_reported(iteration, left_s)
         # What has all was read with them; else they would have to be read, and the decision will
         # bring them, too.
-        is_spared = self._spared == iteration and not has_all
-        read = store.first_records if is_spared else store.records
+        is_skipped = self._skipped == iteration and not has_all
+        read = store.first_records if is_skipped else store.records
         records = tuple(read(iteration))
         waited_s = time.monotonic() - since_s
         self._post(lambda: self._listener.last_call_over(iteration, records, waited_s))

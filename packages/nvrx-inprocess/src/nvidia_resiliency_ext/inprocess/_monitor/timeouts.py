@@ -57,14 +57,10 @@ class Watch:
 
     Attributes:
         epoch: Epoch of the page at the last look.
-        looked_s: When the last look was.
         calm_s: Stamps from before this moment count as made at it.
-        interrupted_s: When the iteration was interrupted.
         is_soft_notified: The soft timeout of this epoch was told.
         is_pardoned: We were held up, and no fresh stamp was seen since.
         asked_s: When the rank was asked for its stacks, which it may stamp after.
-        step: How far killing has gone.
-        step_s: When that step was taken.
     """
 
     epoch: int = -1
@@ -120,8 +116,6 @@ class Evaluation:
     """The result of one look.
 
     Attributes:
-        watch: What to remember.
-        effects: What to do.
         due_s: When something may be due next; infinite for nothing.
     """
 
@@ -310,7 +304,6 @@ class Patience:
 
     Attributes:
         stopped_s: One that the kernel says is stopped.
-        mute_s: One that could answer.
     """
 
     stopped_s: float

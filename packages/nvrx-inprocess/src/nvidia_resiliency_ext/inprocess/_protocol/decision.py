@@ -28,7 +28,7 @@ _SEARCHED = _TIMEOUTS | {Interruption.EXCEPTION}
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObservedActivity:
     """What a rank's main thread was doing when its iteration was interrupted.
 
     Attributes:
@@ -47,7 +47,7 @@ class Seen:
         return ",".join((self.activity.value, *(urllib.parse.quote(part, "/") for part in parts)))
 
     @classmethod
-    def from_text(cls, text: str) -> Seen:
+    def from_text(cls, text: str) -> ObservedActivity:
         """Return what `to_text` made a word of.
 
         Raises:
@@ -74,7 +74,7 @@ def is_searched(records: Iterable[InterruptionRecord]) -> bool:
 
 
 def find_hang(
-    records: Iterable[InterruptionRecord], seen: Mapping[int, Seen], world_size: int
+    records: Iterable[InterruptionRecord], observed: Mapping[int, ObservedActivity], world_size: int
 ) -> Hang | None:
     """Return whom a hang is blamed on, None when it was no hang or nothing is known.
 
@@ -82,41 +82,31 @@ def find_hang(
 
     Args:
         records: What was reported, of initial ranks.
-        seen: What ranks were doing, by initial rank.
+        observed: What ranks were doing, by initial rank.
         world_size: Ranks that took part.
-
-    Example:
-        >>> found = find_hang(
-        ...     [InterruptionRecord(0, Interruption.SOFT_TIMEOUT)],
-        ...     {
-        ...         0: Seen(Activity.WAITING, "train.py:9 in step"),
-        ...         1: Seen(Activity.WORKING, "train.py:5 in load", "runs in train.py:5 in load"),
-        ...     },
-        ...     world_size=2,
-        ... )
-        >>> found.text
-        'rank 1 runs in train.py:5 in load; rank 0 waited for it'
     """
     records = list(records)
     if not is_searched(records):
         return None
     late = {record.rank for record in records if record.interruption in _TIMEOUTS}
     raised = [r.rank for r in records if r.interruption is Interruption.EXCEPTION]
-    waited = {rank for rank, each in seen.items() if each.activity is Activity.WAITING}
+    waited = {rank for rank, each in observed.items() if each.activity is Activity.WAITING}
     if not waited.issuperset(raised) or not (late or raised):
         return None
-    states = [_state(rank, each, is_late=rank in late) for rank, each in sorted(seen.items())]
+    states = [_state(rank, each, is_late=rank in late) for rank, each in sorted(observed.items())]
     finding = find_culprit(states, world_size)
     culprits = tuple(state.rank for state in finding.culprits)
     texts = [describe(finding)] if culprits else []
     killed = {r.rank for r in records if r.interruption is Interruption.HARD_TIMEOUT}
-    named = sorted(killed.intersection(seen).difference(culprits))[:_MOST_NAMED]
-    texts += [f"rank {rank} {seen[rank].words}" for rank in named if seen[rank].words]
+    named = sorted(killed.intersection(observed).difference(culprits))[:_MOST_NAMED]
+    texts += [f"rank {rank} {observed[rank].words}" for rank in named if observed[rank].words]
     return Hang("; ".join(texts)[:LONGEST_TEXT], culprits) if texts else None
 
 
-def _state(rank: int, seen: Seen, *, is_late: bool) -> RankState:
-    return RankState(rank, seen.activity, words=seen.words, place=seen.place, is_late=is_late)
+def _state(rank: int, observed: ObservedActivity, *, is_late: bool) -> RankState:
+    return RankState(
+        rank, observed.activity, words=observed.words, place=observed.place, is_late=is_late
+    )
 
 
 _MOST_RANKS = 1 << 20
@@ -127,18 +117,17 @@ class Arrival:
     """How a participant has reached the end of an iteration.
 
     Attributes:
-        initial_rank: Who.
         rank: Its number in this iteration, if it goes on.
         world_size: How many numbers there are, if it goes on.
         is_out: It was discarded or leaves. Without number and not out: it has ended.
-        seen: What it was doing when the iteration was interrupted, where that was looked at.
+        observed: What it was doing when the iteration was interrupted, where that was looked at.
     """
 
     initial_rank: int
     rank: int | None
     world_size: int | None
     is_out: bool
-    seen: Seen | None = field(default=None, compare=False)
+    observed: ObservedActivity | None = field(default=None, compare=False)
 
     @property
     def goes_on(self) -> bool:
@@ -153,7 +142,6 @@ class Decision:
     Attributes:
         participants: How each participant has arrived, by initial rank.
         terminated: Numbers of this iteration that nobody has who goes on.
-        records: What was reported, of initial ranks.
         hang: Whom a hang is blamed on, if it was one.
     """
 

@@ -15,7 +15,7 @@ from typing import Any
 from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError, parse_number
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
-from .decision import Arrival, Decision, Seen, find_hang
+from .decision import Arrival, Decision, ObservedActivity, find_hang
 
 _END = ";"
 _LEFT = "-"
@@ -29,9 +29,6 @@ class NodeEntry:
 
     Attributes:
         node_id: The smallest initial rank of the node.
-        ranks: Its initial ranks.
-        pids: Their processes, in the same order.
-        host: Its name, for people.
     """
 
     node_id: int
@@ -43,11 +40,11 @@ class NodeEntry:
 def format_arrival(arrival: Arrival) -> str:
     """Return an arrival as an entry of a list."""
     if arrival.goes_on:
-        said = f"{arrival.rank}:{arrival.world_size}"
+        reported = f"{arrival.rank}:{arrival.world_size}"
     else:
-        said = _LEFT if arrival.is_out else _ENDED
-    seen = "" if arrival.seen is None else f":{arrival.seen.to_text()}"
-    return f"{arrival.initial_rank}:{said}{seen}{_END}"
+        reported = _LEFT if arrival.is_out else _ENDED
+    observed = "" if arrival.observed is None else f":{arrival.observed.to_text()}"
+    return f"{arrival.initial_rank}:{reported}{observed}{_END}"
 
 
 def parse_arrivals(text: str, key: str = "arrivals") -> list[Arrival]:
@@ -73,10 +70,10 @@ def _parse_arrival(entry: str, key: str) -> Arrival:
     if initial_rank is None or not is_known or len(rest) > 1:
         raise ForeignValueError(key, entry)
     try:
-        seen = Seen.from_text(rest[0]) if rest else None
+        observed = ObservedActivity.from_text(rest[0]) if rest else None
     except ValueError:
         raise ForeignValueError(key, entry) from None
-    return Arrival(initial_rank, rank, world_size, is_out, seen)
+    return Arrival(initial_rank, rank, world_size, is_out, observed)
 
 
 def format_records(records: Iterable[InterruptionRecord]) -> str:
@@ -135,25 +132,25 @@ def decide(
     those who contradict a smaller initial rank in the size of the world or in a number: were they
     to go on, two ranks would take themselves for the same.
     """
-    said: dict[int, Arrival] = {}
+    reported: dict[int, Arrival] = {}
     for arrival in arrivals:
-        known = said.get(arrival.initial_rank, arrival)
+        known = reported.get(arrival.initial_rank, arrival)
         if arrival.initial_rank in participants:
-            said[arrival.initial_rank] = _both(known, arrival)
+            reported[arrival.initial_rank] = _both(known, arrival)
     world_size: int | None = None
     taken: set[int] = set()
-    for initial_rank, arrival in sorted(said.items()):
+    for initial_rank, arrival in sorted(reported.items()):
         if arrival.rank is not None:
             world_size = arrival.world_size if world_size is None else world_size
             if arrival.world_size != world_size or arrival.rank in taken:
-                said[initial_rank] = _out(arrival)
+                reported[initial_rank] = _out(arrival)
             else:
                 taken.add(arrival.rank)
     terminated = tuple(rank for rank in range(world_size or 0) if rank not in taken)
-    settled = tuple(said[initial_rank] for initial_rank in sorted(said))
+    settled = tuple(reported[initial_rank] for initial_rank in sorted(reported))
     records = _in_order(records)
-    seen = {each.initial_rank: each.seen for each in settled if each.seen is not None}
-    return Decision(settled, terminated, records, find_hang(records, seen, len(settled)))
+    observed = {each.initial_rank: each.observed for each in settled if each.observed is not None}
+    return Decision(settled, terminated, records, find_hang(records, observed, len(settled)))
 
 
 def _both(known: Arrival, arrival: Arrival) -> Arrival:

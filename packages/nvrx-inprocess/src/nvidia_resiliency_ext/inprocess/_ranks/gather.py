@@ -183,13 +183,7 @@ def can_gather(store: object) -> bool:
 
 @dataclass(frozen=True)
 class Caller:
-    """The rank that gathers.
-
-    Attributes:
-        rank: Its present number.
-        initial_rank: Its number at the call.
-        iteration: Of its state.
-    """
+    """The rank that gathers."""
 
     rank: int
     initial_rank: int

@@ -92,12 +92,8 @@ class Branch:
 
     Attributes:
         depth: Its layer; 0 is the root.
-        key: Its key in that layer.
         parent: The branch above; `None` for the root.
         children: The branches below, none on the last layer.
-        start: Its first position.
-        stop: The position after its last one.
-        living: How many of its ranks live.
         active: How many of its ranks are active.
         reserves: Places of inactive ranks, the one to take first last; also some that were.
     """

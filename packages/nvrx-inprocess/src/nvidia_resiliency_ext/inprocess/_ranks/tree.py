@@ -27,11 +27,8 @@ class TreePlan:
     """The numbers of all ranks, as losses change them.
 
     Attributes:
-        layout: Branches and positions.
         order: By rank, its position; from the first assignment on in depth-first order.
-        alive: By position, whether the rank lives.
         numbers: By position, the active rank, or `INACTIVE`.
-        holders: By active rank, its position.
     """
 
     def __init__(self, layers: Sequence[Layer], layout: Layout) -> None:

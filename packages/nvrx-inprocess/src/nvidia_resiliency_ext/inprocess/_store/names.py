@@ -150,14 +150,10 @@ class IterationKeys:
 
     Attributes:
         outcome: `completed`, or `interrupted;` and the records of the first who said so; set once.
-        completions: List of who has completed.
-        completed: How often somebody has completed.
         interruption_records: List of the records that came after the first.
         reported: How many ranks have reported, or arrived and do not go on.
         all_reported: Set, to all records, when every participant has.
         arrivals: List of who has arrived, in which form.
-        arrived: How often somebody has arrived.
-        decision: Who goes on; set once.
     """
 
     outcome: str
@@ -174,11 +170,6 @@ class IterationKeys:
         """Return every key but those of the values that are set once."""
         kept = ("outcome", "decision")
         return tuple(getattr(self, name) for name in self.__slots__ if name not in kept)
-
-
-def job_of(prefix: str) -> str:
-    """Return the job's name out of what stands before the keys of a call; "" where it has none."""
-    return "".join(prefix.split("/")[1:2])
 
 
 def iteration_prefix(iteration: int) -> str:
@@ -222,7 +213,6 @@ class ForeignValueError(NvrxError):
     """A key holds what none of us has written.
 
     Args:
-        key: Name of the key.
         value: What stands there; the message shows its beginning.
     """
 

@@ -30,7 +30,7 @@ from .names import StoreLostError
 
 _VALIDATE, _COMPARE_SET = b"\0", b"\2"
 _MAGIC = struct.pack("=I", 0x3C85F7CE)
-_LENGTH = struct.Struct("=q")
+_NUMBER = struct.Struct("=q")
 _WORD_BYTES = 16
 _KEY = b"/nvrx/handshake/"  # torch puts a slash before all keys
 
@@ -55,13 +55,11 @@ def handshake(connection: socket.socket) -> bool:
 
 
 def _prefixed(value: bytes) -> bytes:
-    return _LENGTH.pack(len(value)) + value
+    return _NUMBER.pack(len(value)) + value
 
 
 ANSWER_TIMEOUT_S = 20.0
 MAX_ANSWER_BYTES = (1 << 24) + 1
-_NUMBER = struct.Struct("=q")
-_BEFORE_KEYS = b"/"  # torch puts it there
 _STOP_WAITING, _WAIT_CANCELED = 0, 1
 _READY = 0
 _READ_BYTES = 65536
@@ -96,8 +94,6 @@ class PlainStore:
     Its methods are those of torch's stores, as far as `StoreAccess` uses them.
 
     Args:
-        host: Where it listens.
-        port: Its port.
         timeout: How long connecting may take, and a wait that is not told.
 
     Raises:
@@ -136,15 +132,15 @@ class PlainStore:
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
-        self._send(_Query.SET, _key(key), _text(value.encode()))
+        self._send(_Query.SET, _key(key), _prefixed(value.encode()))
 
     def append(self, key: str, value: str) -> None:
         """Add to the end of a value."""
-        self._send(_Query.APPEND, _key(key), _text(value.encode()))
+        self._send(_Query.APPEND, _key(key), _prefixed(value.encode()))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set a key if its value is the expected one; return what stands."""
-        values = (_text(expected.encode()), _text(desired.encode()))
+        values = (_prefixed(expected.encode()), _prefixed(desired.encode()))
         self._send(_Query.COMPARE_SET, _key(key), *values)
         return self._receive_text()
 
@@ -270,12 +266,8 @@ def _connect(host: str, port: int, limit_s: float) -> socket.socket:
         return sock
 
 
-def _text(value: bytes) -> bytes:
-    return _NUMBER.pack(len(value)) + value
-
-
 def _key(key: str) -> bytes:
-    return _text(_BEFORE_KEYS + key.encode())
+    return _prefixed(b"/" + key.encode())  # torch puts the slash there
 
 
 def _keys(keys: Sequence[str]) -> list[bytes]:

@@ -9,15 +9,13 @@ import ipaddress
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from nvidia_resiliency_ext.shared_utils.abandonable import Attempt
 from nvidia_resiliency_ext.shared_utils.store_sockets import (
-    is_connected_to,
+    connected_sockets,
     listen_at,
     reach,
-    socket_names,
     tcp_sockets,
     watch_over,
 )
@@ -108,40 +106,13 @@ def limit_answers(port: int, timeout_s: float, known: frozenset[str] = frozenset
     """
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     count = 0
-    for sock in _connected(port, known):
+    for sock in connected_sockets(port, known):
         with sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             watch_over(sock)
             count += 1
     return count
-
-
-def make_within(make: Callable[[], Any], port: int, timeout_s: float) -> Any:
-    """Make a client that connects to `port`; torch itself would go on trying, or wait for ever.
-
-    Raises:
-        TimeoutError: It has not been made; its connections are ended.
-        Exception: What `make` raises.
-    """
-    known = socket_names()
-    attempt = Attempt(make)
-    is_made = False
-    with contextlib.closing(attempt):
-        attempt.start()
-        try:
-            is_made = attempt.wait(timeout_s)
-        finally:
-            # The caller may have been interrupted.
-            if not is_made:
-                attempt.give_up()
-                _cut(port, known)
-    if not is_made:
-        raise TimeoutError(f"what listens at port {port} does not answer as a store does")
-    attempt.join()
-    if attempt.error is not None:
-        raise attempt.error
-    return attempt.client
 
 
 def count_served(port: int, most: int) -> int:
@@ -163,17 +134,3 @@ def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
         # Names are encoded before anybody is asked.
         raise socket.gaierror(socket.EAI_NONAME, f"no name of a host: {error}") from None
     return [(int(family), address) for family, *_, address in found]
-
-
-def _connected(port: int, known: frozenset[str]) -> Iterator[socket.socket]:
-    for _, sock in tcp_sockets(known):
-        if is_connected_to(sock, port):
-            yield sock
-        else:
-            sock.close()
-
-
-def _cut(port: int, known: frozenset[str]) -> None:
-    for sock in _connected(port, known):
-        with sock, contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)

@@ -18,7 +18,11 @@ from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[at
 from torch.distributed import TCPStore as TorchTCPStore  # type: ignore[attr-defined]
 
 from nvidia_resiliency_ext.inprocess import _inputs
-from nvidia_resiliency_ext.shared_utils.store_sockets import serving_options, socket_names
+from nvidia_resiliency_ext.shared_utils.store_sockets import (
+    open_client,
+    serving_options,
+    socket_names,
+)
 
 from .mixin import StoreMixin
 from .names import (
@@ -29,7 +33,7 @@ from .names import (
     named_endpoint,
     port_is_held,
 )
-from .sockets import limit_answers, listen, make_within, wait_until_listening
+from .sockets import limit_answers, listen, wait_until_listening
 
 logger = logging.getLogger("nvrx")
 
@@ -155,7 +159,7 @@ class TCPStore(StoreMixin, TorchTCPStore):
         left_s = max(0.0, deadline - time.monotonic()) + _GRACE_S
         client = {"is_master": False, **options}
         try:
-            make_within(
+            open_client(
                 lambda: self._open(endpoint.host, endpoint.port, options=client),
                 endpoint.port,
                 left_s,

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start, claim and resume the process that serves a job's store, once per job and port."""
+"""Start and claim the process that serves a job's store, once per job and port."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -28,8 +26,6 @@ from nvidia_resiliency_ext.inprocess._store.names import (
     port_is_held,
 )
 from nvidia_resiliency_ext.inprocess._store.sockets import is_reachable_from_elsewhere
-from nvidia_resiliency_ext.shared_utils import procfs
-from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 _KEY = "nvrx/owner"
@@ -70,35 +66,6 @@ logger = logging.getLogger("nvrx")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PROGRAM = os.path.join(_PACKAGE, "_monitor", "boot.py")
 """What the process runs."""
-_STOPPED = "T"
-
-
-def resume_store_servers(job: str) -> int:
-    """Continue the processes on this host that host stores of a job and are stopped.
-
-    Returns:
-        How many there were.
-    """
-    woken = 0
-    for pid in _store_servers(job):
-        stat = procfs.read_stat(pid)
-        if stat is None or stat.state != _STOPPED:
-            continue
-        # It may end, or be another user's.
-        with contextlib.suppress(OSError), PidHandle(pid, stat.start_ticks) as handle:
-            handle.signal(signal.SIGCONT)
-            logger.warning("the process %d of the job's store was stopped; it goes on", pid)
-            woken += 1
-    return woken
-
-
-def _store_servers(job: str) -> Iterator[int]:
-    name, wanted = os.path.basename(PROGRAM).encode(), f"--job={job}".encode()
-    for pid in procfs.pids():
-        with contextlib.suppress(OSError):
-            arguments = procfs.cmdline(pid).split(b"\0")
-            if wanted in arguments and any(os.path.basename(each) == name for each in arguments):
-                yield pid
 
 
 # torch asks the name server for the name of whoever connects, and serves nobody meanwhile.
@@ -133,7 +100,6 @@ class StoreServer:
     """A store that is hosted here.
 
     Attributes:
-        endpoint: Where.
         process: The process that hosts it; None if it was there already.
         channel: Where that process takes orders; None with the process.
     """
@@ -153,19 +119,12 @@ class StoreServer:
         except OSError:
             return None
 
-    def wake(self) -> None:
-        """Resume the process if this process started it and it is stopped."""
-        if self.process is not None and self._maker == os.getpid():
-            with contextlib.suppress(OSError):
-                self.process.send_signal(signal.SIGCONT)
-
     def stop(self, timeout_s: float = _END_S) -> None:
         """End the process if it was started by this object's maker, and wait for its end."""
         if self.channel is not None:
             self.channel.close()
         if self.process is not None:
             self.process.terminate()
-            self.wake()
             _wait_for_end(self.process, timeout_s)
 
 
@@ -223,12 +182,7 @@ def host_store(
 def _join(endpoint: Endpoint, job: str, connect: Connect) -> None:
     advice = "give the wrapper another port in store_kwargs"
     try:
-        try:
-            claim(connect(endpoint, timedelta(seconds=_PROBE_S)), job)
-        except StoreLostError:
-            if not resume_store_servers(job):
-                raise
-            claim(connect(endpoint, timedelta(seconds=_PROBE_S)), job)
+        claim(connect(endpoint, timedelta(seconds=_PROBE_S)), job)
     except StoreInUseError as error:
         raise StoreInUseError(f"port {endpoint.port} is in use: {error}; {advice}") from None
     except NobodyListensError:

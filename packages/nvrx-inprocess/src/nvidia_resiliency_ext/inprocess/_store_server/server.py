@@ -28,7 +28,6 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from nvidia_resiliency_ext.inprocess._store.sockets import count_served, listen
@@ -90,29 +89,6 @@ _PERIOD_S = 0.25
 _LONGEST_WAIT_S = 3600.0
 _LONGEST_ORDER = 1 << 14
 _ORDER_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Duty:
-    """What a store server is told.
-
-    Attributes:
-        address: Where it listens; empty for all addresses.
-        port: Its port.
-        job: Whose it is.
-        starter: The process that started it.
-        idle_s: How long it stays, without the starter, when nobody is connected any more.
-        channel_fd: A socket on which it says what became of its start, and takes orders.
-        whole_torch: Whether it imports all of torch.
-    """
-
-    address: str
-    port: int
-    job: str
-    starter: int
-    idle_s: float
-    channel_fd: int
-    whole_torch: bool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -179,7 +155,7 @@ def _serve(listener: socket.socket, host: str, port: int, *, whole: bool) -> Any
     return store_class(host, port, wait_for_workers=False, **options)
 
 
-def _attend(channel: socket.socket, duty: Duty, stores: dict[int, Any]) -> None:
+def _attend(channel: socket.socket, duty: argparse.Namespace, stores: dict[int, Any]) -> None:
     """Do what the starter orders, until it ends."""
     orders = threading.Thread(target=_take_orders, args=(channel, stores), daemon=True)
     with _threads_without(signal.SIGTERM):
@@ -230,16 +206,20 @@ def _line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _parse(arguments: Sequence[str] | None) -> Duty:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", default="", help="where to listen; empty: everywhere")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--job", required=True, help="name of the job")
-    parser.add_argument("--starter", type=int, required=True)
-    parser.add_argument("--idle-s", type=float, required=True)
-    parser.add_argument("--channel-fd", type=int, required=True)
+    parser.add_argument("--starter", type=int, required=True, help="process that started it")
+    parser.add_argument(
+        "--idle-s", type=float, required=True, help="stay without starter and clients"
+    )
+    parser.add_argument(
+        "--channel-fd", type=int, required=True, help="socket for the report and for orders"
+    )
     parser.add_argument("--whole-torch", action="store_true", help="import all of torch")
-    return Duty(**vars(parser.parse_args(arguments)))
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -63,10 +63,9 @@ class AbortStep:
     """What became of one member.
 
     Attributes:
-        name: The member.
         duration_s: How long it took, or was waited for.
         error: What it raised, as text: the exception would keep its frames and all they hold.
-        is_late: It was still running when it was left behind.
+        is_late: It was still running when it was abandoned.
     """
 
     name: str
@@ -131,7 +130,7 @@ def _run(member: Any, given: Any, patience_s: float) -> tuple[AbortStep, object]
         logger.error("abort %s failed after %.3f s", name, duration_s, exc_info=error)
         return AbortStep(name, duration_s, error=format_exc(error)), None
     if not results:
-        logger.error("abort %s has not ended in %.3f s; it is left behind", name, duration_s)
+        logger.error("abort %s has not ended in %.3f s; it is abandoned", name, duration_s)
         return AbortStep(name, duration_s, is_late=True), None
     logger.info("abort %s took %.3f s", name, duration_s)
     return AbortStep(name, duration_s), results[0]
@@ -223,7 +222,6 @@ class Recording:
     """The record of one iteration.
 
     Args:
-        path: Folder of all records.
         iteration: Each has a folder of its own.
         collector: Makes what takes and saves; torch's recorder by default.
     """
@@ -371,8 +369,6 @@ class AbortTorchDistributed(Abort):
     @staticmethod
     def shutdown_process_group_backend(group: Any, device: Any) -> None:
         """Abort the backend of a group for one device; do nothing if it has none.
-
-        Of gloo, whose connections cannot be told apart by group, nothing is ended.
 
         Connections of gloo are not ended here, because they cannot be told apart by group.
 

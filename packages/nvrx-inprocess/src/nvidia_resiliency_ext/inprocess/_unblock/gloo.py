@@ -24,7 +24,7 @@ from nvidia_resiliency_ext.inprocess._unblock.waits import is_in_futex
 from nvidia_resiliency_ext.shared_utils.procfs import read_stat
 from nvidia_resiliency_ext.shared_utils.store_sockets import socket_copy, tcp_socket
 
-from .waits import StoreWaits, system_call
+from .waits import StoreWaits, system_call, thread_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -190,7 +190,7 @@ def _watched_sockets() -> Iterator[int]:
 def _loops() -> set[int]:
     """Return the epoll descriptors of gloo's threads."""
     tasks = os.listdir(_TASKS)
-    named = [task for task in tasks if _read(f"{_TASKS}/{task}/comm").strip() in _LOOP_NAMES]
+    named = [task for task in tasks if thread_name(task) in _LOOP_NAMES]
     if not named:
         # A version whose threads have no name, or no gloo at all.
         python_threads = {str(thread.native_id) for thread in threading.enumerate()}
@@ -270,8 +270,11 @@ def _is_like_gloos(epoll: int) -> bool:
 
 
 def _targets(epoll: int) -> list[int]:
-    lines = _read(f"/proc/self/fdinfo/{epoll}").splitlines()
-    return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+    try:
+        with open(f"/proc/self/fdinfo/{epoll}", encoding="ascii", errors="replace") as file:
+            return [int(line.split()[1]) for line in file if line.startswith("tfd:")]
+    except OSError:
+        return []
 
 
 def _end(descriptor: int) -> bool:
@@ -294,14 +297,6 @@ def _listens(sock: socket.socket) -> bool:
 def _link(descriptor: int) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:
-        return ""
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read()
     except OSError:
         return ""
 

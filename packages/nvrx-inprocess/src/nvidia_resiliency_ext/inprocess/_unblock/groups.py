@@ -24,7 +24,7 @@ from nvidia_resiliency_ext.inprocess._bounded import call_bounded
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as ReleaseTimeoutError
 
 from .gloo import end_gloo_connections
-from .waits import is_in_untimed_condition
+from .waits import is_in_untimed_condition, thread_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -123,14 +123,7 @@ _RELEASE_LIMIT = timedelta(seconds=2)
 
 
 class DestroyedGroups:
-    """The groups of this process that were destroyed, or are about to be. Any thread may call it.
-
-    Example:
-        >>> held = DestroyedGroups()
-        >>> held.hold(all_groups())
-        >>> held.release()
-        True
-    """
+    """The groups that were destroyed, or are about to be; for any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -259,7 +252,7 @@ def are_gloo_workers_idle(within_s: float) -> bool | None:
     """
     until_s = time.monotonic() + within_s
     try:
-        workers = [task for task in os.listdir(_TASKS) if _name_of(task) == _WORKER_NAME]
+        workers = [task for task in os.listdir(_TASKS) if thread_name(task) == _WORKER_NAME]
     except OSError:  # no descriptor is left
         return False
     if not workers:
@@ -274,11 +267,3 @@ def are_gloo_workers_idle(within_s: float) -> bool | None:
 def _is_idle(task: str) -> bool:
     # One that has ended has nothing to do, either.
     return is_in_untimed_condition(task) or not os.path.exists(f"{_TASKS}/{task}")
-
-
-def _name_of(task: str) -> str:
-    try:
-        with open(f"{_TASKS}/{task}/comm", encoding="ascii", errors="replace") as file:
-            return file.read().strip()
-    except OSError:  # it has ended
-        return ""

@@ -28,8 +28,8 @@ from typing import Any
 
 from nvidia_resiliency_ext.inprocess._store.names import StoreLostError
 from nvidia_resiliency_ext.inprocess._store.plain import handshake
-from nvidia_resiliency_ext.inprocess._store.sockets import make_within, wait_until_listening
-from nvidia_resiliency_ext.shared_utils.store_sockets import tcp_socket
+from nvidia_resiliency_ext.inprocess._store.sockets import wait_until_listening
+from nvidia_resiliency_ext.shared_utils.store_sockets import open_client, tcp_socket
 
 
 class Wait(enum.Enum):
@@ -64,6 +64,15 @@ def system_call(native_id: int | str) -> tuple[int, ...]:
             return parse_call(file.read())
     except OSError:
         return ()
+
+
+def thread_name(native_id: int | str) -> str:
+    """Return the kernel's name of a thread of this process; "" when it has ended."""
+    try:
+        with open(f"/proc/self/task/{native_id}/comm", encoding="ascii", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 def parse_call(line: str) -> tuple[int, ...]:
@@ -249,7 +258,7 @@ def patient_rendezvous() -> Iterator[None]:
             raise RendezvousError(f"{where}: nobody listens there, after {limit_s:g} s")
         left_s = max(0.0, deadline - time.monotonic()) + _GRACE_S
         try:
-            return make_within(lambda: make(host_name, port, **kwargs), port, left_s)
+            return open_client(lambda: make(host_name, port, **kwargs), port, left_s)
         except TimeoutError as error:
             raise RendezvousError(f"{where}: {error}, after {limit_s:g} s") from None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds event files in memory: a test tells a story with times in seconds from its begin."""
+"""Builds event files in memory: a test gives each event its time in seconds from the begin."""
 
 from nvidia_resiliency_ext.shared_utils._events.read import EventFile, EventRecord
 from nvidia_resiliency_ext.shared_utils.events import Event
@@ -7,7 +7,7 @@ from nvidia_resiliency_ext.shared_utils.events import Event
 BEGIN = 1_700_000_000.0
 
 
-class Story:
+class RecordedJob:
     """The events of one node."""
 
     def __init__(self, host: str = "n1", job_id: str = "7", launch_id: str = "a") -> None:
@@ -20,7 +20,7 @@ class Story:
 
     def at(
         self, seconds: float, event: Event, cycle: int | None = 0, rank: int | None = None
-    ) -> "Story":
+    ) -> "RecordedJob":
         """Add an event that happened so many seconds after the begin."""
         names = event.field_names()
         given = {name: getattr(event, name) for name in names if getattr(event, name) is not None}

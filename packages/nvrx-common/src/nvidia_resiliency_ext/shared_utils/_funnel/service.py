@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns one log stream at the gRPC edge of the root: reading, acknowledging, refusing, ending.
+"""Owns the gRPC service of the root and its log streams: reading, acknowledging, refusing, ending.
 
 It lives in the event loop, so an idle stream costs a suspended coroutine and no thread. Messages
 are read one by one, and none while a chunk waits for room: gRPC's flow control then holds the
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import chunks
 from .chunks import AckWriter, Chunk, Refusal, decode, forget_settled
-from .servicer import Mailbox
+from .servicer import LoopQueue
 from .target import Source
 
 if TYPE_CHECKING:
@@ -36,20 +36,13 @@ _logger = logging.getLogger("LogAggregationServer")
 
 
 class StreamRpc:
-    """One open StreamLogs or StreamLogsAcked; a connection to the funnel.
-
-    Args:
-        funnel: Where chunks go.
-        context: gRPC's context of the call.
-        mailbox: Brings news into the event loop.
-        acknowledges: The method has acknowledgements.
-    """
+    """One open StreamLogs or StreamLogsAcked; a connection to the funnel."""
 
     def __init__(
-        self, funnel: Funnel, context: Any, mailbox: Mailbox, *, acknowledges: bool
+        self, funnel: Funnel, context: Any, loop_queue: LoopQueue, *, acknowledges: bool
     ) -> None:
         self._funnel = funnel
-        self._mailbox = mailbox
+        self._loop_queue = loop_queue
         self._context = context
         self._is_relay = acknowledges and _has_errors_in_acks(context)
         self._loop = asyncio.get_running_loop()
@@ -61,10 +54,10 @@ class StreamRpc:
         self._acks = AckWriter(context.write) if acknowledges else None
 
     def progress(self, source: Source) -> None:
-        """Hand a source's news to the event loop; from any thread."""
+        """Have a source's progress noted in the event loop; from any thread."""
         # Without acknowledgements nothing follows from it while chunks are read.
         if self._acks is not None or self._is_waiting or source.refusal is not None:
-            self._mailbox.post(self._note, source)
+            self._loop_queue.post(self._note, source)
 
     async def run(self) -> None:
         """Take all chunks of the stream; return when every byte is in its file.
@@ -81,8 +74,8 @@ class StreamRpc:
             await self._until_settled()
             if self._acks is not None:
                 for source in self.sources.values():
-                    news = (source.committed_seq, source.refusal)
-                    self._acks.note_if_new(source.stream_id, *news)
+                    state = (source.committed_seq, source.refusal)
+                    self._acks.note_if_new(source.stream_id, *state)
                 await self._acks.finish()
         finally:
             if not is_clean:
@@ -182,7 +175,7 @@ class StreamRpc:
     async def _until_admitted(self, source: Source) -> None:
         # Nothing to cancel here: a refusal ends this wait.
         self._is_reading = False
-        # Before the first look: news are passed over until then.
+        # Before the first look: progress is passed over until then.
         self._is_waiting = True
         while source.waiting is not None:
             self._changed.clear()
@@ -321,12 +314,8 @@ def _is_served(address: str) -> bool:
     return True
 
 
-class RootEdge:
+class RootService:
     """The methods of the root's service.
-
-    Args:
-        servicer: Counts clients and has the funnel.
-        access: Who may call.
 
     It must be made in the event loop.
     """
@@ -337,7 +326,7 @@ class RootEdge:
         self._access = access
         self._rpcs: set[StreamRpc] = set()
         self._left = asyncio.Event()
-        self._mailbox = Mailbox()
+        self._loop_queue = LoopQueue()
 
     def handlers(self) -> dict[str, Any]:
         """Return gRPC's handlers; messages stay bytes."""
@@ -394,7 +383,7 @@ class RootEdge:
     async def _enter(self, context: Any, *, acknowledges: bool) -> StreamRpc:
         # Plain code: when all nodes come at once, what one stream costs holds up all others.
         await check_access(self._access, context)
-        rpc = StreamRpc(self._funnel, context, self._mailbox, acknowledges=acknowledges)
+        rpc = StreamRpc(self._funnel, context, self._loop_queue, acknowledges=acknowledges)
         self._rpcs.add(rpc)
         self._servicer.count_client(1)
         return rpc

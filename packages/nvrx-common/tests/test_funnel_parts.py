@@ -12,7 +12,7 @@ from nvidia_resiliency_ext.shared_utils._funnel import chunks, settings
 from nvidia_resiliency_ext.shared_utils._funnel import files as ledger
 from nvidia_resiliency_ext.shared_utils._funnel.chunks import Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.queue import Budget, Verdict
-from nvidia_resiliency_ext.shared_utils._funnel.servicer import Mailbox
+from nvidia_resiliency_ext.shared_utils._funnel.servicer import LoopQueue
 from nvidia_resiliency_ext.shared_utils._funnel.settings import FunnelOptions
 from nvidia_resiliency_ext.shared_utils._funnel.target import Cycles, Source
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
@@ -164,22 +164,22 @@ def test_ids_of_any_kind_survive() -> None:
 def test_budget_shares() -> None:
     """One file has an eighth, files in trouble a half, and nothing goes over the whole."""
     budget = Budget(800)
-    assert budget.judge(100, 0) is Verdict.ADMIT
-    assert budget.judge(10, 95) is Verdict.WAIT
-    assert budget.judge(10, 95, is_failing=True) is Verdict.REFUSE
-    assert budget.judge(10, 5, troubled_held=395) is Verdict.WAIT
-    assert budget.judge(10, 5, is_failing=True, troubled_held=395) is Verdict.REFUSE
-    assert budget.judge(801, 0) is Verdict.REFUSE
+    assert budget.evaluate(100, 0) is Verdict.ADMIT
+    assert budget.evaluate(10, 95) is Verdict.WAIT
+    assert budget.evaluate(10, 95, is_failing=True) is Verdict.REFUSE
+    assert budget.evaluate(10, 5, troubled_held=395) is Verdict.WAIT
+    assert budget.evaluate(10, 5, is_failing=True, troubled_held=395) is Verdict.REFUSE
+    assert budget.evaluate(801, 0) is Verdict.REFUSE
     budget.take(795)
-    assert budget.judge(10, 0) is Verdict.WAIT
+    assert budget.evaluate(10, 0) is Verdict.WAIT
     budget.give(95)
-    assert budget.judge(10, 0) is Verdict.ADMIT
+    assert budget.evaluate(10, 0) is Verdict.ADMIT
     assert budget.peak_bytes == 795
 
 
 def test_large_chunk_for_an_idle_file_passes() -> None:
     """A chunk over a file's share is taken when nothing else waits for that file."""
-    assert Budget(800).judge(500, 0) is Verdict.ADMIT
+    assert Budget(800).evaluate(500, 0) is Verdict.ADMIT
 
 
 def test_ledger_forgets_the_streams_that_were_silent_for_longest(
@@ -298,7 +298,7 @@ def test_mailbox_delivers_each_news_once_in_the_loop() -> None:
 
     async def run() -> tuple[list[str], int]:
         loop = asyncio.get_running_loop()
-        mailbox, taken, done = Mailbox(), [], asyncio.Event()
+        loop_queue, taken, done = LoopQueue(), [], asyncio.Event()
         wakes, call_soon = [], loop.call_soon_threadsafe
 
         def counted(callback, *arguments):
@@ -315,7 +315,7 @@ def test_mailbox_delivers_each_news_once_in_the_loop() -> None:
 
         def post(some: list[Source]) -> None:
             for source in some:
-                mailbox.post(take, source)
+                loop_queue.post(take, source)
 
         threads = [threading.Thread(target=post, args=(sources[i:300:3],)) for i in range(3)]
         for thread in threads:
@@ -337,8 +337,8 @@ def test_mailbox_delivers_each_news_once_in_the_loop() -> None:
 def test_mailbox_of_an_ended_loop_is_silent() -> None:
     """A writer that is late by the loop's whole life does no harm."""
 
-    async def make() -> Mailbox:
-        return Mailbox()
+    async def make() -> LoopQueue:
+        return LoopQueue()
 
     asyncio.run(make()).post(_Nobody().progress, Source(_Nobody(), "s", "n"))
 
@@ -378,10 +378,10 @@ class _Call:
 def test_each_of_many_streams_is_acknowledged(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that are forgotten to save memory have been told that all of theirs is written."""
     pb = _pb()
-    from nvidia_resiliency_ext.shared_utils._funnel import edge
+    from nvidia_resiliency_ext.shared_utils._funnel import service
     from nvidia_resiliency_ext.shared_utils._funnel.funnel import Funnel
 
-    monkeypatch.setattr(edge, "_MAX_SOURCES", 100)
+    monkeypatch.setattr(service, "_MAX_SOURCES", 100)
     chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1)
     names = [f"s{number}" for number in range(1000)]
     messages = [chunks.named(chunk.SerializeToString(), name, 1) for name in names]
@@ -389,7 +389,7 @@ def test_each_of_many_streams_is_acknowledged(tmp_path, monkeypatch: pytest.Monk
 
     async def program() -> None:
         call = _Call(messages, most_waiting=150)
-        stream = edge.StreamRpc(funnel, call, Mailbox(), acknowledges=True)
+        stream = service.StreamRpc(funnel, call, LoopQueue(), acknowledges=True)
         await asyncio.wait_for(stream.run(), 20)
         assert call.acked == set(names)
         assert len(stream.sources) <= 200

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the threads of one target meet: writers, gRPC's sender, the lane, and who waits for it.
+"""Where the threads of one target meet: writers, gRPC's sender, the sender thread, and who waits.
 
 It owns the lock around a `Stream` and says who waits for what; it knows neither gRPC nor threads.
 """
@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.shared_utils.errors import (
 from .limits import BATCH_BYTES, Chunk, Gap
 
 if TYPE_CHECKING:
-    from .limits import Notices, Room
+    from .limits import MemoryBudget, Notices
     from .spill import Spill
     from .stream import Stream
 
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 _PLAIN_MAX_BYTES = 4 * 1024 * 1024
 _PLAIN_MAX_S = 5.0
 _PLAIN_IDLE_S = 1.0
+_COUNTERS = (
+    *("lines_taken", "bytes_taken", "lines_confirmed", "bytes_confirmed", "lines_dropped"),
+    *("bytes_dropped", "lines_broken", "chunks_resent", "bytes_in_memory"),
+)
 
 
 class Leftover(NamedTuple):
@@ -42,19 +46,19 @@ class Leftover(NamedTuple):
 
 
 class Sending:
-    """The chunks of one call, for gRPC's thread; also tells the feed which call is meant.
+    """The chunks of one call, for gRPC's thread; also tells the buffer which call is meant.
 
     Args:
-        feed: Where they come from.
+        send_buffer: Where they come from.
         is_plain: They are confirmed by the end of the call only, so it ends now and then.
     """
 
-    def __init__(self, feed: Feed, *, is_plain: bool) -> None:
+    def __init__(self, send_buffer: SendBuffer, *, is_plain: bool) -> None:
         self.is_plain = is_plain
         self.started_at = self.last_at = time.monotonic()
         self.last_seq = 0
         self.sent_bytes = 0
-        self._feed = feed
+        self._send_buffer = send_buffer
 
     def __iter__(self) -> Sending:
         """Return itself."""
@@ -62,7 +66,7 @@ class Sending:
 
     def __next__(self) -> Chunk:
         """Wait for the next chunk; end with the call, or when nothing will come any more."""
-        chunk = self._feed.next_chunk(self)
+        chunk = self._send_buffer.next_chunk(self)
         if chunk is None:
             raise StopIteration
         return chunk
@@ -80,14 +84,14 @@ class Sending:
         return min(self.started_at + _PLAIN_MAX_S, self.last_at + _PLAIN_IDLE_S)
 
 
-class Feed:
+class SendBuffer:
     """One target's stream with its lock, which guards every field.
 
     Args:
         path: The target.
         stream: Its lines.
         spill: Its files, None without.
-        room: Limits shared with others.
+        budget: Limits shared with others.
         notices: Lines for people.
         drops: Lines that nobody will take are counted and dropped; without it writing them is an
             error.
@@ -99,7 +103,7 @@ class Feed:
         path: str,
         stream: Stream,
         spill: Spill | None,
-        room: Room,
+        budget: MemoryBudget,
         notices: Notices,
         *,
         drops: bool,
@@ -110,18 +114,18 @@ class Feed:
         self.reconnects = 0
         self.nonsense_answers = 0
         self._spill = spill
-        self._room = room
+        self._budget = budget
         self._notices = notices
         self._drops = drops
         self._write_timeout_s = write_timeout_s
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)  # for gRPC's sender and the lane
+        self._work = threading.Condition(self._lock)  # for gRPC's sender and the sender thread
         self._done = threading.Condition(self._lock)  # for flush and close
         self._current: Sending | None = None
         self._sender_is_idle = False
         self._is_closing = False
         self._is_stopped = False
-        self._lane_has_ended = False
+        self._sender_has_ended = False
         self._refusal: str | None = None
         self._is_hurried = False
         self._owner_pid = os.getpid()
@@ -149,7 +153,7 @@ class Feed:
         deadline: Deadline | None = None
         while True:
             with self._lock:
-                version = self._room.version
+                version = self._budget.version
                 took = self._add(piece)
             self._notices.emit()
             if took:
@@ -161,7 +165,7 @@ class Feed:
                     f" {self._write_timeout_s:g} s: the log server does not confirm any"
                 )
                 raise DeadlineExceededError(message)
-            self._room.wait(version, deadline.remaining())
+            self._budget.wait(version, deadline.remaining())
 
     def _add(self, piece: memoryview) -> bool:
         self._refuse_if_closed()
@@ -223,7 +227,7 @@ class Feed:
             timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
         self._work.wait(timeout_s)
 
-    # The lane
+    # The sender thread
 
     def begin(self, *, is_plain: bool) -> Sending | None:
         """Wait until a call makes sense and return its chunks; None when there is no more to do."""
@@ -276,7 +280,7 @@ class Feed:
             self._refusal = reason
             self.stream.attention_at = 0
             self._done.notify_all()
-        self._room.wake()
+        self._budget.wake()
         return lost
 
     def pause(self, seconds: float) -> None:
@@ -293,10 +297,10 @@ class Feed:
             self._is_hurried = True
             self._work.notify_all()
 
-    def lane_ended(self) -> None:
+    def sender_ended(self) -> None:
         """Say that nothing will be sent any more."""
         with self._lock:
-            self._lane_has_ended = True
+            self._sender_has_ended = True
             self._done.notify_all()
 
     # Who waits
@@ -335,30 +339,30 @@ class Feed:
             self.stream.is_urgent = True
             self.stream.attention_at = 0
             self._work.notify_all()
-        self._room.wake()
+        self._budget.wake()
 
     def wait_until_confirmed(self, deadline: Deadline) -> None:
         """Wait until everything is confirmed or given up, at most until the deadline."""
         with self._lock:
-            while not (self._lane_has_ended or self._is_finished() or deadline.expired()):
+            while not (self._sender_has_ended or self._is_finished() or deadline.expired()):
                 self._done.wait(deadline.timeout())
 
     def wait_until_ended(self, deadline: Deadline) -> bool:
         """Wait until the last call is over; False at the deadline."""
         with self._lock:
-            while not self._lane_has_ended:
+            while not self._sender_has_ended:
                 if deadline.expired():
                     return False
                 self._done.wait(deadline.timeout())
             return True
 
     def stop(self) -> None:
-        """End every wait of the lane and of gRPC's sender."""
+        """End every wait of the sender thread and of gRPC's sender."""
         with self._lock:
             self._is_stopped = True
             self._work.notify_all()
             self._done.notify_all()
-        self._room.wake()
+        self._budget.wake()
 
     def leave(self) -> Leftover:
         """Give everything back once no thread is left."""
@@ -374,19 +378,10 @@ class Feed:
     def snapshot(self) -> dict[str, int]:
         """Return counters."""
         with self._lock:
-            stream = self.stream
-            return {
-                "lines_taken": stream.lines_taken,
-                "bytes_taken": stream.bytes_taken,
-                "lines_confirmed": stream.lines_confirmed,
-                "bytes_confirmed": stream.bytes_confirmed,
-                "lines_dropped": stream.lines_dropped,
-                "bytes_dropped": stream.bytes_dropped,
-                "lines_broken": stream.lines_broken,
-                "chunks_resent": stream.chunks_resent,
+            counted = {name: getattr(self.stream, name) for name in _COUNTERS}
+            return counted | {
                 "reconnects": self.reconnects,
                 "nonsense_answers": self.nonsense_answers,
-                "bytes_in_memory": stream.bytes_in_memory,
             }
 
     def abandon(self) -> None:
@@ -394,7 +389,7 @@ class Feed:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._done = threading.Condition(self._lock)
-        self._is_closing = self._is_stopped = self._lane_has_ended = True
+        self._is_closing = self._is_stopped = self._sender_has_ended = True
         self.stream.buffer = bytearray()
         self.stream.attention_at = 0
         if self._spill is not None:
