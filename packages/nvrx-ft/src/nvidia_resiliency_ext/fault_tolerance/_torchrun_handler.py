@@ -60,7 +60,7 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         log: events.EventLog,
     ) -> None:
         self._log = log
-        # Decisions are heard in a thread.
+        # Decisions arrive in a thread.
         self._lock = threading.Lock()
         self._cycle: int | None = None
         self._reason = "start"
@@ -114,7 +114,7 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         try:
             self._member.leave(Kind.LEFT, self._cause("left", what[:1000]))
         except StoreLostError:
-            # Nobody can be told: the lease expires.
+            # No message can be sent: the lease expires.
             return
 
     def _on_event(self, event: SessionEvent) -> None:

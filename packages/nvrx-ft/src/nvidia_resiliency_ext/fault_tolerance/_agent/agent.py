@@ -199,7 +199,7 @@ class NodeAgent:
         """The worker processes of the present cycle."""
         return self._workers
 
-    # What happens, told by the effects ------------------------------------------------------
+    # What happens, reported by the effects ------------------------------------------------------
 
     def post(self, event: Event) -> None:
         """Hand in an event; it is decided in the order of arrival."""
@@ -466,7 +466,7 @@ class NodeAgent:
     def _admitted(self, cycle: int, unfit: Cause | None) -> None:
         if unfit is not None:
             self.post(machine.NodeUnfit(unfit))
-        elif self._node.phase is Phase.JOINING:  # It may have been told to end meanwhile.
+        elif self._node.phase is Phase.JOINING:  # It may have ended meanwhile.
             self._rendezvous.join(cycle)
             self._poll_rendezvous()
 

@@ -309,7 +309,7 @@ def _agreeing(event: RanksHeld | SaveAgreed) -> tuple[Effect, ...]:
 
 
 def _preempted(node: Node, event: Preempted) -> Decision:
-    """This node was told to go: its workers may save first, and its time begins."""
+    """Preempt this node: its workers may save first, and its time begins."""
     if node.must_go:
         return node, ()
     node = dataclasses.replace(node, leaving=Leaving(event.cause, is_own=True))

@@ -149,7 +149,7 @@ class LocalRendezvous:
         return None
 
     def open_next(self, cause: Cause) -> None:
-        """Nobody else is there to be told."""
+        """Do nothing: there is no other node."""
 
     def close(self, reason: str, cause: Cause | None = None) -> None:  # noqa: ARG002
         """Refuse further rounds."""

@@ -158,7 +158,7 @@ class CycleRecords:
     """Cycle logs of one node; `close` ends all of it.
 
     Attributes:
-        asks_for_log_server: Whether this node must be told of the job's log servers.
+        asks_for_log_server: Whether this node must ask for the job's log servers.
 
     Raises:
         NvrxError: A directory cannot be used.
@@ -222,7 +222,7 @@ class CycleRecords:
     # While the job runs ------------------------------------------------------------------------
 
     def log_server_said(self, said: str | None) -> None:
-        """Take what the job's host says of its log servers; from any thread, told again."""
+        """Take the coordinator's answer on its log servers; from any thread, may be repeated."""
         with self._lock:
             first, self._log_server_said = not self._log_server_said, said or NO_SERVER
         if said == IN_A_FILE and self._token.is_given:

@@ -227,7 +227,7 @@ class StoreRendezvous:
 
         self._threads.submit_last_words(say)
         # This node's ranks are ended next, and those of others fail by that: what comes first in
-        # the queue is the cause that all are told.
+        # the queue is the cause that all get.
         is_said.wait(SAID_S)
 
     def preempted(self, cause: Cause) -> None:

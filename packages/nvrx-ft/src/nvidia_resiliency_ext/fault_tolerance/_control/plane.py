@@ -119,7 +119,7 @@ class ControlPlane:
         stack.callback(self._loop.close)
         self._loop.watch(signals.fileno(), lambda: self._signalled(signals.receive()))
         secret = read_token(plan.token_file) if plan.token_file else None
-        # Before anybody can connect: who waits in the queue of a port is not told that no store is
+        # Before anybody can connect: a client that a port has queued does not learn that no store is
         # there yet, and its lease does not stand still.
         load_torch()
         # Before anything else is touched: where another one serves, this one must do nothing.

@@ -112,7 +112,7 @@ class Node:
 
     @property
     def must_go(self) -> bool:
-        """Whether this node itself was told to leave: it takes part in no further round."""
+        """Whether this node itself must leave: it takes part in no further round."""
         return self.leaving is not None and self.leaving.is_own
 
 
@@ -243,7 +243,7 @@ class BudgetChanged:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The job is to end and not to be started again; `reason` is what the others are told."""
+    """The job is to end and not to be started again; `reason` goes to the others."""
 
     cause: Cause
     reason: str

@@ -7,7 +7,7 @@ read after it was asked of everybody are those of the last calls that any rank c
 highest plus one is a call that all ranks still have before them, and no rank that waits is needed
 by another one on the way to be read. A rank that has not called yet counts 0.
 
-A node is told to go (`Preempted`: a signal, or its time is nearly over) and tells the others. The
+A node is preempted (`Preempted`: a signal, or its time is nearly over) and notifies the others. The
 round then leaves (`RoundLeaves`, on every node): ranks are asked to save. A rank that asks
 `should_checkpoint` from then on waits until all nodes have reported how far theirs are
 (`RanksHeld`), and with that at which call all save (`SaveAgreed`). Then they leave. What follows is
@@ -40,7 +40,7 @@ def end_of_job(deadline: str | None, environ: Mapping[str, str], now: float) -> 
         now: The launcher's start (unix s).
 
     Raises:
-        ConfigError: Slurm is to be asked, and has not told.
+        ConfigError: Slurm is to be asked, and gave no answer.
     """
     if deadline is None:
         return None
@@ -76,7 +76,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """This node was told that it must go soon."""
+    """This node must go soon: a signal came, or its time is nearly over."""
 
     cause: Cause
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a node waits for before it joins a round, and before its workers start.
 
-A crash loop is a row of cycles that each ended within `SHORT_CYCLE_S` and in which no rank told of
+A crash loop is a row of cycles that each ended within `SHORT_CYCLE_S` and in which no rank reported
 a step. The first of them restarts at once, the second waits `FIRST_DELAY_S`, each further one
 twice as long, up to a limit. Programs without heartbeats or sections tell of no steps: for them the
 time alone decides. Whoever is killed by a signal that others send did not crash.

@@ -155,7 +155,7 @@ class CoordinatorContext:
 
 
 class CoordinatorServices:
-    """What a job's host runs; `close` ends all of it. Rounds may be told from any thread.
+    """Services of a job's coordinator; `close` ends them. Report rounds from any thread.
 
     Attributes:
         log_token: What nodes are notified of the log servers: a token, or one of the words in

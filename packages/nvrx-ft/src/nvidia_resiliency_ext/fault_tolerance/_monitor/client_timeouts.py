@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns a rank's timeouts: calculated, kept in a checkpoint, told to the monitor; not the session.
+"""Owns a rank's timeouts: calculated, kept in a checkpoint, sent to the monitor; not the session.
 
 The first half of `RankMonitorClient`; the session's own half is in `client`.
 """
@@ -235,7 +235,7 @@ class ClientTimeouts(HotPath):
             self._send_limits(limits)
 
     def _send_limits(self, limits: Mapping[str, Any]) -> None:
-        """Change limits in the monitor; a new monitor will be told again."""
+        """Change limits in the monitor; a new monitor gets them again."""
         from .messages import SetTimeouts
 
         self._own_limits = {**self._own_limits, **limits}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the look at all ranks of a node when one breaks a limit: who is asked, told and ended.
+"""Owns the look at all ranks of a node when one breaks a limit: who is asked, notified and ended.
 
 Whom to blame is decided in `culprit`. One inquiry is one hang, and one report. Ranks that cannot
 be asked, because they have no session, are looked at through the kernel alone.
@@ -206,7 +206,7 @@ class Inquiries:
             self._close(inquiry)
 
     def _close(self, inquiry: _Inquiry) -> None:
-        """Let go of the ranks that are not ended, unless other nodes are still to be heard."""
+        """Let go of the ranks that are not ended, unless other nodes have still to answer."""
         if inquiry.held is None and not inquiry.awaited and inquiry in self._open:
             self._open.remove(inquiry)
             for port in inquiry.members:

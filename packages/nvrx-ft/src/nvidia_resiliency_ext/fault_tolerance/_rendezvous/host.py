@@ -517,7 +517,7 @@ def _reported_states(memory: Memory, view: View) -> dict[str, tuple[WorkerState,
 def _first_cause(
     messages: tuple[NodeMessage, ...], states: Mapping[str, tuple[WorkerState, Cause | None]]
 ) -> Cause | None:
-    """Return what was told first of what broke."""
+    """Return the first cause that a broken node reported."""
     for message in messages:
         if message.cause is not None and states.get(message.node, (None,))[0] in _BROKEN:
             return message.cause

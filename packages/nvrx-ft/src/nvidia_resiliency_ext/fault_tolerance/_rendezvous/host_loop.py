@@ -311,7 +311,7 @@ class Coordinator:
             cause = Cause("opened", "the job had begun anew beside its own launchers")
             self._create(self._next(Phase.OPEN, state.entry.round + 1, cause=cause))
         else:
-            # Whoever was told that the round before began may not have been told that it ended.
+            # Followers that know the begin of the round before may not know its end.
             self._follower.ended(answer.round - 1, answer.cause)
             self._create(self._next(Phase.OPEN, answer.round, cause=answer.cause))
         return True

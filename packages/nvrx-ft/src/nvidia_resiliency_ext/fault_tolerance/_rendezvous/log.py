@@ -139,7 +139,7 @@ def resume_state_from(messages: tuple[NodeMessage, ...]) -> ResumeState | None:
     resumed = [n for n in messages if n.kind is Kind.RESUMED and n.entry is not None]
     if not resumed:
         return None
-    # Not all may have heard yet that ranks are to save and leave, and at which call.
+    # Not all may know yet that ranks are to save and leave, and at which call.
     entry = max(
         (n.entry for n in resumed if n.entry),
         key=lambda e: (e.round, e.phase is Phase.CLOSED, e.is_leaving, e.save_at),

@@ -171,7 +171,7 @@ def reputation_of(
 
 
 def merged(reports: Iterable[HostReputation | None]) -> HostReputation:
-    """Return what any of several decisions says: not everybody has heard the last one."""
+    """Merge the reputation of several decisions: not every launcher has read the last one."""
     failures: dict[str, tuple[float, ...]] = {}
     named: dict[str, str] = {}
     unhealthy: set[str] = set()

@@ -277,7 +277,7 @@ class NodeThreads:
                 return
             self._check_lease(session)
             if isinstance(command, _Decided):
-                # What an earlier watch has heard is of a store that is gone.
+                # The error of an earlier watch is that of a store that is gone.
                 if command.number == self._watch_number:
                     self._take(session, command.entry)
             elif isinstance(command, _WatchEnded):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rendezvous handler of torch's kind is told: its timeouts, and the parameters it reads."""
+"""Timeouts and parameters of a rendezvous handler of torch's kind."""
 
 from __future__ import annotations
 

@@ -8,16 +8,16 @@ Slots, one per local rank:
 | empty | the pool may fill | warming | `StartPrewarm` |
 | warming | `PrewarmReady` | ready | |
 | warming, ready | `PrewarmFailed` | failed | counts against the pool |
-| warming, ready | `Gone` (told to go) | went | |
+| warming, ready | `Gone` (activated) | activated | |
 | ready | `Stale` (its files changed on disk) | empty | `EndPrewarm` |
-| went | `Begun` (it runs its program) | went | |
-| went | `RanksStarting` (of the next cycle) | empty | |
-| went, failed | the pool may fill and time is up | warming | `StartPrewarm` |
-| any but went | the pool is disabled or released | empty | `EndPrewarm` |
+| activated | `Begun` (it runs its program) | activated | |
+| activated | `RanksStarting` (of the next cycle) | empty | |
+| activated, failed | the pool may fill and time is up | warming | `StartPrewarm` |
+| any but activated | the pool is disabled or released | empty | `EndPrewarm` |
 
 The pool fills from `FILL_DELAY_S` after the last "go", or from the first sign of a running step,
 but never while ranks start: between `RanksStarting` and `RanksStarted`, until each worker that was
-told to go while it imported has begun, and for `FIRST_STEP_FACTOR` times as long again; workers
+activated while it imported has begun, and for `FIRST_STEP_FACTOR` times as long again; workers
 that started cold are given the time that the imports of such workers took. At most `width` warm up
 at a time, or as many as there are processors that nothing else uses; before the first cycle all are
 started at once. Where all workers of a cycle have their imports behind them, those processors are
@@ -66,7 +66,7 @@ class Pool:
         first: No "go" has been given yet: nothing runs that a fill could disturb.
         ranks_starting: Workers are starting; they need the processors.
         importing: Slots that were activated and import still; they need the processors, too.
-        import_s: The longest that workers took to begin which were told to go while importing.
+        import_s: The longest that workers took to begin which were activated while importing.
         activated_at: When the last "go" was given.
         is_warm: All workers of this cycle came from standbys; when these have begun, none imports.
         has_stepped: A rank of this cycle has shown a sign of a running step.
@@ -129,7 +129,7 @@ class RanksStarting:
 
 @dataclass(frozen=True, slots=True)
 class RanksStarted:
-    """All workers of the cycle have been started or told to go."""
+    """All workers of the cycle have been started or activated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class PrewarmFailed:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A slot's standby was told to go: it is a worker now, or will be."""
+    """A slot's standby was activated: it is a worker now, or will be."""
 
     slot: int
 

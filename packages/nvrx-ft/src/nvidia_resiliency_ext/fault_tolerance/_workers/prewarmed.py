@@ -48,7 +48,7 @@ _LARGEST_OUTPUT_BYTES = 4096
 
 
 class PrewarmError(NvrxError):
-    """A standby cannot be started or told to go; start the worker cold."""
+    """A standby cannot be started or activated; start the worker cold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Each worker has its own deadline: one that ignores SIGTERM delays nobody else, a
 survives SIGKILL (state D) is given up after a bound instead of being waited for.
 
 Each worker leads a session and a process group of its own and dies with the launcher. A worker
-comes from a standby that is told to go, or from a fresh interpreter; from then on both are the
+comes from a standby that is activated, or from a fresh interpreter; from then on both are the
 same to this module.
 """
 
@@ -229,7 +229,7 @@ class ColdStarter:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Who is told what happens to a group.
+    """Callbacks for the events of a group.
 
     Attributes:
         exited: Called with (local rank, exit status) once per worker.
