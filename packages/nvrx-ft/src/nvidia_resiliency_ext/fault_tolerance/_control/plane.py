@@ -119,8 +119,8 @@ class ControlPlane:
         stack.callback(self._loop.close)
         self._loop.watch(signals.fileno(), lambda: self._signalled(signals.receive()))
         secret = read_token(plan.token_file) if plan.token_file else None
-        # Before anybody can connect: a client that a port has queued does not learn that no store is
-        # there yet, and its lease does not stand still.
+        # Before anybody can connect: a client in the queue of a port does not learn that no store
+        # is there yet, and its lease does not stand still.
         load_torch()
         # Before anything else is touched: where another one serves, this one must do nothing.
         listener = self._listen()
