@@ -195,7 +195,8 @@ def test_arguments():
         callback = StragglerDetectionCallback(**older, num_gpu_perf_scores_to_log=3)
     assert callback.num_gpu_perf_scores_to_print == 3
     neither = {"calc_relative_gpu_perf": False, "calc_individual_gpu_perf": False}
-    for wrong in (neither, {"num_gpu_perf_scores_to_print": -1}, {"stop_after_n_reports": 0}):
+    zeros = ({"num_gpu_perf_scores_to_print": -1}, {"stop_after_n_reports": 0})
+    for wrong in (neither, *zeros, {"gpu_relative_perf_threshold": 75}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             StragglerDetectionCallback(**{**OPTIONS, **wrong})
 

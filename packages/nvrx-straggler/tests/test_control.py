@@ -5,7 +5,10 @@ import json
 import os
 import resource
 import socket
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,7 +69,11 @@ def test_status_and_changes(job, capsys):
     [
         (["set", "--ranks", "3-1"], "ranks"),
         (["set", "--profiling-interval", "0"], "profiling_interval"),
+        (["set", "--profiling-interval", str(10**18)], "1000000000"),
+        (["set", "--report-interval", "nan"], "report_time_interval"),
         (["set", "--gpu-rel-threshold", "7"], "gpu_rel_threshold"),
+        (["set", "--ranks", ""], "ranks=''"),
+        (["set", "--ranks", "7"], "this job has rank 0"),
     ],
 )
 def test_wrong_changes_are_refused(job, capsys, arguments, named):
@@ -83,7 +90,7 @@ def test_wrong_changes_are_refused(job, capsys, arguments, named):
 def test_job_is_found_or_named(job, capsys, tmp_path):
     """The only job is found by itself; what is no job of ours is an error with a next step."""
     assert main(["status"]) == 0
-    assert "1 ranks" in capsys.readouterr().out
+    assert "1 rank, rank 0 is process" in capsys.readouterr().out
     assert main(["status", "--run-dir", str(tmp_path / "absent")]) == 2
     assert "cannot be reached" in capsys.readouterr().err
     Detector.shutdown()
@@ -102,6 +109,45 @@ def test_strangers_and_garbage_are_not_answered(job, capsys, caplog):
         sock.sendall(b"\0\0\0\x03abc")
         assert sock.recv(1) == b""
     assert main(["status", "--run-dir", job]) == 0
+
+
+PROGRAM = """
+import sys
+from nvidia_resiliency_ext.attribution.straggler._cli import main
+code = main(sys.argv[1:])
+print("torch" in sys.modules, code)
+"""
+
+
+def run_command(*arguments):
+    """Run a command in a process of its own, which says if it loaded torch, and the code."""
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+
+
+def test_silent_clients_do_not_hold_up_the_others(job, capsys, caplog):
+    """However many clients connect and say nothing or half a request, a command is answered."""
+    silent = [socket.socket(socket.AF_UNIX) for _ in range(40)]
+    try:
+        for number, sock in enumerate(silent):
+            sock.settimeout(60)
+            sock.connect(os.path.join(job, "control.sock"))
+            if number % 2:
+                sock.sendall(b"\0\0\0\x09ab")
+        assert main(["status", "--run-dir", job]) == 0
+        # The oldest had to go, so that descriptors do not run out.
+        assert silent[0].recv(1) == b""
+    finally:
+        for sock in silent:
+            sock.close()
+
+
+def test_commands_need_no_torch(job):
+    """A command that goes through the run directory does not load torch, which takes seconds."""
+    result = run_command("status", "--run-dir", job)
+    assert result.stdout.endswith("False 0\n"), result.stderr
 
 
 def test_server_goes_on_after_a_failure(job, capsys, caplog, monkeypatch):
@@ -199,6 +245,15 @@ def test_requests_through_the_store(store, capsys):
     assert "profiling_interval" in capsys.readouterr().err
 
 
+def test_two_commands_at_once_are_both_answered(store):
+    """Requests that overwrite each other in the store are sent again until each is answered."""
+    address = ["--store", f"127.0.0.1:{store.port}", "--timeout", "60"]
+    threads = 6
+    with ThreadPoolExecutor(threads) as pool:
+        codes = list(pool.map(main, [["status", *address]] * 4 * threads))
+    assert codes == [0] * 4 * threads
+
+
 def test_requests_through_the_store_are_refused_to_others(store, capsys, tmp_path):
     """Another token, a request that is sent again and bytes that are none change nothing."""
     address = ["--store", f"127.0.0.1:{store.port}"]
@@ -220,6 +275,37 @@ def test_requests_through_the_store_are_refused_to_others(store, capsys, tmp_pat
     assert Detector._session.pending.version == 1
     assert main(["status", *address, "--token-file", str(tmp_path / "absent")]) == 2
     assert "--token-file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("listens", "message"),
+    [
+        (True, "does not answer as a job's store within 2 s"),
+        (False, "Connection refused): give MASTER_ADDR and MASTER_PORT"),
+    ],
+)
+def test_a_store_that_is_none_is_one_line(tmp_path, listens, message):
+    """A mute or absent listener costs the time of --timeout, and one line without C++ frames."""
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("of the job")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
+        if not listens:
+            listener.close()
+        arguments = ["--store", place, "--token-file", str(token), "--timeout", "2"]
+        result = run_command("status", *arguments)
+    assert result.stdout.endswith(f"{listens} 2\n")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_store_without_a_detector_is_named(store, capsys):
+    """Where rank 0 takes no requests, the error names what rank 0 needs."""
+    Detector.shutdown()
+    store.delete_key(store_control._CHALLENGE)
+    assert main(["status", "--store", f"127.0.0.1:{store.port}", "--timeout", "0.2"]) == 2
+    assert "is NVRX_STRAGGLER_TOKEN_FILE set for rank 0" in capsys.readouterr().err
 
 
 def test_stragglers_are_recorded(tmp_path, monkeypatch):

@@ -8,11 +8,12 @@ import sys
 import pytest
 
 PROGRAM = """
-import json, sys, time
+import json, sys
 import torch
-before, began = set(sys.modules), time.thread_time()
+before = set(sys.modules)
 import {first} as one
-spent_ms = (time.thread_time() - began) * 1e3
+one.Detector, one.CallableId
+brought = sorted(set(sys.modules) - before)
 import {second} as two
 import {second}.reporting as reporting
 import nvidia_resiliency_ext.attribution
@@ -23,7 +24,7 @@ print(json.dumps({{
     "generator": one.reporting.ReportGenerator.__name__,
     "new": sorted({{name.split(".")[0] for name in set(sys.modules) - before}}),
     "attribution": [n for n in sys.modules if n == "nvidia_resiliency_ext.attribution._api"],
-    "spent_ms": spent_ms,
+    "brought": brought,
 }}))
 """
 NEW = "nvidia_resiliency_ext.attribution.straggler"
@@ -49,4 +50,6 @@ def test_paths_are_one_module(first, second):
     assert found["attribution"] == []
     allowed = {"nvidia_resiliency_ext", *sys.stdlib_module_names, "numpy", "torch"}
     assert set(found["new"]) <= allowed
-    assert found["spent_ms"] < 300
+    # What only `initialize` needs is loaded by it; these are the costly ones.
+    late = ("_session", "_exchange", "shared_utils.events", "shared_utils.wire")
+    assert not [name for name in found["brought"] if name.endswith(late)]

@@ -3,6 +3,7 @@
 
 import json
 import math
+import resource
 
 import numpy as np
 import pytest
@@ -31,6 +32,19 @@ def test_individual_scores_compare_with_the_own_past():
     assert score(a=0.5) == (1.0, 1.0)
     assert score(a=1.0)[0] == 0.5
     assert generator.name_mapper.kernel_counter == generator.name_mapper.section_counter == 0
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_sections_of_earlier_windows_stay_in_gathered_reports(gather):
+    """Gathered reports list every section ever seen, NaN without samples; others this window's."""
+    generator = ReportGenerator("all", gather_on_rank0=gather)
+    generator.generate_report({"fw": summary(1.0), "eval": summary(1.0)}, {})
+    report = generator.generate_report({"fw": summary(1.0)}, {})
+    relative = report.section_relative_perf_scores
+    assert sorted(relative) == (["eval", "fw"] if gather else ["fw"])
+    assert relative["fw"] == {0: 1.0}
+    assert not gather or math.isnan(relative["eval"][0])
+    assert list(report.local_section_summaries) == ["fw"]
 
 
 def test_gpu_score_is_weighted_by_time():
@@ -187,8 +201,45 @@ def test_explanation_names_kernels_sections_and_communication():
     text = report.table()
     assert "straggler" in text
     assert "kernel gemm: 4.00 times the reference, 100% of its compute time" in text
+    assert "section fw: slowest is rank 0 on <notset>, score 0.500  straggler" in text
+    assert str(report.explain()) == str(found)
+    assert str(found).startswith("rank 0 on <notset>: GPU score 0.25\n  compute 0.0 ms")
+    assert str(report_of({0: 1.0}).explain()) == "no rank is below a threshold"
     with pytest.raises(KeyError):
         report.explain(rank=9)
+
+
+@pytest.mark.parametrize("call", [Report.table, Report.summary, lambda r, k: r.explain(k=k)])
+def test_counts_of_what_to_show_are_checked(call):
+    """A negative number of ranks is an error that names it; none and too many are fine."""
+    report = report_of({0: 1.0, 1: 0.5})
+    for count in (-1, -9):
+        with pytest.raises(ValueError, match=f"k={count}"):
+            call(report, k=count)
+    assert call(report, k=0)
+    assert call(report, k=99)
+
+
+@pytest.mark.parametrize("threshold", [NAN, 5, -3, math.inf])
+@pytest.mark.parametrize("name", Report({}, {}, {}, {}, {}, {}, {}, 0.0, True).thresholds)
+def test_thresholds_are_scores(name, threshold):
+    """A threshold that is not between 0 and 1, such as 75 for 0.75, is an error that names it."""
+    with pytest.raises(ValueError, match=f"{name}={threshold}: must lie between 0 and 1"):
+        report_of({0: 1.0}).identify_stragglers(**{name: threshold})
+    assert report_of({0: 1.0}).identify_stragglers(**{name: 0, "gpu_rel_threshold": 1})
+
+
+def test_the_table_says_what_was_measured():
+    """The table counts one rank as one, and names the slowest rank of each section."""
+    report = report_of({0: 1.0, 1: 0.9})
+    assert report.table().startswith("2 ranks, ")
+    report = Report(
+        {}, {"fw": {0: 1.0, 1: 0.4}, "x": {0: NAN}}, {}, {}, {0: "a"}, {}, {}, 1.0, True
+    )
+    lines = report.table().splitlines()
+    assert lines[0].startswith("1 rank, ")
+    assert "section fw: slowest is rank 1 on ?, score 0.400  straggler" in lines
+    assert not [line for line in lines if line.startswith("section x")]
 
 
 def test_picture_is_written(tmp_path):
@@ -199,3 +250,28 @@ def test_picture_is_written(tmp_path):
     report = generator.generate_report({"fw": summary(2.0)}, {"gemm": summary(4.0)})
     report.plot(tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    report.plot(tmp_path / "without")
+    assert (tmp_path / "without").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    """A directory, an unknown format and a full disk are errors, and no file is left or changed."""
+    pytest.importorskip("matplotlib")
+    report = report_of({0: 1.0, 1: 0.5})
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(IsADirectoryError):
+        report.plot(folder)
+    with pytest.raises(ValueError, match="nonsense"):
+        report.plot(tmp_path / "report.nonsense")
+    old = tmp_path / "old.svg"
+    old.write_text("old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match=r"too large|File"):
+            report.plot(old)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert old.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "old.svg"]

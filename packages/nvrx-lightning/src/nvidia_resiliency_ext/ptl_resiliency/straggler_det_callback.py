@@ -105,6 +105,13 @@ class StragglerDetectionCallback(Callback):  # type: ignore[misc] # found at run
                 "set calc_relative_gpu_perf or calc_individual_gpu_perf: without either there is"
                 " nothing to report"
             )
+        # Rank 0 alone would find out in its first report, while the others wait for it.
+        for kind, threshold in (
+            ("relative", gpu_relative_perf_threshold),
+            ("individual", gpu_individual_perf_threshold),
+        ):
+            if not 0 <= threshold <= 1:
+                raise ValueError(f"gpu_{kind}_perf_threshold={threshold}: must be 0 to 1")
         if stop_after_n_reports < 1:
             raise ValueError(f"stop_after_n_reports must be 1 or more, not {stop_after_n_reports}")
         self.report_time_interval = report_time_interval

@@ -6,20 +6,42 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 from ._errors import ControlError
-from ._session.control import Change, Status, StatusRequest, ask, find_job
+from ._session.control import DEFAULT_TIMEOUT_S, Change, Status, StatusRequest, ask, find_job
 
 __all__ = ["build_parser", "main"]
 
-_OPTIONS = {
+_LARGEST = 1 << 63  # of numbers that a message can carry
+
+
+def _integer(text: str) -> int:
+    value = int(text)
+    if not -_LARGEST <= value < _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to 1000000000")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < threading.TIMEOUT_MAX / 3:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value
+
+
+_OPTIONS: dict[str, tuple[str, Callable[[str], object], str]] = {
     "--report-interval": ("report_time_interval", float, "seconds between reports"),
-    "--profiling-interval": ("profiling_interval", int, "measure every Nth entry of a section"),
+    "--profiling-interval": (
+        "profiling_interval",
+        _integer,
+        "measure every Nth entry of a section",
+    ),
     "--ranks": ("ranks", str, "ranks that measure, such as 0-3,8, or all"),
     "--gpu-rel-threshold": ("gpu_rel_threshold", float, "relative GPU score of a straggler"),
     "--section-rel-threshold": ("section_rel_threshold", float, "relative section score"),
@@ -49,6 +71,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         default=os.environ.get("NVRX_STRAGGLER_TOKEN_FILE"),
         help="token of the job, for --store; default: NVRX_STRAGGLER_TOKEN_FILE",
+    )
+    shared.add_argument(
+        "--timeout",
+        metavar="S",
+        type=_seconds,
+        default=DEFAULT_TIMEOUT_S,
+        help="wait at most S seconds for the job, and again for its answer; default: %(default)g",
     )
     shared.add_argument("--json", action="store_true", help="print the state as JSON")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -81,11 +110,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _ask(options: argparse.Namespace, request: StatusRequest | Change) -> Status:
     if options.store is None:
-        return ask(find_job(options.run_dir), request)
-    from ._session.store_control import ask_through_store  # brings torch
+        return ask(find_job(options.run_dir), request, options.timeout)
+    # Its client prints lines and frames of its own when a store is gone.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from ._session.store_control import ask_through_store
 
     host, port = options.store
-    return ask_through_store(host, port, options.token_file, request)
+    return ask_through_store(host, port, options.token_file, request, options.timeout)
 
 
 def _endpoint(text: str) -> tuple[str, int]:
@@ -106,9 +137,10 @@ def _request_of(options: argparse.Namespace) -> StatusRequest | Change:
 
 def _text(status: Status) -> str:
     job = f"job {status.job}, " if status.job else ""
+    ranks = "1 rank" if status.world_size == 1 else f"{status.world_size} ranks"
     lines = [
         (
-            f"{job}{status.world_size} ranks, rank 0 is process {status.pid},"
+            f"{job}{ranks}, rank 0 is process {status.pid},"
             f" kernel timing on it: {status.cuda_profiling}"
         )
     ]

@@ -224,7 +224,7 @@ class Detector:
 
         Args:
             callable_ids: Attributes of objects, classes or modules; those that are wrapped
-                already stay as they are.
+                already stay as they are. If one cannot be wrapped, none is.
             profile_cuda: Time GPU kernels, too, where that is possible.
 
         Raises:
@@ -233,8 +233,7 @@ class Detector:
             TypeError: An attribute is not callable.
         """
         session = cls._require("wrap_callables")
-        for callable_id in callable_ids:
-            session.wrapping.wrap(callable_id, session.registry, profile_cuda=profile_cuda)
+        session.wrapping.wrap(callable_ids, session.registry, profile_cuda=profile_cuda)
 
     @classmethod
     def restore_original_callables(cls) -> None:

@@ -455,9 +455,14 @@ class ReportGenerator:
         column = 0 if self.is_computing_rel_scores else 1
         if np.isnan(rows[:, column]).any():
             if not known_kernels:
+                next_step = (
+                    "wrap the training step or enter a detection_section with profile_cuda=True"
+                    if data.cuda_status == "ok"
+                    else "sections are compared all the same"
+                )
                 reasons["gpu"] = (
                     f"no kernel was captured on any rank (kernel timing here: {data.cuda_status});"
-                    " wrap the training step or enter a detection_section with profile_cuda=True"
+                    f" {next_step}"
                 )
             elif self.is_computing_rel_scores and not scored.common_kernels:
                 reasons["gpu"] = (

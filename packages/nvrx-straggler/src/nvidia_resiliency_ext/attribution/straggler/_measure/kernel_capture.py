@@ -138,7 +138,8 @@ def _claim() -> tuple[CuptiManager | None, str]:
     except ImportError as error:
         return None, f"the extension nvrx_cupti_module is not installed ({error})"
     except RuntimeError as error:
-        return None, str(error)
+        has_gpu = torch.cuda.is_available()
+        return None, str(error) if has_gpu else f"torch finds no GPU ({error})"
     return manager, ""
 
 

@@ -38,7 +38,8 @@ MAX_SAMPLES = 8192
 """Samples of a section that are kept for one window; the newest win."""
 
 logger = logging.getLogger("nvrx")
-_is_compiling = torch.compiler.is_compiling
+# Of the two such functions the cheaper one; what is exported may be timed.
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Capture(Protocol):
@@ -241,7 +242,8 @@ def timed_callable(
         count = section.total_entry_cnt
         section.total_entry_cnt = count + 1
         if count % registry.interval:
-            return function(*args, **kwargs)
+            # Passing on no keywords costs a dictionary.
+            return function(*args, **kwargs) if kwargs else function(*args)
         capture = registry.capture
         if profile_cuda and capture is not None:
             with CapturedEntry(append, capture):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MethodType, ModuleType
@@ -72,17 +72,27 @@ class Wrapping:
     def __init__(self) -> None:
         self.originals: dict[CallableId, Any] = {}
         self._wrapped: dict[CallableId, WrappedAttribute] = {}
-        self._owners: dict[str, object] = {}
 
     def wrap(
-        self, callable_id: CallableId, registry: SectionRegistry, *, profile_cuda: bool
+        self, callable_ids: Iterable[CallableId], registry: SectionRegistry, *, profile_cuda: bool
     ) -> None:
-        """Replace the attribute by a timed callable; does nothing when it is wrapped already.
+        """Replace attributes by timed callables, all or none; wrapped ones stay as they are.
 
         Raises:
             AttributeError: There is no such attribute, or it cannot be set.
             TypeError: It is not callable.
         """
+        known = len(self._wrapped)
+        try:
+            for callable_id in callable_ids:
+                self._wrap(callable_id, registry, profile_cuda=profile_cuda)
+        except BaseException:
+            self._restore(list(self._wrapped)[known:])
+            raise
+
+    def _wrap(
+        self, callable_id: CallableId, registry: SectionRegistry, *, profile_cuda: bool
+    ) -> None:
         obj, name = callable_id.obj, callable_id.name
         if callable_id in self._wrapped:
             logger.debug("straggler: %s is wrapped already", callable_id)
@@ -103,7 +113,7 @@ class Wrapping:
         wrapped = WrappedAttribute(obj, name, replacement)
         self._wrapped[callable_id] = wrapped
         self.originals[callable_id] = wrapped.original
-        if self._owners.setdefault(section_name, obj) is not obj:
+        if any(str(other) == section_name and other.obj is not obj for other in self._wrapped):
             logger.warning(
                 "straggler: two objects are wrapped as %r: their times are mixed", section_name
             )
@@ -114,12 +124,13 @@ class Wrapping:
         Raises:
             AttributeError: An attribute can no longer be set; all others are restored.
         """
+        self._restore(list(self._wrapped))
+
+    def _restore(self, callable_ids: list[CallableId]) -> None:
         with ExitStack() as stack:
-            for wrapped in self._wrapped.values():
-                stack.callback(wrapped.restore)
-            self._wrapped.clear()
-            self.originals.clear()
-            self._owners.clear()
+            for callable_id in callable_ids:
+                stack.callback(self._wrapped.pop(callable_id).restore)
+                del self.originals[callable_id]
 
 
 def _of_the_same_kind(

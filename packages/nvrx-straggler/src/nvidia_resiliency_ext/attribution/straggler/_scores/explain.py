@@ -15,7 +15,7 @@ from .views import RankDetail, SlowKernel
 if TYPE_CHECKING:
     from .report import Report
 
-__all__ = ["RankExplanation", "explain"]
+__all__ = ["Explanations", "RankExplanation", "explain", "short"]
 
 _LONGEST_NAME = 72
 
@@ -61,23 +61,30 @@ class RankExplanation:
                 f"{_against(self.communication_ratio)}"
             )
         lines += [
-            f"  kernel {_short(kernel.name)}: {1 / kernel.score:.2f} times the reference,"
+            f"  kernel {short(kernel.name)}: {1 / kernel.score:.2f} times the reference,"
             f" {kernel.share:.0%} of its compute time"
             for kernel in self.kernels
         ]
         lines += [
-            f"  section {_short(name)}: {1 / score:.2f} times the reference"
+            f"  section {short(name)}: {1 / score:.2f} times the reference"
             for name, score in self.sections
         ]
         return "\n".join(lines)
 
 
-def explain(report: Report, rank: int | None, k: int) -> list[RankExplanation]:
+class Explanations(list[RankExplanation]):
+    """Explanations of ranks, slowest first; `str()` gives their text."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "no rank is below a threshold"
+
+
+def explain(report: Report, rank: int | None, k: int) -> Explanations:
     """Return the explanation of one rank, or of each that is below a threshold, slowest first."""
     if rank is not None:
         if rank not in report.rank_to_node:
             raise KeyError(f"the report has no rank {rank}; it covers {len(report.rank_to_node)}")
-        return [_explain_rank(report, rank, k)]
+        return Explanations([_explain_rank(report, rank, k)])
     found = report.identify_stragglers(**report.thresholds)
     ids = found["straggler_gpus_relative"] | found["straggler_gpus_individual"]
     for kind in ("straggler_sections_relative", "straggler_sections_individual"):
@@ -85,7 +92,7 @@ def explain(report: Report, rank: int | None, k: int) -> list[RankExplanation]:
             ids |= members
     ranks = sorted(item.rank for item in ids)
     explained = [_explain_rank(report, slow, k) for slow in ranks]
-    return sorted(explained, key=lambda item: (_or_one(item), item.rank))
+    return Explanations(sorted(explained, key=lambda item: (_or_one(item), item.rank)))
 
 
 def _explain_rank(report: Report, rank: int, k: int) -> RankExplanation:
@@ -145,7 +152,8 @@ def _against(ratio: float) -> str:
     return "" if math.isnan(ratio) else f" ({ratio:.2f} times the median rank)"
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
+    """Return a name that fits into a line."""
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,9 @@ import numpy as np
 
 from nvidia_resiliency_ext.shared_utils.console import plain
 from nvidia_resiliency_ext.shared_utils.errors import MissingExtraError
+from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
+
+from .explain import short
 
 if TYPE_CHECKING:
     from .report import Report
@@ -30,13 +34,14 @@ def table(report: Report, k: int) -> str:
     worst = sorted(
         ((score, rank) for rank, score in scores.items() if not math.isnan(score)),
     )
+    count = len(report.rank_to_node)
     lines = [
         (
-            f"{len(report.rank_to_node)} ranks, GPU score {kind}, threshold {threshold:g},"
+            f"{count} rank{'' if count == 1 else 's'}, GPU score {kind}, threshold {threshold:g},"
             f" report took {report.generate_report_elapsed_time:.1f} ms"
         )
     ]
-    if worst:
+    if worst and k:
         values = [score for score, _ in worst]
         lines.append(
             f"min {values[0]:.3f}  median {float(np.median(values)):.3f}  max {values[-1]:.3f}"
@@ -48,15 +53,33 @@ def table(report: Report, k: int) -> str:
         bar = "#" * round(_BAR * min(score, 1.0))
         mark = "  straggler" if score < threshold else ""
         lines.append(f"{rank:>6}  {node:{max(width, 4)}}  {score:.3f} {bar:{_BAR}}{mark}".rstrip())
-    if len(worst) > k:
+    if len(worst) > k > 0:
         lines.append(f"   ...  {len(worst) - k} more ranks, all at {worst[k][0]:.3f} or better")
     missing = len(scores) - len(worst)
     if missing:
-        lines.append(f"{missing} ranks without a GPU score")
+        lines.append(f"{missing} rank{'' if missing == 1 else 's'} without a GPU score")
     lines += [f"{plain(name)}: {plain(text)}" for name, text in report.nan_reasons.items()]
+    lines += _section_lines(report)[:k]
     for item in report.explain()[:k]:
         lines += [plain(line) for line in str(item).splitlines()]
     return "\n".join(lines) + "\n"
+
+
+def _section_lines(report: Report) -> list[str]:
+    """Return the slowest rank of each section, worst section first."""
+    sections = report.section_relative_perf_scores
+    limit = report.thresholds["section_rel_threshold" if sections else "section_indiv_threshold"]
+    found = []
+    for name, scores in (sections or report.section_individual_perf_scores).items():
+        scored = [(score, rank) for rank, score in scores.items() if not math.isnan(score)]
+        if scored:
+            found.append((*min(scored), name))
+    return [
+        f"section {plain(short(name))}: slowest is rank {rank} on"
+        f" {plain(report.rank_to_node.get(rank, '?'))}, score {score:.3f}"
+        + ("  straggler" if score < limit else "")
+        for score, rank, name in sorted(found)
+    ]
 
 
 def plot(report: Report, path: str | os.PathLike[str]) -> None:
@@ -67,50 +90,81 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
     except ImportError as error:
         raise MissingExtraError("Report.plot", "'nvrx-straggler[plot]'", error) from error
     sections = report.section_relative_perf_scores or report.section_individual_perf_scores
-    figure = Figure(figsize=(9, 6 if sections else 3.5), layout="constrained")
+    has_gpu = any(np.isfinite(values).any() for *_, values in _gpu_scores(report))
+    parts = [(has_gpu or not sections, _plot_scores), (bool(sections), _plot_sections)]
+    drawn = [draw for is_wanted, draw in parts if is_wanted]
+    figure = Figure(figsize=(9, 0.5 + 3 * len(drawn)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(2 if sections else 1, 1, squeeze=False)[:, 0]
-    _plot_scores(report, axes[0])
-    if sections:
-        names = list(sections)
-        values = np.array([list(sections[name].values()) for name in names], dtype=np.float64)
-        image = axes[1].imshow(
-            values, aspect="auto", cmap="viridis", vmin=0.5, vmax=1.0, interpolation="nearest"
-        )
-        axes[1].set_yticks(range(len(names)), [plain(name)[-32:] for name in names])
-        axes[1].set_xlabel("rank")
-        axes[0].set_xlim(axes[1].get_xlim())
-        axes[1].set_title("section scores", loc="left")
-        figure.colorbar(image, ax=axes[1])
-    figure.savefig(os.fspath(path), dpi=_DOTS_PER_INCH)
+    # One axis of ranks for both parts.
+    axes = figure.subplots(len(drawn), 1, squeeze=False, sharex=True)[:, 0]
+    for draw, part in zip(drawn, axes, strict=True):
+        draw(report, part)
+    axes[-1].xaxis.get_major_locator().set_params(integer=True)
+    axes[-1].set_xlabel("rank")
+    picture = io.BytesIO()  # a full disk leaves no half of it
+    suffix = os.path.splitext(path)[1][1:]
+    figure.savefig(picture, format=suffix or "png", dpi=_DOTS_PER_INCH)
+    atomic_write(path, picture.getvalue(), mode=None, fsync=False)
+
+
+def _gpu_scores(report: Report) -> list[tuple[str, Any, Any]]:
+    """Return `(kind, ranks, scores)` of each GPU score."""
+    given = [
+        ("relative", report.gpu_relative_perf_scores),
+        ("individual", report.gpu_individual_perf_scores),
+    ]
+    return [(kind, np.array(list(of)), np.array(list(of.values()), float)) for kind, of in given]
 
 
 def _plot_scores(report: Report, axes: Any) -> None:
-    drawn = [
-        ("relative", report.gpu_relative_perf_scores, "gpu_rel_threshold", "C0"),
-        ("individual", report.gpu_individual_perf_scores, "gpu_indiv_threshold", "C1"),
-    ]
-    for label, scores, threshold_name, color in drawn:
-        ranks = np.fromiter(scores, dtype=np.int64, count=len(scores))
-        values = np.array(list(scores.values()), dtype=np.float64)
+    for (kind, ranks, values), (marker, color) in zip(
+        _gpu_scores(report), (("o", "C0"), ("x", "C1")), strict=True
+    ):
         if not np.isfinite(values).any():
             continue
-        axes.plot(ranks, values, ".", color=color, label=f"{label} GPU score")
-        threshold = report.thresholds[threshold_name]
-        if label == "relative":
-            axes.axhline(threshold, color="0.5", linestyle="--", linewidth=1)
-            for rank in ranks[values < threshold][:16].tolist():
+        axes.plot(ranks, values, marker, color=color, markersize=4, label=f"{kind} GPU score")
+        if kind == "relative":
+            limit = report.thresholds["gpu_rel_threshold"]
+            axes.axhline(
+                limit, color="0.4", linestyle="--", linewidth=1, label=f"threshold {limit:g}"
+            )
+            for rank, score in zip(
+                ranks[values < limit][:16], values[values < limit], strict=False
+            ):
                 axes.annotate(
-                    f"{rank} ({plain(report.rank_to_node.get(rank, '?'))})",
-                    (rank, scores[rank]),
+                    f"rank {rank} on {plain(report.rank_to_node.get(int(rank), '?'))}",
+                    (rank, score),
                     textcoords="offset points",
-                    xytext=(5, -4),
+                    # Names at the right end would leave the picture.
+                    xytext=(-6, -4) if 2 * rank > len(ranks) else (6, -4),
+                    ha="right" if 2 * rank > len(ranks) else "left",
                     fontsize=8,
                 )
-    if not axes.lines:
-        axes.text(0.5, 0.5, "no GPU scores", ha="center", transform=axes.transAxes)
-    else:
+    if axes.lines:
         axes.legend(loc="lower left", fontsize=8)
+    else:
+        axes.text(0.5, 0.5, "no scores", ha="center", transform=axes.transAxes)
     axes.set_ylim(0, 1.1)
     axes.set_ylabel("score")
-    axes.set_title("GPU scores by rank (1.0 keeps up with the best)", loc="left")
+    axes.set_title("GPU scores by rank (1.0: as fast as the best)", loc="left")
+
+
+def _plot_sections(report: Report, axes: Any) -> None:
+    sections = report.section_relative_perf_scores
+    best = "as fast as the best rank" if sections else "as fast as ever"
+    sections = sections or report.section_individual_perf_scores
+    names = list(sections)
+    values = np.array([list(sections[name].values()) for name in names], dtype=np.float64)
+    ranks = list(next(iter(sections.values())))
+    image = axes.imshow(
+        values,
+        aspect="auto",
+        cmap="viridis",
+        vmin=0.5,
+        vmax=1.0,
+        interpolation="nearest",
+        extent=(ranks[0] - 0.5, ranks[-1] + 0.5, len(names) - 0.5, -0.5),
+    )
+    axes.set_yticks(range(len(names)), [plain(name)[-32:] for name in names])
+    axes.set_title(f"section scores by rank (1.0: {best}; white: no score)", loc="left")
+    axes.figure.colorbar(image, ax=axes, label="score", extend="min")

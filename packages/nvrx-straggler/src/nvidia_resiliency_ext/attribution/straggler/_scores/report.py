@@ -120,11 +120,23 @@ class Report:
             `straggler_sections_relative` and `straggler_sections_individual`: such a set for each
             section that has a straggler.
 
+        Raises:
+            ValueError: A threshold does not lie between 0 and 1.
+
         Example:
             >>> report = Report({0: 1.0, 1: 0.6}, {}, {}, {}, {0: "a", 1: "b"}, {}, {}, 1.0, True)
             >>> report.identify_stragglers()["straggler_gpus_relative"]
             {StragglerId(rank=1, node='b')}
         """
+        given = {
+            "gpu_rel_threshold": gpu_rel_threshold,
+            "section_rel_threshold": section_rel_threshold,
+            "gpu_indiv_threshold": gpu_indiv_threshold,
+            "section_indiv_threshold": section_indiv_threshold,
+        }
+        for name, threshold in given.items():
+            if not 0 <= threshold <= 1:
+                raise ValueError(f"{name}={threshold}: must lie between 0 and 1")
         return {
             "straggler_gpus_relative": self._ids_below(
                 self.gpu_relative_perf_scores, gpu_rel_threshold
@@ -185,11 +197,16 @@ class Report:
                 slowest first.
             k: Kernels and sections to name for a rank, at most 3 kernels.
 
+        Returns:
+            A list, whose `str()` is text for people.
+
         Raises:
             KeyError: The report has no such rank.
+            ValueError: `k` is negative.
         """
         from .explain import explain
 
+        _require_count(k)
         return explain(self, rank, k)
 
     def summary(self, k: int = 5) -> dict[str, Any]:
@@ -199,7 +216,11 @@ class Report:
             For `gpu_relative` and `gpu_individual`, those that were computed: `min`, `median`,
             `max`, `worst` and `best` (lists of `(rank, node, score)`) and `without_score`
             (how many ranks have none).
+
+        Raises:
+            ValueError: `k` is negative.
         """
+        _require_count(k)
         given = {
             "gpu_relative": self.gpu_relative_perf_scores,
             "gpu_individual": self.gpu_individual_perf_scores,
@@ -207,20 +228,26 @@ class Report:
         return {name: self._extremes(scores, k) for name, scores in given.items() if scores}
 
     def table(self, k: int = 8) -> str:
-        """Return the report as text for a terminal: the `k` slowest ranks, and why."""
+        """Return the report as text for a terminal: the `k` slowest ranks, and why.
+
+        Raises:
+            ValueError: `k` is negative.
+        """
         from .render import table
 
+        _require_count(k)
         return table(self, k)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Write a picture of the scores; the suffix of the path chooses the format.
+        """Write a picture of the scores; the suffix of the path chooses the format, else PNG.
 
         Args:
-            path: The file to write, such as `report.png` or `report.svg`.
+            path: The file to write, such as `report.png` or `report.svg`; it is replaced.
 
         Raises:
             MissingExtraError: matplotlib is not installed (`pip install 'nvrx-straggler[plot]'`).
-            OSError: The file cannot be written.
+            OSError: The file cannot be written; what was there is unchanged.
+            ValueError: matplotlib does not know the format.
         """
         from .render import plot
 
@@ -284,6 +311,11 @@ class Report:
     ) -> dict[str, set[StragglerId]]:
         found = {name: self._ids_below(ranks, threshold) for name, ranks in scores.items()}
         return {name: ids for name, ids in found.items() if ids}
+
+
+def _require_count(k: int) -> None:
+    if k < 0:
+        raise ValueError(f"k={k}: must be 0 or more")
 
 
 def _array(scores: Mapping[int, float]) -> np.ndarray[Any, np.dtype[np.float64]]:

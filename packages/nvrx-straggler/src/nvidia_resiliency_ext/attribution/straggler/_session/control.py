@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that steer a running job, and the Unix socket on which rank 0 takes them.
 
-Only processes of the same user are answered. A change takes effect on all ranks at the next
-report, through the report's own exchange.
+Only processes of the same user are answered, and none waits for another one. A change takes effect
+on all ranks at the next report, through the report's own exchange.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import select
 import socket
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from nvidia_resiliency_ext.attribution.straggler._errors import ControlError
-from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-from nvidia_resiliency_ext.shared_utils.event_loop import WakeUp
+from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, NvrxError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir, live_run_dirs, remove_stale_run_dirs
+from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 from nvidia_resiliency_ext.shared_utils.wire import (
     MessageSet,
     receive_message,
@@ -28,6 +31,7 @@ from nvidia_resiliency_ext.shared_utils.wire import (
 )
 
 __all__ = [
+    "DEFAULT_TIMEOUT_S",
     "MESSAGES",
     "Change",
     "ControlServer",
@@ -43,7 +47,10 @@ __all__ = [
 LABEL = "straggler"
 
 _SOCKET = "control.sock"
-_TIMEOUT_S = 5.0
+DEFAULT_TIMEOUT_S = 5.0
+"""How long `nvrx-straggler` waits for an answer, unless it is told."""
+_MOST_CLIENTS = 16
+_CLOSE_TIMEOUT_S = 5.0
 _RETRY_S = 1.0
 
 logger = logging.getLogger("nvrx")
@@ -99,7 +106,9 @@ Handler = Callable[[object], Status | Refused]
 
 
 class ControlServer:
-    """Listens for one job; answers in a thread of its own, one connection at a time.
+    """Listens for one job and answers in a thread of its own.
+
+    A client that says nothing holds up no other one; when many are connected, the oldest goes.
 
     Args:
         answer: Answers each request, in the server's thread.
@@ -113,11 +122,14 @@ class ControlServer:
         remove_stale_run_dirs()  # of ranks that were killed, in earlier cycles of this job too
         self._run_dir = RunDir.create(LABEL)
         self._pid = os.getpid()
-        self._wake_up = WakeUp()
+        self._is_closed = False
+        self._clients: deque[Channel] = deque()
+        self._loop = EventLoop()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._listener.bind(self._run_dir.socket_path(_SOCKET))
             self._listener.listen()
+            self._listener.setblocking(False)
         except OSError:
             self._release()
             raise
@@ -133,41 +145,68 @@ class ControlServer:
     def close(self) -> None:
         """End the thread and remove the socket; in a forked child, only our descriptors."""
         if os.getpid() == self._pid:
-            self._wake_up.set()
-            self._thread.join(_TIMEOUT_S)
+            self._is_closed = True
+            self._loop.wake()
+            self._thread.join(_CLOSE_TIMEOUT_S)
         self._release()
 
     def _release(self) -> None:
+        for client in self._clients:
+            client.close()
         self._listener.close()
-        self._wake_up.close()
+        self._loop.close()
         if os.getpid() == self._pid:
             self._run_dir.remove()
 
     def _serve(self) -> None:
-        poll = select.poll()
-        poll.register(self._wake_up, select.POLLIN)
-        poll.register(self._listener, select.POLLIN)
-        while True:
-            if self._wake_up.fileno() in {descriptor for descriptor, _ in poll.poll()}:
-                return
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                # The client is gone, or no descriptor is free: the connection stays pending.
-                logger.warning("straggler control: a connection cannot be taken: %s", error)
-                if select.select([self._wake_up], [], [], _RETRY_S)[0]:
-                    return
-                continue
-            with connection:
-                self._serve_connection(connection)
+        self._loop.watch(self._listener, self._accept)
+        while not self._is_closed:
+            self._loop.run_once()
 
-    def _serve_connection(self, connection: socket.socket) -> None:
+    def _accept(self) -> None:
         try:
-            require_same_user(connection)
-            request = receive_message(connection, MESSAGES, _TIMEOUT_S)
-            send_message(connection, MESSAGES, self._answer(request), _TIMEOUT_S)
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            # The client is gone, or no descriptor is free: the connection stays pending.
+            logger.warning("straggler control: a connection cannot be taken: %s", error)
+            self._loop.unwatch(self._listener)
+            watch_again = functools.partial(self._loop.watch, self._listener, self._accept)
+            self._loop.call_at(time.monotonic() + _RETRY_S, watch_again)
+            return
+        client = Channel(sock, MESSAGES, max_fds=0)
+        self._clients.append(client)
+        try:
+            require_same_user(sock)
         except (NvrxError, OSError) as error:
-            logger.warning("straggler control: a request was not answered: %s", error)
+            self._end(client, f"a request was not answered: {error}")
+            return
+        if len(self._clients) > _MOST_CLIENTS:
+            self._end(self._clients[0], f"more than {_MOST_CLIENTS} clients: the oldest must go")
+        self._loop.watch(client, functools.partial(self._advance, client))
+
+    def _advance(self, client: Channel) -> None:
+        """Answer a client's request, if it is whole; what is left to send, it may still read."""
+        client.flush()
+        try:
+            for request in client.receive():
+                client.send(self._answer(request))
+        except (NvrxError, OSError) as error:
+            self._end(client, f"a request was not answered: {error}")
+            return
+        if client.is_garbled:
+            self._end(client, "a request was not answered: it is no message")
+        elif client.is_over:
+            self._end(client)
+        else:
+            advance = functools.partial(self._advance, client)
+            self._loop.watch(client, advance, write=client.wants_to_write)
+
+    def _end(self, client: Channel, reason: str = "") -> None:
+        if reason:
+            logger.warning("straggler control: %s", reason)
+        self._loop.unwatch(client)
+        self._clients.remove(client)
+        client.close()
 
 
 def find_job(run_dir: str | None) -> str:
@@ -192,8 +231,13 @@ def find_job(run_dir: str | None) -> str:
     return found[0]
 
 
-def ask(run_dir: str, request: StatusRequest | Change) -> Status:
+def ask(run_dir: str, request: StatusRequest | Change, timeout_s: float) -> Status:
     """Send a request to a job and return its answer.
+
+    Args:
+        run_dir: The job's control directory.
+        request: What to ask.
+        timeout_s: How long the job may take for each step.
 
     Raises:
         ControlError: The job cannot be reached, refuses, or runs as another user.
@@ -201,11 +245,16 @@ def ask(run_dir: str, request: StatusRequest | Change) -> Status:
     try:
         path = RunDir(run_dir).socket_path(_SOCKET)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
-            sock.settimeout(_TIMEOUT_S)
+            sock.settimeout(timeout_s)
             sock.connect(path)
             require_same_user(sock)
-            send_message(sock, MESSAGES, request, _TIMEOUT_S)
-            answer = receive_message(sock, MESSAGES, _TIMEOUT_S)
+            send_message(sock, MESSAGES, request, timeout_s)
+            answer = receive_message(sock, MESSAGES, timeout_s)
+    except (DeadlineExceededError, TimeoutError) as error:
+        raise ControlError(
+            f"the job at {run_dir} has not answered within {timeout_s:g} s; a busy one may need a"
+            " longer --timeout"
+        ) from error
     except (NvrxError, OSError, ValueError) as error:
         raise ControlError(f"the job at {run_dir} cannot be reached: {error}") from error
     return status_of(answer, f"the job at {run_dir}")

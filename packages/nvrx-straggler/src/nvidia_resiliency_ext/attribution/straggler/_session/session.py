@@ -171,7 +171,8 @@ class Session:
                 f"settings are changed on rank 0 of the detector's process group, this is rank"
                 f" {rank}"
             )
-        self.pending = self.pending.changed(changes)
+        world_size = dist_utils.get_world_size(self._options.process_group)
+        self.pending = self.pending.changed(changes, world_size)
         return self.pending
 
     def count_iteration(self) -> bool:

@@ -17,6 +17,7 @@ from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks, parse_ran
 __all__ = ["CHANGEABLE", "Settings"]
 
 ALL_RANKS = "all"
+MAX_PROFILING_INTERVAL = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,11 @@ class Settings:
     def __post_init__(self) -> None:
         for item in _FIELDS:
             _require_type(item.name, getattr(self, item.name), str(item.type))
-        if self.profiling_interval < 1:
-            raise ConfigError(f"profiling_interval={self.profiling_interval}: must be at least 1")
+        if not 1 <= self.profiling_interval <= MAX_PROFILING_INTERVAL:
+            raise ConfigError(
+                f"profiling_interval={self.profiling_interval}: must be 1 to"
+                f" {MAX_PROFILING_INTERVAL} entries"
+            )
         if not (math.isfinite(self.report_time_interval) and self.report_time_interval >= 0):
             raise ConfigError(
                 f"report_time_interval={self.report_time_interval}: must be 0 s or more"
@@ -66,6 +70,8 @@ class Settings:
                 ranks = parse_ranks(self.ranks)
             except ValueError as error:
                 raise ConfigError(f"ranks={self.ranks[:80]!r}: {error}") from error
+            if not ranks:
+                raise ConfigError("ranks='': name at least one; to measure on none, disable")
             object.__setattr__(self, "_ranks", frozenset(ranks))
             object.__setattr__(self, "ranks", format_ranks(ranks))
         if len(self.encode()) > SETTINGS_BYTES:
@@ -87,18 +93,26 @@ class Settings:
         wanted = iterations_in(self.report_time_interval, step_time)
         return int(max(wanted, self.profiling_interval))
 
-    def changed(self, changes: Mapping[str, object]) -> Settings:
+    def changed(self, changes: Mapping[str, object], world_size: int) -> Settings:
         """Return the next version with these values.
 
+        Args:
+            changes: Values by name.
+            world_size: Number of ranks of the job.
+
         Raises:
-            ConfigError: A name is not known or a value out of range.
+            ConfigError: A name is not known, a value out of range, or a rank not there.
         """
         for name in changes:
             if name not in CHANGEABLE:
                 raise ConfigError(
                     f"{name!r} cannot be changed in a running job; known: {', '.join(CHANGEABLE)}"
                 )
-        return replace(self, version=self.version + 1, **changes)  # type: ignore[arg-type]
+        new = replace(self, version=self.version + 1, **changes)  # type: ignore[arg-type]
+        if "ranks" in changes and any(rank >= world_size for rank in new._ranks or ()):  # noqa: SLF001 - own class
+            have = "rank 0" if world_size == 1 else f"ranks 0-{world_size - 1}"
+            raise ConfigError(f"ranks={new.ranks[:80]!r}: this job has {have}")
+        return new
 
     def encode(self) -> bytes:
         """Return the settings as JSON."""

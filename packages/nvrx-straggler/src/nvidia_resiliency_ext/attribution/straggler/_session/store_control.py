@@ -13,13 +13,16 @@ import hmac
 import logging
 import os
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from nvidia_resiliency_ext.attribution.straggler._errors import ControlError
+from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.store_sockets import NoAnswerError, open_client, reach
 
 from .control import MESSAGES, Change, Handler, Refused, Status, StatusRequest, status_of
 
@@ -36,8 +39,7 @@ _PROOF_BYTES = 32
 _HEAD_BYTES = _PROOF_BYTES + 2 * _NONCE_BYTES
 _MAX_BYTES = 1 << 20
 _CONNECT_TIMEOUT = dt.timedelta(seconds=10)
-_ANSWER_TIMEOUT = dt.timedelta(seconds=20)
-_ATTEMPTS = 3
+_POLL_S = 0.02
 _OUTDATED = "the request has an old challenge: it was sent twice, or another one came first"
 _LONG_WAIT = dt.timedelta(hours=1)
 _CLOSE_TIMEOUT_S = 5.0
@@ -97,6 +99,8 @@ class StoreControlServer:
 
     def _waited(self, store: Any) -> bool:
         """Wait for a request; False after an hour without one, and when the server is closed."""
+        import torch.distributed as dist
+
         try:
             store.wait([_REQUEST], _LONG_WAIT)
         except dist.DistStoreError:
@@ -121,7 +125,7 @@ class StoreControlServer:
 
 
 def ask_through_store(
-    host: str, port: int, token_file: str, request: StatusRequest | Change
+    host: str, port: int, token_file: str, request: StatusRequest | Change, timeout_s: float
 ) -> Status:
     """Send a request to a job through its store and return its answer.
 
@@ -130,45 +134,101 @@ def ask_through_store(
         port: Its `MASTER_PORT`.
         token_file: The file that the job's `NVRX_STRAGGLER_TOKEN_FILE` names, or a copy.
         request: What to ask.
+        timeout_s: How long the store, and then rank 0, may take.
 
     Raises:
         ConfigError: The token file cannot be used.
         ControlError: The job cannot be reached, refuses, or has another token.
     """
     token = TokenFile(token_file, "--token-file").token()
+    store = _reach_store(host, port, timeout_s)
     place = f"the job's store at {host}:{port}"
     try:
-        store = _connect(host, port)
-        for _ in range(_ATTEMPTS):
-            answer = _exchange(store, token, request)
-            if answer != Refused(_OUTDATED):
-                break
+        # A store whose process stands still would be waited for without an end.
+        answer = DeadlineCaller().run(
+            "store-request", lambda: _exchange(store, token, request, timeout_s), timeout_s + 1
+        )
+    except StuckError as error:
+        raise ControlError(f"{place} does not answer within {timeout_s:g} s") from error
     except NvrxError as error:
         raise ControlError(f"{place}: {error}") from error
-    except RuntimeError as error:  # of which all errors of a store are
-        reason = str(error).splitlines()[0]
-        raise ControlError(
-            f"{place} gives no answer ({reason}); is {TOKEN_FILE_VARIABLE} set for rank 0?"
-        ) from error
+    except RuntimeError as error:  # which errors of a store are
+        raise ControlError(f"{place} has ended the connection: is the job over?") from error
     return status_of(answer, place)
 
 
-def _exchange(store: Any, token: str, request: StatusRequest | Change) -> object:
-    """Send one request and return its answer, verified."""
-    store.wait([_CHALLENGE], _ANSWER_TIMEOUT)
-    challenge, nonce = store.get(_CHALLENGE), os.urandom(_NONCE_BYTES)
-    store.set(_REQUEST, _seal(token, b"request", challenge, nonce, request))
-    key = f"{_ANSWER}{nonce.hex()}"
-    store.wait([key], _ANSWER_TIMEOUT)
-    data = store.get(key)
-    store.delete_key(key)
-    payload = _open(token, b"answer", data)
-    if data[_PROOF_BYTES + _NONCE_BYTES : _HEAD_BYTES] != nonce:
-        raise ControlError("an answer to another request came")
-    return MESSAGES.decode(payload)
+def _reach_store(host: str, port: int, timeout_s: float) -> Any:
+    """Connect to a store, in bounded time.
+
+    Raises:
+        ControlError: Nothing listens there, or it is no store.
+    """
+    place = f"{host}:{port}"
+    try:
+        # Names are looked up without a limit of their own.
+        DeadlineCaller().run("reach", lambda: reach((host, port), timeout_s).close(), timeout_s + 1)
+    except (OSError, StuckError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ControlError(
+            f"no store can be reached at {place} ({reason}): give MASTER_ADDR and MASTER_PORT of"
+            " the job's ranks"
+        ) from error
+    import torch.distributed  # noqa: F401 - takes seconds, which do not count
+
+    try:
+        return open_client(lambda: _connect(host, port), port, timeout_s)
+    except (RuntimeError, NoAnswerError) as error:
+        raise ControlError(
+            f"what listens at {place} does not answer as a job's store within {timeout_s:g} s: give"
+            " MASTER_ADDR and MASTER_PORT of the job's ranks"
+        ) from error
+
+
+def _exchange(store: Any, token: str, request: StatusRequest | Change, timeout_s: float) -> object:
+    """Send a request until it is answered, and return the answer, verified.
+
+    The store keeps one request. If another command's takes its place, it is sent again.
+    """
+    deadline = Deadline.after(timeout_s)
+    hint = f"no straggler detector takes requests; is {TOKEN_FILE_VARIABLE} set for rank 0?"
+    _poll(lambda: store.check([_CHALLENGE]), deadline, hint)
+    busy = f"rank 0 has not answered within {timeout_s:g} s; a busy one may need a longer --timeout"
+    while True:
+        challenge, nonce = store.get(_CHALLENGE), os.urandom(_NONCE_BYTES)
+        key = f"{_ANSWER}{nonce.hex()}"
+        store.set(_REQUEST, _seal(token, b"request", challenge, nonce, request))
+
+        def is_taken(key: str = key, challenge: bytes = challenge) -> bool:
+            return bool(store.check([key]) or store.get(_CHALLENGE) != challenge)
+
+        _poll(is_taken, deadline, busy)
+        if not store.check([key]):  # an answer comes before the next challenge
+            continue
+        data = store.get(key)
+        store.delete_key(key)
+        payload = _open(token, b"answer", data)
+        if data[_PROOF_BYTES + _NONCE_BYTES : _HEAD_BYTES] != nonce:
+            raise ControlError("an answer to another request came")
+        answer = MESSAGES.decode(payload)
+        if answer != Refused(_OUTDATED):
+            return answer
+
+
+def _poll(is_so: Callable[[], bool], deadline: Deadline, failure: str) -> None:
+    """Wait for a condition; waits of torch's own print C++ messages when they end in vain.
+
+    Raises:
+        ControlError: It does not come true in time.
+    """
+    while not is_so():
+        if deadline.expired():
+            raise ControlError(failure)
+        time.sleep(_POLL_S)
 
 
 def _connect(host: str, port: int) -> Any:
+    import torch.distributed as dist
+
     return dist.TCPStore(  # type: ignore[attr-defined]
         host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT
     )
