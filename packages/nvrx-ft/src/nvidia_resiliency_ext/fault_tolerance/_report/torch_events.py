@@ -195,9 +195,9 @@ class TorchEvents:
         host = socket.getfqdn(socket.gethostname())
         while (event := self._queue.get()) is not None:
             source = EventSource.WORKER if event.is_of_worker else EventSource.AGENT
-            event = Event(
+            torch_event = Event(
                 name=f"torchelastic.worker.status.{event.state}",
                 source=source,
                 metadata={**event.metadata, "hostname": host},
             )
-            events.record(event, self._handler)
+            events.record(torch_event, self._handler)
